@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every config key and its default, once. Names and meanings are detectron2's where detectron2 has the key."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fvcore.common.config import CfgNode
+
+from cpvt_det.errors import ConfigError, UnknownNameError, first_line
+
+
+def get_cfg() -> CfgNode:
+    """A new config with the defaults: DETR-R50 with PEG, the paper's 50-epoch recipe.
+
+    Returns:
+        fvcore's ``CfgNode``; ``cfg.merge_from_file(path)`` reads YAML with ``_BASE_``, safely.
+    """
+    cfg = CfgNode()
+    cfg.VERSION = 2
+    cfg.OUTPUT_DIR = "./output"
+    cfg.SEED = -1  # negative: another one each run, which is logged
+    _add_model(cfg)
+    _add_data(cfg)
+    _add_solver(cfg)
+    cfg.TEST = CfgNode()
+    cfg.TEST.EVAL_PERIOD = 0  # iterations; 0: only at the end
+    cfg.TEST.EVAL_EPOCHS = 0  # epochs; above 0 it sets EVAL_PERIOD
+    cfg.TEST.IMS_PER_BATCH = 1  # over all processes
+    cfg.TEST.DETECTIONS_PER_IMAGE = 100
+    cfg.TEST.EVALUATOR = "faster_coco_eval"  # or pycocotools, the reference
+    cfg.TEST.PICTURES = 8  # images drawn beside their ground truth after the last evaluation
+    cfg.TEST.PICTURE_THRESHOLD = 0.5
+    return cfg
+
+
+def _add_model(cfg: CfgNode) -> None:
+    cfg.MODEL = model = CfgNode()
+    model.META_ARCHITECTURE = "CPVTDetr"
+    model.DEVICE = "auto"  # cuda where there is one, else cpu
+    model.WEIGHTS = ""  # start from these; heads of other classes are made anew
+    model.NUM_CLASSES = 0  # 0: what the training data has; otherwise it is checked against the data
+    model.PIXEL_MEAN = [123.675, 116.280, 103.530]  # RGB, 0 to 255
+    model.PIXEL_STD = [58.395, 57.120, 57.375]
+
+    model.BACKBONE = CfgNode()
+    model.BACKBONE.NAME = "resnet50"  # resnet18, 34, 50, 101; with detectron2 also what its registry has
+    model.BACKBONE.WEIGHTS = ""  # torchvision's by name (IMAGENET1K_V1, DEFAULT), or a local file; empty: random
+    model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN, GN from scratch
+    model.BACKBONE.STAGE = 5  # the last stage that is built and used, 2 to 5
+    model.BACKBONE.DC5 = False  # stage 5 dilated, at the stride of stage 4
+    model.BACKBONE.FREEZE_AT = 2  # stages up to this one keep their weights; 1 is the stem, 0 trains all
+    model.BACKBONE.MASK_PADDING = True  # padding stays zero inside the backbone; False is the official arithmetic
+
+    # Options of an encoding of your own may be added in YAML.
+    model.POSITION = CfgNode(new_allowed=True)
+    model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, peg, sine+peg, sine_offset+peg
+    model.POSITION.DECODER = "sine"  # of the decoder's keys: sine, same (as the encoder), none
+    model.POSITION.TABLE_SIZE = 50  # learned: the largest map side
+    model.POSITION.POSITIONS = [0]  # peg: after these encoder layers; -1 is before the first
+    model.POSITION.KERNEL_SIZE = 3  # peg
+    model.POSITION.NORM = "BN"  # peg: BN, SyncBN, GN, none
+    model.POSITION.MASK_INPUT = True  # peg: padded tokens out of convolution and statistics; False is the authors' arithmetic
+    model.POSITION.ZERO_INIT = False  # peg: starts as the identity, for trained weights
+
+    model.DETR = CfgNode()
+    model.DETR.HIDDEN_DIM = 256
+    model.DETR.NHEADS = 8
+    model.DETR.DIM_FEEDFORWARD = 2048
+    model.DETR.ENC_LAYERS = 6
+    model.DETR.DEC_LAYERS = 6
+    model.DETR.DROPOUT = 0.1
+    model.DETR.PRE_NORM = False
+    model.DETR.NUM_OBJECT_QUERIES = 100
+
+    model.CRITERION = CfgNode()
+    model.CRITERION.CLASSIFICATION = "softmax"  # or focal
+    model.CRITERION.BACKGROUND_WEIGHT = 0.1  # softmax: weight of "no object"
+    model.CRITERION.FOCAL_ALPHA = 0.25
+    model.CRITERION.FOCAL_GAMMA = 2.0
+    model.CRITERION.CLASS_WEIGHT = 1.0
+    model.CRITERION.L1_WEIGHT = 5.0
+    model.CRITERION.GIOU_WEIGHT = 2.0
+    model.CRITERION.CLASS_COST = 1.0
+    model.CRITERION.L1_COST = 5.0
+    model.CRITERION.GIOU_COST = 2.0
+
+
+def _add_data(cfg: CfgNode) -> None:
+    cfg.INPUT = CfgNode()
+    cfg.INPUT.FORMAT = "RGB"
+    cfg.INPUT.MIN_SIZE_TRAIN = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)  # one is drawn for each image; (): as is
+    cfg.INPUT.MAX_SIZE_TRAIN = 1333
+    cfg.INPUT.MIN_SIZE_TEST = 800  # 0: as is
+    cfg.INPUT.MAX_SIZE_TEST = 1333
+    cfg.INPUT.RANDOM_FLIP = "horizontal"  # or none
+    cfg.INPUT.RESIZE_CROP = CfgNode()  # half the images: resize to one of SIZES, crop sides in RANGE, resize as above
+    cfg.INPUT.RESIZE_CROP.ENABLED = True
+    cfg.INPUT.RESIZE_CROP.SIZES = (400, 500, 600)
+    cfg.INPUT.RESIZE_CROP.RANGE = (384, 600)
+
+    cfg.DATASETS = CfgNode()
+    cfg.DATASETS.TRAIN = ()
+    cfg.DATASETS.TEST = ()
+    cfg.DATASETS.REGISTER = []  # [name, COCO JSON, image folder] each; coco_2017_train and _val are there already
+
+    cfg.DATALOADER = CfgNode()
+    cfg.DATALOADER.NUM_WORKERS = 4
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = True
+    cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # DETR learns from images without objects too
+
+
+def _add_solver(cfg: CfgNode) -> None:
+    cfg.SOLVER = solver = CfgNode()
+    solver.EPOCHS = 50.0  # above 0, the three decide; 0: MAX_ITER, STEPS and WARMUP_ITERS do
+    solver.STEP_EPOCHS = (40.0,)
+    solver.WARMUP_EPOCHS = 0.0
+    solver.MAX_ITER = 0
+    solver.STEPS = ()
+    solver.WARMUP_ITERS = 0
+    solver.GAMMA = 0.1
+    solver.SCHEDULE = "step"  # step; cosine, to 0 at the end
+    solver.IMS_PER_BATCH = 32  # over all processes and accumulated parts
+    solver.ACCUMULATE = 1  # parts that a process's share of a batch is worked through in
+    solver.BASE_LR = 1e-4
+    solver.BACKBONE_LR = 2e-5
+    solver.WEIGHT_DECAY = 1e-4
+    solver.WEIGHT_DECAY_NORM = None  # None: WEIGHT_DECAY, as in the recipe
+    solver.WEIGHT_DECAY_PEG = None  # None: as its parameters would have elsewhere
+    solver.CLIP_GRADIENTS = CfgNode()
+    solver.CLIP_GRADIENTS.ENABLED = True
+    solver.CLIP_GRADIENTS.CLIP_TYPE = "full_model"
+    solver.CLIP_GRADIENTS.CLIP_VALUE = 0.1  # of the norm of all gradients together
+    solver.AMP = CfgNode()
+    solver.AMP.ENABLED = False
+    solver.AMP.DTYPE = "bfloat16"  # or float16
+    solver.EMA = CfgNode()
+    solver.EMA.ENABLED = False
+    solver.EMA.DECAY = 0.9997
+    solver.CHECKPOINT_PERIOD = 5000  # iterations
+    solver.LOG_PERIOD = 20  # iterations
+
+
+def config_root() -> Path:
+    """The folder of the configs that come with the package: in the wheel inside it, in a checkout beside it."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def find_config(name: str) -> Path:
+    """A config file by path, or by a name below the configs of the package (``coco/detr_r50_peg_50ep.yaml``).
+
+    Raises:
+        ConfigError: neither is a file.
+    """
+    for path in (Path(name), config_root() / name, config_root() / name.removeprefix("configs/")):
+        if path.is_file():
+            return path
+    raise ConfigError(f"no config file {name!r}, neither as a path nor below {config_root()}")
+
+
+def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
+    """Defaults, then a file, then KEY VALUE pairs.
+
+    Args:
+        config_file: as in :func:`find_config`; empty for the defaults alone.
+        overrides: keys and values by turns.
+
+    Raises:
+        ConfigError: a file that is missing or not safe YAML, an unknown key, a value of another type.
+    """
+    cfg = get_cfg()
+    if config_file:
+        merge_checked(cfg, read_config(config_file), config_file)
+    merge_overrides(cfg, overrides)
+    return cfg
+
+
+def read_config(config_file: str) -> CfgNode:
+    """The keys of a YAML file and of its ``_BASE_`` files, without defaults. No YAML tag runs code.
+
+    Raises:
+        ConfigError: a missing file, or one that is not a YAML mapping.
+    """
+    path = find_config(config_file)
+    try:
+        loaded = CfgNode.load_yaml_with_base(str(path), allow_unsafe=False)
+        return CfgNode(loaded)
+    except Exception as error:  # what YAML and file systems raise has no common base
+        raise ConfigError(f"cannot read config {path}: {first_line(error)}") from error
+
+
+def merge_overrides(cfg: CfgNode, overrides: Sequence[str]) -> None:
+    """Merge KEY VALUE pairs of a command line.
+
+    Raises:
+        ConfigError: a key without a value, an unknown key, a value of another type.
+    """
+    if len(overrides) % 2:
+        raise ConfigError(f"overrides are KEY VALUE pairs, got an odd number of words: {' '.join(overrides)}")
+    for key, value in zip(overrides[::2], overrides[1::2], strict=True):
+        nested: Any = CfgNode._decode_cfg_value(value)
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        merge_checked(cfg, CfgNode(nested), "the command line")
+
+
+def merge_checked(cfg: CfgNode, other: CfgNode, source: str) -> None:
+    """Merge keys into a config.
+
+    Args:
+        cfg: changed in place.
+        other: some of its keys.
+        source: where they are from, for the message.
+
+    Raises:
+        ConfigError: an unknown key, with its nearest neighbour; a value of another type than the default's. A whole number
+            does where a float is wanted.
+    """
+    other = other.clone()
+    _check_keys(cfg, other, source, prefix="")
+    try:
+        cfg.merge_from_other_cfg(other)
+    except (ValueError, KeyError, AssertionError) as error:
+        raise ConfigError(f"{source}: {first_line(error)}") from error
+
+
+def _check_keys(cfg: CfgNode, other: CfgNode, source: str, prefix: str) -> None:
+    for key, value in other.items():
+        if key not in cfg:
+            if not cfg.is_new_allowed():
+                raise UnknownNameError(f"config key (from {source})", prefix + key, (prefix + known for known in cfg))
+        elif isinstance(cfg[key], CfgNode):
+            if not isinstance(value, CfgNode):
+                raise ConfigError(f"{source}: {prefix}{key} is a group of keys, got {value!r}; set one of {', '.join(cfg[key])}")
+            _check_keys(cfg[key], value, source, f"{prefix}{key}.")
+        elif isinstance(cfg[key], float) and type(value) is int:
+            other[key] = float(value)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of data sets -> their files."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpvt_det.errors import ConfigError, UnknownNameError
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """Where a data set in COCO format lies."""
+
+    name: str
+    annotations: Path
+    image_root: Path
+
+
+def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[DatasetFiles]:
+    """Look names up among those of the config and the builtin ``coco_2017_train`` and ``coco_2017_val``.
+
+    The builtin ones lie below the folder in ``DETECTRON2_DATASETS``, by default ``./datasets``.
+
+    Args:
+        names: ``DATASETS.TRAIN`` or ``DATASETS.TEST``.
+        registered: ``DATASETS.REGISTER``, triples of name, COCO JSON and image folder.
+
+    Raises:
+        ConfigError: an entry that is not a triple.
+        UnknownNameError: a name that is neither builtin nor registered.
+    """
+    known = {files.name: files for files in [*builtin_datasets(), *registered_datasets(registered)]}
+    for name in names:
+        if name not in known:
+            raise UnknownNameError("data set (DATASETS.REGISTER adds your own)", name, known)
+    return [known[name] for name in names]
+
+
+def builtin_datasets() -> list[DatasetFiles]:
+    """COCO 2017 in its standard layout."""
+    root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).expanduser() / "coco"
+    return [
+        DatasetFiles(f"coco_2017_{split}", root / f"annotations/instances_{split}2017.json", root / f"{split}2017")
+        for split in ("train", "val")
+    ]
+
+
+def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFiles]:
+    """The data sets of ``DATASETS.REGISTER``.
+
+    Raises:
+        ConfigError: an entry that is not a triple of strings.
+    """
+    for entry in registered:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(isinstance(part, str) for part in entry):
+            raise ConfigError(f"DATASETS.REGISTER holds [name, COCO JSON, image folder] triples, got {entry!r}")
+    return [DatasetFiles(name, Path(annotations).expanduser(), Path(images).expanduser()) for name, annotations, images in registered]

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of samples, the same whatever the number of workers, and from any iteration on.
+
+A sample's random state depends on (seed, epoch, image) alone, a batch on (seed, iteration) alone; so a run continues where it
+stopped once it knows its iteration.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.mapper import Mapper, Sample
+
+Draw = tuple[int, int]
+"""(epoch, index of the record)."""
+
+
+class MappedDataset(Dataset):
+    """Records that become samples when they are asked for.
+
+    Args:
+        records: of one or more data sets.
+        mapper: record -> sample.
+        seed: of the run.
+    """
+
+    def __init__(self, records: Sequence[ImageRecord], mapper: Mapper, seed: int = 0):
+        self.records = records
+        self.mapper = mapper
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, draw: Draw) -> Sample:
+        epoch, index = draw
+        with torch.random.fork_rng(devices=[]):  # in the main process the model's dropout draws from the same state
+            torch.manual_seed(_mix(self.seed, epoch, index))
+            return self.mapper(self.records[index])
+
+
+class TrainBatches(Sampler[list[Draw]]):
+    """An endless stream of batches: every image once an epoch, in an order drawn anew for each.
+
+    With grouping, a batch holds images that are all wide or all tall, which saves padding; images wait for their batch across the
+    border of epochs.
+
+    Args:
+        wide: for each record, whether it is wider than tall; ``None`` for no grouping.
+        num_records: how many there are.
+        batch_size: of a batch, over all processes.
+        seed: of the run.
+        rank, world_size: this process takes its slice of every batch.
+
+    Raises:
+        ValueError: no record, or a batch that the processes do not divide.
+    """
+
+    def __init__(
+        self, num_records: int, batch_size: int, seed: int, wide: Sequence[bool] | None = None, rank: int = 0, world_size: int = 1
+    ):
+        if num_records < 1:
+            raise ValueError("there is no image to train on")
+        if batch_size < 1 or batch_size % world_size:
+            raise ValueError(f"the batch of {batch_size} images must be a positive multiple of the {world_size} processes")
+        self.num_records = num_records
+        self.batch_size = batch_size
+        self.seed = seed
+        self.groups = np.zeros(num_records, dtype=int) if wide is None else np.asarray(wide, dtype=int)
+        share = batch_size // world_size
+        self.slice = slice(rank * share, (rank + 1) * share)
+        self.start = 0
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        """Batches from number ``start`` on; those before are counted off without loading anything."""
+        for number, batch in enumerate(self._stream()):
+            if number >= self.start:
+                yield batch[self.slice]
+
+    def _stream(self) -> Iterator[list[Draw]]:
+        waiting: dict[int, list[Draw]] = {0: [], 1: []}
+        epoch = 0
+        while True:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records)
+            for index in order.tolist():
+                group = waiting[self.groups[index]]
+                group.append((epoch, index))
+                if len(group) == self.batch_size:
+                    yield group.copy()
+                    group.clear()
+            epoch += 1
+
+
+class TrainLoader:
+    """Batches for training, from a given iteration on.
+
+    Args:
+        dataset: samples with targets.
+        batches: which samples.
+        num_workers: processes that decode; 0 for none.
+        pin_memory: for copies to a GPU.
+    """
+
+    def __init__(self, dataset: MappedDataset, batches: TrainBatches, num_workers: int, pin_memory: bool = False):
+        self.dataset = dataset
+        self.batches = batches
+        self._loader = _data_loader(dataset, batches, num_workers, pin_memory)
+
+    def from_iteration(self, iteration: int) -> "TrainLoader":
+        """Start at the batch of this iteration."""
+        self.batches.start = iteration
+        return self
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        return iter(self._loader)
+
+
+def test_loader(dataset: MappedDataset, batch_size: int, num_workers: int, rank: int = 0, world_size: int = 1) -> DataLoader:
+    """Every record once, over all processes; batches of this process's ``batch_size``."""
+    draws = [(0, index) for index in range(rank, len(dataset), world_size)]
+    batches = [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)]
+    return _data_loader(dataset, batches, num_workers, pin_memory=False)
+
+
+def _data_loader(dataset: MappedDataset, batches: Sampler | list, num_workers: int, pin_memory: bool) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=num_workers,
+        collate_fn=_as_list,
+        pin_memory=pin_memory,
+        persistent_workers=False,
+        # Its own generator: the loader would draw a base seed from the global state, and dropout would change with workers.
+        generator=torch.Generator().manual_seed(dataset.seed % 2**63),
+    )
+
+
+def _as_list(samples: list[Sample]) -> list[Sample]:
+    return samples
+
+
+def _mix(*numbers: int) -> int:
+    """One seed from several, without collisions between neighbours."""
+    return int(np.random.SeedSequence([number % 2**63 for number in numbers]).generate_state(1, np.uint64)[0])

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record -> a sample: decode the image, augment it, boxes in pixels throughout.
+
+On the road of one image: after ``data/coco.py``, before ``structures.PaddedBatch``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as TF
+
+from cpvt_det.boxes import xyxy_to_cxcywh
+from cpvt_det.data.coco import ImageRecord
+from cpvt_det.errors import DataError, first_line
+from cpvt_det.structures import Targets
+
+Sample = dict[str, Any]
+"""``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, and in training ``targets``."""
+
+DECODED_BY_TORCHVISION = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+
+
+def read_image(path: str) -> Tensor:
+    """Decode an image file to RGB, turned as its EXIF data says.
+
+    Returns:
+        (3, H, W) uint8.
+
+    Raises:
+        DataError: a file that cannot be read, by name.
+    """
+    try:
+        if path.lower().endswith(DECODED_BY_TORCHVISION):
+            return decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)[:3]
+        with Image.open(path) as image:
+            return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB"))).permute(2, 0, 1).contiguous()
+    except (RuntimeError, OSError, ValueError) as error:
+        raise DataError(f"cannot read image {path}: {first_line(error)}") from error
+
+
+class RandomShortSide(v2.Transform):
+    """Resize to a short side drawn from a list, both sides at least one pixel.
+
+    Args:
+        sizes: pixels; empty or 0 leaves the image as it is.
+        max_size: bound on the long side.
+    """
+
+    def __init__(self, sizes: Sequence[int], max_size: int | None = None):
+        super().__init__()
+        self.sizes = [size for size in sizes if size > 0]
+        self.max_size = max_size
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        """Draw one size for image and boxes."""
+        height, width = v2.query_size(flat_inputs)
+        if not self.sizes:
+            return {"size": [height, width]}
+        short = self.sizes[int(torch.randint(len(self.sizes), ()))]
+        scale = short / min(height, width)
+        if self.max_size:
+            scale = min(scale, self.max_size / max(height, width))
+        return {"size": [max(1, round(height * scale)), max(1, round(width * scale))]}
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        """Resize one of them."""
+        return self._call_kernel(TF.resize, inpt, params["size"], antialias=True)
+
+
+class RandomSizeCrop(v2.Transform):
+    """Crop to sides drawn from a range, at a place drawn too.
+
+    Args:
+        low, high: pixels, both included; an image's own side bounds them.
+
+    Source: facebookresearch/detr ``datasets/transforms.py`` (the sizes).
+    """
+
+    def __init__(self, low: int, high: int):
+        super().__init__()
+        self.low, self.high = low, high
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        """Draw one window for image and boxes."""
+        window = {}
+        for extent, side, start in zip(v2.query_size(flat_inputs), ("height", "width"), ("top", "left"), strict=True):
+            low, high = min(self.low, extent), min(self.high, extent)
+            window[side] = int(torch.randint(low, high + 1, ()))
+            window[start] = int(torch.randint(extent - window[side] + 1, ()))
+        return window
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        """Crop one of them."""
+        return self._call_kernel(TF.crop, inpt, **params)
+
+
+def train_transform(
+    sizes: Sequence[int],
+    max_size: int | None,
+    flip: bool = True,
+    crop_sizes: Sequence[int] = (),
+    crop_range: tuple[int, int] = (384, 600),
+) -> v2.Transform:
+    """DETR's augmentation: flip; then resize, or for half the images resize, crop, resize.
+
+    Args:
+        sizes, max_size: of the last resize, as in :class:`RandomShortSide`.
+        flip: mirror half the images.
+        crop_sizes: short sides before the crop; empty for no crops.
+        crop_range: sides of the crop, as in :class:`RandomSizeCrop`.
+
+    Source: arXiv 2005.12872, appendix A.4.
+    """
+    resize: v2.Transform = RandomShortSide(sizes, max_size)
+    if crop_sizes:
+        cropped = v2.Compose([RandomShortSide(crop_sizes), RandomSizeCrop(*crop_range), RandomShortSide(sizes, max_size)])
+        resize = v2.RandomChoice([resize, cropped])
+    clean = v2.SanitizeBoundingBoxes(min_size=1, labels_getter=_labels)  # what a crop leaves of a box may be nothing
+    return v2.Compose([v2.RandomHorizontalFlip(0.5 if flip else 0.0), resize, v2.ClampBoundingBoxes(), clean])
+
+
+def test_transform(size: int, max_size: int | None) -> v2.Transform:
+    """Resize to one short side.
+
+    Args:
+        size: pixels; 0 leaves the image as it is.
+        max_size: bound on the long side.
+    """
+    return RandomShortSide([size], max_size)
+
+
+def _labels(inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return inputs[2]
+
+
+class Mapper:
+    """Makes samples.
+
+    Args:
+        transform: of the image alone, or with ``with_targets`` of (image, boxes, labels).
+        with_targets: for training.
+    """
+
+    def __init__(self, transform: v2.Transform, with_targets: bool):
+        self.transform = transform
+        self.with_targets = with_targets
+
+    def __call__(self, record: ImageRecord) -> Sample:
+        """Make the sample of one record, drawing from torch's global random state.
+
+        Raises:
+            DataError: an image that cannot be read, or of another size than the JSON says.
+        """
+        image = tv_tensors.Image(read_image(record.file_name))
+        if tuple(image.shape[1:]) != (record.height, record.width):
+            raise DataError(
+                f"image {record.file_name} (id {record.image_id}) is {image.shape[2]} x {image.shape[1]} pixels as EXIF turns it, "
+                f"its annotations say {record.width} x {record.height}"
+            )
+        sample = {
+            "file_name": record.file_name,
+            "image_id": record.image_id,
+            "height": record.height,
+            "width": record.width,
+        }
+        if not self.with_targets:
+            return {**sample, "image": self.transform(image).as_subclass(Tensor)}
+        boxes = tv_tensors.BoundingBoxes(record.boxes_xyxy, format="XYXY", canvas_size=image.shape[1:])
+        image, boxes, labels = self.transform(image, boxes, torch.from_numpy(record.labels))
+        height, width = image.shape[1:]
+        boxes_cxcywh = xyxy_to_cxcywh(boxes.as_subclass(Tensor)) / torch.tensor([width, height, width, height])
+        return {**sample, "image": image.as_subclass(Tensor), "targets": Targets(labels, boxes_cxcywh.to(torch.float32))}

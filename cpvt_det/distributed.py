@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rest asks of ``torch.distributed``; every function works in a single process too."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_initialized() -> bool:
+    """Whether this process is one of a group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """The index of this process, 0 for the one that logs and writes."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def world_size() -> int:
+    """The number of processes."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def all_reduce_sum(values: Tensor) -> Tensor:
+    """The elementwise sum of a tensor over all processes, without a gradient."""
+    if is_initialized():
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The picklable values of all processes, in order of rank, on every process."""
+    if not is_initialized():
+        return [value]
+    values = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier() -> None:
+    """Wait for the others."""
+    if is_initialized():
+        dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

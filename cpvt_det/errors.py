@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors of bad input: what a user can mend, told in one line. The command line exits with code 2 on them.
+
+Tensors of a wrong shape or dtype, handed to a layer by hand, meet plain ``ValueError`` and ``TypeError``.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class BadInputError(ValueError):
+    """Something outside the program is wrong; the message says what, and the way out."""
+
+
+class ConfigError(BadInputError):
+    """A config key or value that cannot be used."""
+
+
+class DataError(BadInputError):
+    """A data file that cannot be used; the message names the file and, where it has one, the image or annotation."""
+
+
+class WeightsError(BadInputError):
+    """Weights that cannot be read or do not fit."""
+
+
+class UnknownNameError(ConfigError, KeyError):
+    """A name that nothing is registered under; the message lists what is known.
+
+    Args:
+        kind: what the name should name, as in "position encoding".
+        name: the name that was asked for.
+        known: the names there are.
+    """
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]):
+        known = sorted(known)
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        super().__init__(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}")
+
+    __str__ = ValueError.__str__  # KeyError would print the repr
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

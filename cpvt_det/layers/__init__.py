@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building blocks that know neither a model nor a config."""
+
+from cpvt_det.layers.attention import Attention
+from cpvt_det.layers.peg import PEGDetection
+from cpvt_det.layers.position import POSITION_REGISTRY, PositionEncoding, build_position, register_position
+
+__all__ = ["POSITION_REGISTRY", "Attention", "PEGDetection", "PositionEncoding", "build_position", "register_position"]

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEGDetection: the Positional Encoding Generator of CPVT's detection experiment."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, make_norm
+from cpvt_det.structures import Size, require_bool
+
+
+class PEGDetection(nn.Module):
+    """A depthwise convolution that tells every token where the border is, and thereby where it is itself.
+
+    ``tokens + ReLU(norm(conv(tokens)))`` on the map that the tokens came from, with zero padding and no bias; padded tokens
+    leave exactly as they came. 9 C weights for the 3x3 kernel, beside the norm's.
+
+    Args:
+        channels: C.
+        kernel_size: k, odd.
+        norm: ``BN``, ``SyncBN``, ``GN`` or ``none``.
+        mask_input: zero the padded tokens before the convolution and leave them out of the norm's statistics, so that an
+            image's tokens do not depend on its padding. ``False`` is the authors' arithmetic: padded tokens leak into their
+            neighbours and into the statistics, and only the outputs are restored.
+        zero_init: multiply the branch by a scale per channel that starts at 0, so that a trained model starts unchanged. The
+            scale stands after the activation: a zero before the ReLU would have no gradient.
+
+    Raises:
+        ValueError: a kernel size that is not odd and positive, or fewer than one channel.
+        UnknownNameError: a norm of another name.
+
+    Source: arXiv 2102.10882, appendix (PEG for detection).
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int = 3,
+        norm: str = "BN",
+        mask_input: bool = True,
+        zero_init: bool = False,
+    ):
+        super().__init__()
+        if channels < 1:
+            raise ValueError(f"channels must be at least 1, got {channels}")
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd and at least 1, so that a token has a centre; got {kernel_size}")
+        self.mask_input = mask_input
+        self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=False)
+        self.norm = make_norm(norm, channels)
+        if zero_init:
+            self.scale = nn.Parameter(torch.zeros(channels))
+        else:
+            self.register_parameter("scale", None)
+
+    def forward(self, tokens: Tensor, padding_mask: Tensor, shape: Size) -> Tensor:
+        """Add the encoding to the tokens of one map.
+
+        Args:
+            tokens: (B, H * W, C) float, row by row.
+            padding_mask: (B, H * W) bool, True = padded.
+            shape: (H, W).
+
+        Returns:
+            (B, H * W, C); padded tokens bit for bit as they came.
+
+        Raises:
+            ValueError: tokens, mask and shape that do not agree.
+            TypeError: a mask that is not bool.
+        """
+        self._check(tokens, padding_mask, shape)
+        # Batch-first tokens are the channels-last view of their map: no copy either way.
+        x = tokens.unflatten(1, shape).permute(0, 3, 1, 2)  # (B, N, C) -> (B, C, H, W)
+        padded = padding_mask.unflatten(1, shape)[:, None]  # (B, N) -> (B, 1, H, W)
+        if self.mask_input:
+            branch = self.norm(self.conv(x.masked_fill(padded, 0)), ~padded)
+        else:
+            branch = self.norm(self.conv(x))
+        branch = F.relu(branch)
+        if self.scale is not None:
+            branch = branch * self.scale[:, None, None]
+        encoded = torch.where(padded, x, x + branch)
+        return encoded.permute(0, 2, 3, 1).flatten(1, 2)  # (B, C, H, W) -> (B, N, C)
+
+    @torch.no_grad()
+    def fold(self) -> "PEGDetection":
+        """Merge the norm into the convolution, in place, for inference; outputs stay the same up to rounding.
+
+        Returns:
+            This module, without a norm and with a bias in its convolution.
+
+        Raises:
+            ValueError: in training mode, or with a norm whose statistics depend on the input (GN).
+        """
+        if isinstance(self.norm, NoNorm):
+            return self
+        if self.training or not isinstance(self.norm, MaskedBatchNorm2d):
+            raise ValueError(f"only a batch norm in evaluation mode can be folded, got {type(self.norm).__name__}; call eval()")
+        factor = self.norm.weight * torch.rsqrt(self.norm.running_var + self.norm.eps)
+        self.conv.weight.mul_(factor[:, None, None, None])
+        self.conv.bias = nn.Parameter(self.norm.bias - self.norm.running_mean * factor)
+        self.norm = NoNorm()
+        return self
+
+    @staticmethod
+    def _check(tokens: Tensor, padding_mask: Tensor, shape: Size) -> None:
+        require_bool(padding_mask)
+        if tokens.ndim != 3 or padding_mask.shape != tokens.shape[:2] or shape[0] * shape[1] != tokens.shape[1]:
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)}, padding_mask {tuple(padding_mask.shape)} and shape {tuple(shape)} disagree; "
+                "expected (B, H * W, C), (B, H * W) and (H, W)"
+            )

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax and sigmoid classification. Each owns its loss, its matching cost and its score decoding, which have to agree."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.ops import sigmoid_focal_loss
+
+from cpvt_det.errors import UnknownNameError
+
+
+class SoftmaxClassification:
+    """One class of K or none of them: K + 1 logits, the last for "no object".
+
+    Args:
+        num_classes: K.
+        background_weight: weight of "no object" in the loss; most queries have no object.
+
+    Source: arXiv 2005.12872, section 3.1; the weight from section A.4.
+    """
+
+    prior_probability = None
+
+    def __init__(self, num_classes: int, background_weight: float = 0.1):
+        self.num_classes = num_classes
+        self.num_logits = num_classes + 1
+        self.background_weight = background_weight
+
+    def cost(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The cost of giving a query a target, up to a constant.
+
+        Args:
+            logits: (D, B, Q, K + 1) float.
+            labels: (B, T) int64 in [0, K).
+
+        Returns:
+            (D, B, Q, T), minus the probability of the target's class.
+        """
+        return -_pick(logits.softmax(-1), labels)
+
+    def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
+        """The weighted cross-entropy, summed over images and queries.
+
+        Args:
+            logits: (D, B, Q, K + 1) float.
+            classes: (D, B, Q) int64 in [0, K], K = no object.
+
+        Returns:
+            (D,).
+        """
+        weights = torch.ones(self.num_logits, dtype=logits.dtype, device=logits.device)
+        weights[-1] = self.background_weight
+        losses = F.cross_entropy(logits.flatten(0, 2), classes.flatten(), weights, reduction="none")
+        return losses.view(classes.shape).sum((1, 2))
+
+    def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
+        """The sum of the weights of all queries: the loss is a weighted mean."""
+        return num_matched + self.background_weight * num_unmatched
+
+    def decode(self, logits: Tensor, max_detections: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Every query's best class; the best queries of each image.
+
+        Args:
+            logits: (B, Q, K + 1) float.
+            max_detections: the most to return for an image.
+
+        Returns:
+            Scores (B, n) float, best first; labels (B, n); query indices (B, n); n = min(Q, ``max_detections``).
+        """
+        scores, labels = logits.softmax(-1)[..., :-1].max(-1)
+        scores, queries = scores.topk(min(max_detections, scores.shape[1]))
+        return scores, labels.gather(1, queries), queries
+
+    def predicted_object(self, logits: Tensor) -> Tensor:
+        """Whether a query claims an object: (..., K + 1) -> (...) bool."""
+        return logits.argmax(-1) != self.num_classes
+
+
+class FocalClassification:
+    """K independent sigmoids with the focal loss.
+
+    Args:
+        num_classes: K.
+        alpha: weight of the positive side.
+        gamma: how much an easy example is played down.
+
+    Source: arXiv 1708.02002; the matching cost from arXiv 2010.04159, appendix A.4.
+    """
+
+    prior_probability = 0.01
+
+    def __init__(self, num_classes: int, alpha: float = 0.25, gamma: float = 2.0):
+        self.num_classes = num_classes
+        self.num_logits = num_classes
+        self.alpha = alpha
+        self.gamma = gamma
+
+    def cost(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The focal loss of a positive less that of a negative; arguments as in :meth:`SoftmaxClassification.cost`."""
+        picked = _pick(logits, labels)
+        probability = picked.sigmoid()
+        positive = self.alpha * (1 - probability) ** self.gamma * -(probability + 1e-8).log()
+        negative = (1 - self.alpha) * probability**self.gamma * -(1 - probability + 1e-8).log()
+        return positive - negative
+
+    def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
+        """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`."""
+        one_hot = F.one_hot(classes, self.num_classes + 1)[..., :-1].to(logits.dtype)
+        return sigmoid_focal_loss(logits, one_hot, self.alpha, self.gamma).sum((1, 2, 3))
+
+    def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
+        """The number of boxes."""
+        return num_boxes
+
+    def decode(self, logits: Tensor, max_detections: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The best pairs of query and class; arguments and result as in :meth:`SoftmaxClassification.decode`."""
+        flat = logits.sigmoid().flatten(1)  # (B, Q, K) -> (B, Q * K)
+        scores, index = flat.topk(min(max_detections, flat.shape[1]))
+        return scores, index % self.num_classes, index // self.num_classes
+
+    def predicted_object(self, logits: Tensor) -> Tensor:
+        """Whether a query claims an object: (..., K) -> (...) bool."""
+        return (logits > 0).any(-1)
+
+
+Classification = SoftmaxClassification | FocalClassification
+CLASSIFICATIONS: dict[str, type[Classification]] = {"softmax": SoftmaxClassification, "focal": FocalClassification}
+
+
+def make_classification(name: str, num_classes: int, **options: float) -> Classification:
+    """The classification of this name.
+
+    Raises:
+        UnknownNameError: another name than ``softmax`` and ``focal``.
+    """
+    if name not in CLASSIFICATIONS:
+        raise UnknownNameError("classification", name, CLASSIFICATIONS)
+    return CLASSIFICATIONS[name](num_classes, **options)
+
+
+def _pick(values: Tensor, labels: Tensor) -> Tensor:
+    """The values of the target classes: (D, B, Q, K'), (B, T) -> (D, B, Q, T)."""
+    layers, _, queries, _ = values.shape
+    return values.gather(-1, labels[None, :, None].expand(layers, -1, queries, -1))

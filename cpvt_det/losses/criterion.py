@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matched pairs -> losses, over all decoder layers at once.
+
+On the road of one image: after ``losses/matcher.py``, the end of training.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cpvt_det import distributed
+from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
+from cpvt_det.losses.matcher import HungarianMatcher, Matches, PaddedTargets
+from cpvt_det.structures import Predictions, Targets
+
+
+@dataclass
+class Losses:
+    """What a training step is told.
+
+    Attributes:
+        losses: name -> scalar, weighted and summed over layers; their sum is the objective.
+        metrics: name -> scalar, only to be watched.
+    """
+
+    losses: dict[str, Tensor]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Normalizers:
+    """What sums over a whole step's images, on all processes, are divided by; scalars.
+
+    Attributes:
+        boxes: for the box losses.
+        classes: for the class loss.
+    """
+
+    boxes: Tensor
+    classes: Tensor
+
+
+class SetCriterion:
+    """DETR's set loss.
+
+    Args:
+        matcher: whose classification is the loss's too.
+        class_weight, l1_weight, giou_weight: weights of the three losses, the same in every layer.
+
+    Source: arXiv 2005.12872, section 3.1 and equation 2.
+    """
+
+    def __init__(
+        self, matcher: HungarianMatcher, class_weight: float = 1.0, l1_weight: float = 5.0, giou_weight: float = 2.0
+    ):
+        self.matcher = matcher
+        self.classification = matcher.classification
+        self.weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
+
+    def __call__(
+        self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers | None = None
+    ) -> Losses:
+        """Compare predictions with targets.
+
+        Args:
+            predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4), float32 or float64.
+            targets: of the B images, on the same device.
+            normalizers: of the whole step, where this batch is a part of it; by default those of this batch.
+
+        Returns:
+            ``loss_class``, ``loss_l1``, ``loss_giou``; and ``metric_class_error`` (percent of matched queries with the wrong
+            class), ``metric_cardinality_error`` (mean difference of the counts of objects), both of the last layer.
+
+        Raises:
+            FloatingPointError: non-finite predictions.
+        """
+        padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
+        matches = self.matcher(predictions, padded)
+        if normalizers is None:
+            normalizers = self.normalizers(targets, predictions.logits.shape[2])
+        by_layer = self.losses_by_layer(predictions, padded, matches, normalizers)
+        losses = {name: self.weights[name] * values.sum() for name, values in by_layer.items()}
+        return Losses(losses, self._metrics(predictions, padded, matches))
+
+    def normalizers(self, targets: Sequence[Targets], num_queries: int) -> Normalizers:
+        """The divisors for the images of one step, of which each process calls with its own.
+
+        A process's gradient is averaged with the others', so each divisor is the total over its share, 1 / processes: then the
+        mean over processes is the loss of the whole batch in one process. Boxes count at least 1.
+        """
+        boxes = sum(len(target) for target in targets)
+        matched = sum(min(len(target), num_queries) for target in targets)
+        device = targets[0].boxes_cxcywh.device
+        counts = torch.tensor([boxes, matched, len(targets) * num_queries - matched], dtype=torch.float64, device=device)
+        total_boxes, total_matched, total_unmatched = distributed.all_reduce_sum(counts)
+        total_boxes = total_boxes.clamp(min=1)
+        classes = self.classification.normalizer(total_matched, total_unmatched, total_boxes)
+        share = distributed.world_size()
+        return Normalizers(total_boxes / share, classes / share)
+
+    def losses_by_layer(
+        self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers
+    ) -> dict[str, Tensor]:
+        """The unweighted losses of every layer, each (D,)."""
+        layers = len(predictions.logits)
+        pair = (matches.layer, matches.image, matches.query)
+        wanted = (matches.image, matches.target)
+        boxes, wanted_boxes = predictions.boxes[pair], targets.boxes_cxcywh[wanted]  # (P, 4)
+        l1 = (boxes - wanted_boxes).abs().sum(-1)
+        giou = 1 - generalized_iou(cxcywh_to_xyxy(boxes), cxcywh_to_xyxy(wanted_boxes))
+        zeros = boxes.new_zeros(layers)
+        classes = self.classification.loss(predictions.logits, self._classes(predictions, targets, matches))
+        return {
+            "loss_class": classes / normalizers.classes.to(classes.dtype),
+            "loss_l1": zeros.index_add(0, matches.layer, l1) / normalizers.boxes.to(l1.dtype),
+            "loss_giou": zeros.index_add(0, matches.layer, giou) / normalizers.boxes.to(giou.dtype),
+        }
+
+    def _classes(self, predictions: Predictions, targets: PaddedTargets, matches: Matches) -> Tensor:
+        """(D, B, Q) int64: the class that every query should give, K for no object."""
+        shape = predictions.logits.shape[:3]
+        classes = torch.full(shape, self.classification.num_classes, dtype=torch.int64, device=predictions.logits.device)
+        classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
+        return classes
+
+    @torch.no_grad()
+    def _metrics(self, predictions: Predictions, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
+        logits = predictions.logits[-1]
+        last = (matches.layer == len(predictions.logits) - 1).to(logits.dtype)  # (P,) a mask, not an index: no host copy
+        guesses = predictions.logits[matches.layer, matches.image, matches.query]
+        wrong = (guesses.argmax(-1) != targets.labels[matches.image, matches.target]).to(logits.dtype)
+        claimed = self.classification.predicted_object(logits).sum(-1)
+        counts = torch.tensor(targets.counts, device=logits.device)
+        return {
+            "metric_class_error": 100 * (wrong * last).sum() / last.sum().clamp(min=1),
+            "metric_cardinality_error": (claimed - counts).abs().to(logits.dtype).mean(),
+        }

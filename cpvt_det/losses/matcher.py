@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hungarian matching of all decoder layers at once: predictions x targets -> pairs. The only user of scipy.
+
+On the road of one image: after ``models/``, before ``losses/criterion.py``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
+from cpvt_det.losses.classification import Classification
+from cpvt_det.structures import Predictions, Targets
+
+
+@dataclass
+class PaddedTargets:
+    """The targets of a batch as rectangles; rows beyond ``counts`` are zeros.
+
+    Attributes:
+        labels: (B, T) int64.
+        boxes_cxcywh: (B, T, 4) float.
+        counts: G of each image.
+    """
+
+    labels: Tensor
+    boxes_cxcywh: Tensor
+    counts: list[int]
+
+    @classmethod
+    def from_targets(cls, targets: Sequence[Targets], dtype: torch.dtype) -> "PaddedTargets":
+        labels = pad_sequence([target.labels for target in targets], batch_first=True)
+        boxes = pad_sequence([target.boxes_cxcywh.to(dtype) for target in targets], batch_first=True)
+        return cls(labels, boxes, [len(target) for target in targets])
+
+
+@dataclass
+class Matches:
+    """Matched pairs, as parallel (P,) int64 index tensors on the predictions' device."""
+
+    layer: Tensor
+    image: Tensor
+    query: Tensor
+    target: Tensor
+
+
+class HungarianMatcher:
+    """The one-to-one assignment of queries to targets of the least total cost, for each layer and image.
+
+    Args:
+        classification: gives the class cost.
+        class_cost, l1_cost, giou_cost: weights of the three costs.
+
+    Source: arXiv 2005.12872, section 3.1.
+    """
+
+    def __init__(
+        self, classification: Classification, class_cost: float = 1.0, l1_cost: float = 5.0, giou_cost: float = 2.0
+    ):
+        self.classification = classification
+        self.class_cost = class_cost
+        self.l1_cost = l1_cost
+        self.giou_cost = giou_cost
+
+    @torch.no_grad()
+    def __call__(self, predictions: Predictions, targets: PaddedTargets) -> Matches:
+        """Match.
+
+        Args:
+            predictions: of D layers and B images.
+            targets: of the same B images.
+
+        Returns:
+            min(Q, G) pairs for each layer and image, ordered by layer, image and query.
+
+        Raises:
+            FloatingPointError: non-finite costs, with the positions in the batch of the images that have them.
+        """
+        cost = self.cost(predictions, targets).cpu().numpy()  # the one copy to the host
+        self._require_finite(cost, targets.counts)
+        pairs = []
+        for layer, images in enumerate(cost):
+            for image, (matrix, count) in enumerate(zip(images, targets.counts, strict=True)):
+                # Transposed: the solver is faster with the short side first.
+                target, query = linear_sum_assignment(matrix[:, :count].T)
+                order = np.argsort(query)
+                pairs.append(np.stack((np.full_like(query, layer), np.full_like(query, image), query, target))[:, order])
+        index = np.concatenate(pairs, axis=1) if pairs else np.zeros((4, 0), dtype=np.int64)
+        return Matches(*torch.from_numpy(index).to(predictions.logits.device, non_blocking=True))
+
+    def cost(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
+        """(D, B, Q, T) float; columns beyond an image's count mean nothing."""
+        boxes, wanted = predictions.boxes, targets.boxes_cxcywh
+        class_cost = self.classification.cost(predictions.logits, targets.labels)
+        l1_cost = torch.cdist(boxes, wanted[None], p=1)
+        giou_cost = -generalized_iou(cxcywh_to_xyxy(boxes)[..., :, None, :], cxcywh_to_xyxy(wanted)[None, :, None])
+        return self.class_cost * class_cost + self.l1_cost * l1_cost + self.giou_cost * giou_cost
+
+    @staticmethod
+    def _require_finite(cost: np.ndarray, counts: list[int]) -> None:
+        if np.isfinite(cost).all():
+            return
+        bad = [image for image, count in enumerate(counts) if not np.isfinite(cost[:, image, :, :count]).all()]
+        raise FloatingPointError(f"non-finite predictions for the images at positions {bad} of the batch")

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ResNet feature extractors, torchvision's with one change: the padding stays zero in every feature map.
+
+On the road of one image: the first part of ``models/detr.py``.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.ops import FrozenBatchNorm2d
+
+from cpvt_det.errors import UnknownNameError
+from cpvt_det.layers.norm import group_count
+from cpvt_det.structures import level_padding_mask
+
+NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    "FrozenBN": FrozenBatchNorm2d,
+    "BN": nn.BatchNorm2d,
+    "SyncBN": nn.SyncBatchNorm,
+    "GN": lambda channels: nn.GroupNorm(group_count(channels), channels),
+}
+DEPTHS = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet34": (BasicBlock, (3, 4, 6, 3)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+}
+
+
+class ResNetBackbone(nn.Module):
+    """A torchvision ResNet that returns maps of chosen stages.
+
+    Args:
+        name: ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``.
+        norm: ``FrozenBN`` (fixed statistics, for pretrained weights), ``BN``, ``SyncBN`` or ``GN`` (to train from scratch).
+        stages: which of the stages 2 to 5 to return; later ones than the last of them are not built.
+        dilation: DC5, a stage 5 at the stride of stage 4.
+        freeze_at: stages up to this one keep their weights; 1 is the stem, 0 trains all.
+        mask_padding: zero the padded part of every feature map that a convolution or pooling looks across. The padding then
+            looks like the convolution's own zero padding, and an image's features do not depend on what it is batched with.
+
+    Raises:
+        UnknownNameError: another name or norm.
+        ValueError: no stages, or stages outside 2 to 5.
+    """
+
+    def __init__(
+        self,
+        name: str = "resnet50",
+        norm: str = "FrozenBN",
+        stages: Sequence[int] = (5,),
+        dilation: bool = False,
+        freeze_at: int = 2,
+        mask_padding: bool = True,
+    ):
+        super().__init__()
+        if name not in DEPTHS:
+            raise UnknownNameError("backbone", name, DEPTHS)
+        if norm not in NORM_LAYERS:
+            raise UnknownNameError("backbone norm", norm, NORM_LAYERS)
+        if not stages or not set(stages) <= {2, 3, 4, 5}:
+            raise ValueError(f"backbone stages must be among 2, 3, 4, 5, got {list(stages)}")
+        self.stages = sorted(stages)
+        self.mask_padding = mask_padding
+        self.body = _trunk(name, norm, dilation, last_stage=self.stages[-1])
+        strides = {2: 4, 3: 8, 4: 16, 5: 16 if dilation else 32}
+        expansion = DEPTHS[name][0].expansion
+        self.strides = [strides[stage] for stage in self.stages]
+        self.channels = [64 * 2 ** (stage - 2) * expansion for stage in self.stages]
+        self._freeze(freeze_at)
+
+    def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
+        """Extract features.
+
+        Args:
+            images: (B, 3, H, W) float, normalised, zero under the padding.
+            padding_mask: (B, H, W) bool, True = padded.
+
+        Returns:
+            For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
+        """
+        valid = _ValidCells(padding_mask, images.dtype) if self.mask_padding else _AllCells()
+        body = self.body
+        x = valid.keep(body.relu(body.bn1(body.conv1(images))), 2)
+        x = body.maxpool(x)
+        stride, features = 4, []
+        for stage in range(2, self.stages[-1] + 1):
+            for block in getattr(body, f"layer{stage - 1}"):
+                x, stride = _run_block(block, x, stride, valid)
+            if stage in self.stages:
+                features.append(x)
+        return features
+
+    def _freeze(self, freeze_at: int) -> None:
+        body = self.body
+        frozen = [body.conv1, body.bn1] if freeze_at >= 1 else []
+        frozen += [getattr(body, f"layer{stage - 1}") for stage in range(2, freeze_at + 1) if hasattr(body, f"layer{stage - 1}")]
+        for module in frozen:
+            module.requires_grad_(False)
+
+
+class _ValidCells:
+    """The valid cells of every stride, made once a batch."""
+
+    def __init__(self, padding_mask: Tensor, dtype: torch.dtype):
+        self._padding_mask, self._dtype = padding_mask, dtype
+        self._by_stride: dict[int, Tensor] = {}
+
+    def keep(self, x: Tensor, stride: int) -> Tensor:
+        """``x`` (B, C, H, W) with zeros under the padding."""
+        if stride not in self._by_stride:
+            valid = ~level_padding_mask(self._padding_mask, stride)
+            self._by_stride[stride] = valid[:, None].to(self._dtype)
+        return x * self._by_stride[stride].to(x.dtype)
+
+
+class _AllCells:
+    """No cell is masked: the padding carries whatever the convolutions put there, as in the official code."""
+
+    def keep(self, x: Tensor, stride: int) -> Tensor:
+        return x
+
+
+def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _ValidCells | _AllCells) -> tuple[Tensor, int]:
+    """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it."""
+    out_stride = stride * block.stride
+    shortcut = x if block.downsample is None else block.downsample(x)
+    if isinstance(block, Bottleneck):
+        x = valid.keep(block.relu(block.bn1(block.conv1(x))), stride)
+        x = block.relu(block.bn2(block.conv2(x)))
+        x = block.bn3(block.conv3(x))
+    else:
+        x = valid.keep(block.relu(block.bn1(block.conv1(x))), out_stride)
+        x = block.bn2(block.conv2(x))
+    return valid.keep(block.relu(x + shortcut), out_stride), out_stride
+
+
+def _trunk(name: str, norm: str, dilation: bool, last_stage: int) -> ResNet:
+    block, depths = DEPTHS[name]
+    if dilation and block is BasicBlock:
+        raise ValueError(f"{name} has no dilated stage 5 (DC5): torchvision dilates bottleneck blocks only; use resnet50 or resnet101")
+    trunk = torchvision.models.ResNet(
+        block,
+        list(depths),
+        norm_layer=NORM_LAYERS[norm],
+        replace_stride_with_dilation=[False, False, dilation],
+    )
+    del trunk.fc, trunk.avgpool
+    for stage in range(last_stage + 1, 6):
+        delattr(trunk, f"layer{stage - 1}")
+    return trunk

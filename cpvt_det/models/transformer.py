@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DETR's transformer, batch first. It neither flattens images nor knows where queries come from.
+
+Source: arXiv 2005.12872, section 3.2 and appendix A.3; names of parameters as in facebookresearch/detr.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpvt_det.layers.attention import Attention
+from cpvt_det.structures import Size
+
+Inject = Callable[[Tensor, Tensor, Sequence[Size], int], Tensor]
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and a feed-forward network, each with a residual and a norm.
+
+    Args:
+        channels: C.
+        num_heads: M.
+        ffn_channels: width of the feed-forward network.
+        dropout: probability, in training.
+        pre_norm: norm before each part instead of after its residual.
+    """
+
+    def __init__(self, channels: int, num_heads: int, ffn_channels: int, dropout: float, pre_norm: bool):
+        super().__init__()
+        self.pre_norm = pre_norm
+        self.self_attn = Attention(channels, num_heads, dropout)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.norm1 = nn.LayerNorm(channels)
+        self.norm2 = nn.LayerNorm(channels)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None, padding_mask: Tensor) -> Tensor:
+        """One layer.
+
+        Args:
+            tokens: (B, N, C) float.
+            positions: (B, N, C) float, added to queries and keys; ``None`` lets all three share one product.
+            padding_mask: (B, N) bool, True = padded.
+
+        Returns:
+            (B, N, C).
+        """
+        if self.pre_norm:
+            tokens = tokens + self.dropout(self._attend(self.norm1(tokens), positions, padding_mask))
+            return tokens + self.dropout(self._feed_forward(self.norm2(tokens)))
+        tokens = self.norm1(tokens + self.dropout(self._attend(tokens, positions, padding_mask)))
+        return self.norm2(tokens + self.dropout(self._feed_forward(tokens)))
+
+    def _attend(self, x: Tensor, positions: Tensor | None, padding_mask: Tensor) -> Tensor:
+        placed = _add(x, positions)
+        return self.self_attn(placed, placed, x, padding_mask)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.dropout(F.relu(self.linear1(x))))
+
+
+class Encoder(nn.Module):
+    """Encoder layers, with the encoding's ``inject`` before the first and after every one.
+
+    Args:
+        num_layers: how many; 0 passes the tokens on.
+        pre_norm: a last norm follows the layers.
+        channels, num_heads, ffn_channels, dropout: as in :class:`EncoderLayer`.
+    """
+
+    def __init__(self, num_layers: int, channels: int, num_heads: int, ffn_channels: int, dropout: float, pre_norm: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            EncoderLayer(channels, num_heads, ffn_channels, dropout, pre_norm) for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(channels) if pre_norm else None
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None, padding_mask: Tensor, level_shapes: Sequence[Size], inject: Inject
+    ) -> Tensor:
+        """Encode.
+
+        Args:
+            tokens: (B, N, C) float.
+            positions: (B, N, C) float, or ``None``.
+            padding_mask: (B, N) bool, True = padded.
+            level_shapes: (H_l, W_l) of each level; N is the sum of their products.
+            inject: :meth:`PositionEncoding.inject`.
+
+        Returns:
+            (B, N, C), the memory.
+        """
+        tokens = inject(tokens, padding_mask, level_shapes, -1)
+        for index, layer in enumerate(self.layers):
+            tokens = layer(tokens, positions, padding_mask)
+            tokens = inject(tokens, padding_mask, level_shapes, index)
+        return tokens if self.norm is None else self.norm(tokens)
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention among queries, attention to the memory, and a feed-forward network.
+
+    Args:
+        channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`EncoderLayer`.
+    """
+
+    def __init__(self, channels: int, num_heads: int, ffn_channels: int, dropout: float, pre_norm: bool):
+        super().__init__()
+        self.pre_norm = pre_norm
+        self.self_attn = Attention(channels, num_heads, dropout)
+        self.multihead_attn = Attention(channels, num_heads, dropout)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.norm1 = nn.LayerNorm(channels)
+        self.norm2 = nn.LayerNorm(channels)
+        self.norm3 = nn.LayerNorm(channels)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, queries: Tensor, query_positions: Tensor, memory: Tensor, keys: Tensor, padding_mask: Tensor
+    ) -> Tensor:
+        """One layer.
+
+        Args:
+            queries: (B, Q, C) float.
+            query_positions: (B, Q, C) float, added to queries and keys of the self-attention and to queries of the other.
+            memory: (B, N, C) float, the values.
+            keys: (B, N, C) float, the memory with positions added; the same object as ``memory`` where there are none.
+            padding_mask: (B, N) bool, True = padded.
+
+        Returns:
+            (B, Q, C).
+        """
+        if self.pre_norm:
+            queries = queries + self.dropout(self._attend_queries(self.norm1(queries), query_positions))
+            placed = self.norm2(queries) + query_positions
+            queries = queries + self.dropout(self.multihead_attn(placed, keys, memory, padding_mask))
+            return queries + self.dropout(self._feed_forward(self.norm3(queries)))
+        queries = self.norm1(queries + self.dropout(self._attend_queries(queries, query_positions)))
+        placed = queries + query_positions
+        queries = self.norm2(queries + self.dropout(self.multihead_attn(placed, keys, memory, padding_mask)))
+        return self.norm3(queries + self.dropout(self._feed_forward(queries)))
+
+    def _attend_queries(self, x: Tensor, query_positions: Tensor) -> Tensor:
+        placed = x + query_positions
+        return self.self_attn(placed, placed, x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.dropout(F.relu(self.linear1(x))))
+
+
+class Decoder(nn.Module):
+    """Decoder layers whose every output, through one shared norm, is an answer.
+
+    Args:
+        num_layers: D, at least 1.
+        channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`EncoderLayer`.
+
+    Raises:
+        ValueError: no layer.
+    """
+
+    def __init__(self, num_layers: int, channels: int, num_heads: int, ffn_channels: int, dropout: float, pre_norm: bool):
+        super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
+        self.layers = nn.ModuleList(
+            DecoderLayer(channels, num_heads, ffn_channels, dropout, pre_norm) for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(channels)
+
+    def forward(
+        self, query_positions: Tensor, memory: Tensor, key_positions: Tensor | None, padding_mask: Tensor
+    ) -> Tensor:
+        """Decode queries that start at zero.
+
+        Args:
+            query_positions: (B, Q, C) float, the learned queries.
+            memory: (B, N, C) float.
+            key_positions: (B, N, C) float added to the keys, or ``None``.
+            padding_mask: (B, N) bool, True = padded.
+
+        Returns:
+            (D, B, Q, C), every layer's output.
+        """
+        queries = torch.zeros_like(query_positions)
+        keys = _add(memory, key_positions)
+        outputs = []
+        for layer in self.layers:
+            queries = layer(queries, query_positions, memory, keys, padding_mask)
+            outputs.append(self.norm(queries))
+        return torch.stack(outputs)
+
+
+class Transformer(nn.Module):
+    """The encoder and the decoder under the official names.
+
+    Args:
+        encoder_layers: layers of the encoder.
+        decoder_layers: layers of the decoder, D.
+        channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`EncoderLayer`.
+    """
+
+    def __init__(
+        self,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        channels: int = 256,
+        num_heads: int = 8,
+        ffn_channels: int = 2048,
+        dropout: float = 0.1,
+        pre_norm: bool = False,
+    ):
+        super().__init__()
+        shared = (channels, num_heads, ffn_channels, dropout, pre_norm)
+        self.encoder = Encoder(encoder_layers, *shared)
+        self.decoder = Decoder(decoder_layers, *shared)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+
+def _add(x: Tensor, positions: Tensor | None) -> Tensor:
+    """``x`` itself where there is nothing to add, so that attention sees that two inputs are one."""
+    return x if positions is None else x + positions

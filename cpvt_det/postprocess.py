@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions -> detections in pixels of the original images.
+
+On the road of one image: after ``models/`` in evaluation, before ``evaluation/``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.losses.classification import Classification
+from cpvt_det.structures import Detections, Predictions, Size
+
+
+class PostProcessor:
+    """Decodes the last layer's scores and scales its boxes.
+
+    Args:
+        classification: what the model was trained with.
+        max_detections: the most for an image.
+    """
+
+    def __init__(self, classification: Classification, max_detections: int = 100):
+        self.classification = classification
+        self.max_detections = max_detections
+
+    @torch.no_grad()
+    def __call__(self, predictions: Predictions, original_sizes: Sequence[Size]) -> list[Detections]:
+        """Decode.
+
+        Args:
+            predictions: of B images; boxes relative to the unpadded image.
+            original_sizes: (h, w) of each image on disk.
+
+        Returns:
+            For each image, detections clipped to it, best first.
+        """
+        scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
+        boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
+        boxes = cxcywh_to_xyxy(boxes).clamp(0, 1)
+        scale = boxes.new_tensor([(w, h, w, h) for h, w in original_sizes])[:, None]
+        return [Detections(*parts) for parts in zip(boxes * scale, scores, labels, strict=True)]

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records that cross module borders, and the one way from image sizes to padding masks.
+
+On the road of one image: after ``data/mapper.py``, around ``models/detr.py``, before ``losses/`` and ``postprocess.py``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Size = tuple[int, int]
+
+
+@dataclass
+class PaddedBatch:
+    """Images of many sizes on one canvas.
+
+    Attributes:
+        images: (B, 3, H, W) float, normalised, then zero-padded at the right and the bottom.
+        padding_mask: (B, H, W) bool, True = padded.
+        image_sizes: (h, w) of each image before padding.
+    """
+
+    images: Tensor
+    padding_mask: Tensor
+    image_sizes: list[Size]
+
+    @classmethod
+    def from_images(cls, images: Sequence[Tensor], divisor: int = 32) -> "PaddedBatch":
+        """Put images on the smallest common canvas whose sides are multiples of ``divisor``.
+
+        Args:
+            images: each (3, h, w) float, normalised.
+            divisor: the largest stride of the detector; on such canvases every level's mask is exact.
+
+        Raises:
+            ValueError: no image, an image that is not (3, h, w), or one without pixels.
+        """
+        if not images:
+            raise ValueError("a batch needs at least one image, got none")
+        for image in images:
+            if image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
+                raise ValueError(f"expected images of shape (3, h, w) with h, w >= 1, got {tuple(image.shape)}")
+        sizes = [(image.shape[1], image.shape[2]) for image in images]
+        height, width = (-(-max(side) // divisor) * divisor for side in zip(*sizes, strict=True))
+        canvas = torch.stack([F.pad(image, (0, width - image.shape[2], 0, height - image.shape[1])) for image in images])
+        return cls(canvas, padding_mask_of(sizes, (height, width), canvas.device), sizes)
+
+
+@dataclass
+class Targets:
+    """The ground truth of one image.
+
+    Attributes:
+        labels: (G,) int64 in [0, K).
+        boxes_cxcywh: (G, 4) float in [0, 1] of the unpadded image.
+    """
+
+    labels: Tensor
+    boxes_cxcywh: Tensor
+
+    def to(self, device: torch.device | str) -> "Targets":
+        """The same targets on another device."""
+        return Targets(self.labels.to(device, non_blocking=True), self.boxes_cxcywh.to(device, non_blocking=True))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass
+class Predictions:
+    """What a detector says of a batch; the last decoder layer is the answer.
+
+    Attributes:
+        logits: (D, B, Q, K') float; K' is K for sigmoid and K + 1 for softmax classification.
+        boxes: (D, B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
+        proposals: the encoder's own predictions, for two-stage detectors only.
+    """
+
+    logits: Tensor
+    boxes: Tensor
+    proposals: Any = None
+
+
+@dataclass
+class Detections:
+    """What a user gets for one image, best first.
+
+    Attributes:
+        boxes_xyxy: (n, 4) float, in pixels of the original image.
+        scores: (n,) float in [0, 1].
+        labels: (n,) int64 in [0, K).
+    """
+
+    boxes_xyxy: Tensor
+    scores: Tensor
+    labels: Tensor
+
+    def cpu(self) -> "Detections":
+        """The same detections on the CPU."""
+        return Detections(self.boxes_xyxy.cpu(), self.scores.cpu(), self.labels.cpu())
+
+
+def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.device | str = "cpu") -> Tensor:
+    """The padding mask of images that lie in the top left corner of a canvas.
+
+    Args:
+        image_sizes: (h, w) of each of the B images.
+        canvas: (H, W).
+        device: where the mask is made.
+
+    Returns:
+        (B, H, W) bool, True = padded.
+    """
+    sizes = torch.tensor(image_sizes, device=device)
+    rows = torch.arange(canvas[0], device=device) >= sizes[:, :1]  # (B, H)
+    columns = torch.arange(canvas[1], device=device) >= sizes[:, 1:]  # (B, W)
+    return rows[:, :, None] | columns[:, None, :]
+
+
+def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
+    """The padding mask of a feature map: a cell is valid while it starts on a valid pixel.
+
+    That is ``ceil(size / stride)`` valid rows and columns, the number a strided convolution gives the image alone.
+
+    Args:
+        padding_mask: (B, H, W) bool, True = padded.
+        stride: pixels a cell.
+
+    Returns:
+        (B, ceil(H / stride), ceil(W / stride)) bool.
+
+    Raises:
+        TypeError: a mask that is not bool; ``~`` on an integer mask gives -1 and -2.
+    """
+    require_bool(padding_mask)
+    return padding_mask[:, ::stride, ::stride]
+
+
+def require_bool(padding_mask: Tensor) -> None:
+    """Refuse a padding mask that is not bool.
+
+    Raises:
+        TypeError: with the dtype that was found.
+    """
+    if padding_mask.dtype != torch.bool:
+        raise TypeError(f"padding_mask must be bool with True = padded, got {padding_mask.dtype}; use mask.bool()")

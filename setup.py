@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metadata and dependencies. Nothing is compiled, and torch is not imported: an isolated build has none."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "cpvt_det/__init__.py").read_text(encoding="utf-8"), re.M).group(1)
+
+# configs/ travels in the wheel as cpvt_det/configs/.
+CONFIG_FOLDERS = ["configs", *(f"configs/{path.name}" for path in sorted((ROOT / "configs").iterdir()) if path.is_dir())]
+
+INSTALL = [
+    "torch>=2.9",
+    "torchvision>=0.24",
+    "numpy>=1.26",
+    "pillow>=10",  # formats that torchvision does not decode; drawing
+    "scipy>=1.11",  # linear_sum_assignment
+    "pycocotools>=2.0.8",  # the reference evaluator
+    "faster-coco-eval>=1.7",  # the default evaluator: the same figures, 7 times as fast
+    "fvcore>=0.1.5,<0.1.6",  # configs, registry, checkpoints
+    "iopath>=0.1.9,<0.1.10",  # fvcore's files; detectron2 wants it below 0.1.10
+    "click>=8.1",  # the command line
+    "tqdm",
+    "tabulate",
+    "matplotlib>=3.8",  # training curves
+    "tensorboard>=2.14",
+    "safetensors>=0.4",
+]
+# What detectron2 needs beside torch; detectron2 itself is not on PyPI (README, "With detectron2").
+DETECTRON2 = [
+    "omegaconf>=2.1,<2.4",
+    "hydra-core>=1.1",
+    "yacs>=0.1.8",
+    "cloudpickle",
+    "termcolor>=1.1",
+    "black",
+    "packaging",
+    "opencv-python-headless",
+    "setuptools>=77.0.3,<82",  # detectron2.model_zoo imports pkg_resources, gone from 82
+]
+TEST = [
+    "pytest==9.2.0",
+    "pytest-cov==7.1.0",
+    "pytest-timeout==2.4.0",
+    "hypothesis==6.170.15",
+    "transformers==5.23.0",  # an independent DETR to compare with
+    "ruff==0.17.5",
+]
+
+setup(
+    name="cpvt-det",
+    version=VERSION,
+    description="PEG, the conditional position encoding of CPVT, in DETR and Deformable-DETR",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["cpvt_det", "cpvt_det.*"]), *("cpvt_det/" + f for f in CONFIG_FOLDERS)],
+    package_dir={"cpvt_det/" + folder: folder for folder in CONFIG_FOLDERS},
+    package_data={"cpvt_det/" + folder: ["*.yaml"] for folder in CONFIG_FOLDERS},
+    install_requires=INSTALL,
+    extras_require={"detectron2": DETECTRON2, "test": TEST},
+    entry_points={"console_scripts": ["cpvt-det=cpvt_det.cli:main"]},
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average precision: three scenes worked out by hand, agreement of the backends, and what the evaluator refuses."""
+
+import copy
+import io
+import json
+import math
+import pickle
+from contextlib import redirect_stdout
+
+import numpy as np
+import pytest
+import torch
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from cpvt_det.errors import UnknownNameError
+from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table, write_detections, write_results
+from cpvt_det.structures import Detections
+
+CLASS_IDS = [7, 3, 90]  # neither dense nor sorted
+CLASS_NAMES = ["cat", "dog", "toothbrush"]
+MAIN_KEYS = ["AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl"]
+CLASS_KEYS = [f"AP-{name}" for name in CLASS_NAMES]
+
+both_backends = pytest.mark.parametrize("backend", sorted(BACKENDS))
+
+
+def detections(*rows: tuple) -> Detections:
+    """Rows of (label, score, x1, y1, x2, y2)."""
+    table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 6)
+    return Detections(boxes_xyxy=table[:, 2:].float(), scores=table[:, 1].float(), labels=table[:, 0].long())
+
+
+def scene() -> dict:
+    """Two images; in the first a cat and a dog of 40 x 40 (medium), in the second a cat of 100 x 100 (large).
+
+    The ids have gaps, ``area`` and ``iscrowd`` are left out, and an annotation has the id 0.
+    """
+    return {
+        "images": [{"id": 42, "height": 200, "width": 200}, {"id": 5, "height": 200, "width": 200}],
+        "annotations": [
+            {"id": 0, "image_id": 42, "category_id": 7, "bbox": [0, 0, 40, 40]},
+            {"id": 10, "image_id": 42, "category_id": 3, "bbox": [100, 100, 40, 40]},
+            {"id": 20, "image_id": 5, "category_id": 7, "bbox": [10, 20, 100, 100]},
+        ],
+        "categories": [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}, {"id": 90, "name": "toothbrush"}],
+    }
+
+
+def evaluator_of(ground_truth: dict, **options) -> CocoEvaluator:
+    return CocoEvaluator(ground_truth, CLASS_IDS, CLASS_NAMES, **options)
+
+
+def assert_figures(figures: dict, expected: dict) -> None:
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, abs=1e-9, nan_ok=True)
+
+
+@both_backends
+def test_perfect_detections_have_100_percent(backend):
+    """Every box is found exactly, alone and with any score, so every figure with ground truth is 100.
+
+    AR1 too: no image has two objects of one class. There is no small box and no toothbrush: NaN.
+    """
+    evaluator = evaluator_of(scene(), backend=backend)
+    evaluator.add(42, detections((1, 0.2, 100, 100, 140, 140), (0, 0.1, 0, 0, 40, 40)))
+    evaluator.add(5, detections((0, 0.9, 10, 20, 110, 120)))
+    figures = evaluator.evaluate()["bbox"]
+    assert list(figures) == MAIN_KEYS + CLASS_KEYS
+    assert all(type(value) is float for value in figures.values())
+    assert_figures(figures, {"AP-toothbrush": math.nan, "APs": math.nan, "ARs": math.nan})
+    assert_figures(figures, {name: 100.0 for name in figures if name not in ("AP-toothbrush", "APs", "ARs")})
+
+
+@both_backends
+def test_hopeless_detections_have_0_percent(backend):
+    """The right boxes with the wrong class, the right class elsewhere, and IoU 0.49 are no matches: 0 everywhere."""
+    evaluator = evaluator_of(scene(), backend=backend)
+    evaluator.add(42, detections((2, 0.9, 0, 0, 40, 40), (1, 0.9, 0, 150, 40, 190)))
+    evaluator.add(5, detections((0, 0.9, 10, 20, 59, 120)))
+    figures = evaluator.evaluate()["bbox"]
+    without_truth = {"AP-toothbrush", "APs", "ARs"}
+    assert_figures(figures, {name: math.nan if name in without_truth else 0.0 for name in figures})
+
+
+@both_backends
+def test_half_right_detections_have_the_figures_worked_out_by_hand(backend):
+    """One cat of two is found exactly; the dog only half, with a false alarm of higher score.
+
+    cat: recall reaches 0.5 at precision 1. Of the 101 recall points 0, 0.01, ..., 1 those up to 0.5 are 51, so its
+    AP is 51/101 at each IoU; its recall is 0.5.
+    dog: the detection covers 28.4 of 40 columns: IoU 0.71, a match at 0.5, 0.55, ..., 0.7, five thresholds of ten. The
+    false alarm comes first, so precision is 1/2 at every recall: AP 0.5 at five thresholds, 0 at five, mean 0.25;
+    recall 1 at five, mean 0.5.
+    AP = (51/101 + 0.25) / 2, AP50 = (51/101 + 0.5) / 2, AP75 = 51/101 / 2.
+    medium: cat of image 42 is found (AP 1, recall 1), the dog as above: APm = (1 + 0.25) / 2, ARm = (1 + 0.5) / 2; the
+    false alarm is medium too. large: the cat of image 5 is missed: 0.
+    AR1 takes the best of a class in an image: of the dogs the false alarm, recall 0; AR1 = (0.5 + 0) / 2.
+    AR10 = AR100 = (0.5 + 0.5) / 2.
+    """
+    evaluator = evaluator_of(scene(), backend=backend)
+    dogs = (1, 0.8, 0, 100, 40, 140), (1, 0.6, 100, 100, 128.4, 140)
+    evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40), *dogs))
+    cat = 51 / 101
+    expected = {"AP": (cat + 0.25) / 2, "AP50": (cat + 0.5) / 2, "AP75": cat / 2, "APm": 0.625, "APl": 0.0}
+    expected |= {"AR1": 0.25, "AR10": 0.5, "AR100": 0.5, "ARm": 0.75, "ARl": 0.0, "AP-cat": cat, "AP-dog": 0.25}
+    expected = {name: 100 * value for name, value in expected.items()}
+    assert_figures(evaluator.evaluate()["bbox"], expected | {"APs": math.nan, "ARs": math.nan})
+
+
+@both_backends
+@pytest.mark.parametrize("added", [[], [5], [42, 5]], ids=["no image", "one image", "every image"])
+def test_no_detections_give_0_under_all_keys(backend, added):
+    evaluator = evaluator_of(scene(), backend=backend)
+    for image_id in added:
+        evaluator.add(image_id, detections())
+    figures = evaluator.evaluate()["bbox"]
+    assert list(figures) == MAIN_KEYS + CLASS_KEYS
+    without_truth = {"AP-toothbrush", "APs", "ARs"}
+    assert_figures(figures, {name: math.nan if name in without_truth else 0.0 for name in figures})
+
+
+@both_backends
+def test_ground_truth_without_annotations_gives_nan(backend):
+    evaluator = evaluator_of({**scene(), "annotations": []}, backend=backend)
+    evaluator.add(5, detections((0, 0.9, 10, 20, 110, 120)))
+    assert all(math.isnan(value) for value in evaluator.evaluate()["bbox"].values())
+
+
+def random_world(seed: int) -> tuple[dict, dict[int, Detections]]:
+    """Crowds, scores with ties, empty images, images without detections, all areas, and a class without boxes."""
+    random = np.random.default_rng(seed)
+    images = [{"id": int(image_id)} for image_id in random.permutation(1000)[:40]]
+    annotations, found = [], {}
+    for image in images:
+        count = int(random.integers(0, 9))
+        sizes = np.exp(random.uniform(np.log(4), np.log(250), (count, 2)))
+        boxes = np.concatenate([random.uniform(0, 300, (count, 2)), sizes], axis=1)
+        classes = random.integers(0, 2, count)
+        for box, label in zip(boxes, classes, strict=True):
+            annotation = {"id": len(annotations), "image_id": image["id"], "category_id": CLASS_IDS[label]}
+            area = float(random.uniform(0.4, 1) * box[2] * box[3])  # that of a mask
+            crowd = int(random.random() < 0.1)
+            annotations.append(annotation | {"bbox": box.tolist(), "area": area, "iscrowd": crowd})
+        if random.random() < 0.2:
+            continue
+        near = np.repeat(boxes, 4, axis=0)
+        near[:, :2] += random.normal(0, 0.1, (4 * count, 2)) * near[:, 2:]
+        far = np.concatenate([random.uniform(0, 300, (12, 2)), random.uniform(1, 250, (12, 2))], axis=1)
+        rows = np.concatenate([near, far])
+        labels = np.concatenate([np.repeat(classes, 4), random.integers(0, 3, 12)])
+        scores = random.random(len(rows)).round(1)
+        rows[:, 2:] += rows[:, :2]
+        found[image["id"]] = Detections(torch.tensor(rows).float(), torch.tensor(scores).float(), torch.tensor(labels))
+    categories = [{"id": k, "name": name} for k, name in zip(CLASS_IDS, CLASS_NAMES, strict=True)]
+    return {"images": images, "annotations": annotations, "categories": categories}, found
+
+
+def figures_of_world(seed: int, **options) -> dict[str, float]:
+    ground_truth, found = random_world(seed)
+    evaluator = evaluator_of(ground_truth, **options)
+    for image_id, of_image in found.items():
+        evaluator.add(image_id, of_image)
+    return evaluator.evaluate()["bbox"]
+
+
+@pytest.mark.parametrize("max_detections", [1, 3, 10, 100, 300])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_backends_agree(seed, max_detections):
+    first, second = (figures_of_world(seed, backend=name, max_detections=max_detections) for name in BACKENDS)
+    assert list(first) == list(second)
+    assert first == pytest.approx(second, rel=0, abs=1e-12, nan_ok=True)
+    assert first["AP"] > 1
+
+
+@both_backends
+def test_the_figures_are_those_of_pycocotools_summarize(backend):
+    """The road that papers and detectron2 take: ``loadRes``, ``evaluate``, ``accumulate``, ``summarize``."""
+    ground_truth, found = random_world(3)
+    evaluator = evaluator_of(ground_truth, backend=backend)
+    for image_id, of_image in found.items():
+        evaluator.add(image_id, of_image)
+    for number, annotation in enumerate(ground_truth["annotations"], start=1):
+        annotation["id"] = number
+    with redirect_stdout(io.StringIO()):
+        truth = COCO()
+        truth.dataset = ground_truth
+        truth.createIndex()
+        evaluation = COCOeval(truth, truth.loadRes(evaluator.coco_results()), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    figures = evaluator.evaluate()["bbox"]
+    assert [figures[name] for name in MAIN_KEYS] == pytest.approx((100 * evaluation.stats).tolist(), abs=1e-12)
+
+
+@both_backends
+@pytest.mark.parametrize(
+    ("max_detections", "limits"), [(1, [1]), (5, [1, 5]), (10, [1, 10]), (50, [1, 10, 50]), (300, [1, 10, 300])]
+)
+def test_the_largest_ar_is_named_by_max_detections(backend, max_detections, limits):
+    figures = figures_of_world(0, backend=backend, max_detections=max_detections)
+    assert list(figures)[6:-6] == [f"AR{limit}" for limit in limits]
+    assert figures["AP"] > 0
+    assert figures["AR1"] <= figures[f"AR{max_detections}"]
+
+
+@both_backends
+def test_detections_beyond_max_detections_do_not_count(backend):
+    """Of three dogs the one that is right comes last, so a limit of two misses it and a limit of three does not."""
+    dogs = (1, 0.9, 0, 0, 9, 9), (1, 0.8, 20, 0, 29, 9), (1, 0.7, 100, 100, 140, 140)
+    for limit, expected in ((2, 0.0), (3, 100 / 3)):
+        evaluator = evaluator_of(scene(), backend=backend, max_detections=limit)
+        evaluator.add(42, detections(*dogs))
+        assert_figures(evaluator.evaluate()["bbox"], {"AP-dog": expected})
+
+
+def test_results_are_in_coco_format_with_the_ids_of_the_file():
+    evaluator = evaluator_of(scene())
+    evaluator.add(np.int64(5), detections((2, 0.25, 1, 2, 11, 22)))
+    evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40)))
+    assert evaluator.coco_results() == [
+        {"image_id": 42, "category_id": 7, "bbox": [0.0, 0.0, 40.0, 40.0], "score": 0.5},
+        {"image_id": 5, "category_id": 90, "bbox": [1.0, 2.0, 10.0, 20.0], "score": 0.25},
+    ]
+    json.dumps(evaluator.coco_results())
+
+
+def test_detections_of_any_float_type_and_with_gradients_are_taken():
+    evaluator = evaluator_of(scene())
+    boxes = torch.tensor([[0, 0, 40, 40]], dtype=torch.bfloat16)
+    scores = torch.tensor([0.5], dtype=torch.half, requires_grad=True)
+    evaluator.add(42, Detections(boxes, scores, labels=torch.tensor([0], dtype=torch.int32)))
+    (result,) = evaluator.coco_results()
+    assert result == {"image_id": 42, "category_id": 7, "bbox": [0.0, 0.0, 40.0, 40.0], "score": 0.5}
+
+
+def test_evaluating_changes_neither_ground_truth_nor_results_and_prints_nothing(capfd, recwarn):
+    ground_truth = scene()
+    before = copy.deepcopy(ground_truth)
+    for backend in BACKENDS:
+        evaluator = evaluator_of(ground_truth, backend=backend)
+        evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40)))
+        results = copy.deepcopy(evaluator.coco_results())
+        first = evaluator.evaluate()["bbox"]
+        assert evaluator.coco_results() == results
+        assert evaluator.evaluate()["bbox"] == pytest.approx(first, abs=0, nan_ok=True)
+    assert ground_truth == before
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+
+
+def test_merged_states_give_what_one_evaluator_gives():
+    ground_truth, found = random_world(4)
+    whole, *parts = (evaluator_of(ground_truth) for _ in range(3))
+    for number, (image_id, of_image) in enumerate(found.items()):
+        whole.add(image_id, of_image)
+        parts[number % 2].add(image_id, of_image)
+    parts[1].merge(pickle.loads(pickle.dumps(parts[0].state())))
+    assert parts[1].coco_results() == whole.coco_results()
+    assert parts[1].evaluate()["bbox"] == pytest.approx(whole.evaluate()["bbox"], abs=0, nan_ok=True)
+
+
+def test_merging_an_image_twice_is_an_error_also_without_detections():
+    one, other = evaluator_of(scene()), evaluator_of(scene())
+    one.add(5, detections())
+    other.add(5, detections())
+    with pytest.raises(ValueError, match="image id 5 were added before"):
+        one.merge(other.state())
+
+
+def test_adding_an_image_twice_is_an_error():
+    evaluator = evaluator_of(scene())
+    evaluator.add(42, detections())
+    with pytest.raises(ValueError, match="image id 42 were added before"):
+        evaluator.add(42, detections())
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ((0, math.nan, 0, 0, 9, 9), r"image id 42: 1 of 2 scores are not finite"),
+        ((0, math.inf, 0, 0, 9, 9), r"image id 42: 1 of 2 scores are not finite"),
+        ((0, 0.5, 0, math.nan, 9, 9), r"image id 42: 1 of 2 boxes are not finite"),
+        ((0, 0.5, 0, 0, math.inf, 9), r"image id 42: 1 of 2 boxes are not finite"),
+        ((3, 0.5, 0, 0, 9, 9), r"image id 42: label 3 is not in \[0, 3\)"),
+        ((-1, 0.5, 0, 0, 9, 9), r"image id 42: label -1 is not in \[0, 3\)"),
+        ((0, 0.5, 9, 0, 0, 9), r"image id 42: box \[9.0, 0.0, 0.0, 9.0\] is not xyxy"),
+    ],
+)
+def test_detections_that_cannot_be_scored_are_refused_by_image(row, message):
+    evaluator = evaluator_of(scene())
+    with pytest.raises(ValueError, match=message):
+        evaluator.add(42, detections((0, 0.9, 0, 0, 40, 40), row))
+    evaluator.add(42, detections())  # nothing of the refused ones was kept
+    assert evaluator.coco_results() == []
+
+
+def test_detections_of_wrong_shape_or_dtype_are_refused():
+    boxes, scores, labels = torch.zeros(2, 4), torch.zeros(2), torch.zeros(2, dtype=torch.long)
+    evaluator = evaluator_of(scene())
+    with pytest.raises(ValueError, match=r"image id 5: expected .* got \(2, 4\), \(2,\), \(1,\)"):
+        evaluator.add(5, Detections(boxes, scores, labels[:1]))
+    with pytest.raises(ValueError, match=r"image id 5: expected .* got \(2, 4\), \(\), \(2,\)"):
+        evaluator.add(5, Detections(boxes, scores[0], labels))
+    with pytest.raises(ValueError, match="image id 5: labels must be integers, got torch"):
+        evaluator.add(5, Detections(boxes, scores, labels.float()))
+
+
+def test_an_image_that_is_not_in_the_ground_truth_is_refused():
+    with pytest.raises(ValueError, match="image id 6 is not in the ground truth of 2 images"):
+        evaluator_of(scene()).add(6, detections())
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(UnknownNameError, match=r"evaluator 'pycocotool'.*known: faster_coco_eval, pycocotools"):
+        evaluator_of(scene(), backend="pycocotool")
+
+
+@pytest.mark.parametrize(
+    ("ids", "names", "message"),
+    [
+        ([7, 3], ["cat"], "got 2 ids and 1 names"),
+        ([], [], "got 0 ids and 0 names"),
+        ([7, 3, 7], ["cat", "dog", "cow"], "class id 7 is given to more than one class"),
+        ([7, 3, 90], ["cat", "dog", "cat"], "class name 'cat' is given to more than one class"),
+        ([7, 90], ["cat", "dog"], "annotation id 10 has image id 42 and category id 3"),
+    ],
+)
+def test_classes_that_do_not_fit_are_refused(ids, names, message):
+    with pytest.raises(ValueError, match=message):
+        CocoEvaluator(scene(), ids, names)
+
+
+def test_ground_truth_that_cannot_be_used_is_refused():
+    with pytest.raises(ValueError, match="annotation id 0 has image id 42"):
+        evaluator_of({**scene(), "images": [{"id": 5}]})
+    with pytest.raises(ValueError, match=r"integer ids, got \['5'\]"):
+        evaluator_of({"images": [{"id": "5"}], "annotations": [], "categories": []})
+    with pytest.raises(ValueError, match=r"distinct integer ids, got \[5, 5\]"):
+        evaluator_of({"images": [{"id": 5}, {"id": 5}], "annotations": [], "categories": []})
+    with pytest.raises(ValueError, match=r"integer ids, got \[\]"):
+        evaluator_of({"images": [], "annotations": [], "categories": []})
+    with pytest.raises(ValueError, match="max_detections must be at least 1, got 0"):
+        evaluator_of(scene(), max_detections=0)
+
+
+def refuse_constant(name: str):
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_files_are_strict_json_and_complete(tmp_path):
+    evaluator = evaluator_of(scene())
+    evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40)))
+    results = evaluator.evaluate()
+    write_results(results, tmp_path / "inference" / "results.json")
+    write_detections(evaluator.coco_results(), tmp_path / "inference" / "detections.json")
+    files = (tmp_path / "inference").iterdir()
+    read = {path.name: json.loads(path.read_text(), parse_constant=refuse_constant) for path in files}
+    assert set(read) == {"results.json", "detections.json"}  # and no temporary file
+    assert read["detections.json"] == evaluator.coco_results()
+    assert read["results.json"]["bbox"]["APs"] is None
+    assert read["results.json"]["bbox"]["AP"] == results["bbox"]["AP"]
+
+
+def test_a_failed_write_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "results.json"
+    write_results({"bbox": {"AP": 1.0}}, path)
+    with pytest.raises(ValueError, match="JSON"):
+        write_results({"bbox": {"AP": math.inf}}, path)
+    assert json.loads(path.read_text()) == {"bbox": {"AP": 1.0}}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_table_shows_every_figure_and_class():
+    evaluator = CocoEvaluator(scene(), CLASS_IDS, ["cat", "1e3", "toothbrush"])
+    evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40)))
+    results = evaluator.evaluate()
+    table = format_table(results)
+    cells = [cell.strip() for line in table.splitlines() for cell in line.split("|")]
+    assert set(MAIN_KEYS) | {"cat", "1e3", "toothbrush", "n/a", "50.495"} <= set(cells)
+    assert max(map(len, table.splitlines())) <= 120
+
+
+def test_the_table_fills_its_last_row():
+    figures = {"AP": 1.0, "AR1": 1.0} | {f"AP-{k}": float(k) for k in range(4)}
+    rows = format_table({"bbox": figures}).splitlines()[-2:]
+    assert [row.count("|") for row in rows] == [7, 7]

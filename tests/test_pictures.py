@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures, checked by their pixels; curves, checked by their lines."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cpvt_det.errors import BadInputError, DataError
+from cpvt_det.evaluation.pictures import (
+    GAP,
+    class_color,
+    curves_figure,
+    draw_comparison,
+    draw_curves,
+    read_metrics,
+    save_contact_sheet,
+)
+from cpvt_det.structures import Detections
+
+NAMES = ["square", "circle", "star"]
+GREY = 90
+
+
+def grey_image(height: int, width: int) -> torch.Tensor:
+    return torch.full((3, height, width), GREY, dtype=torch.uint8)
+
+
+def objects(*rows: tuple) -> Detections:
+    """Rows of (label, score, x1, y1, x2, y2)."""
+    table = torch.tensor(rows, dtype=torch.float32).reshape(-1, 6)
+    return Detections(boxes_xyxy=table[:, 2:], scores=table[:, 1], labels=table[:, 0].long())
+
+
+def coverage(region: torch.Tensor, color: tuple[int, int, int]) -> float:
+    """The share of the pixels of (3, h, w) that have a colour."""
+    return (region == torch.tensor(color)[:, None, None]).all(dim=0).float().mean().item()
+
+
+def panels_of(picture: torch.Tensor, height: int, width: int, count: int = 2) -> list[torch.Tensor]:
+    """The images in a picture, without titles and gaps."""
+    return [picture[:, -height:, k * (width + GAP) : k * (width + GAP) + width] for k in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "scale"),
+    [(128, 160, 3), (128, 128, 3), (127, 300, 4), (384, 500, 1), (800, 600, 1), (10, 1000, 2), (10, 3000, 1)],
+)
+def test_small_images_are_enlarged_by_a_whole_number(height, width, scale):
+    picture = draw_comparison(grey_image(height, width), objects(), objects(), NAMES, 0.5)
+    assert picture.dtype == torch.uint8
+    assert picture.shape[2] == 2 * width * scale + GAP
+    assert height * scale < picture.shape[1] < height * scale + 80  # a title above
+    for panel in panels_of(picture, height * scale, width * scale):
+        assert coverage(panel, (GREY,) * 3) == 1
+    assert coverage(picture[:, :, width * scale : width * scale + GAP], (255,) * 3) == 1
+    assert coverage(picture[:, : -height * scale], (255,) * 3) < 1  # the title's letters
+
+
+def test_enlarging_keeps_the_picture():
+    image = torch.arange(3 * 8 * 6, dtype=torch.uint8).reshape(3, 8, 6)
+    picture = draw_comparison(image, None, objects(), NAMES, 0.5)
+    assert torch.equal(picture[:, -8 * 64 :: 64, ::64], image)
+
+
+def test_boxes_are_drawn_where_they_are_and_in_the_colour_of_their_class():
+    """A box (40, 50, 100, 110) at scale 3 covers columns 120 to 299 and rows 150 to 329 of its panel."""
+    detections, truth = objects((0, 0.9, 40, 50, 100, 110)), objects((1, 1, 20, 60, 80, 120))
+    picture = draw_comparison(grey_image(128, 160), truth, detections, NAMES, 0.5)
+    left, right = panels_of(picture, 384, 480)
+    red, blue = class_color(0), class_color(1)
+    for edge in (
+        left[:, 150:330, 120:122],
+        left[:, 150:330, 298:300],
+        left[:, 150:152, 120:300],
+        left[:, 328:330, 120:300],
+    ):
+        assert coverage(edge, red) == 1
+    assert coverage(left[:, 152:328, 122:298], (GREY,) * 3) == 1  # nothing inside
+    assert coverage(left[:, 330:], (GREY,) * 3) == 1  # nothing below
+    assert coverage(left[:, 100:150, 120:300], red) > 0.1  # the label above
+    assert coverage(left, blue) == 0
+    assert coverage(right[:, 180:360, 60:62], blue) == 1
+    assert coverage(right, red) == 0
+
+
+def test_the_image_itself_is_not_drawn_on():
+    image = grey_image(400, 400)
+    draw_comparison(image, None, objects((0, 0.9, 40, 50, 100, 110)), NAMES, 0.5)
+    assert torch.equal(image, grey_image(400, 400))
+
+
+def test_detections_below_the_threshold_are_left_out():
+    detections = objects((0, 0.5, 40, 50, 100, 110), (1, 0.49, 40, 50, 100, 110))
+    (panel,) = panels_of(draw_comparison(grey_image(128, 160), None, detections, NAMES, 0.5), 384, 480, count=1)
+    assert coverage(panel, class_color(0)) > 0
+    assert coverage(panel, class_color(1)) == 0
+
+
+def test_scores_of_the_ground_truth_do_not_matter():
+    picture = draw_comparison(grey_image(128, 160), objects((0, 0, 40, 50, 100, 110)), objects(), NAMES, 0.5)
+    left, right = panels_of(picture, 384, 480)
+    assert coverage(left, class_color(0)) == 0
+    assert coverage(right, class_color(0)) > 0
+
+
+def test_without_ground_truth_there_is_one_panel():
+    assert draw_comparison(grey_image(128, 160), None, objects(), NAMES, 0.5).shape[2] == 480
+
+
+@pytest.mark.parametrize(
+    "box", [(-50, -50, 500, 500), (200, 200, 300, 300), (30, 30, 30, 30), (-9, -9, -5, -5), (127.9, 0, 128, 128)]
+)
+def test_boxes_on_and_beyond_the_border_are_drawn_inside(box):
+    detections = objects((2, 0.9, *box))
+    (panel,) = panels_of(draw_comparison(grey_image(128, 128), None, detections, NAMES, 0.5), 384, 384, count=1)
+    assert coverage(panel, class_color(2)) > 0
+
+
+def test_labels_do_not_hide_each_other():
+    """Three objects on one box: each label shows its ground, about as large as alone."""
+    rows = [(label, 0.9, 40, 50, 100, 110) for label in range(3)]
+    alone = [draw_comparison(grey_image(128, 160), None, objects(row), NAMES, 0.5) for row in rows]
+    together = draw_comparison(grey_image(128, 160), None, objects(*rows), NAMES, 0.5)
+    border = 4 * 2 * 178 / together[0].numel()
+    for label, picture in enumerate(alone):
+        ground = coverage(picture, class_color(label)) - border
+        assert coverage(together, class_color(label)) > 0.9 * ground > 0
+
+
+def test_a_name_wider_than_the_picture_is_cut_off():
+    picture = draw_comparison(grey_image(384, 384), None, objects((0, 0.9, 5, 50, 9, 60)), ["long " * 40], 0.5)
+    assert picture.shape[2] == 384
+
+
+def test_neighbouring_classes_have_clearly_different_colours():
+    colors = np.array([class_color(label) for label in range(80)])
+    assert np.abs(np.diff(colors, axis=0)).max(axis=1).min() > 60
+    assert len({tuple(color) for color in colors.tolist()}) == 80
+
+
+def test_pictures_that_cannot_be_drawn_are_refused():
+    image, box = grey_image(128, 128), (1, 2, 3, 4)
+    with pytest.raises(TypeError, match=r"dtype uint8, got torch.float32; use"):
+        draw_comparison(image.float(), None, objects(), NAMES, 0.5)
+    with pytest.raises(ValueError, match=r"shape \(3, H, W\), got \(1, 128, 128\)"):
+        draw_comparison(image[:1], None, objects(), NAMES, 0.5)
+    with pytest.raises(ValueError, match="label 3 has no name among 3 classes, in 'detections"):
+        draw_comparison(image, None, objects((3, 0.9, *box)), NAMES, 0.5)
+    with pytest.raises(ValueError, match="label -1 has no name among 3 classes, in 'ground truth"):
+        draw_comparison(image, objects((-1, 1, *box)), objects(), NAMES, 0.5)
+    with pytest.raises(ValueError, match="not finite, in 'detections"):
+        draw_comparison(image, None, objects((0, 0.9, 1, 2, math.nan, 4)), NAMES, 0.5)
+
+
+def test_a_contact_sheet_is_a_png_with_every_panel_in_its_place(tmp_path):
+    """Columns are as wide as their widest panel, 30 and 50; rows as high as their highest, 20 and 40."""
+    sizes = [(20, 10), (15, 50), (40, 30)]
+    panels = [torch.full((3, *size), 10 * k, dtype=torch.uint8) for k, size in enumerate(sizes)]
+    path = tmp_path / "pictures" / "sheet.png"
+    save_contact_sheet(panels, path, columns=2)
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+        sheet = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    assert sheet.shape == (3, 20 + GAP + 40, 30 + GAP + 50)
+    assert torch.equal(sheet[:, :20, :10], panels[0])
+    assert torch.equal(sheet[:, :15, 30 + GAP :], panels[1])
+    assert torch.equal(sheet[:, 20 + GAP :, :30], panels[2])
+    assert (sheet == 255).all(dim=0).sum() == sheet[0].numel() - sum(height * width for height, width in sizes)
+
+
+def test_a_contact_sheet_needs_pictures_and_columns(tmp_path):
+    with pytest.raises(ValueError, match="got 0 and 2"):
+        save_contact_sheet([], tmp_path / "sheet.png")
+    with pytest.raises(ValueError, match="got 1 and 0"):
+        save_contact_sheet([grey_image(4, 4)], tmp_path / "sheet.png", columns=0)
+
+
+METRICS = """\
+{"iteration": 19, "total_loss": 9.0, "loss_class": 5.0, "loss_giou": 4.0, "lr": 0.1, "images_per_second": 3.0}
+{"iteration": 39, "total_loss": NaN, "loss_class": NaN, "loss_giou": 3.0, "lr": 0.1, "name": "a string"}
+{"iteration": 39, "bbox/AP": 1.0, "bbox/AP50": 2.0, "bbox/APs": NaN}
+{"iteration": 59, "total_loss": 7.0, "loss_class": null, "loss_giou": Infinity, "lr": 0.1}
+{"iteration": 79, "total_loss": 66.0, "lr": 0.1}
+
+{"iteration": 59, "total_loss": 6.0, "loss_class": 3.0, "lr": 0.01}
+{"iteration": 59, "total_loss": 5.0}
+{"iteration": 69, "total_loss": 4.0, "lr": 0.01, "bbox/AP": 3.0, "bbox/AP50": 4.0}
+{"iteration": 79, "total_lo"""
+
+
+@pytest.fixture
+def metrics_json(tmp_path):
+    path = tmp_path / "metrics.json"
+    path.write_text(METRICS)
+    return path
+
+
+def test_metrics_of_a_resumed_and_killed_run_are_read(metrics_json, caplog):
+    records = read_metrics(metrics_json)
+    assert list(records) == [19, 39, 59, 69]  # 79 was written by the run before it was resumed
+    assert records[39] == pytest.approx(
+        {"total_loss": math.nan, "loss_class": math.nan, "loss_giou": 3, "lr": 0.1}
+        | {"bbox/AP": 1, "bbox/AP50": 2, "bbox/APs": math.nan},
+        nan_ok=True,
+    )
+    assert records[59] == {"total_loss": 5, "loss_class": 3, "lr": 0.01}
+    assert "skipped 1 of 10 lines" in caplog.text
+
+
+def test_curves_show_what_was_measured(metrics_json):
+    losses, rate, precision = curves_figure(read_metrics(metrics_json)).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for axes in (losses, rate, precision) for line in axes.lines}
+    assert list(lines) == ["total_loss", "loss_class", "loss_giou", "lr", "bbox/AP", "bbox/AP50"]
+    assert lines["total_loss"] == [[19, 9], [39, pytest.approx(math.nan, nan_ok=True)], [59, 5], [69, 4]]
+    assert lines["bbox/AP"] == [[39, 1], [69, 3]]
+    assert (losses.get_yscale(), rate.get_yscale(), precision.get_yscale()) == ("log", "linear", "linear")
+    assert losses.get_title() == "losses (2 not finite)"
+
+
+def test_panels_without_values_say_so(tmp_path):
+    (tmp_path / "metrics.json").write_text('{"iteration": 0, "bbox/AP": NaN, "lr": 0.5}')
+    losses, rate, precision = curves_figure(read_metrics(tmp_path / "metrics.json")).axes
+    assert [[text.get_text() for text in axes.texts] for axes in (losses, rate, precision)] == [
+        ["no losses in this file"],
+        [],
+        ["no AP in this file"],
+    ]
+    assert precision.get_title() == "AP (1 not finite)"
+
+
+@pytest.mark.parametrize("metrics", [METRICS, '{"iteration": 0}', '{"iteration": 3, "total_loss": 0.0, "loss_l1": -1}'])
+def test_curves_are_written_as_a_picture(tmp_path, metrics, recwarn):
+    (tmp_path / "metrics.json").write_text(metrics)
+    draw_curves(tmp_path / "metrics.json", tmp_path / "plots" / "curves.png")
+    with Image.open(tmp_path / "plots" / "curves.png") as picture:
+        assert (picture.format, picture.size) == ("PNG", (1500, 450))
+        assert len(np.unique(np.array(picture))) > 1
+    assert not recwarn.list
+
+
+def test_drawing_curves_leaves_pyplot_alone(metrics_json, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it now fails
+    draw_curves(metrics_json, tmp_path / "curves.png")
+
+
+def test_metrics_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"cannot read metrics from '.*none.json': No such file"):
+        draw_curves(tmp_path / "none.json", tmp_path / "curves.png")
+    (tmp_path / "text.json").write_text(f"hello\n[1]\n{json.dumps({'lr': 1})}\n")
+    with pytest.raises(DataError, match=r"no line of .* is a JSON object with an iteration"):
+        draw_curves(tmp_path / "text.json", tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_without_matplotlib_curves_tell_how_to_get_it(metrics_json, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BadInputError, match="pip install matplotlib"):
+        draw_curves(metrics_json, tmp_path / "curves.png")
