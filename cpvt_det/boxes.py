@@ -48,8 +48,14 @@ def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """
     size1 = boxes1_xyxy[..., 2:] - boxes1_xyxy[..., :2]
     size2 = boxes2_xyxy[..., 2:] - boxes2_xyxy[..., :2]
-    low_max, low_min = torch.max(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2]), torch.min(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2])
-    high_max, high_min = torch.max(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:]), torch.min(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])
+    low_max, low_min = (
+        torch.max(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2]),
+        torch.min(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2]),
+    )
+    high_max, high_min = (
+        torch.max(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:]),
+        torch.min(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:]),
+    )
     intersection = (high_min - low_max).clamp(min=0).prod(-1)
     hull = (high_max - low_min).prod(-1)
     union = size1.prod(-1) + size2.prod(-1) - intersection
@@ -59,4 +65,6 @@ def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient, and 0 where the denominator is 0; the inner ``where`` keeps NaN out of the gradient."""
     zero = denominator == 0
-    return torch.where(zero, torch.zeros_like(numerator), numerator / torch.where(zero, torch.ones_like(denominator), denominator))
+    return torch.where(
+        zero, torch.zeros_like(numerator), numerator / torch.where(zero, torch.ones_like(denominator), denominator)
+    )

@@ -2,6 +2,7 @@
 """Config -> objects. The only file of the core that reads a config; every class takes plain arguments."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,17 +13,27 @@ from fvcore.common.registry import Registry
 from torch import nn
 
 from cpvt_det import distributed
+from cpvt_det.checkpoint import load_weights
+from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import find_datasets
-from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord, concatenate, load_coco
+from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord, load_coco, require_same_classes
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, test_loader
 from cpvt_det.data.mapper import Mapper, test_transform, train_transform
-from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
+from cpvt_det.evaluation.coco import CocoEvaluator
+from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, WeightsError, first_line
 from cpvt_det.layers.position import PositionEncoding, build_position, position_options
 from cpvt_det.losses import HungarianMatcher, SetCriterion, make_classification
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import DETR, ResNetBackbone, Transformer
 from cpvt_det.postprocess import PostProcessor
+from cpvt_det.solver.ema import AveragedModel, make_ema
+from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
+from cpvt_det.solver.schedule import LearningRate, Length, length_in_epochs
+from cpvt_det.solver.step import StepOptions, TrainStep
+
+logger = logging.getLogger("cpvt_det")
+AMP_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 DETECTOR_REGISTRY = Registry("DETECTOR")
 """``MODEL.META_ARCHITECTURE`` -> a function from a config (and, for backbones from elsewhere, the backbone) to the detector's
@@ -189,8 +200,27 @@ def load_datasets(cfg: CfgNode, split: str) -> list[CocoDataset]:
     """
     names = cfg.DATASETS[split]
     if isinstance(names, str) or not names:
-        raise ConfigError(f"DATASETS.{split} should list data sets, as in DATASETS.{split} \"('coco_2017_train',)\"; got {names!r}")
+        raise ConfigError(
+            f"DATASETS.{split} should list data sets, as in DATASETS.{split} \"('coco_2017_train',)\"; got {names!r}"
+        )
     return [load_coco(files) for files in find_datasets(names, cfg.DATASETS.REGISTER)]
+
+
+def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
+    """Read training and test sets, compare their classes, and set ``MODEL.NUM_CLASSES``.
+
+    Returns:
+        The training sets, and the test sets; the latter may be none.
+
+    Raises:
+        BadInputError: data that cannot be read, or classes that differ between sets or from the config's number.
+    """
+    train = load_datasets(cfg, "TRAIN")
+    test = load_datasets(cfg, "TEST") if cfg.DATASETS.TEST else []
+    for other in train[1:] + test:
+        require_same_classes(train[0].classes, other.classes, f"data sets {train[0].name} and {other.name}")
+    set_classes(cfg, train[0].classes)
+    return train, test
 
 
 def set_classes(cfg: CfgNode, classes: Classes) -> None:
@@ -211,9 +241,9 @@ def training_records(cfg: CfgNode, datasets: list[CocoDataset]) -> list[ImageRec
     """The images to train on; without those without objects under ``DATALOADER.FILTER_EMPTY_ANNOTATIONS``.
 
     Raises:
-        DataError: data sets of different classes, or no object in any image.
+        ConfigError: no object in any image.
     """
-    records, _ = concatenate(datasets)
+    records = [record for dataset in datasets for record in dataset.records]
     filled = [record for record in records if len(record.labels)]
     if not filled:
         raise ConfigError(f"{', '.join(d.name for d in datasets)}: no image has an object to learn; is it the right JSON?")
@@ -258,6 +288,105 @@ def build_test_loader(cfg: CfgNode, records: list[ImageRecord]) -> torch.utils.d
         world_size = distributed.world_size()
         share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
         return test_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)
+
+
+def build_length(cfg: CfgNode, num_images: int) -> Length:
+    """The run's iterations: from the epochs where ``SOLVER.EPOCHS`` is above 0, else as ``MAX_ITER`` and ``STEPS`` say."""
+    solver, test = cfg.SOLVER, cfg.TEST
+    if solver.EPOCHS > 0:
+        epochs = (solver.EPOCHS, solver.STEP_EPOCHS, solver.WARMUP_EPOCHS, test.EVAL_EPOCHS)
+        return length_in_epochs(num_images, solver.IMS_PER_BATCH, *epochs, eval_period=test.EVAL_PERIOD)
+    said = f"SOLVER.MAX_ITER = {solver.MAX_ITER} iterations of {solver.IMS_PER_BATCH} images"
+    epochs = solver.MAX_ITER * solver.IMS_PER_BATCH / num_images
+    arithmetic = f"{said} / {num_images} images = {epochs:.1f} epochs"
+    return Length(solver.MAX_ITER, tuple(solver.STEPS), solver.WARMUP_ITERS, test.EVAL_PERIOD, arithmetic)
+
+
+def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with the groups of ``SOLVER``."""
+    solver = cfg.SOLVER
+    rates = (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG)
+    with _config_errors("SOLVER"):
+        return make_optimizer(parameter_groups(detector, *rates))
+
+
+def build_ema(cfg: CfgNode, detector: nn.Module) -> AveragedModel | None:
+    """The moving average of ``SOLVER.EMA``, where it is on."""
+    with _config_errors("SOLVER.EMA"):
+        return make_ema(detector, cfg.SOLVER.EMA.DECAY) if cfg.SOLVER.EMA.ENABLED else None
+
+
+def build_step(
+    cfg: CfgNode,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    length: Length,
+    seed: int,
+    ema: AveragedModel | None = None,
+) -> TrainStep:
+    """The training step of ``SOLVER``.
+
+    Args:
+        cfg: the config.
+        model: a :class:`TrainingModel`, or DDP around one.
+        optimizer: of :func:`build_optimizer`.
+        length: of :func:`build_length`.
+        seed: of the run.
+        ema: of :func:`build_ema`.
+
+    Raises:
+        ConfigError: settings that cannot be had.
+    """
+    solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
+    if clip.ENABLED and clip.CLIP_TYPE != "full_model":
+        raise ConfigError(
+            f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE is {clip.CLIP_TYPE!r}; gradients are clipped by their norm in the full_model"
+        )
+    if solver.AMP.DTYPE not in AMP_DTYPES:
+        raise UnknownNameError("SOLVER.AMP.DTYPE", solver.AMP.DTYPE, AMP_DTYPES)
+    if solver.ACCUMULATE < 1:
+        raise ConfigError(f"SOLVER.ACCUMULATE must be at least 1, got {solver.ACCUMULATE}")
+    options = StepOptions(
+        clip_norm=clip.CLIP_VALUE if clip.ENABLED else None,
+        accumulate=solver.ACCUMULATE,
+        amp_dtype=AMP_DTYPES[solver.AMP.DTYPE] if solver.AMP.ENABLED else None,
+    )
+    with _config_errors("SOLVER"):
+        learning_rate = LearningRate(length, solver.SCHEDULE, solver.GAMMA)
+    return TrainStep(model, optimizer, learning_rate, options, seed, ema)
+
+
+def load_initial_weights(cfg: CfgNode, detector: nn.Module, classes: Classes, for_evaluation: bool = False) -> None:
+    """Load ``MODEL.WEIGHTS``, or else ``MODEL.BACKBONE.WEIGHTS``, and log what became of them.
+
+    Raises:
+        WeightsError: weights that cannot be had; in evaluation also none, or weights that fit in part.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    if cfg.MODEL.WEIGHTS:
+        report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
+        logger.info("%s: %s", cfg.MODEL.WEIGHTS, report)
+        if for_evaluation and report.is_partial:
+            raise WeightsError(
+                f"{cfg.MODEL.WEIGHTS} fits the config's model in part only, evaluation needs all of it: {report}"
+            )
+    elif for_evaluation:
+        raise WeightsError("evaluation needs weights: set MODEL.WEIGHTS to a checkpoint, or --resume the run in OUTPUT_DIR")
+    elif backbone.WEIGHTS:
+        load_backbone_weights(detector.backbone, backbone.WEIGHTS, backbone.NAME)
+        logger.info("Backbone weights: %s", backbone.WEIGHTS)
+    elif backbone.NORM == "FrozenBN" or backbone.FREEZE_AT > 0:
+        logger.warning(
+            "The backbone starts from random weights, and MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 keeps part of it so; "
+            "set MODEL.BACKBONE.WEIGHTS, or NORM BN and FREEZE_AT 0 to train from scratch"
+        )
+
+
+def build_evaluator(cfg: CfgNode, dataset: CocoDataset) -> CocoEvaluator:
+    """The evaluator of ``TEST.EVALUATOR``."""
+    classes = dataset.classes
+    truth = dataset.ground_truth
+    return CocoEvaluator(truth, classes.ids, classes.names, cfg.TEST.EVALUATOR, cfg.TEST.DETECTIONS_PER_IMAGE)
 
 
 def _as_sizes(value: Any) -> tuple[int, ...]:

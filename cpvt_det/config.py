@@ -232,7 +232,9 @@ def _check_keys(cfg: CfgNode, other: CfgNode, source: str, prefix: str) -> None:
                 raise UnknownNameError(f"config key (from {source})", prefix + key, (prefix + known for known in cfg))
         elif isinstance(cfg[key], CfgNode):
             if not isinstance(value, CfgNode):
-                raise ConfigError(f"{source}: {prefix}{key} is a group of keys, got {value!r}; set one of {', '.join(cfg[key])}")
+                raise ConfigError(
+                    f"{source}: {prefix}{key} is a group of keys, got {value!r}; set one of {', '.join(cfg[key])}"
+                )
             _check_keys(cfg[key], value, source, f"{prefix}{key}.")
         elif isinstance(cfg[key], float) and type(value) is int:
             other[key] = float(value)

@@ -16,9 +16,7 @@ from cpvt_det.data.shapes import ShapesSpec, draw_dataset
 @click.option("--scale", default=1.0, show_default=True, help="Draw the same scenes this much larger.")
 @click.option("--processes", type=int, help="Processes to draw with.  [default: one for each core, 16 at most]")
 @click.option("--overwrite", is_flag=True, help="Replace a shapes data set that was drawn with other options.")
-def shapes(
-    root: Path, num_train: int, num_val: int, seed: int, scale: float, processes: int | None, overwrite: bool
-) -> None:
+def shapes(root: Path, num_train: int, num_val: int, seed: int, scale: float, processes: int | None, overwrite: bool) -> None:
     """Draw the shapes data set into the folder ROOT, in COCO format.
 
     Geometric shapes of 8 classes on textured backgrounds, 96 to 192 pixels a side: enough to train a detector on and to

@@ -112,18 +112,6 @@ def load_coco(files: DatasetFiles) -> CocoDataset:
     return CocoDataset(files.name, classes, records, truth, left_out)
 
 
-def concatenate(datasets: Sequence[CocoDataset]) -> tuple[list[ImageRecord], Classes]:
-    """The records of several data sets of the same classes.
-
-    Raises:
-        DataError: data sets whose classes differ, with the difference.
-    """
-    first = datasets[0]
-    for other in datasets[1:]:
-        require_same_classes(first.classes, other.classes, f"data sets {first.name} and {other.name}")
-    return [record for dataset in datasets for record in dataset.records], first.classes
-
-
 def require_same_classes(first: Classes, second: Classes, what: str) -> None:
     """Refuse class lists that differ in names or in order; ids may differ.
 
@@ -134,7 +122,9 @@ def require_same_classes(first: Classes, second: Classes, what: str) -> None:
         return
     only_first = [name for name in first.names if name not in second.names]
     only_second = [name for name in second.names if name not in first.names]
-    difference = f"only in the first: {only_first[:5]}, only in the second: {only_second[:5]}" if only_first or only_second else "order"
+    difference = (
+        f"only in the first: {only_first[:5]}, only in the second: {only_second[:5]}" if only_first or only_second else "order"
+    )
     raise DataError(f"{what} have different classes ({len(first)} and {len(second)}; {difference})")
 
 
@@ -146,7 +136,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:  # bad JSON and bad UTF-8
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} is not COCO: expected an object with images, annotations, categories, got a {type(content).__name__}")
+        raise DataError(
+            f"{path} is not COCO: expected an object with images, annotations, categories, got a {type(content).__name__}"
+        )
     return content
 
 

@@ -38,7 +38,7 @@ class MappedDataset(Dataset):
     def __getitem__(self, draw: Draw) -> Sample:
         epoch, index = draw
         with torch.random.fork_rng(devices=[]):  # in the main process the model's dropout draws from the same state
-            torch.manual_seed(_mix(self.seed, epoch, index))
+            torch.manual_seed(mix_seed(self.seed, epoch, index))
             return self.mapper(self.records[index])
 
 
@@ -60,7 +60,13 @@ class TrainBatches(Sampler[list[Draw]]):
     """
 
     def __init__(
-        self, num_records: int, batch_size: int, seed: int, wide: Sequence[bool] | None = None, rank: int = 0, world_size: int = 1
+        self,
+        num_records: int,
+        batch_size: int,
+        seed: int,
+        wide: Sequence[bool] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ):
         if num_records < 1:
             raise ValueError("there is no image to train on")
@@ -142,6 +148,6 @@ def _as_list(samples: list[Sample]) -> list[Sample]:
     return samples
 
 
-def _mix(*numbers: int) -> int:
+def mix_seed(*numbers: int) -> int:
     """One seed from several, without collisions between neighbours."""
     return int(np.random.SeedSequence([number % 2**63 for number in numbers]).generate_state(1, np.uint64)[0])

@@ -52,16 +52,12 @@ class SetCriterion:
     Source: arXiv 2005.12872, section 3.1 and equation 2.
     """
 
-    def __init__(
-        self, matcher: HungarianMatcher, class_weight: float = 1.0, l1_weight: float = 5.0, giou_weight: float = 2.0
-    ):
+    def __init__(self, matcher: HungarianMatcher, class_weight: float = 1.0, l1_weight: float = 5.0, giou_weight: float = 2.0):
         self.matcher = matcher
         self.classification = matcher.classification
         self.weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
 
-    def __call__(
-        self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers | None = None
-    ) -> Losses:
+    def __call__(self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers | None = None) -> Losses:
         """Compare predictions with targets.
 
         Args:

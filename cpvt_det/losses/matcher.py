@@ -59,9 +59,7 @@ class HungarianMatcher:
     Source: arXiv 2005.12872, section 3.1.
     """
 
-    def __init__(
-        self, classification: Classification, class_cost: float = 1.0, l1_cost: float = 5.0, giou_cost: float = 2.0
-    ):
+    def __init__(self, classification: Classification, class_cost: float = 1.0, l1_cost: float = 5.0, giou_cost: float = 2.0):
         self.classification = classification
         self.class_cost = class_cost
         self.l1_cost = l1_cost

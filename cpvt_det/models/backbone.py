@@ -23,6 +23,7 @@ NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "GN": lambda channels: nn.GroupNorm(group_count(channels), channels),
 }
 DEPTHS = {
+    "resnet10": (BasicBlock, (1, 1, 1, 1)),  # for small images on CPUs; torchvision has no weights for it
     "resnet18": (BasicBlock, (2, 2, 2, 2)),
     "resnet34": (BasicBlock, (3, 4, 6, 3)),
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
@@ -34,7 +35,7 @@ class ResNetBackbone(nn.Module):
     """A torchvision ResNet that returns maps of chosen stages.
 
     Args:
-        name: ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``.
+        name: ``resnet10``, ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``.
         norm: ``FrozenBN`` (fixed statistics, for pretrained weights), ``BN``, ``SyncBN`` or ``GN`` (to train from scratch).
         stages: which of the stages 2 to 5 to return; later ones than the last of them are not built.
         dilation: DC5, a stage 5 at the stride of stage 4.
@@ -97,7 +98,9 @@ class ResNetBackbone(nn.Module):
     def _freeze(self, freeze_at: int) -> None:
         body = self.body
         frozen = [body.conv1, body.bn1] if freeze_at >= 1 else []
-        frozen += [getattr(body, f"layer{stage - 1}") for stage in range(2, freeze_at + 1) if hasattr(body, f"layer{stage - 1}")]
+        frozen += [
+            getattr(body, f"layer{stage - 1}") for stage in range(2, freeze_at + 1) if hasattr(body, f"layer{stage - 1}")
+        ]
         for module in frozen:
             module.requires_grad_(False)
 
@@ -141,7 +144,9 @@ def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _V
 def _trunk(name: str, norm: str, dilation: bool, last_stage: int) -> ResNet:
     block, depths = DEPTHS[name]
     if dilation and block is BasicBlock:
-        raise ValueError(f"{name} has no dilated stage 5 (DC5): torchvision dilates bottleneck blocks only; use resnet50 or resnet101")
+        raise ValueError(
+            f"{name} has no dilated stage 5 (DC5): torchvision dilates bottleneck blocks only; use resnet50 or resnet101"
+        )
     trunk = torchvision.models.ResNet(
         block,
         list(depths),

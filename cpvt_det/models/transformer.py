@@ -119,9 +119,7 @@ class DecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(channels)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, queries: Tensor, query_positions: Tensor, memory: Tensor, keys: Tensor, padding_mask: Tensor
-    ) -> Tensor:
+    def forward(self, queries: Tensor, query_positions: Tensor, memory: Tensor, keys: Tensor, padding_mask: Tensor) -> Tensor:
         """One layer.
 
         Args:
@@ -172,9 +170,7 @@ class Decoder(nn.Module):
         )
         self.norm = nn.LayerNorm(channels)
 
-    def forward(
-        self, query_positions: Tensor, memory: Tensor, key_positions: Tensor | None, padding_mask: Tensor
-    ) -> Tensor:
+    def forward(self, query_positions: Tensor, memory: Tensor, key_positions: Tensor | None, padding_mask: Tensor) -> Tensor:
         """Decode queries that start at zero.
 
         Args:

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights -> a model: what fits by name and shape, class rows by class name, and a report of the rest."""
+
+import http.client
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
+from cpvt_det.checkpoint.weights import CLASS_HEAD, Weights, read_weights
+from cpvt_det.errors import UnknownNameError, WeightsError, first_line
+
+
+@dataclass
+class WeightsReport:
+    """What became of weights.
+
+    Attributes:
+        loaded: names in the model that got their values.
+        remade: names in both that kept their fresh values -> why.
+        missing: names in the model only; they kept theirs too.
+        unexpected: names in the weights only.
+        rows_by_name: where the classes differ, class name -> the row that its row was taken from, ``None``: a fresh one.
+        origin: where the weights are from.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    remade: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    rows_by_name: dict[str, int | None] = field(default_factory=dict)
+    origin: str = ""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the model is another than the weights': something was left over on either side, but for classes not asked for."""
+        return bool(self.remade or self.missing or self.unexpected or None in self.rows_by_name.values())
+
+    def __str__(self) -> str:
+        """One line."""
+        parts = [f"{len(self.loaded)} tensors loaded"]
+        for count, what in ((self.remade, "made anew"), (self.missing, "missing"), (self.unexpected, "unexpected")):
+            parts += [f"{len(count)} {what}"] if count else []
+        if self.rows_by_name:
+            found = sum(row is not None for row in self.rows_by_name.values())
+            parts.append(f"{found} of {len(self.rows_by_name)} classes by name")
+        return f"{self.origin}: {', '.join(parts)}"
+
+    def table(self) -> str:
+        """What did not load, names that differ in a layer's number on one line; a sentence where everything did."""
+        rows = [("made anew", name, reason) for name, reason in _grouped(self.remade.items())]
+        rows += [("missing", name, "") for name, _ in _grouped((name, "") for name in self.missing)]
+        rows += [("unexpected", name, "") for name, _ in _grouped((name, "") for name in self.unexpected)]
+        rows += [("class made anew", name, "not among its classes") for name, row in self.rows_by_name.items() if row is None]
+        return tabulate(rows, ("", "name", "why")) if rows else "every tensor loaded"
+
+
+def load_weights(
+    model: nn.Module, weights: str | Path | Mapping[str, Any], class_names: Sequence[str] | None = None
+) -> WeightsReport:
+    """Give a model the weights that fit it by name and shape, in the model's own dtypes.
+
+    Args:
+        model: changed in place.
+        weights: as in :func:`cpvt_det.checkpoint.read_weights`.
+        class_names: what the model's labels 0..K-1 mean. Where the weights' classes are known and others, rows of the class heads
+            are picked by class name; "no object", the last row, stays the last.
+
+    Returns:
+        What loaded, and what is fresh.
+
+    Raises:
+        WeightsError: weights that cannot be read, or of which nothing fits; the model is then unchanged.
+        ValueError: class names that are double.
+    """
+    read = read_weights(weights)
+    own = model.state_dict()
+    report = WeightsReport(rows_by_name=_rows_by_name(read, class_names), origin=read.origin)
+    if read.source is not None:
+        report.origin += f" ({read.source})"
+    chosen = {}
+    for name, tensor in read.state_dict.items():
+        if name not in own:
+            report.unexpected.append(name)
+        elif report.rows_by_name and CLASS_HEAD.search(name):
+            chosen[name] = _pick_rows(tensor, own[name], read, report.rows_by_name)
+            if chosen[name] is None:
+                report.remade[name] = (
+                    f"{_shape(tensor)} in the weights, {_shape(own[name])} here, no class or no kind in common"
+                )
+        elif tensor.shape != own[name].shape:
+            report.remade[name] = f"{_shape(tensor)} in the weights, {_shape(own[name])} here"
+        else:
+            chosen[name] = tensor
+    chosen = {name: tensor for name, tensor in chosen.items() if tensor is not None}
+    report.loaded = list(chosen)
+    report.missing = [name for name in own if name not in read.state_dict]
+    report.missing, report.unexpected = _without_counters(report.missing), _without_counters(report.unexpected)
+    if not report.loaded:
+        example = f"{next(iter(read.state_dict))} there, {next(iter(own), 'nothing')} here"
+        raise WeightsError(f"{report.origin} has nothing in common with the model ({example}); is it another detector's?")
+    model.load_state_dict(chosen, strict=False)
+    return report
+
+
+def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
+    """Give a ResNet backbone the weights of a classifier.
+
+    Args:
+        backbone: :class:`cpvt_det.models.ResNetBackbone`, changed in place.
+        weights: a name of torchvision's (``IMAGENET1K_V1``, ``DEFAULT``), downloaded once; or a file of a torchvision ResNet's
+            state dict. Its classifier, and stages that the backbone does not have, are left out.
+        name: of the ResNet, as in ``resnet50``.
+
+    Raises:
+        UnknownNameError: neither a known name nor a file.
+        WeightsError: a failing download, or weights of another network.
+    """
+    known = torchvision.models.get_model_weights(name).__members__
+    if weights in known:
+        state_dict = _download(known[weights])
+    elif Path(weights).expanduser().is_file():
+        state_dict = state_dict_of(read_checkpoint(weights), weights)
+    else:
+        raise UnknownNameError("backbone weights (a name of torchvision's, or a file)", weights, known)
+    own = backbone.body.state_dict()
+    absent = {f"layer{n}" for n in range(1, 5)} - {key.split(".")[0] for key in own} | {"fc"}
+    found = {key: tensor for key, tensor in state_dict.items() if key.split(".")[0] not in absent}
+    for key in _without_counters([*own, *found]):
+        if key not in found or key not in own:
+            raise WeightsError(
+                f"{weights} does not fit {name}: {key} is only in {'the file' if key in found else 'the backbone'}"
+            )
+        if found[key].shape != own[key].shape:
+            raise WeightsError(f"{weights} does not fit {name}: {key} is {_shape(found[key])}, not {_shape(own[key])}")
+    backbone.body.load_state_dict(found, strict=False)
+
+
+def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
+    try:
+        return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except (OSError, RuntimeError, http.client.HTTPException) as error:
+        folder = Path(torch.hub.get_dir()) / "checkpoints"
+        raise WeightsError(
+            f"cannot download {weights} from {weights.url} ({first_line(error)}); no network? give a local file in "
+            f"MODEL.BACKBONE.WEIGHTS, or put that file into {folder}"
+        ) from error
+
+
+def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str, int | None]:
+    """The row of the weights' heads for each class name; empty where rows already mean the same, or their meaning is unknown."""
+    if class_names is None or read.classes is None or tuple(class_names) == read.classes.names:
+        return {}
+    if len(set(class_names)) != len(class_names):
+        raise ValueError(f"class names must differ, got {', '.join(class_names)}")
+    row_of = {name: row for row, name in enumerate(read.classes.names)}
+    return {name: row_of.get(name) for name in class_names}
+
+
+def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
+    """The model's (K', ...) head with the rows that the weights' (K'', ...) one has; ``None`` where they share nothing.
+
+    Softmax and sigmoid heads share nothing: their logits differ by what "no object" takes.
+    """
+    background = len(own) - len(rows_by_name)
+    pairs = [(here, there) for here, there in enumerate(rows_by_name.values()) if there is not None]
+    if not pairs or background != len(tensor) - len(read.classes) or tensor.shape[1:] != own.shape[1:]:
+        return None
+    if background:
+        pairs.append((len(own) - 1, len(tensor) - 1))
+    here, there = zip(*pairs, strict=True)
+    picked = own.clone()
+    picked[list(here)] = tensor[list(there)].to(own)
+    return picked
+
+
+def _without_counters(names: list[str]) -> list[str]:
+    """Names but those of batch norms' counters: nothing that a model computes depends on them."""
+    return [name for name in names if not name.endswith("num_batches_tracked")]
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
+def _grouped(named: Any) -> list[tuple[str, str]]:
+    """(name, reason) pairs with numbers in names as stars, each once, and how many it stands for."""
+    counts = Counter((re.sub(r"\.\d+(?=\.)", ".*", name), reason) for name, reason in named)
+    return [(f"{name} ({count})" if count > 1 else name, reason) for (name, reason), count in counts.items()]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``cpvt-det``: one file for each subcommand, imported when it is called, so that help is quick."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+import cpvt_det
+from cpvt_det.errors import BadInputError, first_line
+
+COMMANDS = {
+    "convert-weights": "Turn other projects' DETR weights into ours.",
+    "eval": "Evaluate weights on a data set.",
+    "shapes": "Draw the shapes data set, in COCO format.",
+    "train": "Train a detector, and evaluate it.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name and imports one when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module = name.replace("-", "_")
+        return getattr(importlib.import_module(f"cpvt_det.cli.{module}"), module)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand; errors become one line and an exit code."""
+        return told_in_one_line(super().invoke)(ctx)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.version_option(cpvt_det.__version__, prog_name="cpvt-det")
+def main(debug: bool) -> None:
+    """PEG in DETR and Deformable-DETR: train, evaluate, convert.
+
+    \b
+    Example:
+      cpvt-det shapes datasets/shapes
+      cpvt-det train --config-file quickstart/detr_peg.yaml
+    """
+
+
+def told_in_one_line(command: Callable) -> Callable:
+    """Bad input ends with one line and code 2, a failed run with one line and code 1, an interrupted one with 130.
+
+    ``--debug`` anywhere on the command line adds the traceback.
+    """
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except KeyboardInterrupt:
+            _end("interrupted", 130)
+        except BadInputError as error:
+            _end(f"error: {first_line(error)}", 2)
+        except Exception as error:
+            _end(f"failed: {type(error).__name__}: {first_line(error)} (--debug shows the traceback)", 1)
+
+    return wrapped
+
+
+def _end(message: str, code: int) -> None:
+    if "--debug" in sys.argv:
+        traceback.print_exc()
+    click.echo(message, err=True)
+    raise SystemExit(code)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det convert-weights``: other projects' weights -> a checkpoint of ours. The tables are in ``checkpoint/convert.py``."""
+
+from pathlib import Path
+
+import click
+
+from cpvt_det.checkpoint.convert import CONVERSIONS
+from cpvt_det.checkpoint.files import write_atomically
+from cpvt_det.checkpoint.weights import read_weights
+from cpvt_det.errors import WeightsError, first_line
+
+
+@click.command()
+@click.argument("source_path", metavar="INPUT", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--source", type=click.Choice(["auto", *CONVERSIONS]), default="auto", show_default=True, help="Whose names INPUT has."
+)
+def convert_weights(source_path: Path, output: Path, source: str) -> None:
+    """Convert the weights INPUT of another project into OUTPUT.
+
+    INPUT is a file, or a folder of Hugging Face with model.safetensors or pytorch_model.bin. OUTPUT is a checkpoint that
+    also tells the classes, or, where its name ends in .safetensors, the bare tensors. Converting beforehand is not
+    needed: MODEL.WEIGHTS takes INPUT itself.
+
+    \b
+    Example:
+      cpvt-det convert-weights detr-r50-e632da11.pth detr_r50.pth
+      cpvt-det convert-weights hub/detr-resnet-50 detr_r50.safetensors --source hf_detr
+    """
+    weights = read_weights(source_path, source)
+    if weights.source is None:
+        raise WeightsError(
+            f"{source_path} has the names of none of {', '.join(CONVERSIONS)}; a checkpoint of cpvt_det needs no conversion"
+        )
+    bare = output.suffix == ".safetensors"
+    try:
+        write_atomically(weights.state_dict if bare else weights.as_checkpoint(), output)
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter on a full disk
+        raise WeightsError(f"cannot write {output}: {first_line(error)}") from error
+    numbers = sum(tensor.numel() for tensor in weights.state_dict.values())
+    classes = "classes unknown" if weights.classes is None else f"{len(weights.classes)} class rows"
+    click.echo(f"{output}: {len(weights.state_dict)} tensors ({numbers / 1e6:.1f} M numbers) of {weights.source}, {classes}")

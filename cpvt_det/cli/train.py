@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det train``, and ``tools/train_net.py``, which is the same function: the command line of both runners."""
+
+import importlib.util
+
+import click
+
+from cpvt_det.cli import told_in_one_line
+from cpvt_det.errors import BadInputError
+from cpvt_det.runner.launch import launch
+
+RUNNERS = ("auto", "builtin", "detectron2")
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/.")
+@click.option(
+    "--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]"
+)
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in OUTPUT_DIR.")
+@click.option("--eval-only", is_flag=True, help="Evaluate MODEL.WEIGHTS, or with --resume the last checkpoint.")
+@click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 where it is installed.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
+@told_in_one_line
+def train(
+    config_file: str, num_gpus: int | None, resume: bool, eval_only: bool, runner: str, debug: bool, overrides: tuple[str, ...]
+) -> None:
+    """Train a detector and evaluate it; KEY VALUE pairs override the config.
+
+    \b
+    Example:
+      cpvt-det train --config-file coco/detr_r50_peg_50ep.yaml --num-gpus 8 OUTPUT_DIR output/peg
+      torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/detr_peg.yaml --num-gpus 0
+    """
+    launch(run_config, num_gpus, config_file, overrides, num_gpus == 0, choose_runner(runner), resume, eval_only)
+
+
+def run_config(config_file: str, overrides: tuple[str, ...], cpu: bool, runner: str, resume: bool, eval_only: bool) -> dict:
+    """Load a config and run it, in one process of the run; the results of the last evaluation."""
+    if cpu:
+        overrides = (*overrides, "MODEL.DEVICE", "cpu")
+    if runner == "detectron2":
+        from cpvt_det.d2.run import load_cfg, run
+    else:
+        from cpvt_det.config import load_cfg
+        from cpvt_det.runner.train import run
+    return run(load_cfg(config_file, overrides), resume=resume, eval_only=eval_only)
+
+
+def choose_runner(name: str) -> str:
+    """``detectron2`` or ``builtin``.
+
+    Raises:
+        BadInputError: detectron2 is asked for and not installed.
+    """
+    installed = importlib.util.find_spec("detectron2") is not None
+    if name == "detectron2" and not installed:
+        raise BadInputError(
+            "--runner detectron2, but detectron2 cannot be imported; README, 'With detectron2', says how to install it"
+        )
+    if name == "auto":
+        return "detectron2" if installed else "builtin"
+    return name

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A detector and a data set -> COCO figures, files and pictures."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from fvcore.common.config import CfgNode
+from torch import nn
+from tqdm import tqdm
+
+from cpvt_det import distributed
+from cpvt_det.build import build_evaluator, build_postprocessor, build_test_loader
+from cpvt_det.data.coco import CocoDataset, ImageRecord
+from cpvt_det.data.mapper import Mapper, Sample, read_image, test_transform
+from cpvt_det.evaluation.coco import format_table, write_detections, write_results
+from cpvt_det.evaluation.pictures import draw_comparison, save_contact_sheet
+from cpvt_det.postprocess import PostProcessor
+from cpvt_det.structures import Detections
+
+logger = logging.getLogger("cpvt_det")
+Results = dict[str, dict[str, float]]
+
+
+@torch.no_grad()
+def detect(detector: nn.Module, postprocess: PostProcessor, samples: Sequence[Sample]) -> list[Detections]:
+    """Samples -> detections in pixels of the original images.
+
+    Args:
+        detector: in evaluation mode.
+        postprocess: of the same classification.
+        samples: each with ``image``, and ``height`` and ``width`` of the original.
+    """
+    batch = detector.preprocess([sample["image"] for sample in samples])
+    predictions = detector(batch.images, batch.padding_mask)
+    return [found.cpu() for found in postprocess(predictions, [(sample["height"], sample["width"]) for sample in samples])]
+
+
+def evaluate(cfg: CfgNode, detector: nn.Module, datasets: Sequence[CocoDataset], output: Path) -> Results:
+    """Evaluate on every test set and write ``results.json`` and ``inference/coco_instances_results.json``.
+
+    Returns:
+        ``{"bbox": {"AP": ..., ...}}`` in percent for one data set, ``{name: {"bbox": ...}}`` for several; the same in every process.
+    """
+    results = {}
+    for dataset in datasets:
+        folder = output / "inference" if len(datasets) == 1 else output / "inference" / dataset.name
+        results[dataset.name] = _evaluate_one(cfg, detector, dataset, folder)
+    merged = results[datasets[0].name] if len(datasets) == 1 else results
+    if distributed.rank() == 0:
+        write_results(merged, output / "results.json")
+    return merged
+
+
+def _evaluate_one(cfg: CfgNode, detector: nn.Module, dataset: CocoDataset, folder: Path) -> Results:
+    evaluator, postprocess = build_evaluator(cfg, dataset), build_postprocessor(cfg)
+    loader = build_test_loader(cfg, dataset.records)
+    quiet = distributed.rank() != 0
+    with (
+        evaluation_mode(detector),
+        tqdm(
+            total=len(loader.dataset.records),
+            desc="evaluating",
+            unit="img",
+            leave=False,
+            disable=quiet,
+            mininterval=1.0,
+            file=sys.stderr,
+        ) as bar,
+    ):
+        for samples in loader:
+            for sample, found in zip(samples, detect(detector, postprocess, samples), strict=True):
+                evaluator.add(sample["image_id"], found)
+            bar.update(len(samples) * distributed.world_size())
+    for other, state in enumerate(distributed.gather_objects(evaluator.state())):
+        if other != distributed.rank():
+            evaluator.merge(state)
+    results = evaluator.evaluate()
+    if not quiet:
+        write_detections(evaluator.coco_results(), folder / "coco_instances_results.json")
+        logger.info("Evaluation on %s:\n%s", dataset.name, format_table(results))
+    return results
+
+
+def draw_pictures(cfg: CfgNode, detector: nn.Module, dataset: CocoDataset, path: Path) -> None:
+    """Draw detections over ``TEST.PICTURES`` images, spread over the data set, beside their ground truth."""
+    count = min(cfg.TEST.PICTURES, len(dataset.records))
+    if count < 1 or distributed.rank() != 0:
+        return
+    mapper = Mapper(test_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST), with_targets=False)
+    postprocess = build_postprocessor(cfg)
+    panels = []
+    with evaluation_mode(detector):
+        for number in range(count):
+            record = dataset.records[number * len(dataset.records) // count]
+            found = detect(detector, postprocess, [mapper(record)])[0]
+            image, names = read_image(record.file_name), dataset.classes.names
+            panels.append(draw_comparison(image, _truth(record), found, names, cfg.TEST.PICTURE_THRESHOLD))
+    save_contact_sheet(panels, path)
+    logger.info("Pictures: %s", path)
+
+
+@contextlib.contextmanager
+def evaluation_mode(detector: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, the mode of before after it, whatever happens."""
+    training = detector.training
+    detector.eval()
+    try:
+        yield
+    finally:
+        detector.train(training)
+
+
+def _truth(record: ImageRecord) -> Detections:
+    boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
+    return Detections(boxes, torch.ones(len(labels)), labels)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process or many: ``torchrun`` starts them, or ``--num-gpus N`` does on this machine."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpvt_det.errors import ConfigError
+
+
+def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
+    """Call ``main(*args)`` in every process of the run.
+
+    Under ``torchrun`` this process is one of them, whatever ``num_gpus`` says. Otherwise there are ``num_gpus`` processes, one a GPU.
+
+    Args:
+        main: importable by name, for new processes.
+        num_gpus: ``None`` for a GPU where there is one; 0 for the CPU.
+        args: picklable.
+
+    Returns:
+        What ``main`` returns in the first process.
+
+    Raises:
+        ConfigError: more GPUs than there are.
+    """
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus is not None and num_gpus > available:
+        raise ConfigError(f"--num-gpus {num_gpus}, but torch sees {available} CUDA GPUs; use --num-gpus {available}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _run_in_group(main, args)
+    if num_gpus is None or num_gpus < 2:
+        return main(*args)
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=num_gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+    return elastic_launch(config, _run_in_group)(main, args)[0]
+
+
+def _run_in_group(main: Callable[..., Any], args: tuple) -> Any:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        return main(*args)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the numbers of a run go: ``metrics.json`` (a line each time, keys as in detectron2), TensorBoard, log, progress bar."""
+
+import json
+import logging
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from cpvt_det import distributed
+from cpvt_det.runner.setup import METRICS_LOGGER
+
+logger = logging.getLogger(METRICS_LOGGER)
+ON_THE_BAR = {"total_loss": "loss", "loss_class": "class", "loss_l1": "l1", "loss_giou": "giou"}
+
+
+class MetricsWriter:
+    """Collects scalars on the device and writes their means every ``period`` iterations: one synchronisation a line.
+
+    Args:
+        output: the run's folder.
+        start_iter, max_iter: of the run.
+        images_per_iter: over all processes.
+        period: iterations between lines.
+    """
+
+    def __init__(self, output: Path, start_iter: int, max_iter: int, images_per_iter: int, period: int):
+        self.period = max(1, period)
+        self.max_iter = max_iter
+        self.images_per_iter = images_per_iter
+        self._records: list[dict[str, Tensor]] = []
+        self._last_time = time.perf_counter()
+        self._writes = distributed.rank() == 0
+        if self._writes:
+            self._json = (output / "metrics.json").open("a", encoding="utf-8")
+            self._tensorboard = SummaryWriter(str(output), purge_step=start_iter or None)
+            interval = 0.5 if sys.stderr.isatty() else 20.0
+            self.bar = tqdm(
+                total=max_iter, initial=start_iter, desc="training", unit="it", mininterval=interval, file=sys.stderr
+            )
+
+    def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> None:
+        """Take the scalars of one iteration; write where a line is due."""
+        self._records.append(record)
+        if (iteration + 1) % self.period == 0 or iteration + 1 == self.max_iter:
+            scalars = self._means()
+            elapsed, self._last_time = time.perf_counter() - self._last_time, time.perf_counter()
+            per_iter = elapsed / len(self._records)
+            scalars |= {"lr": lr, "time": per_iter, "images_per_second": self.images_per_iter / per_iter}
+            scalars["eta_seconds"] = per_iter * (self.max_iter - iteration - 1)
+            self._records.clear()
+            self.write(iteration, scalars)
+            if self._writes:
+                shown = {short: f"{scalars[name]:.3g}" for name, short in ON_THE_BAR.items() if name in scalars}
+                self.bar.set_postfix(
+                    {**shown, "lr": f"{lr:.1e}", "img/s": f"{scalars['images_per_second']:.0f}"}, refresh=False
+                )
+        if self._writes:
+            self.bar.update()
+
+    def write(self, iteration: int, scalars: dict[str, float]) -> None:
+        """Write scalars of an iteration; what is not a finite number becomes null in JSON."""
+        if not self._writes:
+            return
+        clean = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        self._json.write(json.dumps({"iteration": iteration, **clean}, sort_keys=True) + "\n")
+        self._json.flush()
+        for name, value in scalars.items():
+            self._tensorboard.add_scalar(name, value, iteration)
+        logger.info("iteration %d: %s", iteration, ", ".join(f"{name} {value:.4g}" for name, value in scalars.items()))
+
+    def restart_clock(self) -> None:
+        """Leave what has passed since the last line, an evaluation say, out of the speed."""
+        self._last_time = time.perf_counter()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._writes:
+            self.bar.close()
+            self._json.close()
+            self._tensorboard.close()
+
+    def _means(self) -> dict[str, float]:
+        """Over the collected iterations and all processes."""
+        names = sorted(self._records[0])
+        values = torch.stack([torch.stack([record[name].double() for name in names]) for record in self._records]).mean(0)
+        means = distributed.all_reduce_sum(values) / distributed.world_size()
+        return dict(zip(names, means.tolist(), strict=True))

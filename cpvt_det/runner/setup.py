@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run does before its first iteration: folder, log, seed."""
+
+import logging
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+import torchvision
+from fvcore.common.config import CfgNode
+from torch import nn
+
+import cpvt_det
+from cpvt_det import distributed
+from cpvt_det.errors import ConfigError
+
+logger = logging.getLogger("cpvt_det")
+METRICS_LOGGER = "cpvt_det.metrics"
+"""Its lines go to the file alone: on the screen the progress bar says the same."""
+
+
+def setup_run(cfg: CfgNode) -> Path:
+    """Make the run's folder with ``config.yaml`` and ``log.txt``, and start the log.
+
+    Returns:
+        ``OUTPUT_DIR``.
+
+    Raises:
+        ConfigError: a folder that cannot be made or written to.
+    """
+    output = Path(cfg.OUTPUT_DIR).expanduser()
+    if distributed.rank() == 0:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "config.yaml").write_text(cfg.dump(), encoding="utf-8")
+            _start_log(output / "log.txt")
+        except OSError as error:
+            raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error
+        logger.info(describe_environment())
+    else:
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+    return output
+
+
+def describe_environment() -> str:
+    """The versions that a report of a problem needs."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    return (
+        f"cpvt_det {cpvt_det.__version__}, torch {torch.__version__}, torchvision {torchvision.__version__}, "
+        f"Python {platform.python_version()}, {device}, {distributed.world_size()} process(es)"
+    )
+
+
+def describe_model(detector: nn.Module) -> str:
+    """Its class and its parameters."""
+    total = sum(parameter.numel() for parameter in detector.parameters())
+    trained = sum(parameter.numel() for parameter in detector.parameters() if parameter.requires_grad)
+    return f"{type(detector).__name__}, {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them trained"
+
+
+def choose_seed(cfg: CfgNode) -> int:
+    """``SEED``, or where it is negative another one for each run, the same in all its processes."""
+    seed = cfg.SEED if cfg.SEED >= 0 else int.from_bytes(os.urandom(4), "little")
+    return distributed.gather_objects(seed)[0]
+
+
+def _start_log(path: Path) -> None:
+    stop_log()
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    screen = logging.StreamHandler(sys.stderr)
+    screen.setFormatter(logging.Formatter("%(message)s"))
+    screen.addFilter(lambda record: record.name != METRICS_LOGGER)
+    logger.addHandler(file)
+    logger.addHandler(screen)
+
+
+def stop_log() -> None:
+    """Close the log of the run before, where there was one in this process."""
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()

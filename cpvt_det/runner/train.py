@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in runner: training and evaluation without detectron2, to be read from top to bottom."""
+
+import logging
+
+import torch
+from fvcore.common.checkpoint import PeriodicCheckpointer
+from fvcore.common.config import CfgNode
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cpvt_det import build, distributed
+from cpvt_det.checkpoint.run import BEST, RunCheckpointer, RunState, TrainerState, last_checkpoint
+from cpvt_det.evaluation.pictures import draw_curves
+from cpvt_det.runner.evaluate import Results, draw_pictures, evaluate
+from cpvt_det.runner.metrics import MetricsWriter
+from cpvt_det.runner.setup import choose_seed, describe_model, setup_run
+from cpvt_det.solver.schedule import Length
+from cpvt_det.solver.step import TrainingModel
+
+logger = logging.getLogger("cpvt_det")
+
+
+def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False) -> Results:
+    """Train and evaluate, or only evaluate.
+
+    Args:
+        cfg: the run's config; ``MODEL.NUM_CLASSES`` is filled in from the data.
+        resume: go on from the last checkpoint in ``OUTPUT_DIR``, where there is one.
+        eval_only: evaluate ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint.
+
+    Returns:
+        The results of the last evaluation.
+
+    Raises:
+        BadInputError: config, data or weights that cannot be used.
+    """
+    return evaluate_only(cfg, resume) if eval_only else train(cfg, resume)
+
+
+def evaluate_only(cfg: CfgNode, resume: bool = False) -> Results:
+    """Evaluate weights; arguments and result as in :func:`run`."""
+    tests = build.load_datasets(cfg, "TEST")
+    build.set_classes(cfg, tests[0].classes)
+    if resume:
+        cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
+    output = setup_run(cfg)
+    detector = build.build_detector(cfg).to(build.build_device(cfg))
+    build.load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True)
+    results = evaluate(cfg, detector, tests, output)
+    draw_pictures(cfg, detector, tests[0], output / "pictures" / "detections.png")
+    return results
+
+
+def train(cfg: CfgNode, resume: bool = False) -> Results:
+    """Train; arguments and result as in :func:`run`."""
+    datasets, tests = build.load_splits(cfg)
+    records, classes = build.training_records(cfg, datasets), datasets[0].classes
+    length = build.build_length(cfg, len(records))
+    output = setup_run(cfg)
+    for dataset in datasets + tests:
+        logger.info(dataset.describe())
+    logger.info(length.arithmetic)
+
+    state = RunState(classes, cfg.dump(), choose_seed(cfg))
+    torch.manual_seed(state.seed)
+    detector = build.build_detector(cfg).to(build.build_device(cfg))
+    model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
+    state.ema = build.build_ema(cfg, detector)
+    step = build.build_step(cfg, model, build.build_optimizer(cfg, detector), length, state.seed, state.ema)
+    trainer = TrainerState(step)
+    checkpointer = RunCheckpointer(detector, output, trainer=trainer, cpvt_det=state)
+    start = checkpointer.resume() if resume else 0
+    if start == 0:
+        build.load_initial_weights(cfg, detector, classes)
+    else:
+        step.seed, state.best = state.seed, checkpointer.best_on_disk()
+    logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(detector))
+
+    evaluated = state.ema.module if state.ema else detector
+    periodic = PeriodicCheckpointer(checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD, length.max_iter)
+    loader = build.build_train_loader(cfg, records, state.seed).from_iteration(start)
+    results: Results = {}
+    with MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer:
+        for iteration, samples in zip(range(start, length.max_iter), loader, strict=False):
+            trainer.iteration = iteration
+            writer.put(iteration, step(samples, iteration), step.lr)
+            periodic.step(iteration)
+            if tests and is_due(iteration, length):
+                results = evaluate(cfg, evaluated, tests, output)
+                writer.write(iteration, flatten(results))
+                keep_best(checkpointer, state, results, iteration)
+                writer.restart_clock()
+    if distributed.rank() == 0:
+        draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
+    if tests:
+        results = results or evaluate(cfg, evaluated, tests, output)
+        draw_pictures(cfg, evaluated, tests[0], output / "pictures" / "detections.png")
+    return results
+
+
+def wrap_for_processes(model: TrainingModel) -> nn.Module:
+    """DDP where there are several processes, on GPUs or CPUs."""
+    if distributed.world_size() == 1:
+        return model
+    device = model.detector.pixel_mean.device
+    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+
+
+def is_due(iteration: int, length: Length) -> bool:
+    """Whether an evaluation follows this iteration: every ``eval_period``, and at the end."""
+    done = iteration + 1
+    return done == length.max_iter or (length.eval_period > 0 and done % length.eval_period == 0)
+
+
+def keep_best(checkpointer: RunCheckpointer, state: RunState, results: Results, iteration: int) -> None:
+    """Save ``model_best`` where AP on the first test set rose."""
+    ap = flatten(results, first_only=True)["bbox/AP"]
+    if state.best is None or ap > state.best:
+        state.best = ap
+        checkpointer.save(BEST, iteration=iteration)
+
+
+def flatten(results: Results, first_only: bool = False) -> dict[str, float]:
+    """Results as scalars for the metrics: ``bbox/AP``, or ``<data set>/bbox/AP`` where there are several sets."""
+    if "bbox" in results:
+        return {f"bbox/{name}": value for name, value in results["bbox"].items()}
+    named = {dataset: flatten(result) for dataset, result in results.items()}
+    if first_only:
+        return next(iter(named.values()))
+    return {f"{dataset}/{name}": value for dataset, scalars in named.items() for name, value in scalars.items()}

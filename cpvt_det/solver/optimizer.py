@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW over groups of parameters: backbone and rest, with keys for norms and PEG."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpvt_det.layers.peg import PEGDetection
+
+NORM_MODULES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+
+
+def parameter_groups(
+    model: nn.Module,
+    lr: float,
+    backbone_lr: float,
+    weight_decay: float,
+    norm_weight_decay: float | None = None,
+    peg_weight_decay: float | None = None,
+) -> list[dict[str, Any]]:
+    """Trainable parameters with one learning rate and weight decay a group.
+
+    Args:
+        model: a detector; what lies in its ``backbone`` takes ``backbone_lr``.
+        lr: of all else.
+        backbone_lr: of the backbone.
+        weight_decay: of all parameters, as in DETR, but for those of the next two.
+        norm_weight_decay: of norms, those in a PEG included; ``None`` for ``weight_decay``.
+        peg_weight_decay: of a PEG's other parameters; ``None`` for ``weight_decay``.
+
+    Returns:
+        Groups for ``torch.optim``, with ``params``, ``lr`` and ``weight_decay``.
+    """
+    decay_of: dict[int, float] = {}
+    for kind, decay in ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)):
+        if decay is None:
+            continue
+        modules = (module for module in model.modules() if isinstance(module, kind))
+        decay_of.update({id(parameter): decay for module in modules for parameter in module.parameters()})
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            rate = backbone_lr if name.startswith("backbone.") else lr
+            groups.setdefault((rate, decay_of.get(id(parameter), weight_decay)), []).append(parameter)
+    return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
+
+
+def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW, fused: one pass over the parameters."""
+    return torch.optim.AdamW(groups, fused=True)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests share: one thread, a small drawn data set, the real one beside the repository, and the detectron2 marker."""
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cpvt_det.data.catalog import DatasetFiles
+
+ROOT = Path(__file__).resolve().parent.parent
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("detectron2") is not None:
+        return
+    for item in items:
+        if item.get_closest_marker("detectron2"):
+            item.add_marker(pytest.mark.skip(reason="detectron2 is not installed"))
+
+
+@dataclass
+class DrawnCoco:
+    """A drawn data set on disk: its files and the JSON's content."""
+
+    files: DatasetFiles
+    content: dict[str, Any]
+
+
+SIZES = {7: (40, 72), 12: (64, 48), 30: (33, 90), 41: (50, 70), 5: (56, 40)}  # image id -> (height, width)
+COLOURS = {3: (220, 40, 40), 17: (40, 220, 40), 90: (40, 40, 220)}  # category id -> RGB
+# image id, category id, bbox, iscrowd. Image 41 has no object.
+OBJECTS = [
+    (7, 17, [10, 8, 30, 20], 0),
+    (7, 3, [50, 5, 12, 25], 0),
+    (12, 90, [5, 30, 20, 25], 0),
+    (12, 3, [3, 3, 0, 10], 0),  # without area
+    (12, 17, [0, 0, 48, 20], 1),  # a crowd
+    (30, 3, [80, -4, 20, 20], 0),  # partly outside: [80, 0, 10, 16] is left
+    (30, 17, [100, 5, 10, 10], 0),  # outside
+    (5, 17, [4.5, 6.25, 20.5, 30.75], 0),
+]
+
+
+@pytest.fixture
+def drawn_coco(tmp_path) -> DrawnCoco:
+    """Five images of unequal size, three categories whose ids have gaps, and every kind of box that needs a rule."""
+    rng = np.random.default_rng(0)
+    images = []
+    for image_id, (height, width) in SIZES.items():
+        pixels = rng.integers(90, 130, (height, width, 3), dtype=np.uint8)
+        for owner, category_id, (x, y, w, h), _ in OBJECTS:
+            if owner == image_id:
+                pixels[max(0, round(y)) : round(y + h), max(0, round(x)) : round(x + w)] = COLOURS[category_id]
+        name = f"part/{image_id:03d}.png"
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+        images.append({"id": image_id, "file_name": name, "height": height, "width": width})
+    annotations = [
+        {"id": number, "image_id": image_id, "category_id": category_id, "bbox": box, "area": box[2] * box[3], "iscrowd": crowd}
+        for number, (image_id, category_id, box, crowd) in enumerate(OBJECTS)
+    ]
+    categories = [{"id": 90, "name": "blue"}, {"id": 3, "name": "red"}, {"id": 17, "name": "green"}]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    path = tmp_path / "drawn.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return DrawnCoco(DatasetFiles("drawn", path, tmp_path / "images"), content)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real images beside the repository."""
+    folder = ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no real images at {folder}")
+    return folder
