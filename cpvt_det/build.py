@@ -50,7 +50,7 @@ def build_detector(cfg: CfgNode) -> nn.Module:
         ConfigError: what the config asks for cannot be built.
     """
     detector, arguments = detector_arguments(cfg)
-    with _config_errors("MODEL"):
+    with config_errors("MODEL"):
         return detector(**arguments)
 
 
@@ -68,7 +68,7 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
     known = [known for known, _ in DETECTOR_REGISTRY]
     if name not in known:
         raise UnknownNameError("MODEL.META_ARCHITECTURE", name, known)
-    with _config_errors("MODEL"):
+    with config_errors("MODEL"):
         return DETECTOR_REGISTRY.get(name)(cfg, backbone)
 
 
@@ -179,7 +179,7 @@ def build_device(cfg: CfgNode) -> torch.device:
     name = cfg.MODEL.DEVICE
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    with _config_errors("MODEL.DEVICE"):
+    with config_errors("MODEL.DEVICE"):
         device = torch.device(name)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"MODEL.DEVICE is {name}, but torch sees no CUDA GPU; use cpu or auto, or --num-gpus 0")
@@ -258,7 +258,7 @@ def build_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> T
     """
     node, loader = cfg.INPUT, cfg.DATALOADER
     _require_rgb(cfg)
-    with _config_errors("INPUT, SOLVER or DATALOADER"):
+    with config_errors("INPUT, SOLVER or DATALOADER"):
         crop = node.RESIZE_CROP
         transform = train_transform(
             _as_sizes(node.MIN_SIZE_TRAIN),
@@ -282,7 +282,7 @@ def build_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> T
 def build_test_loader(cfg: CfgNode, records: list[ImageRecord]) -> torch.utils.data.DataLoader:
     """Every record once, at the test size, over all processes."""
     _require_rgb(cfg)
-    with _config_errors("INPUT or TEST"):
+    with config_errors("INPUT or TEST"):
         transform = test_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
         dataset = MappedDataset(records, Mapper(transform, with_targets=False))
         world_size = distributed.world_size()
@@ -306,13 +306,13 @@ def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
     """AdamW with the groups of ``SOLVER``."""
     solver = cfg.SOLVER
     rates = (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG)
-    with _config_errors("SOLVER"):
+    with config_errors("SOLVER"):
         return make_optimizer(parameter_groups(detector, *rates))
 
 
 def build_ema(cfg: CfgNode, detector: nn.Module) -> AveragedModel | None:
     """The moving average of ``SOLVER.EMA``, where it is on."""
-    with _config_errors("SOLVER.EMA"):
+    with config_errors("SOLVER.EMA"):
         return make_ema(detector, cfg.SOLVER.EMA.DECAY) if cfg.SOLVER.EMA.ENABLED else None
 
 
@@ -351,7 +351,7 @@ def build_step(
         accumulate=solver.ACCUMULATE,
         amp_dtype=AMP_DTYPES[solver.AMP.DTYPE] if solver.AMP.ENABLED else None,
     )
-    with _config_errors("SOLVER"):
+    with config_errors("SOLVER"):
         learning_rate = LearningRate(length, solver.SCHEDULE, solver.GAMMA)
     return TrainStep(model, optimizer, learning_rate, options, seed, ema)
 
@@ -401,7 +401,7 @@ def _require_rgb(cfg: CfgNode) -> None:
 
 
 @contextlib.contextmanager
-def _config_errors(where: str) -> Iterator[None]:
+def config_errors(where: str) -> Iterator[None]:
     """What a constructor refuses is a fault of the config that chose its arguments."""
     try:
         yield

@@ -340,7 +340,7 @@ def test_impossible_arguments_are_refused(arguments, message):
 
 
 def test_unknown_norm_lists_the_known():
-    with pytest.raises(UnknownNameError, match="unknown norm 'LN'.*known: BN, GN, SyncBN, none"):
+    with pytest.raises(UnknownNameError, match=r"unknown norm 'LN'.*known: BN, GN, SyncBN, none"):
         PEGDetection(8, norm="LN")
 
 

@@ -21,8 +21,8 @@ from cpvt_det.errors import WeightsError, first_line
 def read_checkpoint(path: str | Path) -> Any:
     """Read a file that ``torch.save`` or safetensors wrote, onto the CPU.
 
-    Unpickling is torch's restricted one: beside tensors and plain containers it makes ``argparse.Namespace`` and numpy arrays and
-    numbers, which official DETR checkpoints hold, and nothing else.
+    Unpickling is torch's restricted one: beside tensors and plain containers it makes ``argparse.Namespace`` and numpy arrays
+    and numbers, which official DETR checkpoints hold, and nothing else.
 
     Args:
         path: the suffix ``.safetensors`` means that format, any other torch's.
@@ -39,9 +39,7 @@ def read_checkpoint(path: str | Path) -> Any:
     if not path.is_file():
         raise WeightsError(f"no weights file {path}")
     if path.suffix == ".pkl":
-        raise WeightsError(
-            f"{path}: a .pkl is not read, because unpickling runs code; save its tensors with torch.save as a .pth"
-        )
+        raise WeightsError(f"{path}: a .pkl is not read, because unpickling runs code; torch.save its tensors as a .pth")
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
@@ -66,13 +64,13 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, T
     """
     if not isinstance(checkpoint, dict):
         raise WeightsError(
-            f"{where} holds a {type(checkpoint).__name__}; expected a dict of tensors, or one with it under 'model'"
+            f"{where} holds a {type(checkpoint).__name__}; expected tensors by name, or a dict with them under 'model'"
         )
     found = next((checkpoint[key] for key in ("model", "state_dict") if isinstance(checkpoint.get(key), dict)), checkpoint)
     strange = [key for key, value in found.items() if not isinstance(key, str) or not isinstance(value, Tensor)]
     if strange or not found:
         keys = ", ".join(map(str, list(strange)[:5])) or "empty"
-        raise WeightsError(f"{where} holds no dict of tensors, neither under 'model' nor 'state_dict' nor as a whole ({keys})")
+        raise WeightsError(f"{where} holds no tensors by name, neither under 'model' nor 'state_dict' nor as a whole ({keys})")
     if all(key.startswith("module.") for key in found):
         return {key.removeprefix("module."): value for key, value in found.items()}
     return dict(found)

@@ -29,7 +29,7 @@ class WeightsReport:
         missing: names in the model only; they kept theirs too.
         unexpected: names in the weights only.
         rows_by_name: where the classes differ, class name -> the row that its row was taken from, ``None``: a fresh one.
-        origin: where the weights are from.
+        source: whose names the weights had, a key of ``CONVERSIONS``; ``None``: ours.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -37,29 +37,33 @@ class WeightsReport:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     rows_by_name: dict[str, int | None] = field(default_factory=dict)
-    origin: str = ""
+    source: str | None = None
 
     @property
     def is_partial(self) -> bool:
-        """Whether the model is another than the weights': something was left over on either side, but for classes not asked for."""
+        """Whether something is left over, on either side; but for classes that the model does not have."""
         return bool(self.remade or self.missing or self.unexpected or None in self.rows_by_name.values())
 
     def __str__(self) -> str:
-        """One line."""
-        parts = [f"{len(self.loaded)} tensors loaded"]
-        for count, what in ((self.remade, "made anew"), (self.missing, "missing"), (self.unexpected, "unexpected")):
-            parts += [f"{len(count)} {what}"] if count else []
+        """One line: how many of each kind, and some of their names."""
+        parts = [f"{len(self.loaded)} tensors loaded" + (f", converted from {self.source}" if self.source else "")]
+        for names, what in ((self.remade, "made anew"), (self.missing, "missing"), (self.unexpected, "unexpected")):
+            grouped = [name for name, _ in _grouped((name, "") for name in names)]
+            some = ", ".join(grouped[:3]) + (", ..." if len(grouped) > 3 else "")
+            parts += [f"{len(names)} {what} ({some})"] if names else []
         if self.rows_by_name:
             found = sum(row is not None for row in self.rows_by_name.values())
-            parts.append(f"{found} of {len(self.rows_by_name)} classes by name")
-        return f"{self.origin}: {', '.join(parts)}"
+            parts.append(f"{found} of {len(self.rows_by_name)} classes found by name")
+        return "; ".join(parts)
 
     def table(self) -> str:
-        """What did not load, names that differ in a layer's number on one line; a sentence where everything did."""
+        """What did not load and why, names that differ in a layer's number as one; a sentence where everything did."""
         rows = [("made anew", name, reason) for name, reason in _grouped(self.remade.items())]
-        rows += [("missing", name, "") for name, _ in _grouped((name, "") for name in self.missing)]
-        rows += [("unexpected", name, "") for name, _ in _grouped((name, "") for name in self.unexpected)]
-        rows += [("class made anew", name, "not among its classes") for name, row in self.rows_by_name.items() if row is None]
+        rows += [("missing", name, "only in the model") for name, _ in _grouped((name, "") for name in self.missing)]
+        rows += [("unexpected", name, "only in the weights") for name, _ in _grouped((name, "") for name in self.unexpected)]
+        fresh = [name for name, row in self.rows_by_name.items() if row is None]
+        rows += [("made anew", f"class {name}", "not among the weights' classes") for name in fresh[:10]]
+        rows += [("made anew", f"{len(fresh) - 10} more classes", "")] if len(fresh) > 10 else []
         return tabulate(rows, ("", "name", "why")) if rows else "every tensor loaded"
 
 
@@ -71,8 +75,8 @@ def load_weights(
     Args:
         model: changed in place.
         weights: as in :func:`cpvt_det.checkpoint.read_weights`.
-        class_names: what the model's labels 0..K-1 mean. Where the weights' classes are known and others, rows of the class heads
-            are picked by class name; "no object", the last row, stays the last.
+        class_names: what the model's labels 0..K-1 mean. Where the weights' classes are known and others, rows of the class
+            heads are picked by class name; "no object", the last row, stays the last.
 
     Returns:
         What loaded, and what is fresh.
@@ -83,30 +87,25 @@ def load_weights(
     """
     read = read_weights(weights)
     own = model.state_dict()
-    report = WeightsReport(rows_by_name=_rows_by_name(read, class_names), origin=read.origin)
-    if read.source is not None:
-        report.origin += f" ({read.source})"
-    chosen = {}
-    for name, tensor in read.state_dict.items():
-        if name not in own:
-            report.unexpected.append(name)
-        elif report.rows_by_name and CLASS_HEAD.search(name):
-            chosen[name] = _pick_rows(tensor, own[name], read, report.rows_by_name)
-            if chosen[name] is None:
-                report.remade[name] = (
-                    f"{_shape(tensor)} in the weights, {_shape(own[name])} here, no class or no kind in common"
-                )
-        elif tensor.shape != own[name].shape:
-            report.remade[name] = f"{_shape(tensor)} in the weights, {_shape(own[name])} here"
-        else:
-            chosen[name] = tensor
-    chosen = {name: tensor for name, tensor in chosen.items() if tensor is not None}
-    report.loaded = list(chosen)
-    report.missing = [name for name in own if name not in read.state_dict]
-    report.missing, report.unexpected = _without_counters(report.missing), _without_counters(report.unexpected)
+    rows = _rows_by_name(read, class_names)
+    shared = {name: tensor for name, tensor in read.state_dict.items() if name in own}
+    fitted = {name: _fit(tensor, own[name], read, rows if CLASS_HEAD.search(name) else {}) for name, tensor in shared.items()}
+    chosen = {name: tensor for name, tensor in fitted.items() if tensor is not None}
+    if not any(CLASS_HEAD.search(name) for name in chosen):
+        rows = dict.fromkeys(rows)
+    report = WeightsReport(
+        loaded=list(chosen),
+        remade={
+            name: f"{_shape(tensor)} there, {_shape(own[name])} here" for name, tensor in shared.items() if name not in chosen
+        },
+        missing=_without_counters([name for name in own if name not in shared]),
+        unexpected=_without_counters([name for name in read.state_dict if name not in own]),
+        rows_by_name=rows,
+        source=read.source,
+    )
     if not report.loaded:
-        example = f"{next(iter(read.state_dict))} there, {next(iter(own), 'nothing')} here"
-        raise WeightsError(f"{report.origin} has nothing in common with the model ({example}); is it another detector's?")
+        example = f"{next(iter(read.state_dict), 'nothing')} there, {next(iter(own), 'nothing')} here"
+        raise WeightsError(f"{read.origin} has nothing in common with the model ({example}); is it another detector's?")
     model.load_state_dict(chosen, strict=False)
     return report
 
@@ -136,9 +135,7 @@ def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
     found = {key: tensor for key, tensor in state_dict.items() if key.split(".")[0] not in absent}
     for key in _without_counters([*own, *found]):
         if key not in found or key not in own:
-            raise WeightsError(
-                f"{weights} does not fit {name}: {key} is only in {'the file' if key in found else 'the backbone'}"
-            )
+            raise WeightsError(f"{weights} does not fit {name}: only the {'file' if key in found else 'backbone'} has {key}")
         if found[key].shape != own[key].shape:
             raise WeightsError(f"{weights} does not fit {name}: {key} is {_shape(found[key])}, not {_shape(own[key])}")
     backbone.body.load_state_dict(found, strict=False)
@@ -156,7 +153,7 @@ def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
 
 
 def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str, int | None]:
-    """The row of the weights' heads for each class name; empty where rows already mean the same, or their meaning is unknown."""
+    """The row of the weights' heads for each class name; empty where rows mean the same, or their meaning is unknown."""
     if class_names is None or read.classes is None or tuple(class_names) == read.classes.names:
         return {}
     if len(set(class_names)) != len(class_names):
@@ -165,11 +162,14 @@ def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str,
     return {name: row_of.get(name) for name in class_names}
 
 
-def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
-    """The model's (K', ...) head with the rows that the weights' (K'', ...) one has; ``None`` where they share nothing.
+def _fit(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
+    """What the model's tensor ``own`` becomes; ``None`` where it has to keep its values.
 
-    Softmax and sigmoid heads share nothing: their logits differ by what "no object" takes.
+    With ``rows_by_name`` both are class heads, (K', ...) and (K'', ...), and the rows found are put into a copy of the model's.
+    Softmax and sigmoid heads have no row in common: their logits differ by what "no object" takes.
     """
+    if not rows_by_name:
+        return tensor if tensor.shape == own.shape else None
     background = len(own) - len(rows_by_name)
     pairs = [(here, there) for here, there in enumerate(rows_by_name.values()) if there is not None]
     if not pairs or background != len(tensor) - len(read.classes) or tensor.shape[1:] != own.shape[1:]:

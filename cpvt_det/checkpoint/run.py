@@ -97,7 +97,7 @@ class RunCheckpointer(Checkpointer):
     Args:
         detector: whose state dict is the node ``model``.
         folder: ``OUTPUT_DIR``.
-        checkpointables: further nodes by name.
+        checkpointables: further nodes by name; ``cpvt_det`` is a :class:`RunState`.
     """
 
     def __init__(self, detector: nn.Module, folder: str | Path, **checkpointables: Any):
@@ -136,10 +136,18 @@ class RunCheckpointer(Checkpointer):
                 checkpointable.load_state_dict(checkpoint[name])
         except (RuntimeError, KeyError) as error:
             raise WeightsError(f"{path} is of another model than the config's and cannot be resumed: {error}") from error
+        self.checkpointables["cpvt_det"].best = self._best_on_disk()
         logger.info("Resumed from %s", path)
         return checkpoint["iteration"] + 1
 
-    def best_on_disk(self) -> float | None:
+    def keep_best(self, ap: float, iteration: int) -> None:
+        """Save ``model_best.pth`` where the AP rose."""
+        state: RunState = self.checkpointables["cpvt_det"]
+        if state.best is None or ap > state.best:
+            state.best = ap
+            self.save(BEST, iteration=iteration)
+
+    def _best_on_disk(self) -> float | None:
         """The AP of ``model_best.pth``: the last checkpoint is written before its own evaluation."""
         path = Path(self.save_dir) / f"{BEST}.pth"
         return read_checkpoint(path)["cpvt_det"]["best"] if path.is_file() else None

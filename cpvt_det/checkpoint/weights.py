@@ -101,7 +101,7 @@ def _classes_of(checkpoint: Mapping, state_dict: Mapping[str, Tensor], classes: 
         classes = Classes(tuple(node.get("ids", ())), tuple(node.get("names", ())))
         if len(classes.ids) != len(classes.names) or rows - len(classes) not in (0, 1):
             raise WeightsError(
-                f"{origin}: its class head has {rows} rows, but it tells {len(classes.names)} class names and {len(classes.ids)} ids"
+                f"{origin}: a class head of {rows} rows, but {len(classes.names)} class names and {len(classes.ids)} ids"
             )
     if classes is None and rows in (len(COCO_ROWS), len(COCO_ROWS) + 1):
         classes = COCO_ROWS

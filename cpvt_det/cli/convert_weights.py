@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det convert-weights``: other projects' weights -> a checkpoint of ours. The tables are in ``checkpoint/convert.py``."""
+"""``cpvt-det convert-weights``: other projects' weights -> a checkpoint of ours; the tables are in ``checkpoint/convert.py``"""
 
 from pathlib import Path
 

@@ -41,6 +41,7 @@ def run_config(config_file: str, overrides: tuple[str, ...], cpu: bool, runner: 
     if cpu:
         overrides = (*overrides, "MODEL.DEVICE", "cpu")
     if runner == "detectron2":
+        import cpvt_det.d2  # registers
         from cpvt_det.d2.run import load_cfg, run
     else:
         from cpvt_det.config import load_cfg

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.peg import PEGDetection
-from cpvt_det.structures import Size
+from cpvt_det.structures import Size, require_bool
 
 POSITION_REGISTRY = Registry("POSITION")
 """Name -> what builds the encoding. It is called with keywords: its own options, and those of ``channels``, ``num_levels`` and
@@ -110,6 +110,7 @@ class SineEncoding(PositionEncoding):
 
     Raises:
         ValueError: channels that are no multiple of 4.
+        TypeError: in ``forward``, a mask that is not bool.
 
     Source: arXiv 2005.12872, appendix A.4; the offset from fundamentalvision/Deformable-DETR ``models/position_encoding.py``.
     """
@@ -123,6 +124,8 @@ class SineEncoding(PositionEncoding):
         self.temperature = temperature
 
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
+        for mask in padding_masks:
+            require_bool(mask)
         return [self._encode(~mask, feature.dtype) for feature, mask in zip(features, padding_masks, strict=True)]
 
     def _encode(self, valid: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,14 +13,14 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers.norm import group_count
+from cpvt_det.layers.norm import MaskedGroupNorm, group_count
 from cpvt_det.structures import level_padding_mask
 
 NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "FrozenBN": FrozenBatchNorm2d,
     "BN": nn.BatchNorm2d,
     "SyncBN": nn.SyncBatchNorm,
-    "GN": lambda channels: nn.GroupNorm(group_count(channels), channels),
+    "GN": lambda channels: MaskedGroupNorm(group_count(channels), channels),
 }
 DEPTHS = {
     "resnet10": (BasicBlock, (1, 1, 1, 1)),  # for small images on CPUs; torchvision has no weights for it
@@ -40,8 +40,9 @@ class ResNetBackbone(nn.Module):
         stages: which of the stages 2 to 5 to return; later ones than the last of them are not built.
         dilation: DC5, a stage 5 at the stride of stage 4.
         freeze_at: stages up to this one keep their weights; 1 is the stem, 0 trains all.
-        mask_padding: zero the padded part of every feature map that a convolution or pooling looks across. The padding then
-            looks like the convolution's own zero padding, and an image's features do not depend on what it is batched with.
+        mask_padding: zero the padded part of every feature map that a convolution or pooling looks across, and leave it out of
+            GN's statistics. The padding then looks like the convolution's own zero padding, and an image's features do not
+            depend on what it is batched with.
 
     Raises:
         UnknownNameError: another name or norm.
@@ -85,8 +86,8 @@ class ResNetBackbone(nn.Module):
         """
         valid = _ValidCells(padding_mask, images.dtype) if self.mask_padding else _AllCells()
         body = self.body
-        x = valid.keep(body.relu(body.bn1(body.conv1(images))), 2)
-        x = body.maxpool(x)
+        x = valid.keep(body.relu(valid.normalise(body.bn1, body.conv1(images), 2)), 2)
+        x = valid.keep(body.maxpool(x), 4)  # the first padded cells' windows reach back into the image
         stride, features = 4, []
         for stage in range(2, self.stages[-1] + 1):
             for block in getattr(body, f"layer{stage - 1}"):
@@ -114,10 +115,17 @@ class _ValidCells:
 
     def keep(self, x: Tensor, stride: int) -> Tensor:
         """``x`` (B, C, H, W) with zeros under the padding."""
+        return x * self._at(stride).to(x.dtype)
+
+    def normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
+        """``norm(x)``; statistics that each image has of its own come from its valid cells."""
+        return norm(x, self._at(stride)) if isinstance(norm, MaskedGroupNorm) else norm(x)
+
+    def _at(self, stride: int) -> Tensor:
         if stride not in self._by_stride:
             valid = ~level_padding_mask(self._padding_mask, stride)
             self._by_stride[stride] = valid[:, None].to(self._dtype)
-        return x * self._by_stride[stride].to(x.dtype)
+        return self._by_stride[stride]
 
 
 class _AllCells:
@@ -126,18 +134,24 @@ class _AllCells:
     def keep(self, x: Tensor, stride: int) -> Tensor:
         return x
 
+    def normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
+        return norm(x)
+
 
 def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _ValidCells | _AllCells) -> tuple[Tensor, int]:
     """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it."""
     out_stride = stride * block.stride
-    shortcut = x if block.downsample is None else block.downsample(x)
+    shortcut = x
+    if block.downsample is not None:
+        convolution, norm = block.downsample
+        shortcut = valid.normalise(norm, convolution(x), out_stride)
     if isinstance(block, Bottleneck):
-        x = valid.keep(block.relu(block.bn1(block.conv1(x))), stride)
-        x = block.relu(block.bn2(block.conv2(x)))
-        x = block.bn3(block.conv3(x))
+        x = valid.keep(block.relu(valid.normalise(block.bn1, block.conv1(x), stride)), stride)
+        x = block.relu(valid.normalise(block.bn2, block.conv2(x), out_stride))
+        x = valid.normalise(block.bn3, block.conv3(x), out_stride)
     else:
-        x = valid.keep(block.relu(block.bn1(block.conv1(x))), out_stride)
-        x = block.bn2(block.conv2(x))
+        x = valid.keep(block.relu(valid.normalise(block.bn1, block.conv1(x), out_stride)), out_stride)
+        x = valid.normalise(block.bn2, block.conv2(x), out_stride)
     return valid.keep(block.relu(x + shortcut), out_stride), out_stride
 
 

@@ -6,17 +6,15 @@ import logging
 import torch
 from fvcore.common.checkpoint import PeriodicCheckpointer
 from fvcore.common.config import CfgNode
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from cpvt_det import build, distributed
-from cpvt_det.checkpoint.run import BEST, RunCheckpointer, RunState, TrainerState, last_checkpoint
+from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState, last_checkpoint
 from cpvt_det.evaluation.pictures import draw_curves
 from cpvt_det.runner.evaluate import Results, draw_pictures, evaluate
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.setup import choose_seed, describe_model, setup_run
 from cpvt_det.solver.schedule import Length
-from cpvt_det.solver.step import TrainingModel
+from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 
 logger = logging.getLogger("cpvt_det")
 
@@ -74,7 +72,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     if start == 0:
         build.load_initial_weights(cfg, detector, classes)
     else:
-        step.seed, state.best = state.seed, checkpointer.best_on_disk()
+        step.seed = state.seed
     logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(detector))
 
     evaluated = state.ema.module if state.ema else detector
@@ -89,7 +87,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
             if tests and is_due(iteration, length):
                 results = evaluate(cfg, evaluated, tests, output)
                 writer.write(iteration, flatten(results))
-                keep_best(checkpointer, state, results, iteration)
+                checkpointer.keep_best(flatten(results, first_only=True)["bbox/AP"], iteration)
                 writer.restart_clock()
     if distributed.rank() == 0:
         draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
@@ -99,26 +97,10 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     return results
 
 
-def wrap_for_processes(model: TrainingModel) -> nn.Module:
-    """DDP where there are several processes, on GPUs or CPUs."""
-    if distributed.world_size() == 1:
-        return model
-    device = model.detector.pixel_mean.device
-    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
-
-
 def is_due(iteration: int, length: Length) -> bool:
     """Whether an evaluation follows this iteration: every ``eval_period``, and at the end."""
     done = iteration + 1
     return done == length.max_iter or (length.eval_period > 0 and done % length.eval_period == 0)
-
-
-def keep_best(checkpointer: RunCheckpointer, state: RunState, results: Results, iteration: int) -> None:
-    """Save ``model_best`` where AP on the first test set rose."""
-    ap = flatten(results, first_only=True)["bbox/AP"]
-    if state.best is None or ap > state.best:
-        state.best = ap
-        checkpointer.save(BEST, iteration=iteration)
 
 
 def flatten(results: Results, first_only: bool = False) -> dict[str, float]:

@@ -41,6 +41,14 @@ class TrainingModel(nn.Module):
         return compute_losses(self.detector, self.criterion, samples, normalizers)
 
 
+def wrap_for_processes(model: TrainingModel) -> nn.Module:
+    """DDP where there are several processes, on GPUs or CPUs; the model itself in one."""
+    if distributed.world_size() == 1:
+        return model
+    device = model.detector.pixel_mean.device
+    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+
+
 def compute_losses(
     detector: nn.Module, criterion: SetCriterion, samples: Sequence[Sample], normalizers: Normalizers | None = None
 ) -> Losses:

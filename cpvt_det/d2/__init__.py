@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The detectors in detectron2: importing this folder registers them. No other folder imports detectron2."""
+
+from cpvt_det.d2.backbone import Detectron2Backbone
+from cpvt_det.d2.config import add_cpvt_det_config
+from cpvt_det.d2.meta_arch import CPVTDetr
+from cpvt_det.d2.trainer import Trainer
+
+__all__ = ["CPVTDetr", "Detectron2Backbone", "Trainer", "add_cpvt_det_config"]

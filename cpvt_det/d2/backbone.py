@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backbones both ways: detectron2's in our detectors, ours in detectron2's registry."""
+
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
+from torch import Tensor, nn
+
+from cpvt_det import build
+from cpvt_det.errors import ConfigError
+from cpvt_det.models.backbone import DEPTHS, ResNetBackbone
+
+
+class Detectron2Backbone(nn.Module):
+    """A backbone of detectron2's registry with the interface of ours: maps from the finest to the coarsest.
+
+    Args:
+        body: with an ``output_shape`` that knows strides and channels.
+    """
+
+    def __init__(self, body: Backbone):
+        super().__init__()
+        self.body = body
+        shapes = sorted(body.output_shape().items(), key=lambda item: item[1].stride)
+        self.names = [name for name, _ in shapes]
+        self.strides = [shape.stride for _, shape in shapes]
+        self.channels = [shape.channels for _, shape in shapes]
+
+    def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
+        """(B, 3, H, W) images -> maps over levels; the backbone does not see the padding mask."""
+        features = self.body(images)
+        return [features[name] for name in self.names]
+
+
+def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
+    """The backbone where ``MODEL.BACKBONE.NAME`` is one of detectron2's registry; ``None`` where it is one of ours.
+
+    Raises:
+        ConfigError: ``MASK_PADDING`` on a backbone that cannot keep its padding zero.
+    """
+    name = cfg.MODEL.BACKBONE.NAME
+    if name in DEPTHS or name not in BACKBONE_REGISTRY:
+        return None
+    if cfg.MODEL.BACKBONE.MASK_PADDING:
+        raise ConfigError(f"backbone {name} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING False")
+    return Detectron2Backbone(build_backbone(cfg))
+
+
+class _OurBackbone(Backbone):
+    """A :class:`ResNetBackbone` for detectron2's own models; keys of its state dict as there."""
+
+    def __init__(self, resnet: ResNetBackbone):
+        super().__init__()
+        self.body = resnet.body
+        self._resnet = [resnet]  # in a list: not a second path to the same parameters
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """(B, 3, H, W) images -> maps by name, ``res2`` to ``res5``."""
+        resnet = self._resnet[0]
+        no_padding = images.new_zeros((images.shape[0], *images.shape[2:]), dtype=bool)
+        return dict(zip(self._names(), resnet(images, no_padding), strict=True))
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        """Channels and strides by name."""
+        resnet = self._resnet[0]
+        specs = zip(resnet.channels, resnet.strides, strict=True)
+        return dict(zip(self._names(), (ShapeSpec(channels=c, stride=s) for c, s in specs), strict=True))
+
+    def _names(self) -> list[str]:
+        return [f"res{stage}" for stage in self._resnet[0].stages]
+
+
+@BACKBONE_REGISTRY.register()
+def build_cpvt_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
+    """torchvision's ResNet for detectron2's models: ``MODEL.RESNETS.DEPTH``, ``NORM`` and ``OUT_FEATURES`` say which.
+
+    Raises:
+        ConfigError: a depth or a norm there is none of.
+    """
+    node = cfg.MODEL.RESNETS
+    with build.config_errors("MODEL.RESNETS"):
+        resnet = ResNetBackbone(
+            f"resnet{node.DEPTH}",
+            norm=node.NORM,
+            stages=[int(name.removeprefix("res")) for name in node.OUT_FEATURES],
+            freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
+            mask_padding=False,  # detectron2's own models give no padding mask
+        )
+    return _OurBackbone(resnet)

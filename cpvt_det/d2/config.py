@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our keys in detectron2's config."""
+
+from collections.abc import Sequence
+
+import torch
+from detectron2.config import CfgNode, get_cfg
+from fvcore.common.config import CfgNode as CoreCfgNode
+
+from cpvt_det import config as core
+
+
+def add_cpvt_det_config(cfg: CfgNode) -> None:
+    """Copy every default of :func:`cpvt_det.config.get_cfg` into a config of detectron2; its other keys stay.
+
+    ``MODEL.DEVICE`` becomes what ``auto`` means on this machine, since detectron2 hands it to torch as it is.
+    """
+    _copy(core.get_cfg(), cfg)
+    cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
+    """:func:`cpvt_det.config.load_cfg` with detectron2's keys beside ours; YAML stays safe, where detectron2's own loading is not.
+
+    Raises:
+        ConfigError: as there.
+    """
+    cfg = get_cfg()
+    add_cpvt_det_config(cfg)
+    if config_file:
+        core.merge_checked(cfg, core.read_config(config_file), config_file)
+    core.merge_overrides(cfg, overrides)
+    if cfg.MODEL.DEVICE == "auto":
+        cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+    return cfg
+
+
+def _copy(source: CoreCfgNode, target: CfgNode) -> None:
+    for key, value in source.items():
+        if isinstance(value, CoreCfgNode):
+            if key not in target:
+                target[key] = CfgNode(new_allowed=value.is_new_allowed())
+            _copy(value, target[key])
+        else:
+            target[key] = value

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The detectors as detectron2's meta architectures: list of dicts in, losses or instances out. No maths of their own."""
+
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.structures import Boxes, Instances
+from detectron2.utils.events import get_event_storage, has_event_storage
+from torch import Tensor
+
+from cpvt_det import build
+from cpvt_det.boxes import xyxy_to_cxcywh
+from cpvt_det.d2.backbone import build_detector_backbone
+from cpvt_det.losses import SetCriterion
+from cpvt_det.models import DETR
+from cpvt_det.postprocess import PostProcessor
+from cpvt_det.solver.step import compute_losses
+from cpvt_det.structures import Detections, Predictions, Targets
+
+
+class Detectron2Protocol:
+    """What detectron2 asks of a model, on top of a detector of the core; before it in the list of bases.
+
+    State-dict keys are the core's: criterion and post-processing have no parameters.
+    """
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        """A config -> the constructor's arguments."""
+        _, arguments = build.detector_arguments(cfg, build_detector_backbone(cfg))
+        return {**arguments, "criterion": build.build_criterion(cfg), "postprocessor": build.build_postprocessor(cfg)}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.pixel_mean.device
+
+    def forward(self, inputs: list[dict] | Tensor, padding_mask: Tensor | None = None) -> Any:
+        """detectron2's call, or with a padding mask the core's.
+
+        Args:
+            inputs: dicts with ``image`` (3, h, w) in [0, 255], ``height`` and ``width`` of the original, and in training
+                ``instances`` of detectron2 or ``targets`` of our loader; or normalised images (B, 3, H, W).
+            padding_mask: (B, H, W) bool, with images.
+
+        Returns:
+            In training, weighted losses by name; in evaluation ``[{"instances": Instances}]``; with images, ``Predictions``.
+        """
+        if isinstance(inputs, Tensor):
+            return super().forward(inputs, padding_mask)
+        if self.training:
+            return self._losses(inputs)
+        batch = self.preprocess([sample["image"] for sample in inputs])
+        predictions: Predictions = super().forward(batch.images, batch.padding_mask)
+        sizes = [
+            (sample.get("height", size[0]), sample.get("width", size[1]))
+            for sample, size in zip(inputs, batch.image_sizes, strict=True)
+        ]
+        found = self.postprocessor(predictions, sizes)
+        return [{"instances": _to_instances(*pair)} for pair in zip(found, sizes, strict=True)]
+
+    def _losses(self, inputs: list[dict]) -> dict[str, Tensor]:
+        samples = [sample if "targets" in sample else {**sample, "targets": _to_targets(sample["instances"])} for sample in inputs]
+        result = compute_losses(self, self.criterion, samples)
+        if has_event_storage():
+            get_event_storage().put_scalars(**{name: value.item() for name, value in result.metrics.items()})
+        return result.losses
+
+
+@META_ARCH_REGISTRY.register()
+class CPVTDetr(Detectron2Protocol, DETR):
+    """:class:`cpvt_det.models.DETR` in detectron2.
+
+    Args:
+        criterion: its set loss.
+        postprocessor: its decoding.
+        arguments: of :class:`DETR`.
+    """
+
+    @configurable
+    def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor, **arguments: Any):
+        super().__init__(**arguments)
+        self.criterion = criterion
+        self.postprocessor = postprocessor
+
+
+def _to_targets(instances: Instances) -> Targets:
+    height, width = instances.image_size
+    boxes = instances.gt_boxes.tensor
+    return Targets(instances.gt_classes, xyxy_to_cxcywh(boxes) / boxes.new_tensor([width, height, width, height]))
+
+
+def _to_instances(found: Detections, size: tuple[int, int]) -> Instances:
+    return Instances(size, pred_boxes=Boxes(found.boxes_xyxy), scores=found.scores, pred_classes=found.labels)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The detectron2 runner: the counterpart of ``runner/train.py``."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+
+from cpvt_det import build, distributed
+from cpvt_det.checkpoint.run import last_checkpoint
+from cpvt_det.d2.config import load_cfg
+from cpvt_det.d2.data import describe_classes, share_catalogs
+from cpvt_det.d2.trainer import Trainer, evaluate
+from cpvt_det.evaluation.pictures import draw_curves
+from cpvt_det.runner.evaluate import draw_pictures
+from cpvt_det.runner.setup import choose_seed, describe_model, setup_run
+
+__all__ = ["load_cfg", "run"]
+
+logger = logging.getLogger("cpvt_det")
+
+
+def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False) -> dict[str, Any]:
+    """Train and evaluate, or only evaluate; as :func:`cpvt_det.runner.train.run`, with a config of :func:`load_cfg`."""
+    if distributed.is_initialized():
+        comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
+    share_catalogs(cfg)
+    return _evaluate_only(cfg, resume) if eval_only else _train(cfg, resume)
+
+
+def _evaluate_only(cfg: CfgNode, resume: bool) -> dict[str, Any]:
+    tests = build.load_datasets(cfg, "TEST")
+    build.set_classes(cfg, tests[0].classes)
+    if resume:
+        cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
+    output = _setup(cfg)
+    for dataset in tests:
+        describe_classes(dataset)
+    model = build_model(cfg)
+    build.load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True)
+    results = evaluate(cfg, model, tests)
+    draw_pictures(cfg, model, tests[0], output / "pictures" / "detections.png")
+    return results
+
+
+def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
+    datasets, tests = build.load_splits(cfg)
+    output = _setup(cfg)
+    for dataset in datasets + tests:
+        describe_classes(dataset)
+        logger.info(dataset.describe())
+    logger.info(build.build_length(cfg, len(build.training_records(cfg, datasets))).arithmetic)
+    trainer = Trainer(cfg, datasets, tests, choose_seed(cfg))
+    trainer.resume_or_load(resume)
+    logger.info("Seed %d: iterations %d to %d of %s", trainer.state.seed, trainer.start_iter, trainer.max_iter, describe_model(trainer.model))
+    results = trainer.train()
+    if distributed.rank() == 0:
+        draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
+    if tests:
+        draw_pictures(cfg, trainer.evaluated, tests[0], output / "pictures" / "detections.png")
+    return results
+
+
+def _setup(cfg: CfgNode) -> Path:
+    output = setup_run(cfg)
+    setup_logger(str(output / "log.txt"), distributed_rank=comm.get_rank())
+    return output

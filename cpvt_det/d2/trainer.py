@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""detectron2's trainer with the parts that both runners share: loader, parameter groups, step, checkpoints, evaluator."""
+
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, hooks
+from detectron2.evaluation import inference_on_dataset
+from detectron2.modeling import build_model
+from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+from cpvt_det import build, distributed
+from cpvt_det.checkpoint.run import RunCheckpointer, RunState
+from cpvt_det.d2.evaluation import CleanCOCOEvaluator
+from cpvt_det.data.coco import CocoDataset
+from cpvt_det.data.loader import TrainLoader
+from cpvt_det.data.mapper import Sample
+from cpvt_det.evaluation.coco import write_results
+from cpvt_det.runner.train import flatten
+from cpvt_det.solver.step import TrainingModel, TrainStep, wrap_for_processes
+
+
+class StepTrainer(SimpleTrainer):
+    """detectron2's inner trainer, taking our steps.
+
+    Args:
+        step: of the whole run.
+        loader: set to the first iteration before training.
+    """
+
+    def __init__(self, step: TrainStep, loader: TrainLoader):
+        super().__init__(step.training_model.detector, loader, step.optimizer)
+        self.step = step
+
+    def run_step(self) -> None:
+        """Take the step of iteration ``iter`` and record its scalars, with one synchronisation."""
+        start = time.perf_counter()
+        samples: list[Sample] = next(self._data_loader_iter)
+        data_time = time.perf_counter() - start
+        record = self.step(samples, self.iter)
+        values = torch.stack([value.double() for value in record.values()])
+        means = distributed.all_reduce_sum(values) / distributed.world_size()
+        storage = get_event_storage()
+        storage.put_scalars(**dict(zip(record, means.tolist(), strict=True)), data_time=data_time)
+        storage.put_scalar("lr", self.step.lr, smoothing_hint=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**TrainerBase.state_dict(self), **self.step.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        TrainerBase.load_state_dict(self, state_dict)
+        self.step.load_state_dict(state_dict)
+
+
+class Trainer(DefaultTrainer):
+    """``DefaultTrainer`` whose run can be continued by the built-in runner, and continues one of its runs.
+
+    Args:
+        cfg: the run's config; ``MODEL.NUM_CLASSES`` is set from ``datasets``.
+        datasets, tests: as :func:`cpvt_det.build.load_splits` gives them.
+        seed: of the run, unless it is resumed.
+    """
+
+    def __init__(self, cfg: CfgNode, datasets: list[CocoDataset], tests: list[CocoDataset], seed: int):
+        TrainerBase.__init__(self)
+        self.cfg = cfg
+        self.tests = tests
+        self.results: dict[str, Any] = {}
+        self._records = build.training_records(cfg, datasets)
+        length = build.build_length(cfg, len(self._records))
+        self.start_iter, self.max_iter, self._eval_period = 0, length.max_iter, length.eval_period
+        torch.manual_seed(seed)
+        detector = build_model(cfg)
+        self.state = RunState(datasets[0].classes, cfg.dump(), seed, build.build_ema(cfg, detector))
+        model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
+        optimizer = build.build_optimizer(cfg, detector)
+        step = build.build_step(cfg, model, optimizer, length, seed, self.state.ema)
+        self._trainer = StepTrainer(step, build.build_train_loader(cfg, self._records, seed))
+        self.checkpointer = RunCheckpointer(detector, cfg.OUTPUT_DIR, trainer=weakref.proxy(self), cpvt_det=self.state)
+        self.register_hooks(self.build_hooks())
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that is evaluated: the moving average where there is one."""
+        return self.state.ema.module if self.state.ema else self.model
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """Go on from the last checkpoint, or else load the initial weights.
+
+        Raises:
+            WeightsError: as :meth:`RunCheckpointer.resume` and :func:`cpvt_det.build.load_initial_weights`.
+        """
+        self.start_iter = self.checkpointer.resume() if resume else 0
+        if self.start_iter == 0:
+            build.load_initial_weights(self.cfg, self.model, self.state.classes)
+        self._trainer.step.seed = self.state.seed
+        self._trainer.data_loader = build.build_train_loader(self.cfg, self._records, self.state.seed).from_iteration(self.start_iter)
+
+    def build_hooks(self) -> list[hooks.HookBase | None]:
+        """detectron2's hooks; the step itself sets the learning rate."""
+        main = comm.is_main_process()
+        period = self.cfg.SOLVER.LOG_PERIOD
+        return [
+            hooks.IterationTimer(),
+            hooks.PeriodicCheckpointer(self.checkpointer, self.cfg.SOLVER.CHECKPOINT_PERIOD) if main else None,
+            hooks.EvalHook(self._eval_period, self._test_and_keep_best) if self.tests else None,
+            hooks.PeriodicWriter(self.build_writers(), period=period) if main else None,
+        ]
+
+    def train(self) -> dict[str, Any]:
+        """Train; the results of the last evaluation."""
+        TrainerBase.train(self, self.start_iter, self.max_iter)
+        return self.results
+
+    def _test_and_keep_best(self) -> dict[str, Any]:
+        self.results = evaluate(self.cfg, self.evaluated, self.tests)
+        if comm.is_main_process():
+            self.checkpointer.keep_best(flatten(self.results, first_only=True)["bbox/AP"], self.iter)
+        return self.results
+
+
+def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[str, Any]:
+    """Evaluate with detectron2's ``inference_on_dataset``.
+
+    Returns:
+        In the main process ``{"bbox": {...}}``, or by name for several data sets, which ``results.json`` holds too; in others ``{}``.
+    """
+    results = {}
+    for dataset in tests:
+        folder = Path(cfg.OUTPUT_DIR) / "inference" / ("" if len(tests) == 1 else dataset.name)
+        loader = build.build_test_loader(cfg, dataset.records)
+        results[dataset.name] = inference_on_dataset(model, loader, CleanCOCOEvaluator(cfg, dataset, str(folder)))
+    merged = results[tests[0].name] if len(tests) == 1 else results
+    if comm.is_main_process():
+        write_results(merged, Path(cfg.OUTPUT_DIR) / "results.json")
+    return merged
