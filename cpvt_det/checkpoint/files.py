@@ -50,7 +50,7 @@ def read_checkpoint(path: str | Path) -> Any:
 
 
 def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, Tensor]:
-    """The weights in a checkpoint: its ``model``, its ``state_dict``, or all of it.
+    """The weights in a checkpoint: its moving average, its ``model``, its ``state_dict``, or all of it.
 
     Args:
         checkpoint: what :func:`read_checkpoint` returns.
@@ -67,6 +67,9 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, T
             f"{where} holds a {type(checkpoint).__name__}; expected tensors by name, or a dict with them under 'model'"
         )
     found = next((checkpoint[key] for key in ("model", "state_dict") if isinstance(checkpoint.get(key), dict)), checkpoint)
+    node = checkpoint.get("cpvt_det")
+    if isinstance(node, dict) and node.get("ema"):  # a run of ours with SOLVER.EMA: the weights that were evaluated
+        found = {key: value for key, value in node["ema"].items() if key != "n_averaged"}
     strange = [key for key, value in found.items() if not isinstance(key, str) or not isinstance(value, Tensor)]
     if strange or not found:
         keys = ", ".join(map(str, list(strange)[:5])) or "empty"

@@ -77,9 +77,11 @@ class HungarianMatcher:
             min(Q, G) pairs for each layer and image, ordered by layer, image and query.
 
         Raises:
-            FloatingPointError: non-finite costs, with the positions in the batch of the images that have them.
+            FloatingPointError: non-finite predictions, with the positions in the batch of the images that have them.
         """
-        cost = self.cost(predictions, targets).cpu().numpy()  # the one copy to the host
+        # Beside the targets' columns one that is 0, or NaN where a prediction is not finite: an image may have no targets.
+        probe = 0 * (predictions.logits.sum(-1, keepdim=True) + predictions.boxes.sum(-1, keepdim=True))
+        cost = torch.cat((self.cost(predictions, targets), probe), dim=-1).cpu().numpy()  # the one copy to the host
         self._require_finite(cost, targets.counts)
         pairs = []
         for layer, images in enumerate(cost):
@@ -103,5 +105,7 @@ class HungarianMatcher:
     def _require_finite(cost: np.ndarray, counts: list[int]) -> None:
         if np.isfinite(cost).all():
             return
-        bad = [image for image, count in enumerate(counts) if not np.isfinite(cost[:, image, :, :count]).all()]
+        finite = np.isfinite(cost)
+        finite = [finite[:, image, :, :count].all() and finite[:, image, :, -1].all() for image, count in enumerate(counts)]
+        bad = [image for image, is_finite in enumerate(finite) if not is_finite]
         raise FloatingPointError(f"non-finite predictions for the images at positions {bad} of the batch")

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in runner from the command line to the files it leaves."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import overrides
+
+from cpvt_det.config import load_cfg
+from cpvt_det.errors import BadInputError, ConfigError, DataError, WeightsError
+from cpvt_det.runner.launch import launch
+from cpvt_det.runner.train import flatten, is_due, run
+from cpvt_det.solver.schedule import Length
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+
+
+def losses_of(folder):
+    return {line["iteration"]: line["total_loss"] for line in metrics_of(folder) if "total_loss" in line}
+
+
+def weights_of(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_same_run(one, two):
+    """The final checkpoints of two runs agree bit for bit: weights, optimiser, average, seed."""
+    one, two = weights_of(one / "model_final.pth"), weights_of(two / "model_final.pth")
+    for name, value in one["model"].items():
+        assert torch.equal(value, two["model"][name]), name
+    torch.testing.assert_close(one["trainer"]["_trainer"]["optimizer"], two["trainer"]["_trainer"]["optimizer"], rtol=0, atol=0)
+    assert (one["cpvt_det"]["ema"] is None) == (two["cpvt_det"]["ema"] is None)
+    if one["cpvt_det"]["ema"] is not None:
+        torch.testing.assert_close(one["cpvt_det"]["ema"], two["cpvt_det"]["ema"], rtol=0, atol=0)
+    assert one["cpvt_det"]["seed"] == two["cpvt_det"]["seed"]
+
+
+@pytest.fixture
+def train(drawn_coco, tmp_path):
+    """Train in a folder of the given name, with more settings."""
+
+    def call(name, resume=False, eval_only=False, **more):
+        folder = tmp_path / name
+        run(load_cfg("", overrides(drawn_coco.files, folder, **more)), resume=resume, eval_only=eval_only)
+        return folder
+
+    return call
+
+
+def test_a_run_leaves_its_files(train):
+    folder = train("run", SOLVER__EMA__ENABLED=True, SOLVER__EMA__DECAY=0.9, TEST__EVAL_PERIOD=2)
+    expected = "config.yaml log.txt metrics.json last_checkpoint results.json model_0000002.pth model_0000005.pth model_final.pth"
+    expected += " model_best.pth inference/coco_instances_results.json pictures/detections.png pictures/curves.png"
+    assert [name for name in expected.split() if not (folder / name).is_file()] == []
+    assert list(folder.glob("events.out.tfevents*"))
+    assert (folder / "last_checkpoint").read_text() == "model_final.pth"
+    assert set(json.loads((folder / "results.json").read_text())["bbox"]) >= {"AP", "AP50", "AP75", "APs", "APm", "APl", "AP-red"}
+    lines = metrics_of(folder)
+    assert [line["iteration"] for line in lines if "total_loss" in line] == list(range(6))
+    assert [line["iteration"] for line in lines if "bbox/AP" in line] == [1, 3, 5]
+    assert {"lr", "time", "images_per_second", "eta_seconds", "grad_norm", "loss_giou"} <= lines[0].keys()
+    log = (folder / "log.txt").read_text()
+    assert "6 iterations of 2 images / 5 images = 2.4 epochs" in log
+    assert "1 boxes without area left out" in log
+
+
+def test_detections_carry_the_ids_of_the_data(train):
+    detections = json.loads((train("run") / "inference/coco_instances_results.json").read_text())
+    assert {found["category_id"] for found in detections} <= {3, 17, 90}
+    assert {found["image_id"] for found in detections} <= {7, 12, 30, 41, 5}
+
+
+def test_classes_and_config_travel_in_the_checkpoint(train):
+    node = weights_of(train("run") / "model_final.pth")["cpvt_det"]
+    assert node["classes"] == {"ids": [3, 17, 90], "names": ["red", "green", "blue"]}
+    assert "resnet10" in node["config"]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5])
+def test_a_resumed_run_is_the_run_never_interrupted(train, stop):
+    """Stopped inside an epoch and after one, with dropout, augmentation, accumulation and a moving average."""
+    same = {
+        "MODEL__DETR__DROPOUT": 0.3,
+        "SOLVER__EMA__ENABLED": True,
+        "SOLVER__EMA__DECAY": 0.5,
+        "SOLVER__ACCUMULATE": 2,
+        "SOLVER__STEPS": (4,),
+        "SOLVER__CHECKPOINT_PERIOD": 1,
+        "DATASETS__TEST": (),
+    }
+    whole = train("whole", **same)
+    part = train("part", **same)
+    # As if it had been killed after the checkpoint of iteration `stop`.
+    for path in part.glob("model_*.pth"):
+        if path.name == "model_final.pth" or int(path.stem[-7:]) >= stop:
+            path.unlink()
+    (part / "last_checkpoint").write_text(f"model_{stop - 1:07d}.pth")
+    (part / "metrics.json").unlink()
+    train("part", resume=True, **same)
+    assert losses_of(part) == {i: loss for i, loss in losses_of(whole).items() if i >= stop}
+    assert_same_run(whole, part)
+
+
+def test_workers_do_not_change_a_run(train):
+    none, two = train("none", DATASETS__TEST=()), train("two", DATASETS__TEST=(), DATALOADER__NUM_WORKERS=2)
+    assert losses_of(none) == losses_of(two)
+
+
+def test_a_given_seed_repeats_and_an_open_one_does_not(train):
+    short = {"DATASETS__TEST": (), "SOLVER__MAX_ITER": 2}
+    assert losses_of(train("a", **short)) == losses_of(train("b", **short))
+    assert losses_of(train("c", SEED=-1, **short)) != losses_of(train("d", SEED=-1, **short))
+
+
+def test_evaluation_repeats_the_result_of_the_run(train):
+    folder = train("run")
+    again = train("again", eval_only=True, MODEL__WEIGHTS=str(folder / "model_final.pth"))
+    assert json.loads((folder / "results.json").read_text()) == json.loads((again / "results.json").read_text())
+    by_resume = train("run", eval_only=True, resume=True)
+    assert (by_resume / "results.json").read_text() == (again / "results.json").read_text()
+
+
+def test_the_average_is_what_is_evaluated(train):
+    ema = {"SOLVER__EMA__ENABLED": True, "SOLVER__EMA__DECAY": 0.9}
+    folder = train("run", **ema)
+    again = train("again", eval_only=True, MODEL__WEIGHTS=str(folder / "model_final.pth"), **ema)
+    read = [json.loads((run / "inference/coco_instances_results.json").read_text()) for run in (folder, again)]
+    assert read[0] == read[1]
+
+
+def test_the_pycocotools_key_gives_the_same_figures(train):
+    folder = train("run")
+    other = train("other", eval_only=True, MODEL__WEIGHTS=str(folder / "model_final.pth"), TEST__EVALUATOR="pycocotools")
+    one, two = (json.loads((run / "results.json").read_text())["bbox"] for run in (folder, other))
+    assert one.keys() == two.keys()
+    assert all(one[key] == pytest.approx(two[key], abs=1e-10) for key in one if one[key] is not None)
+
+
+def test_a_finished_run_resumed_is_evaluated_again(train):
+    folder = train("run")
+    results = (folder / "results.json").read_text()
+    (folder / "results.json").unlink()
+    train("run", resume=True)
+    assert (folder / "results.json").read_text() == results
+
+
+def test_resume_in_an_empty_folder_starts_and_says_so(train):
+    folder = train("fresh", resume=True, SOLVER__MAX_ITER=1, DATASETS__TEST=())
+    assert "Nothing to resume" in (folder / "log.txt").read_text()
+
+
+def test_evaluations_are_due_every_period_and_at_the_end():
+    length = Length(7, (), 0, 3, "")
+    assert [i for i in range(7) if is_due(i, length)] == [2, 5, 6]
+
+
+def test_several_test_sets_are_told_apart():
+    results = {"a": {"bbox": {"AP": 1.0}}, "b": {"bbox": {"AP": 2.0}}}
+    assert flatten(results) == {"a/bbox/AP": 1.0, "b/bbox/AP": 2.0}
+    assert flatten(results, first_only=True) == {"bbox/AP": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "match"),
+    [
+        ({"MODEL__NUM_CLASSES": 7}, ConfigError, "the data has 3 classes"),
+        ({"DATASETS__TRAIN": ("nope",)}, ConfigError, "unknown data set .*'nope'.*coco_2017_train"),
+        ({"DATASETS__TRAIN": ()}, ConfigError, r"DATASETS\.TRAIN should list"),
+        ({"DATASETS__REGISTER": [["drawn", "missing.json", "."]]}, DataError, "missing.json"),
+        ({"MODEL__POSITION__NAME": "pge"}, ConfigError, "unknown position encoding 'pge'.*peg"),
+        ({"MODEL__BACKBONE__NAME": "vgg"}, ConfigError, "unknown backbone 'vgg'"),
+        ({"MODEL__DETR__HIDDEN_DIM": 33}, ConfigError, "33"),
+        ({"MODEL__DEVICE": "warp"}, ConfigError, "MODEL.DEVICE"),
+        ({"MODEL__WEIGHTS": "missing.pth"}, WeightsError, "missing.pth"),
+        ({"SOLVER__IMS_PER_BATCH": 0}, ConfigError, "batch of 0"),
+        ({"TEST__EVALUATOR": "coco"}, ConfigError, "faster_coco_eval"),
+        ({"INPUT__FORMAT": "BGR"}, ConfigError, "RGB"),
+        ({"MODEL__META_ARCHITECTURE": "RetinaNet"}, ConfigError, "CPVTDetr"),
+        ({"MODEL__BACKBONE__WEIGHTS": "IMAGENET1K_V9", "MODEL__BACKBONE__NAME": "resnet18"}, ConfigError, "IMAGENET1K_V1"),
+    ],
+)
+def test_bad_input_is_told_in_words(train, more, error, match):
+    with pytest.raises(error, match=match):
+        train("bad", **more)
+
+
+def test_evaluation_without_weights_or_with_others_is_refused(train):
+    with pytest.raises(WeightsError, match=r"MODEL\.WEIGHTS"):
+        train("none", eval_only=True)
+    folder = train("run", DATASETS__TEST=(), SOLVER__MAX_ITER=1)
+    with pytest.raises(WeightsError, match="in part only"):
+        train("other", eval_only=True, MODEL__WEIGHTS=str(folder / "model_final.pth"), MODEL__DETR__NUM_OBJECT_QUERIES=5)
+
+
+def test_weights_of_another_run_start_a_run_but_do_not_resume_it(train):
+    folder = train("run", DATASETS__TEST=(), SOLVER__MAX_ITER=1)
+    train("next", MODEL__WEIGHTS=str(folder / "model_final.pth"), MODEL__DETR__NUM_OBJECT_QUERIES=4, SOLVER__MAX_ITER=1)
+    with pytest.raises(WeightsError, match="cannot be resumed"):
+        train("run", resume=True, MODEL__DETR__HIDDEN_DIM=32)
+
+
+def test_more_gpus_than_there_are_is_an_error():
+    with pytest.raises(ConfigError, match="--num-gpus 99"):
+        launch(print, 99)
+
+
+def test_an_unwritable_folder_is_named(drawn_coco, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInputError, match="OUTPUT_DIR"):
+        run(load_cfg("", overrides(drawn_coco.files, tmp_path / "file" / "below")))
+
+
+def test_an_unreadable_image_names_itself(train, drawn_coco):
+    next(drawn_coco.files.image_root.rglob("012.png")).write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"012\.png"):
+        train("run")
+
+
+def test_two_processes_take_the_steps_of_one(drawn_coco, tmp_path):
+    """torchrun with gloo on CPUs: the same losses and weights as one process with the same batch, up to rounding."""
+    same = {"MODEL__DETR__DROPOUT": 0.0, "MODEL__BACKBONE__NORM": "GN", "MODEL__POSITION__NORM": "SyncBN", "TEST__EVAL_PERIOD": 3}
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    config = tmp_path / "empty.yaml"
+    config.write_text("VERSION: 2\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for name, start in (("one", []), ("two", torchrun)):
+        words = overrides(drawn_coco.files, tmp_path / name, **same)
+        command = [sys.executable, *start, "-m", "cpvt_det", "train", "--config-file", str(config), "--runner", "builtin", *words]
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stderr[-2000:]
+    assert losses_of(tmp_path / "one") == pytest.approx(losses_of(tmp_path / "two"), rel=1e-4)
+    one, two = (json.loads((tmp_path / name / "results.json").read_text())["bbox"] for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    files = [json.loads((tmp_path / name / "inference/coco_instances_results.json").read_text()) for name in ("one", "two")]
+    assert [found["image_id"] for found in files[0]] == [found["image_id"] for found in files[1]]

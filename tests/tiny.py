@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The smallest run: a detector of a few thousand weights on five drawn images, as KEY VALUE pairs over the defaults."""
+
+from pathlib import Path
+
+from cpvt_det.data.catalog import DatasetFiles
+
+MODEL = {
+    "MODEL.DEVICE": "cpu",
+    "MODEL.BACKBONE.NAME": "resnet10",
+    "MODEL.BACKBONE.NORM": "BN",
+    "MODEL.BACKBONE.FREEZE_AT": 0,
+    "MODEL.BACKBONE.STAGE": 3,
+    "MODEL.DETR.HIDDEN_DIM": 16,
+    "MODEL.DETR.NHEADS": 2,
+    "MODEL.DETR.DIM_FEEDFORWARD": 32,
+    "MODEL.DETR.ENC_LAYERS": 1,
+    "MODEL.DETR.DEC_LAYERS": 2,
+    "MODEL.DETR.NUM_OBJECT_QUERIES": 6,
+}
+RUN = {
+    "INPUT.MIN_SIZE_TRAIN": (32, 40),
+    "INPUT.MAX_SIZE_TRAIN": 64,
+    "INPUT.MIN_SIZE_TEST": 32,
+    "INPUT.MAX_SIZE_TEST": 64,
+    "INPUT.RESIZE_CROP.SIZES": (40, 48),
+    "INPUT.RESIZE_CROP.RANGE": (24, 32),
+    "DATALOADER.NUM_WORKERS": 0,
+    "SEED": 11,
+    "SOLVER.EPOCHS": 0,
+    "SOLVER.MAX_ITER": 6,
+    "SOLVER.IMS_PER_BATCH": 2,
+    "SOLVER.CHECKPOINT_PERIOD": 3,
+    "SOLVER.LOG_PERIOD": 1,
+    "TEST.PICTURES": 2,
+}
+
+
+def overrides(files: DatasetFiles, output: Path, **more: object) -> list[str]:
+    """KEY VALUE words; ``more`` has ``__`` for the dots of a key."""
+    pairs = {
+        **MODEL,
+        **RUN,
+        "OUTPUT_DIR": str(output),
+        "DATASETS.TRAIN": ("drawn",),
+        "DATASETS.TEST": ("drawn",),
+        "DATASETS.REGISTER": [[files.name, str(files.annotations), str(files.image_root)]],
+        **{key.replace("__", "."): value for key, value in more.items()},
+    }
+    return [str(word) for pair in pairs.items() for word in pair]
