@@ -200,7 +200,7 @@ def test_losses_are_the_sums_over_layers_and_images(classification, counts):
     expected = slow_criterion(predictions, targets, kind_of(classification))
     assert list(found) == ["loss_class", "loss_l1", "loss_giou"]
     for name, value in expected.items():
-        assert float(found[name]) == pytest.approx(value, abs=1e-12), name
+        assert found[name].item() == pytest.approx(value, abs=1e-12), name
 
 
 def test_losses_in_float32_are_those_in_float64(classification):
@@ -209,7 +209,7 @@ def test_losses_in_float32_are_those_in_float64(classification):
     found = make_criterion(classification)(predictions, targets).losses
     for name, value in make_criterion(classification)(exact, targets).losses.items():
         assert found[name].dtype == torch.float32
-        assert float(found[name]) == pytest.approx(float(value), rel=1e-5)
+        assert found[name].item() == pytest.approx(value.item(), rel=1e-5)
 
 
 def test_softmax_loss_is_torch_s_weighted_cross_entropy():
@@ -218,7 +218,7 @@ def test_softmax_loss_is_torch_s_weighted_cross_entropy():
     classes = torch.randint(K + 1, (D, B, Q))
     weights = torch.tensor([1, 1, 1, 0.3], dtype=torch.float64)
     for layer in range(D):
-        matched = (classes[layer] < K).sum()
+        matched = (classes[layer] < K).sum().double()
         normalizer = classification.normalizer(matched, B * Q - matched, matched)
         found = classification.loss(logits, classes)[layer] / normalizer
         expected = torch.nn.functional.cross_entropy(logits[layer].flatten(0, 1), classes[layer].flatten(), weights)
@@ -298,7 +298,7 @@ def test_parts_of_a_batch_with_its_normalizers_add_up_to_the_whole(classificatio
             for part in (slice(0, cut), slice(cut, None))
         ]
         for name, value in whole.items():
-            assert abs(float(parts[0][name] + parts[1][name] - value)) <= 1e-12, name
+            assert abs((parts[0][name] + parts[1][name] - value).item()) <= 1e-12, name
 
 
 def test_normalizers_by_hand():
@@ -333,7 +333,7 @@ def test_mean_over_processes_is_the_loss_of_the_batch_in_one(classification, mon
         criterion(Predictions(predictions.logits[:, part], predictions.boxes[:, part]), targets[part]).losses for part in parts
     ]
     for name, value in whole.items():
-        assert float((losses[0][name] + losses[1][name]) / 2) == pytest.approx(float(value), abs=1e-12), name
+        assert ((losses[0][name] + losses[1][name]) / 2).item() == pytest.approx(value.item(), abs=1e-12), name
 
 
 # Classification: loss, cost and score are of one mind
@@ -445,6 +445,6 @@ def test_generalized_iou_is_finite_bounded_and_symmetric(values):
     first, second = cxcywh_to_xyxy(boxes)
     giou = generalized_iou(first, second)
     giou.backward()
-    assert -1 - 1e-9 <= float(giou) <= 1 + 1e-9
-    assert float(giou) == pytest.approx(float(generalized_iou(second, first)))
+    assert -1 - 1e-9 <= giou.item() <= 1 + 1e-9
+    assert giou.item() == pytest.approx(generalized_iou(second, first).item())
     assert torch.isfinite(boxes.grad).all()

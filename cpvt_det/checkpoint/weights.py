@@ -60,53 +60,53 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         UnknownNameError: an unknown source.
     """
     if isinstance(weights, Mapping):
-        origin, checkpoint, classes = "the given weights", weights, None
+        path, origin, checkpoint = None, "the given weights", weights
     else:
-        path = _file_of(Path(weights)) if Path(weights).is_dir() else weights
-        origin, checkpoint, classes = str(path), read_checkpoint(path), _folder_classes(Path(path).with_name("config.json"))
+        path = _file_of(Path(weights).expanduser())
+        origin, checkpoint = str(weights), read_checkpoint(path if path.is_file() else weights)
     state_dict = state_dict_of(checkpoint, origin)
     found = detect_source(state_dict) if source == "auto" else source
     if found is not None:
         state_dict = convert_state_dict(state_dict, found)
-    return Weights(state_dict, _classes_of(checkpoint, state_dict, classes, origin), found, origin)
+    rows = next((len(tensor) for name, tensor in state_dict.items() if CLASS_HEAD.search(name)), None)
+    classes = None if rows is None else _told_classes(checkpoint, rows, origin)
+    if classes is None and found == "hf_detr" and path is not None:
+        classes = _config_classes(path.with_name("config.json"), rows)
+    if classes is None and rows in (len(COCO_ROWS), len(COCO_ROWS) + 1):
+        classes = COCO_ROWS
+    return Weights(state_dict, classes, found, origin)
 
 
-def _file_of(folder: Path) -> Path:
+def _file_of(path: Path) -> Path:
+    """``path``, or the file in it where it is a folder."""
+    if not path.is_dir():
+        return path
     for name in FOLDER_FILES:
-        if (folder / name).is_file():
-            return folder / name
-    raise WeightsError(f"the folder {folder} has neither {' nor '.join(FOLDER_FILES)}")
+        if (path / name).is_file():
+            return path / name
+    raise WeightsError(f"the folder {path} has neither {' nor '.join(FOLDER_FILES)}")
 
 
-def _folder_classes(config: Path) -> Classes | None:
-    """``id2label`` of the ``config.json`` that transformers writes beside weights; rows without a class are "N/A" there."""
-    if not config.is_file():
+def _told_classes(checkpoint: Mapping[str, Any], rows: int, origin: str) -> Classes | None:
+    """What a checkpoint of ours says of the rows of its class head."""
+    node = checkpoint.get("cpvt_det")
+    node = node.get("classes") if isinstance(node, Mapping) else None
+    if not isinstance(node, Mapping):
         return None
+    ids, names = tuple(node.get("ids", ())), tuple(node.get("names", ()))
+    if len(ids) != len(names) or rows - len(ids) not in (0, 1) or len(set(names)) != len(names):
+        raise WeightsError(f"{origin}: a class head of {rows} rows does not go with {len(ids)} class ids and {len(names)} names")
+    return Classes(ids, names)
+
+
+def _config_classes(config: Path, rows: int | None) -> Classes | None:
+    """``id2label`` of the ``config.json`` that transformers writes beside weights; rows without a class are "N/A" there."""
     try:
         labels = {int(row): str(name) for row, name in json.loads(config.read_text(encoding="utf-8"))["id2label"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # some other config.json
-    names = [labels.get(row, "N/A") for row in range(max(labels, default=-1) + 1)]
-    names = [f"unused_{row}" if name == "N/A" else name for row, name in enumerate(names)]
-    return Classes(tuple(range(len(names))), tuple(names))
-
-
-def _classes_of(checkpoint: Mapping, state_dict: Mapping[str, Tensor], classes: Classes | None, origin: str) -> Classes | None:
-    rows = next((len(tensor) for name, tensor in state_dict.items() if CLASS_HEAD.search(name)), None)
-    if rows is None:
+        return None  # none there, or some other config.json
+    names = tuple(f"unused_{row}" if name == "N/A" else name for row, name in sorted(labels.items()))
+    unnamed = all(name == f"LABEL_{row}" for row, name in labels.items())  # what transformers writes where nobody named them
+    if unnamed or sorted(labels) != list(range(len(names))) or rows != len(names) + 1 or len(set(names)) != len(names):
         return None
-    node = checkpoint.get("cpvt_det")
-    node = node.get("classes") if isinstance(node, Mapping) else None
-    if isinstance(node, Mapping):
-        classes = Classes(tuple(node.get("ids", ())), tuple(node.get("names", ())))
-        if len(classes.ids) != len(classes.names) or rows - len(classes) not in (0, 1):
-            raise WeightsError(
-                f"{origin}: a class head of {rows} rows, but {len(classes.names)} class names and {len(classes.ids)} ids"
-            )
-    if classes is None and rows in (len(COCO_ROWS), len(COCO_ROWS) + 1):
-        classes = COCO_ROWS
-    return classes if classes is not None and rows - len(classes) in (0, 1) and _unique(classes.names) else None
-
-
-def _unique(names: tuple[str, ...]) -> bool:
-    return len(set(names)) == len(names)
+    return Classes(tuple(range(len(names))), names)

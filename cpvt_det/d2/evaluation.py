@@ -1,36 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""detectron2's COCOEvaluator on the ground truth and with the figures of the core."""
+"""The core's evaluator behind detectron2's interface.
+
+detectron2's own ``COCOEvaluator`` takes our models too; but it keeps ground truth that training leaves out, which nothing can
+match, and gives NaN, not 0, where nothing is detected.
+"""
 
 from typing import Any
 
-from detectron2.evaluation import COCOEvaluator
+from detectron2.evaluation import DatasetEvaluator
 
-from cpvt_det import build
+from cpvt_det import build, distributed
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.evaluation.coco import format_table, write_detections
+from cpvt_det.runner.setup import logger
+from cpvt_det.structures import Detections
 
 
-class CleanCOCOEvaluator(COCOEvaluator):
-    """``COCOEvaluator`` that leaves out the boxes that training leaves out, and scores no detections as AP 0.
-
-    Gathering, files and the call are detectron2's, the figures those of the built-in runner.
+class CleanCOCOEvaluator(DatasetEvaluator):
+    """Figures and files of the built-in runner, from detectron2's inputs and outputs.
 
     Args:
         cfg: the run's config.
-        dataset: registered in detectron2 under its name.
-        output_dir: for ``coco_instances_results.json``.
+        dataset: the images that the loader goes through.
+        folder: for ``coco_instances_results.json``.
     """
 
-    def __init__(self, cfg: Any, dataset: CocoDataset, output_dir: str):
-        super().__init__(dataset.name, tasks=("bbox",), output_dir=output_dir, use_fast_impl=False)
-        self._cfg = cfg
-        self._dataset = dataset
+    def __init__(self, cfg: Any, dataset: CocoDataset, folder: str):
+        self._cfg, self._dataset, self._folder = cfg, dataset, folder
+        self.reset()
 
-    def _eval_predictions(self, predictions: list[dict], img_ids: Any = None) -> None:
-        evaluator = build.build_evaluator(self._cfg, self._dataset)
-        ids = self._dataset.classes.ids
-        results = [{**found, "category_id": ids[found["category_id"]]} for image in predictions for found in image["instances"]]
-        evaluator.merge({"image_ids": [image["image_id"] for image in predictions], "results": results})
-        self._results.update(evaluator.evaluate())
-        write_detections(evaluator.coco_results(), f"{self._output_dir}/coco_instances_results.json")
-        self._logger.info("Evaluation on %s:\n%s", self._dataset.name, format_table(self._results))
+    def reset(self) -> None:
+        """Forget what was processed."""
+        self._evaluator = build.build_evaluator(self._cfg, self._dataset)
+
+    def process(self, inputs: list[dict], outputs: list[dict]) -> None:
+        """Take the instances of a batch.
+
+        Raises:
+            ValueError: non-finite or impossible detections, with the image's id.
+        """
+        for sample, output in zip(inputs, outputs, strict=True):
+            found = output["instances"]
+            self._evaluator.add(sample["image_id"], Detections(found.pred_boxes.tensor, found.scores, found.pred_classes))
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Gather from all processes; the results in the first, nothing in others."""
+        states = distributed.gather_objects(self._evaluator.state())
+        if distributed.rank() != 0:
+            return {}
+        for state in states[1:]:
+            self._evaluator.merge(state)
+        results = self._evaluator.evaluate()
+        write_detections(self._evaluator.coco_results(), f"{self._folder}/coco_instances_results.json")
+        logger.info("Evaluation on %s:\n%s", self._dataset.name, format_table(results))
+        return results

@@ -105,7 +105,5 @@ class HungarianMatcher:
     def _require_finite(cost: np.ndarray, counts: list[int]) -> None:
         if np.isfinite(cost).all():
             return
-        finite = np.isfinite(cost)
-        finite = [finite[:, image, :, :count].all() and finite[:, image, :, -1].all() for image, count in enumerate(counts)]
-        bad = [image for image, is_finite in enumerate(finite) if not is_finite]
+        bad = [image for image, count in enumerate(counts) if not np.isfinite(cost[:, image][..., [*range(count), -1]]).all()]
         raise FloatingPointError(f"non-finite predictions for the images at positions {bad} of the batch")
