@@ -65,6 +65,4 @@ def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient, and 0 where the denominator is 0; the inner ``where`` keeps NaN out of the gradient."""
     zero = denominator == 0
-    return torch.where(
-        zero, torch.zeros_like(numerator), numerator / torch.where(zero, torch.ones_like(denominator), denominator)
-    )
+    return torch.where(zero, torch.zeros_like(numerator), numerator / torch.where(zero, torch.ones_like(denominator), denominator))

@@ -18,10 +18,10 @@ from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import find_datasets
 from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord, load_coco, require_same_classes
-from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, test_loader
-from cpvt_det.data.mapper import Mapper, test_transform, train_transform
-from cpvt_det.evaluation.coco import CocoEvaluator
+from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
+from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
 from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, WeightsError, first_line
+from cpvt_det.evaluation.coco import CocoEvaluator
 from cpvt_det.layers.position import PositionEncoding, build_position, position_options
 from cpvt_det.losses import HungarianMatcher, SetCriterion, make_classification
 from cpvt_det.losses.classification import Classification
@@ -200,9 +200,7 @@ def load_datasets(cfg: CfgNode, split: str) -> list[CocoDataset]:
     """
     names = cfg.DATASETS[split]
     if isinstance(names, str) or not names:
-        raise ConfigError(
-            f"DATASETS.{split} should list data sets, as in DATASETS.{split} \"('coco_2017_train',)\"; got {names!r}"
-        )
+        raise ConfigError(f"DATASETS.{split} should list data sets, as in DATASETS.{split} \"('coco_2017_train',)\"; got {names!r}")
     return [load_coco(files) for files in find_datasets(names, cfg.DATASETS.REGISTER)]
 
 
@@ -283,11 +281,11 @@ def build_test_loader(cfg: CfgNode, records: list[ImageRecord]) -> torch.utils.d
     """Every record once, at the test size, over all processes."""
     _require_rgb(cfg)
     with config_errors("INPUT or TEST"):
-        transform = test_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
+        transform = evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
         dataset = MappedDataset(records, Mapper(transform, with_targets=False))
         world_size = distributed.world_size()
         share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
-        return test_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)
+        return evaluation_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)
 
 
 def build_length(cfg: CfgNode, num_images: int) -> Length:
@@ -367,9 +365,7 @@ def load_initial_weights(cfg: CfgNode, detector: nn.Module, classes: Classes, fo
         report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
         logger.info("%s: %s", cfg.MODEL.WEIGHTS, report)
         if for_evaluation and report.is_partial:
-            raise WeightsError(
-                f"{cfg.MODEL.WEIGHTS} fits the config's model in part only, evaluation needs all of it: {report}"
-            )
+            raise WeightsError(f"{cfg.MODEL.WEIGHTS} fits the config's model in part only, evaluation needs all of it: {report}")
     elif for_evaluation:
         raise WeightsError("evaluation needs weights: set MODEL.WEIGHTS to a checkpoint, or --resume the run in OUTPUT_DIR")
     elif backbone.WEIGHTS:

@@ -25,7 +25,7 @@ def get_cfg() -> CfgNode:
     _add_solver(cfg)
     cfg.TEST = CfgNode()
     cfg.TEST.EVAL_PERIOD = 0  # iterations; 0: only at the end
-    cfg.TEST.EVAL_EPOCHS = 0  # epochs; above 0 it sets EVAL_PERIOD
+    cfg.TEST.EVAL_EPOCHS = 0.0  # epochs; above 0 it sets EVAL_PERIOD
     cfg.TEST.IMS_PER_BATCH = 1  # over all processes
     cfg.TEST.DETECTIONS_PER_IMAGE = 100
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # or pycocotools, the reference
@@ -186,6 +186,10 @@ def read_config(config_file: str) -> CfgNode:
     try:
         loaded = CfgNode.load_yaml_with_base(str(path), allow_unsafe=False)
         return CfgNode(loaded)
+    except (TypeError, AttributeError) as error:  # fvcore looks for _BASE_ in whatever the YAML holds
+        raise ConfigError(f"config {path} is not a YAML mapping of keys to values") from error
+    except RecursionError as error:
+        raise ConfigError(f"config {path}: its _BASE_ leads back to itself") from error
     except Exception as error:  # what YAML and file systems raise has no common base
         raise ConfigError(f"cannot read config {path}: {first_line(error)}") from error
 
@@ -229,12 +233,12 @@ def _check_keys(cfg: CfgNode, other: CfgNode, source: str, prefix: str) -> None:
     for key, value in other.items():
         if key not in cfg:
             if not cfg.is_new_allowed():
-                raise UnknownNameError(f"config key (from {source})", prefix + key, (prefix + known for known in cfg))
+                raise UnknownNameError(f"config key (from {source})", f"{prefix}{key}", (prefix + known for known in cfg))
         elif isinstance(cfg[key], CfgNode):
             if not isinstance(value, CfgNode):
-                raise ConfigError(
-                    f"{source}: {prefix}{key} is a group of keys, got {value!r}; set one of {', '.join(cfg[key])}"
-                )
+                raise ConfigError(f"{source}: {prefix}{key} is a group of keys, got {value!r}; set one of {', '.join(cfg[key])}")
             _check_keys(cfg[key], value, source, f"{prefix}{key}.")
         elif isinstance(cfg[key], float) and type(value) is int:
             other[key] = float(value)
+        elif value is None and cfg[key] is not None:  # merging would let it pass
+            raise ConfigError(f"{source}: {prefix}{key} has no value; expected a {type(cfg[key]).__name__}")

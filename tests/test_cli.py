@@ -25,7 +25,15 @@ def call(*words):
 def train_words(drawn_coco, tmp_path, *words, **more):
     config = tmp_path / "empty.yaml"
     config.write_text("VERSION: 2\n")
-    return ["train", "--config-file", config, "--runner", "builtin", *words, *overrides(drawn_coco.files, tmp_path / "out", **more)]
+    return [
+        "train",
+        "--config-file",
+        config,
+        "--runner",
+        "builtin",
+        *words,
+        *overrides(drawn_coco.files, tmp_path / "out", **more),
+    ]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -188,7 +188,9 @@ def test_no_detections_are_ap_0(d2, drawn_coco, tmp_path):
     dataset = build.load_datasets(cfg, "TEST")[0]
     evaluator = d2.trainer.CleanCOCOEvaluator(cfg, dataset, str(tmp_path / "inference"))
     evaluator.reset()
-    nothing = Instances((1, 1), pred_boxes=Boxes(torch.zeros(0, 4)), scores=torch.zeros(0), pred_classes=torch.zeros(0))
+    nothing = Instances(
+        (1, 1), pred_boxes=Boxes(torch.zeros(0, 4)), scores=torch.zeros(0), pred_classes=torch.zeros(0, dtype=torch.int64)
+    )
     for record in dataset.records:
         evaluator.process([{"image_id": record.image_id}], [{"instances": nothing}])
     assert evaluator.evaluate()["bbox"]["AP"] == 0.0
@@ -208,7 +210,10 @@ def test_detectron2s_own_evaluator_takes_our_model(d2, drawn_coco, tmp_path):
     model, loader = build_model(cfg), build.build_test_loader(cfg, dataset.records)
     for parameter in model.bbox_embed.layers[-1].parameters():
         torch.nn.init.zeros_(parameter)  # boxes of half the image: some match at IoU 0.5
-    evaluators = d2.trainer.CleanCOCOEvaluator(cfg, dataset, str(tmp_path)), COCOEvaluator("drawn", output_dir=str(tmp_path / "d2"))
+    evaluators = (
+        d2.trainer.CleanCOCOEvaluator(cfg, dataset, str(tmp_path)),
+        COCOEvaluator("drawn", output_dir=str(tmp_path / "d2")),
+    )
     ours, theirs = (inference_on_dataset(model, loader, evaluator)["bbox"] for evaluator in evaluators)
     for name in ("AP", "AP50", "AP75"):
         assert ours[name] == pytest.approx(theirs[name], abs=1e-9)

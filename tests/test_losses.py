@@ -171,9 +171,7 @@ def test_matching_by_hand():
     boxes = torch.tensor([[0.2, 0.2, 0.2, 0.2], [0.8, 0.8, 0.2, 0.2]])
     target = Targets(torch.tensor([0, 0]), boxes.flip(0) + torch.tensor([0.05, 0.05, 0, 0]))
     matcher = HungarianMatcher(SoftmaxClassification(1))
-    matches = matcher(
-        Predictions(torch.zeros(1, 1, 2, 2), boxes[None, None]), PaddedTargets.from_targets([target], torch.float32)
-    )
+    matches = matcher(Predictions(torch.zeros(1, 1, 2, 2), boxes[None, None]), PaddedTargets.from_targets([target], torch.float32))
     assert (matches.query.tolist(), matches.target.tolist()) == ([0, 1], [1, 0])
 
 

@@ -436,9 +436,7 @@ def test_encoder_without_additive_encoding_spends_one_product_a_layer(position, 
     """PEG and none share one input between queries, keys and values: a weight of (3 C, C) in each of the two layers."""
     model = build(POSITION__NAME=position).eval()
     linear, shapes = nn.functional.linear, []
-    monkeypatch.setattr(
-        nn.functional, "linear", lambda x, weight, *rest: shapes.append(weight.shape) or linear(x, weight, *rest)
-    )
+    monkeypatch.setattr(nn.functional, "linear", lambda x, weight, *rest: shapes.append(weight.shape) or linear(x, weight, *rest))
     detect(model, draw_images())
     assert shapes.count((3 * 32, 32)) == fused
     assert shapes.count((2 * 32, 32)) >= 2 - fused

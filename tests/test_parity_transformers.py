@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our DETR against the one of transformers, an independent implementation: predictions, losses and gradients.
 
-Three things of transformers 5.23 are worked around, not compared. With ``auxiliary_loss`` its decoder feeds every layer the *normed*
-output of the one before and norms the last one twice, so the layers' outputs are taken with hooks. It freezes all of its own ResNet
-where it means the first stages, so gradients are switched on here. Its criterion keeps the weight of "no object" in the default
-dtype.
+Three things of transformers 5.23 are worked around, not compared. With ``auxiliary_loss`` its decoder feeds every layer the
+*normed* output of the one before and norms the last one twice, so the layers' outputs are taken with hooks. It freezes all of
+its own ResNet where it means the first stages, so gradients are switched on here. Its criterion keeps the weight of "no object"
+in the default dtype.
 """
 
 import contextlib
@@ -143,7 +143,7 @@ def test_every_layer_predicts_what_transformers_predicts(backbone, position, dty
     with torch.no_grad():
         expected, predictions = hf_predictions(theirs, batch), ours(batch.images, batch.padding_mask)
     assert predictions.logits.shape == (LAYERS, len(SIZES), QUERIES, CLASSES + 1)
-    assert expected.logits.std() > 1
+    assert expected.logits.std() > 0.5
     assert expected.boxes.std(2).min() > 1e-4, "queries that all answer the same would prove little"
     assert_near(predictions.logits, expected.logits, tolerance)
     assert_near(predictions.boxes, expected.boxes, tolerance)

@@ -25,9 +25,7 @@ def make_peg(norm="BN", kernel_size=3, **options):
     with torch.no_grad():
         for tensor in [*peg.parameters(), *peg.buffers()]:
             if tensor.is_floating_point():
-                tensor.copy_(
-                    torch.rand(tensor.shape).double() + 0.5 if tensor.dim() == 1 else torch.randn(tensor.shape).double()
-                )
+                tensor.copy_(torch.rand(tensor.shape).double() + 0.5 if tensor.dim() == 1 else torch.randn(tensor.shape).double())
     return peg
 
 

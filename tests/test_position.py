@@ -108,9 +108,7 @@ def test_padded_content_does_not_matter(name, num_levels, training):
     for content in (features, spoiled):
         encoding = build(name, num_levels).train(training)
         embedding = encoding(content, masks) or []
-        results.append(
-            [*(flatten(embedding, masks)[0][~mask] for _ in embedding[:1]), inject_all(encoding, content, masks)[~mask]]
-        )
+        results.append([*(flatten(embedding, masks)[0][~mask] for _ in embedding[:1]), inject_all(encoding, content, masks)[~mask]])
     for clean, dirty in zip(*results, strict=True):
         assert torch.equal(clean, dirty)
 
@@ -189,9 +187,7 @@ def slow_sine(height, width, valid_height, valid_width, offset):
     return values
 
 
-@pytest.mark.parametrize(
-    ("name", "offset"), [("sine", 0.0), ("sine_offset", -0.5), ("sine+peg", 0.0), ("sine_offset+peg", -0.5)]
-)
+@pytest.mark.parametrize(("name", "offset"), [("sine", 0.0), ("sine_offset", -0.5), ("sine+peg", 0.0), ("sine_offset+peg", -0.5)])
 def test_sine_is_the_formula_cell_by_cell(name, offset):
     """On a padded map that is not square; the first half of the channels is the row's."""
     (features,), (mask,) = make_batch([(5, 7)])
@@ -261,9 +257,7 @@ def test_peg_acts_after_its_layers_alone(options, acts):
     features, masks = make_batch([(5, 7)])
     tokens, mask = flatten(features, masks)
     encoding = build("peg", **options).eval()
-    changed = [
-        layer for layer in range(-1, NUM_LAYERS) if not torch.equal(encoding.inject(tokens, mask, [(5, 7)], layer), tokens)
-    ]
+    changed = [layer for layer in range(-1, NUM_LAYERS) if not torch.equal(encoding.inject(tokens, mask, [(5, 7)], layer), tokens)]
     assert changed == acts
     assert len(encoding.pegs) == len(acts)
 

@@ -60,7 +60,15 @@ def test_a_run_leaves_its_files(train):
     assert [name for name in expected.split() if not (folder / name).is_file()] == []
     assert list(folder.glob("events.out.tfevents*"))
     assert (folder / "last_checkpoint").read_text() == "model_final.pth"
-    assert set(json.loads((folder / "results.json").read_text())["bbox"]) >= {"AP", "AP50", "AP75", "APs", "APm", "APl", "AP-red"}
+    assert set(json.loads((folder / "results.json").read_text())["bbox"]) >= {
+        "AP",
+        "AP50",
+        "AP75",
+        "APs",
+        "APm",
+        "APl",
+        "AP-red",
+    }
     lines = metrics_of(folder)
     assert [line["iteration"] for line in lines if "total_loss" in line] == list(range(6))
     assert [line["iteration"] for line in lines if "bbox/AP" in line] == [1, 3, 5]
@@ -224,14 +232,30 @@ def test_an_unreadable_image_names_itself(train, drawn_coco):
 
 def test_two_processes_take_the_steps_of_one(drawn_coco, tmp_path):
     """torchrun with gloo on CPUs: the same losses and weights as one process with the same batch, up to rounding."""
-    same = {"MODEL__DETR__DROPOUT": 0.0, "MODEL__BACKBONE__NORM": "GN", "MODEL__POSITION__NORM": "SyncBN", "TEST__EVAL_PERIOD": 3}
+    same = {
+        "MODEL__DETR__DROPOUT": 0.0,
+        "MODEL__BACKBONE__NORM": "GN",
+        "MODEL__POSITION__NORM": "SyncBN",
+        "TEST__EVAL_PERIOD": 3,
+    }
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     config = tmp_path / "empty.yaml"
     config.write_text("VERSION: 2\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for name, start in (("one", []), ("two", torchrun)):
         words = overrides(drawn_coco.files, tmp_path / name, **same)
-        command = [sys.executable, *start, "-m", "cpvt_det", "train", "--config-file", str(config), "--runner", "builtin", *words]
+        command = [
+            sys.executable,
+            *start,
+            "-m",
+            "cpvt_det",
+            "train",
+            "--config-file",
+            str(config),
+            "--runner",
+            "builtin",
+            *words,
+        ]
         result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
         assert result.returncode == 0, result.stderr[-2000:]
     assert losses_of(tmp_path / "one") == pytest.approx(losses_of(tmp_path / "two"), rel=1e-4)

@@ -12,7 +12,8 @@ from pycocotools.coco import COCO
 
 from cpvt_det.cli.shapes import shapes as shapes_command
 from cpvt_det.data import shapes
-from cpvt_det.data.shapes import CLASS_NAMES, ShapesSpec, draw_dataset, draw_image, paint_scene, plan_scene
+from cpvt_det.data.shapes import draw_dataset
+from cpvt_det.data.shapes_scene import CLASS_NAMES, GLYPHS, ShapesSpec, draw_image, paint_scene, plan_scene
 from cpvt_det.errors import ConfigError, DataError
 
 SPEC = ShapesSpec()
@@ -156,7 +157,7 @@ def test_bowtie_is_the_quarter_turn_of_hourglass_and_a_mirror_keeps_both():
     def points(path):
         return {tuple(point) for point in np.round(path, 9).tolist()}
 
-    (hourglass,), (bowtie,) = shapes.GLYPHS["hourglass"], shapes.GLYPHS["bowtie"]
+    (hourglass,), (bowtie,) = GLYPHS["hourglass"], GLYPHS["bowtie"]
     assert points(hourglass @ [(0, 1), (-1, 0)]) == points(bowtie) != points(hourglass)
     for glyph in (hourglass, bowtie):
         assert points(glyph * (-1, 1)) == points(glyph)

@@ -91,7 +91,7 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
     conversion = CONVERSIONS[source]
     if not any(re.search(conversion.marker, name) for name in state_dict):
         example = next(iter(state_dict), "nothing")
-        raise WeightsError(f"these weights do not have the names of {source}; they hold {example}, for one")
+        raise WeightsError(f"not the names of {source}; the weights hold {example}, for one")
     renamed = {_rename(name, conversion): tensor for name, tensor in state_dict.items()}
     return _fuse_projections({name: tensor for name, tensor in renamed.items() if not _NOT_WEIGHTS.search(name)})
 

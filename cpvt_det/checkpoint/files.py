@@ -33,7 +33,7 @@ def read_checkpoint(path: str | Path) -> Any:
     Raises:
         WeightsError: a file that is missing, damaged or no checkpoint, one that holds other objects, a ``.pkl``.
     """
-    if str(path).startswith(("http://", "https://")):
+    if str(path).startswith(("http:/", "https:/")):  # one slash: pathlib folds two
         raise WeightsError(f"{path} is an address; download the file and give its path")
     path = Path(path).expanduser()
     if not path.is_file():

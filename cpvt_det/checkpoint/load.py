@@ -95,9 +95,7 @@ def load_weights(
         rows = dict.fromkeys(rows)
     report = WeightsReport(
         loaded=list(chosen),
-        remade={
-            name: f"{_shape(tensor)} there, {_shape(own[name])} here" for name, tensor in shared.items() if name not in chosen
-        },
+        remade={name: f"{_shape(tensor)} there, {_shape(own[name])} here" for name, tensor in shared.items() if name not in chosen},
         missing=_without_counters([name for name in own if name not in shared]),
         unexpected=_without_counters([name for name in read.state_dict if name not in own]),
         rows_by_name=rows,

@@ -63,11 +63,14 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         path, origin, checkpoint = None, "the given weights", weights
     else:
         path = _file_of(Path(weights).expanduser())
-        origin, checkpoint = str(weights), read_checkpoint(path if path.is_file() else weights)
+        origin, checkpoint = str(weights), read_checkpoint(path)
     state_dict = state_dict_of(checkpoint, origin)
     found = detect_source(state_dict) if source == "auto" else source
     if found is not None:
-        state_dict = convert_state_dict(state_dict, found)
+        try:
+            state_dict = convert_state_dict(state_dict, found)
+        except WeightsError as error:
+            raise WeightsError(f"{origin}: {error}") from error
     rows = next((len(tensor) for name, tensor in state_dict.items() if CLASS_HEAD.search(name)), None)
     classes = None if rows is None else _told_classes(checkpoint, rows, origin)
     if classes is None and found == "hf_detr" and path is not None:

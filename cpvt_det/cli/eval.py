@@ -10,9 +10,7 @@ from cpvt_det.runner.launch import launch
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
 @click.argument("weights", metavar="WEIGHTS")
 @click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/.")
-@click.option(
-    "--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]"
-)
+@click.option("--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]")
 @click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 where it is installed.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from cpvt_det.data.shapes import ShapesSpec, draw_dataset
+from cpvt_det.data.shapes import draw_dataset
+from cpvt_det.data.shapes_scene import ShapesSpec
 
 
 @click.command()

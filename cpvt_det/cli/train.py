@@ -14,9 +14,7 @@ RUNNERS = ("auto", "builtin", "detectron2")
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
 @click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/.")
-@click.option(
-    "--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]"
-)
+@click.option("--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in OUTPUT_DIR.")
 @click.option("--eval-only", is_flag=True, help="Evaluate MODEL.WEIGHTS, or with --resume the last checkpoint.")
 @click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 where it is installed.")
@@ -41,7 +39,6 @@ def run_config(config_file: str, overrides: tuple[str, ...], cpu: bool, runner: 
     if cpu:
         overrides = (*overrides, "MODEL.DEVICE", "cpu")
     if runner == "detectron2":
-        import cpvt_det.d2  # registers
         from cpvt_det.d2.run import load_cfg, run
     else:
         from cpvt_det.config import load_cfg

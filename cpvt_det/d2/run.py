@@ -57,7 +57,13 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     logger.info(build.build_length(cfg, len(build.training_records(cfg, datasets))).arithmetic)
     trainer = Trainer(cfg, datasets, tests, choose_seed(cfg))
     trainer.resume_or_load(resume)
-    logger.info("Seed %d: iterations %d to %d of %s", trainer.state.seed, trainer.start_iter, trainer.max_iter, describe_model(trainer.model))
+    logger.info(
+        "Seed %d: iterations %d to %d of %s",
+        trainer.state.seed,
+        trainer.start_iter,
+        trainer.max_iter,
+        describe_model(trainer.model),
+    )
     results = trainer.train()
     if distributed.rank() == 0:
         draw_curves(output / "metrics.json", output / "pictures" / "curves.png")

@@ -100,7 +100,9 @@ class Trainer(DefaultTrainer):
         if self.start_iter == 0:
             build.load_initial_weights(self.cfg, self.model, self.state.classes)
         self._trainer.step.seed = self.state.seed
-        self._trainer.data_loader = build.build_train_loader(self.cfg, self._records, self.state.seed).from_iteration(self.start_iter)
+        self._trainer.data_loader = build.build_train_loader(self.cfg, self._records, self.state.seed).from_iteration(
+            self.start_iter
+        )
 
     def build_hooks(self) -> list[hooks.HookBase | None]:
         """detectron2's hooks; the step itself sets the learning rate."""

@@ -57,6 +57,5 @@ def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFile
         if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(isinstance(part, str) for part in entry):
             raise ConfigError(f"DATASETS.REGISTER holds [name, COCO JSON, image folder] triples, got {entry!r}")
     return [
-        DatasetFiles(name, Path(annotations).expanduser(), Path(images).expanduser())
-        for name, annotations, images in registered
+        DatasetFiles(name, Path(annotations).expanduser(), Path(images).expanduser()) for name, annotations, images in registered
     ]

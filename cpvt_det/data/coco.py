@@ -48,7 +48,7 @@ class ImageRecord:
     """
 
     file_name: str
-    image_id: int | str
+    image_id: int
     height: int
     width: int
     boxes_xyxy: np.ndarray
@@ -92,6 +92,8 @@ def load_coco(files: DatasetFiles) -> CocoDataset:
             image or annotation.
     """
     content = _read_json(files.annotations)
+    if not isinstance(content.setdefault("annotations", []), list):
+        raise DataError(f"{files.annotations} is not COCO: its 'annotations' are no list")
     categories = sorted(_section(content, "categories", files), key=lambda category: category["id"])
     classes = Classes(tuple(c["id"] for c in categories), tuple(str(c["name"]) for c in categories))
     for values, what in ((classes.ids, "ids"), (classes.names, "names")):
@@ -102,7 +104,7 @@ def load_coco(files: DatasetFiles) -> CocoDataset:
     left_out: Counter = Counter()
     kept: dict[Any, list[dict]] = {image["id"]: [] for image in images}
     sizes = {image["id"]: (int(image["height"]), int(image["width"])) for image in images}
-    for number, annotation in enumerate(content.get("annotations", [])):
+    for number, annotation in enumerate(content["annotations"]):
         _check_annotation(annotation, number, kept, label_of, files)
         clean = _clean(annotation, sizes[annotation["image_id"]], left_out)
         if clean is not None:
@@ -154,9 +156,13 @@ def _section(content: dict[str, Any], name: str, files: DatasetFiles) -> list[di
         missing = [key for key in _FIELDS[name] if not isinstance(entry, dict) or key not in entry]
         if missing:
             raise DataError(f"{files.annotations}: {name}[{number}] has no {missing[0]!r}")
+        if type(entry["id"]) is not int:  # evaluation takes no other
+            raise DataError(f"{files.annotations}: {name}[{number}] has id {entry['id']!r}; expected a whole number")
     if name == "images":
         for entry in section:
-            if not all(isinstance(entry[side], (int, float)) and entry[side] >= 1 for side in ("height", "width")):
+            if not isinstance(entry["file_name"], str):
+                raise DataError(f"{files.annotations}: image {entry['id']} has file_name {entry['file_name']!r}; expected text")
+            if not all(_is_number(entry[side]) and entry[side] >= 1 for side in ("height", "width")):
                 raise DataError(f"{files.annotations}: image {entry['id']} has size {entry['height']} x {entry['width']}")
     return section
 
@@ -181,6 +187,14 @@ def _check_annotation(annotation: Any, number: int, images: dict, labels: dict, 
         raise DataError(f"{where} has bbox {box!r}; expected [x, y, width, height] in pixels")
     if not all(math.isfinite(side) for side in box):
         raise DataError(f"{where} has a bbox that is not finite: {box}")
+    for key in ("area", "iscrowd"):
+        value = annotation.get(key)
+        if value is not None and not _is_number(value):
+            raise DataError(f"{where} has {key} {value!r}; expected a number")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _clean(annotation: dict, size: tuple[int, int], left_out: Counter) -> dict | None:
@@ -194,14 +208,15 @@ def _clean(annotation: dict, size: tuple[int, int], left_out: Counter) -> dict |
     if x1 <= x0 or y1 <= y0:
         left_out["boxes outside the image left out"] += 1
         return None
-    area = float(annotation.get("area", w * h))
+    area = annotation.get("area")
+    area = w * h if area is None else float(area)
     box = [x, y, w, h]
     if x < 0 or y < 0 or x + w > width or y + h > height:
         left_out["boxes partly outside the image clipped"] += 1
         box = [x0, y0, x1 - x0, y1 - y0]
         area = min(area, box[2] * box[3])
     keys = {"image_id": annotation["image_id"], "category_id": annotation["category_id"]}
-    return {**keys, "bbox": box, "area": area, "iscrowd": int(annotation.get("iscrowd", 0))}
+    return {**keys, "bbox": box, "area": area, "iscrowd": int(annotation.get("iscrowd") or 0)}
 
 
 def _record(image: dict, annotations: list[dict], label_of: dict, root: Path) -> ImageRecord:

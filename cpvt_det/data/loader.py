@@ -38,7 +38,8 @@ class MappedDataset(Dataset):
     def __getitem__(self, draw: Draw) -> Sample:
         epoch, index = draw
         with torch.random.fork_rng(devices=[]):  # in the main process the model's dropout draws from the same state
-            torch.manual_seed(mix_seed(self.seed, epoch, index))
+            # Not torch.manual_seed: it would reseed the GPUs too, whose states stay outside of this fork.
+            torch.default_generator.manual_seed(mix_seed(self.seed, epoch, index))
             return self.mapper(self.records[index])
 
 
@@ -124,7 +125,7 @@ class TrainLoader:
         return iter(self._loader)
 
 
-def test_loader(dataset: MappedDataset, batch_size: int, num_workers: int, rank: int = 0, world_size: int = 1) -> DataLoader:
+def evaluation_loader(dataset: MappedDataset, batch_size: int, num_workers: int, rank: int = 0, world_size: int = 1) -> DataLoader:
     """Every record once, over all processes; batches of this process's ``batch_size``."""
     draws = [(0, index) for index in range(rank, len(dataset), world_size)]
     batches = [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)]

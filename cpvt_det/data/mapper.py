@@ -24,7 +24,8 @@ from cpvt_det.structures import Targets
 Sample = dict[str, Any]
 """``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, and in training ``targets``."""
 
-DECODED_BY_TORCHVISION = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+# Pillow does the rest: torchvision leaves WebP as the camera was held, and gives every frame of a GIF.
+DECODED_BY_TORCHVISION = (".jpg", ".jpeg", ".png")
 
 
 def read_image(path: str) -> Tensor:
@@ -38,9 +39,13 @@ def read_image(path: str) -> Tensor:
     """
     try:
         if path.lower().endswith(DECODED_BY_TORCHVISION):
-            return decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)[:3]
+            decoded = decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)[:3]
+            return decoded if decoded.dtype == torch.uint8 else (decoded.to(torch.int32) >> 8).to(torch.uint8)  # 16 bits
         with Image.open(path) as image:
-            return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB"))).permute(2, 0, 1).contiguous()
+            turned = ImageOps.exif_transpose(image)
+            if turned.mode.startswith("I;16"):  # converting would make all but the darkest white
+                turned = Image.fromarray((np.array(turned) >> 8).astype(np.uint8))
+            return torch.from_numpy(np.array(turned.convert("RGB"))).permute(2, 0, 1).contiguous()
     except (RuntimeError, OSError, ValueError) as error:
         raise DataError(f"cannot read image {path}: {first_line(error)}") from error
 
@@ -126,7 +131,7 @@ def train_transform(
     return v2.Compose([v2.RandomHorizontalFlip(0.5 if flip else 0.0), resize, v2.ClampBoundingBoxes(), clean])
 
 
-def test_transform(size: int, max_size: int | None) -> v2.Transform:
+def evaluation_transform(size: int, max_size: int | None) -> v2.Transform:
     """Resize to one short side.
 
     Args:

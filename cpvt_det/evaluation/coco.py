@@ -99,9 +99,7 @@ class CocoEvaluator:
                 not finite or out of range. A NaN score would sort anywhere, and give an AP of 100 to a broken model.
         """
         self._check_new(image_id)
-        boxes, scores, labels = (
-            values.detach().cpu() for values in (detections.boxes_xyxy, detections.scores, detections.labels)
-        )
+        boxes, scores, labels = (values.detach().cpu() for values in (detections.boxes_xyxy, detections.scores, detections.labels))
         _check_detections(image_id, boxes, scores, labels, len(self.class_ids))
         boxes = boxes.double()
         boxes_xywh = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
@@ -169,8 +167,7 @@ def format_table(results: dict[str, dict[str, float]]) -> str:
 def write_results(results: dict[str, dict[str, float]], path: str | os.PathLike[str]) -> None:
     """Write figures as strict JSON, with ``null`` for NaN; the file is there complete or not at all."""
     strict = {
-        task: {name: None if math.isnan(value) else value for name, value in figures.items()}
-        for task, figures in results.items()
+        task: {name: None if math.isnan(value) else value for name, value in figures.items()} for task, figures in results.items()
     }
     _write_json(strict, path, indent=2)
 

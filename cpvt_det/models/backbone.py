@@ -99,9 +99,7 @@ class ResNetBackbone(nn.Module):
     def _freeze(self, freeze_at: int) -> None:
         body = self.body
         frozen = [body.conv1, body.bn1] if freeze_at >= 1 else []
-        frozen += [
-            getattr(body, f"layer{stage - 1}") for stage in range(2, freeze_at + 1) if hasattr(body, f"layer{stage - 1}")
-        ]
+        frozen += [getattr(body, f"layer{stage - 1}") for stage in range(2, freeze_at + 1) if hasattr(body, f"layer{stage - 1}")]
         for module in frozen:
             module.requires_grad_(False)
 

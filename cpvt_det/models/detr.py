@@ -4,6 +4,7 @@
 On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``postprocess.py`` in evaluation.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ class MLP(nn.Module):
 
     def __init__(self, *channels: int):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(channels, channels[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., first width) -> (..., last width)."""

@@ -73,9 +73,7 @@ class Encoder(nn.Module):
 
     def __init__(self, num_layers: int, channels: int, num_heads: int, ffn_channels: int, dropout: float, pre_norm: bool):
         super().__init__()
-        self.layers = nn.ModuleList(
-            EncoderLayer(channels, num_heads, ffn_channels, dropout, pre_norm) for _ in range(num_layers)
-        )
+        self.layers = nn.ModuleList(EncoderLayer(channels, num_heads, ffn_channels, dropout, pre_norm) for _ in range(num_layers))
         self.norm = nn.LayerNorm(channels) if pre_norm else None
 
     def forward(
@@ -165,9 +163,7 @@ class Decoder(nn.Module):
         super().__init__()
         if num_layers < 1:
             raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
-        self.layers = nn.ModuleList(
-            DecoderLayer(channels, num_heads, ffn_channels, dropout, pre_norm) for _ in range(num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(channels, num_heads, ffn_channels, dropout, pre_norm) for _ in range(num_layers))
         self.norm = nn.LayerNorm(channels)
 
     def forward(self, query_positions: Tensor, memory: Tensor, key_positions: Tensor | None, padding_mask: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from cpvt_det import distributed
 from cpvt_det.build import build_evaluator, build_postprocessor, build_test_loader
 from cpvt_det.data.coco import CocoDataset, ImageRecord
-from cpvt_det.data.mapper import Mapper, Sample, read_image, test_transform
+from cpvt_det.data.mapper import Mapper, Sample, evaluation_transform, read_image
 from cpvt_det.evaluation.coco import format_table, write_detections, write_results
 from cpvt_det.evaluation.pictures import draw_comparison, save_contact_sheet
 from cpvt_det.postprocess import PostProcessor
@@ -90,7 +90,7 @@ def draw_pictures(cfg: CfgNode, detector: nn.Module, dataset: CocoDataset, path:
     count = min(cfg.TEST.PICTURES, len(dataset.records))
     if count < 1 or distributed.rank() != 0:
         return
-    mapper = Mapper(test_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST), with_targets=False)
+    mapper = Mapper(evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST), with_targets=False)
     postprocess = build_postprocessor(cfg)
     panels = []
     with evaluation_mode(detector):

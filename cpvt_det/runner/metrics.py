@@ -41,9 +41,7 @@ class MetricsWriter:
             self._json = (output / "metrics.json").open("a", encoding="utf-8")
             self._tensorboard = SummaryWriter(str(output), purge_step=start_iter or None)
             interval = 0.5 if sys.stderr.isatty() else 20.0
-            self.bar = tqdm(
-                total=max_iter, initial=start_iter, desc="training", unit="it", mininterval=interval, file=sys.stderr
-            )
+            self.bar = tqdm(total=max_iter, initial=start_iter, desc="training", unit="it", mininterval=interval, file=sys.stderr)
 
     def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> None:
         """Take the scalars of one iteration; write where a line is due."""
@@ -58,9 +56,7 @@ class MetricsWriter:
             self.write(iteration, scalars)
             if self._writes:
                 shown = {short: f"{scalars[name]:.3g}" for name, short in ON_THE_BAR.items() if name in scalars}
-                self.bar.set_postfix(
-                    {**shown, "lr": f"{lr:.1e}", "img/s": f"{scalars['images_per_second']:.0f}"}, refresh=False
-                )
+                self.bar.set_postfix({**shown, "lr": f"{lr:.1e}", "img/s": f"{scalars['images_per_second']:.0f}"}, refresh=False)
         if self._writes:
             self.bar.update()
 

@@ -45,9 +45,8 @@ def length_in_epochs(
         return max(1, round(of * num_images / batch_size))
 
     max_iter, steps = iterations(epochs), tuple(iterations(step) for step in step_epochs)
-    arithmetic = (
-        f"{epochs:g} epochs x {num_images} images / {batch_size} images an iteration = {max_iter} iterations"
-        + "".join(f"; epoch {epoch:g} = iteration {step}" for epoch, step in zip(step_epochs, steps, strict=True))
+    arithmetic = f"{epochs:g} epochs x {num_images} images / {batch_size} images an iteration = {max_iter} iterations" + "".join(
+        f"; epoch {epoch:g} = iteration {step}" for epoch, step in zip(step_epochs, steps, strict=True)
     )
     warmup = iterations(warmup_epochs) if warmup_epochs > 0 else 0
     return Length(max_iter, steps, warmup, iterations(eval_epochs) if eval_epochs > 0 else eval_period, arithmetic)

@@ -6,6 +6,7 @@ other runner, without being saved.
 """
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -187,4 +188,4 @@ def _split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
     """Samples in parts of nearly equal length, none of them empty."""
     parts = min(parts, len(samples))
     borders = [round(number * len(samples) / parts) for number in range(parts + 1)]
-    return [samples[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    return [samples[start:end] for start, end in itertools.pairwise(borders)]

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One image of the shapes data set: planned as a scene, then painted.
+
+Two classes, ``hourglass`` and ``bowtie``, are one glyph and its quarter turn: only orientation tells them apart. Both
+look the same in a mirror, as all the others do up to their jitter, so an image may be flipped and keep its labels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from cpvt_det.errors import ConfigError
+
+CUT_SHARE = 0.4  # of the objects may hang over the border, each side by this much of its length at most:
+OVERHANG = 0.4
+MAX_TURN = math.radians(12)
+MAX_LOG_ASPECT = 0.2  # a square stays one: 1.22 to 1 at most
+MIN_CONTRAST = 100.0  # between an object and what it lies on, of 255 a channel
+TRIES = 20  # a crowded image gets fewer objects than were asked for, not a search without end
+SUPERSAMPLING = 8  # Pillow fills the pixels on a polygon's edge too: at 8 that is an eighth of a pixel
+
+
+def _ring_of(radii: Sequence[float], count: int) -> np.ndarray:
+    """(count, 2) points around the origin, the first one at the top, with the radii taken in turn."""
+    angles = 2 * np.pi * np.arange(count) / count
+    return np.resize(radii, count)[:, None] * np.stack([np.sin(angles), -np.cos(angles)], axis=1)
+
+
+_HOURGLASS = np.array([(-1, -1), (1, -1), (0.2, 0), (1, 1), (-1, 1), (-0.2, 0)], dtype=float)
+_ARM = np.array([(-1, -3), (1, -3), (1, -1)], dtype=float)
+# Outline, then holes, in any unit: the placing stretches the outline to the box. y points down. Every outline can be
+# seen whole from the middle of its box, which is why cutting it at the border leaves one piece.
+GLYPHS: dict[str, list[np.ndarray]] = {
+    "circle": [_ring_of([1], 64)],
+    "square": [np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)], dtype=float)],
+    "triangle": [_ring_of([1], 3)],
+    "star": [_ring_of([1, 0.42], 10)],
+    "cross": [np.concatenate([_ARM, _ARM[:, ::-1] * (-1, 1), -_ARM, _ARM[:, ::-1] * (1, -1)])],
+    "ring": [_ring_of([1], 64), _ring_of([0.55], 64)],
+    "hourglass": [_HOURGLASS],
+    "bowtie": [_HOURGLASS[:, ::-1]],
+}
+CLASS_NAMES = tuple(GLYPHS)
+
+
+@dataclass(frozen=True)
+class ShapesSpec:
+    """What the images are like.
+
+    Attributes:
+        image_sides: least and greatest width and height in pixels, drawn independently.
+        object_sides: least and greatest width and height of a box in pixels.
+        max_objects: from 0 to this many objects an image.
+        max_overlap: how much of a box other boxes may cover, all together.
+        min_visible: how much of an object's area the image border leaves at least; at half, an hourglass is a triangle.
+        scale: multiplies both ranges of pixels; one seed draws the same scenes at every scale.
+
+    Raises:
+        ConfigError: a value that nothing can be drawn with.
+    """
+
+    image_sides: tuple[int, int] = (96, 192)
+    object_sides: tuple[float, float] = (12, 96)
+    max_objects: int = 8
+    max_overlap: float = 0.5
+    min_visible: float = 0.6
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("image_sides", "object_sides"):
+            sides = getattr(self, name)
+            if len(sides) != 2 or not 0 < sides[0] <= sides[1] < math.inf:
+                raise ConfigError(f"{name} must be least and greatest, both above 0, got {sides}")
+        if self.object_sides[1] > self.image_sides[0]:
+            raise ConfigError(
+                f"object_sides up to {self.object_sides[1]} do not fit image_sides from {self.image_sides[0]}; "
+                "make the objects smaller or the images larger"
+            )
+        if not 0 < self.scale < math.inf or self.object_sides[0] * self.scale < 4:
+            raise ConfigError(
+                f"scale {self.scale} makes objects of {self.object_sides[0] * self.scale:g} pixels; "
+                f"under 4 nothing can be told apart, so use {4 / self.object_sides[0]:.2f} or more"
+            )
+        if self.max_objects < 0:
+            raise ConfigError(f"max_objects must be 0 or more, got {self.max_objects}")
+        if not 0 <= self.max_overlap <= 1:
+            raise ConfigError(f"max_overlap must be in [0, 1], got {self.max_overlap}")
+        if not 0 < self.min_visible <= 1:
+            raise ConfigError(f"min_visible must be in (0, 1], got {self.min_visible}")
+
+
+@dataclass
+class Shape:
+    """One object, in pixels at scale 1.
+
+    Attributes:
+        label: index into ``CLASS_NAMES``.
+        paths: (V, 2) points each: the outline, then holes; they may leave the image.
+        box: (4,) xyxy of the part inside the image, in steps of 1/64 pixel.
+        colour: (3,) RGB in [0, 255].
+        shading: (2,) share by which the colour changes over the object, along x and y.
+    """
+
+    label: int
+    paths: list[np.ndarray]
+    box: np.ndarray
+    colour: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    shading: np.ndarray = field(default_factory=lambda: np.zeros(2))
+
+
+@dataclass
+class Backdrop:
+    """A background: a colour, its slope over the image, and a texture of noise at two sizes and a wave, in one tint."""
+
+    base: np.ndarray  # (3,)
+    slope: np.ndarray  # (2, 3), from border to border along x and y
+    tint: np.ndarray  # (3,)
+    noises: list[np.ndarray]  # grids of any size, stretched over the image
+    wave: tuple[float, float, float, float]  # height, radians a pixel along x and y, phase
+
+    def colour_at(self, x: float, y: float) -> np.ndarray:
+        """(3,) RGB without the texture, at a point in [0, 1] of the image."""
+        return self.base + (x - 0.5) * self.slope[0] + (y - 0.5) * self.slope[1]
+
+
+@dataclass
+class Mark:
+    """A distractor: thin strokes, (V, 2) points each, of one width and colour, in pixels at scale 1."""
+
+    strokes: list[np.ndarray]
+    width: float
+    colour: np.ndarray
+
+
+@dataclass
+class Scene:
+    """All that is in an image but its grain, in pixels at scale 1; later shapes lie over earlier ones."""
+
+    width: int
+    height: int
+    backdrop: Backdrop
+    marks: list[Mark]
+    shapes: list[Shape]
+
+
+def draw_image(spec: ShapesSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draw one image.
+
+    Args:
+        spec: what it is like.
+        rng: its only source of chance.
+
+    Returns:
+        image: (H, W, 3) uint8, RGB.
+        boxes_xyxy: (G, 4) float64, in pixels, tight to the part of each object inside the image, covered or not.
+        labels: (G,) int64, index into ``CLASS_NAMES``.
+    """
+    scene = plan_scene(spec, rng)
+    image = paint_scene(scene, spec.scale, rng)
+    factor = np.array(image.shape[1::-1]) / (scene.width, scene.height)
+    boxes = np.array([shape.box for shape in scene.shapes]).reshape(-1, 4) * np.tile(factor, 2)
+    return image, _to_64ths(boxes), np.array([shape.label for shape in scene.shapes], dtype=np.int64)
+
+
+def plan_scene(spec: ShapesSpec, rng: np.random.Generator) -> Scene:
+    """Decide what is where, at scale 1 whatever ``spec.scale``."""
+    width, height = (int(side) for side in rng.integers(spec.image_sides[0], spec.image_sides[1] + 1, 2))
+    backdrop = _plan_backdrop(rng)
+    marks = [_plan_mark(width, height, rng) for _ in range(rng.integers(0, 5))]
+    shapes: list[Shape] = []
+    for _ in range(rng.integers(0, spec.max_objects + 1)):
+        candidates = (_place_shape(spec, width, height, rng) for _ in range(TRIES))
+        shape = next((c for c in candidates if c is not None and _leaves_room(c, shapes, spec.max_overlap)), None)
+        if shape is None:
+            break
+        neighbours = [other.colour for other in shapes if _touch(other.box, shape.box)]
+        middle = (shape.box[:2] + shape.box[2:]) / 2 / (width, height)
+        shape.colour = _pick_colour([backdrop.colour_at(*middle), *neighbours], rng)
+        shape.shading = rng.uniform(-0.12, 0.12, 2)
+        shapes.append(shape)
+    return Scene(width, height, backdrop, marks, shapes)
+
+
+def _plan_backdrop(rng: np.random.Generator) -> Backdrop:
+    noises = [
+        rng.normal(0, 11, rng.integers(3, 7, 2)).astype(np.float32),
+        rng.normal(0, rng.uniform(0, 9), rng.integers(12, 32, 2)).astype(np.float32),
+    ]
+    height = rng.uniform(6, 20) if rng.random() < 0.5 else 0.0
+    frequency, angle, phase = 2 * math.pi / rng.uniform(5, 40), *rng.uniform(0, 2 * math.pi, 2).tolist()
+    return Backdrop(
+        base=rng.uniform(40, 215, 3),
+        slope=rng.uniform(-40, 40, (2, 3)),
+        tint=rng.uniform(0.5, 1, 3),
+        noises=noises,
+        wave=(height, frequency * math.cos(angle), frequency * math.sin(angle), phase),
+    )
+
+
+def _plan_mark(width: int, height: int, rng: np.random.Generator) -> Mark:
+    start, colour = rng.uniform(0, 1, 2) * (width, height), rng.uniform(0, 255, 3)
+    kind = rng.choice(["line", "dots", "scribble", "text"])
+    if kind == "line":
+        return Mark([np.stack([start, rng.uniform(0, 1, 2) * (width, height)])], rng.uniform(0.7, 1.6), colour)
+    if kind == "dots":
+        points = start + rng.normal(0, 15, (rng.integers(4, 16), 1, 2))
+        return Mark(list(points + np.array([(0, 0), (1, 0)])), rng.uniform(1, 2), colour)
+    if kind == "scribble":
+        steps = rng.normal(0, 4, (rng.integers(8, 25), 2)) + rng.normal(0, 2, 2)
+        return Mark([start + np.cumsum(steps, axis=0)], rng.uniform(0.7, 1.4), colour)
+    corners = rng.integers(0, 3, (rng.integers(4, 14), 3, 2)) * (1.2, 2.2)  # letters of three corners each
+    corners[..., 0] += 4.2 * np.arange(len(corners))[:, None]
+    return Mark(list(start + corners), 0.8, colour)
+
+
+def _place_shape(spec: ShapesSpec, width: int, height: int, rng: np.random.Generator) -> Shape | None:
+    """One try at a shape without colour; None where its size or what the border leaves of it is out of the spec."""
+    low, high = spec.object_sides
+    label = int(rng.integers(len(GLYPHS)))
+    # Width and height are interchangeable, so a quarter turn leaves the statistics of sizes as they are.
+    side, stretch = rng.uniform(math.log(low), math.log(high)), rng.uniform(-MAX_LOG_ASPECT, MAX_LOG_ASPECT) / 2
+    size = _to_64ths(np.clip(np.exp([side + stretch, side - stretch]), low, high))
+    overhang = OVERHANG * size * (rng.random() < CUT_SHARE)
+    corner = _to_64ths(rng.uniform(-overhang, (width, height) - size + overhang))
+    angle = rng.uniform(-MAX_TURN, MAX_TURN)
+    turn = np.array([(math.cos(angle), math.sin(angle)), (-math.sin(angle), math.cos(angle))])
+    paths = [path @ turn for path in GLYPHS[CLASS_NAMES[label]]]
+    origin, extent = paths[0].min(0), np.ptp(paths[0], axis=0)
+    paths = [corner + (path - origin) / extent * size for path in paths]
+
+    if (corner >= 0).all() and (corner + size <= (width, height)).all():
+        return Shape(label, paths, np.concatenate([corner, corner + size]))
+    inside = [_clip_path(path, width, height) for path in paths]
+    if _area(inside) < spec.min_visible * _area(paths):
+        return None
+    box = _to_64ths(np.concatenate([inside[0].min(0), inside[0].max(0)]))
+    return Shape(label, paths, box) if (box[2:] - box[:2]).min() >= low else None
+
+
+def _to_64ths(pixels: np.ndarray) -> np.ndarray:
+    """Round to steps in which sums and differences of pixels are exact, so that no box leaves its image by 1e-14."""
+    return np.round(64 * pixels) / 64
+
+
+def _clip_path(path: np.ndarray, width: int, height: int) -> np.ndarray:
+    """The part of a polygon inside the image (Sutherland-Hodgman): (V', 2), empty where nothing is inside."""
+    for axis, border, sign in ((0, 0, 1), (0, width, -1), (1, 0, 1), (1, height, -1)):
+        depth = sign * (path[:, axis] - border)
+        following, depth_following = np.roll(path, -1, axis=0), np.roll(depth, -1)
+        crosses = depth * depth_following < 0
+        share = depth / np.where(crosses, depth - depth_following, 1)
+        crossings = path + share[:, None] * (following - path)
+        crossings[crosses, axis] = border
+        # An edge gives its crossing of the border, then its end: (V, 2, 2) -> (2 V, 2), less those outside.
+        keep = np.stack([crosses, depth_following >= 0], axis=1).reshape(-1)
+        path = np.stack([crossings, following], axis=1).reshape(-1, 2)[keep]
+    return path
+
+
+def _area(paths: Sequence[np.ndarray]) -> float:
+    """The area of an outline less that of its holes."""
+    areas = [abs(np.sum(p[:, 0] * np.roll(p[:, 1], -1) - p[:, 1] * np.roll(p[:, 0], -1))) / 2 for p in paths]
+    return float(areas[0] - sum(areas[1:]))
+
+
+def _touch(box1: np.ndarray, box2: np.ndarray) -> bool:
+    return bool((np.minimum(box1[2:], box2[2:]) > np.maximum(box1[:2], box2[:2])).all())
+
+
+def _leaves_room(shape: Shape, others: Sequence[Shape], max_overlap: float) -> bool:
+    """Whether no box would lie under the others, all together, by more than ``max_overlap`` of its area."""
+    boxes = np.array([other.box for other in others] + [shape.box])
+    overlaps = np.minimum(boxes[:, None, 2:], boxes[:, 2:]) - np.maximum(boxes[:, None, :2], boxes[:, :2])
+    shared = np.prod(np.maximum(overlaps, 0), axis=2)  # (G, G), the areas themselves on the diagonal
+    return bool((shared.sum(1) <= (1 + max_overlap) * np.diagonal(shared)).all())
+
+
+def _pick_colour(avoid: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
+    """A random colour that stands out from others; of 30 that do not, the one that comes closest."""
+    colours = rng.uniform(0, 255, (30, 3))
+    # (30, 1, 3) - (n, 3) -> (30, n), weighted as the eye does
+    distances = np.sqrt((((colours[:, None] - np.stack(avoid)) ** 2) * (0.7, 1.6, 0.7)).sum(-1))
+    return colours[np.argmax(np.minimum(distances.min(1), MIN_CONTRAST))]
+
+
+def paint_scene(scene: Scene, scale: float, rng: np.random.Generator) -> np.ndarray:
+    """Paint a scene, and camera noise over it: (H, W, 3) uint8, RGB."""
+    width, height = round(scene.width * scale), round(scene.height * scale)
+    factor = np.array([width / scene.width, height / scene.height])
+    canvas = _paint_backdrop(scene, width, height)
+    for mark in scene.marks:
+        points = np.concatenate(mark.strokes)
+        box = np.concatenate([points.min(0) - mark.width, points.max(0) + mark.width])
+        _stamp(canvas, factor, box, mark.strokes, mark.colour, line_width=mark.width)
+    for shape in scene.shapes:
+        _stamp(canvas, factor, shape.box, shape.paths, shape.colour, shape.shading)
+    canvas += rng.uniform(1, 6) * rng.standard_normal(canvas.shape, dtype=np.float32)
+    return np.clip(canvas + 0.5, 0, 255).astype(np.uint8)
+
+
+def _paint_backdrop(scene: Scene, width: int, height: int) -> np.ndarray:
+    """(H, W, 3) float32."""
+    backdrop = scene.backdrop
+    x = ((np.arange(width, dtype=np.float32) + 0.5) / width)[None, :]
+    y = ((np.arange(height, dtype=np.float32) + 0.5) / height)[:, None]
+    size, along_x, along_y, phase = backdrop.wave
+    texture = size * np.sin(along_x * scene.width * x + (along_y * scene.height * y + phase))
+    for noise in backdrop.noises:
+        texture += np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
+    canvas = texture[..., None] * backdrop.tint.astype(np.float32)
+    canvas += backdrop.colour_at(x[..., None], 0.5)
+    canvas += backdrop.colour_at(0.5, y[..., None]) - backdrop.base
+    return canvas
+
+
+def _stamp(
+    canvas: np.ndarray,
+    factor: np.ndarray,
+    box: np.ndarray,
+    paths: Sequence[np.ndarray],
+    colour: np.ndarray,
+    shading: Sequence[float] = (0.0, 0.0),
+    line_width: float | None = None,
+) -> None:
+    """Lay a colour over what an outline less its holes, or thin strokes, cover of the canvas inside ``box``."""
+    height, width = canvas.shape[:2]
+    left, top = np.maximum(np.floor(box[:2] * factor), 0).astype(int).tolist()
+    right, bottom = np.minimum(np.ceil(box[2:] * factor), (width, height)).astype(int).tolist()
+    if left >= right or top >= bottom:
+        return
+    mask = Image.new("L", ((right - left) * SUPERSAMPLING, (bottom - top) * SUPERSAMPLING))
+    pen = ImageDraw.Draw(mask)
+    for i, path in enumerate(paths):
+        # Pillow's whole numbers are the middles of pixels
+        points = (((path * factor - (left, top)) * SUPERSAMPLING) - 0.5).reshape(-1).tolist()
+        if line_width is None:
+            pen.polygon(points, fill=0 if i else 255)
+        else:
+            pen.line(points, fill=255, width=max(1, round(line_width * factor.mean() * SUPERSAMPLING)))
+    alpha = np.asarray(mask.reduce(SUPERSAMPLING), dtype=np.float32)[..., None] / 255
+    x, y = (np.linspace(-1, 1, side, dtype=np.float32) for side in (right - left, bottom - top))
+    light = (1 + float(shading[0]) * x[None, :] + float(shading[1]) * y[:, None])[..., None]
+    region = canvas[top:bottom, left:right]
+    region += alpha * (light * colour.astype(np.float32) - region)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config files and overrides: every file of the package builds; what is wrong is told by key and source."""
+
+import pytest
+import torch
+from fvcore.common.config import CfgNode
+
+from cpvt_det import config
+from cpvt_det.build import build_criterion, build_detector, build_device, build_postprocessor
+from cpvt_det.config import config_root, find_config, get_cfg, load_cfg, merge_overrides, read_config
+from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
+
+CONFIGS = sorted(str(path.relative_to(config_root())) for path in config_root().rglob("*.yaml"))
+ENCODINGS = ["none", "sine", "learned", "peg", "sine+peg"]
+
+
+def write(folder, text, name="run.yaml"):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# The files of the package
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_of_the_package_loads_and_builds(name):
+    """Detector, criterion and post-processing; on the meta device, so without memory or time for the weights."""
+    cfg = load_cfg(name)
+    cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 7
+    with torch.device("meta"):
+        detector = build_detector(cfg)
+        (features,) = detector.backbone(torch.zeros(2, 3, 96, 64), torch.zeros(2, 96, 64, dtype=torch.bool))
+    detr = cfg.MODEL.DETR
+    assert features.shape[1] == detector.input_proj.in_channels
+    assert detector.query_embed.weight.shape == (detr.NUM_OBJECT_QUERIES, detr.HIDDEN_DIM)
+    assert (len(detector.transformer.encoder.layers), len(detector.transformer.decoder.layers)) == (
+        detr.ENC_LAYERS,
+        detr.DEC_LAYERS,
+    )
+    assert build_criterion(cfg).classification.num_logits == detector.class_embed.out_features
+    assert build_postprocessor(cfg).max_detections == cfg.TEST.DETECTIONS_PER_IMAGE
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_configs_of_the_table_differ_in_one_key(encoding):
+    """Each is ``_BASE_`` plus the encoding's name, and the base is the recipe of the paper."""
+    name = f"coco/detr_r50_{encoding}_50ep.yaml"
+    own = [line for line in find_config(name).read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert own[0].startswith("_BASE_: ")
+    assert [line.strip() for line in own[1:]] == ["MODEL:", "POSITION:", f"NAME: {encoding}"]
+    cfg = load_cfg(name)
+    assert encoding == cfg.MODEL.POSITION.NAME
+    solver = cfg.SOLVER
+    assert (solver.EPOCHS, tuple(solver.STEP_EPOCHS), solver.GAMMA, solver.IMS_PER_BATCH) == (50, (40,), 0.1, 32)
+    assert (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY) == (1e-4, 2e-5, 1e-4)
+    assert solver.CLIP_GRADIENTS.CLIP_VALUE == 0.1
+    assert tuple(cfg.DATASETS.TRAIN) == ("coco_2017_train",)
+
+
+# Finding files
+
+
+def test_config_is_found_by_path_and_by_name_below_the_package_s(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # anywhere
+    name = CONFIGS[0]
+    for spelling in (str(config_root() / name), name, f"configs/{name}"):
+        assert find_config(spelling).samefile(config_root() / name)
+
+
+def test_a_file_in_the_working_directory_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / CONFIGS[0]).parent.mkdir()
+    write(tmp_path, "SEED: 77", CONFIGS[0])
+    assert load_cfg(CONFIGS[0]).SEED == 77
+
+
+def test_configs_inside_the_package_come_before_those_beside_it(tmp_path, monkeypatch):
+    """In the wheel they are inside, in a checkout beside."""
+    (tmp_path / "cpvt_det" / "configs").mkdir(parents=True)
+    monkeypatch.setattr(config, "__file__", str(tmp_path / "cpvt_det" / "config.py"))
+    assert config_root() == tmp_path / "cpvt_det" / "configs"
+    (tmp_path / "cpvt_det" / "configs").rmdir()
+    assert config_root() == tmp_path / "configs"
+
+
+def test_missing_config_says_where_it_was_sought():
+    with pytest.raises(ConfigError, match=r"no config file 'coco/nothing\.yaml', neither as a path nor below .*configs"):
+        load_cfg("coco/nothing.yaml")
+
+
+# Files
+
+
+def test_base_is_read_first_and_overridden(tmp_path):
+    write(tmp_path, "SEED: 1\nMODEL: {DETR: {NHEADS: 4, ENC_LAYERS: 2}}", "base.yaml")
+    cfg = load_cfg(write(tmp_path, "_BASE_: base.yaml\nMODEL: {DETR: {NHEADS: 2}}"))
+    assert (cfg.SEED, cfg.MODEL.DETR.NHEADS, cfg.MODEL.DETR.ENC_LAYERS) == (1, 2, 2)
+    assert cfg.MODEL.DETR.DEC_LAYERS == get_cfg().MODEL.DETR.DEC_LAYERS
+    assert "_BASE_" not in cfg
+
+
+def test_file_comes_over_defaults_and_overrides_over_the_file(tmp_path):
+    path = write(tmp_path, "SEED: 1\nOUTPUT_DIR: here")
+    cfg = load_cfg(path, ["SEED", "2"])
+    assert (cfg.SEED, cfg.OUTPUT_DIR, cfg.VERSION) == (2, "here", 2)
+    assert load_cfg("") == get_cfg()
+
+
+def test_a_config_that_was_written_is_read_back(tmp_path):
+    cfg = load_cfg(
+        "", ["SOLVER.STEP_EPOCHS", "(1.5, 2.0)", "DATASETS.REGISTER", "[['a', 'b.json', 'c']]", "MODEL.POSITION.MINE", "3"]
+    )
+    assert load_cfg(write(tmp_path, cfg.dump())) == cfg
+
+
+UNSAFE = "SEED: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{}']]"
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_yaml_tags_that_run_code_are_refused_and_not_run(tmp_path, base):
+    """In the file and in its base, by our reader and by ``cfg.merge_from_file``."""
+    path = write(tmp_path, UNSAFE.format(tmp_path / "ran"))
+    if base:
+        path = write(tmp_path, "_BASE_: run.yaml", "child.yaml")
+    with pytest.raises(ConfigError, match=r"cannot read config .*\.yaml: could not determine a constructor for the tag"):
+        load_cfg(path)
+    with pytest.raises(Exception, match="could not determine a constructor"):
+        get_cfg().merge_from_file(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_merge_from_file_reads_base_too(tmp_path):
+    write(tmp_path, "SEED: 1", "base.yaml")
+    cfg = get_cfg()
+    cfg.merge_from_file(write(tmp_path, "_BASE_: base.yaml\nVERSION: 2"))
+    assert cfg.SEED == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not a YAML mapping of keys to values"),
+        ("# nothing", "is not a YAML mapping"),
+        ("- SEED", "is not a YAML mapping"),
+        ("SEED", "is not a YAML mapping"),
+        ("SEED: [1", "cannot read config .*: while parsing"),
+        ("_BASE_: nowhere.yaml", "cannot read config .*No such file or directory: .*nowhere.yaml"),
+        ("_BASE_: run.yaml", "its _BASE_ leads back to itself"),
+        ("5: 6", r"unknown config key \(from .*run.yaml\) '5'"),
+        ("SEED: 2000-01-01", "cannot read config .*SEED"),
+    ],
+)
+def test_file_that_cannot_be_used_is_named(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_cfg(path)
+    assert "run.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Keys and values
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("MODEL: {POSTION: {NAME: peg}}", r"'MODEL\.POSTION' \(did you mean 'MODEL\.POSITION'\?\); known: MODEL\.BACKBONE"),
+        ("SOLVERS: {}", r"'SOLVERS' \(did you mean 'SOLVER'\?\); known: DATALOADER, DATASETS"),
+        ("SOLVER: {AMP: {ENABLE: True}}", r"'SOLVER\.AMP\.ENABLE' \(did you mean 'SOLVER\.AMP\.ENABLED'\?\)"),
+        ("MODEL: {DETR: {HIDEN_DIM: 4}}", r"'MODEL\.DETR\.HIDEN_DIM' \(did you mean 'MODEL\.DETR\.HIDDEN_DIM'\?\)"),
+    ],
+)
+def test_unknown_key_is_told_with_its_neighbour(tmp_path, text, message):
+    with pytest.raises(UnknownNameError, match=rf"unknown config key \(from .*run\.yaml\) {message}"):
+        load_cfg(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("SOLVER.BASE_LR", "fast", r"Type mismatch .*SOLVER\.BASE_LR"),
+        ("SOLVER.IMS_PER_BATCH", "2.5", r"Type mismatch .*SOLVER\.IMS_PER_BATCH"),
+        ("SOLVER.AMP.ENABLED", "1", r"Type mismatch .*SOLVER\.AMP\.ENABLED"),
+        ("SOLVER.BASE_LR", "True", r"Type mismatch .*SOLVER\.BASE_LR"),
+        ("DATASETS.TRAIN", "coco_2017_train", r"Type mismatch .*DATASETS\.TRAIN"),
+        ("SOLVER.BASE_LR", "None", r"SOLVER\.BASE_LR has no value; expected a float"),
+        ("MODEL.POSITION", "peg", r"MODEL\.POSITION is a group of keys, got 'peg'; set one of NAME, DECODER"),
+        ("MODEL.NAME.OTHER", "x", r"unknown config key \(from the command line\) 'MODEL\.NAME'"),
+    ],
+)
+def test_value_that_does_not_fit_is_told_by_key(key, value, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_cfg("", [key, value])
+    assert "the command line" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_empty_value_in_a_file_is_told_by_key(tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.yaml: MODEL\.DETR\.NHEADS has no value; expected a int"):
+        load_cfg(write(tmp_path, "MODEL:\n  DETR:\n    NHEADS:\n"))
+
+
+def test_whole_numbers_do_for_floats(tmp_path):
+    cfg = load_cfg(write(tmp_path, "SOLVER: {EPOCHS: 3, EMA: {DECAY: 0}}"), ["MODEL.CRITERION.L1_COST", "2"])
+    for value, expected in ((cfg.SOLVER.EPOCHS, 3.0), (cfg.SOLVER.EMA.DECAY, 0.0), (cfg.MODEL.CRITERION.L1_COST, 2.0)):
+        assert type(value) is float
+        assert value == expected
+
+
+def test_exponents_without_a_dot_are_numbers(tmp_path):
+    """YAML 1.1 reads 1e-4 as text."""
+    assert load_cfg(write(tmp_path, "SOLVER: {BASE_LR: 3e-4}")).SOLVER.BASE_LR == 3e-4
+    assert load_cfg("", ["SOLVER.BASE_LR", "5e-4"]).SOLVER.BASE_LR == 5e-4
+
+
+def test_lists_do_for_tuples_and_none_may_be_replaced():
+    cfg = load_cfg("", ["DATASETS.TRAIN", "['a', 'b']", "SOLVER.WEIGHT_DECAY_NORM", "0.0", "SOLVER.STEPS", "(5,)"])
+    assert tuple(cfg.DATASETS.TRAIN) == ("a", "b")
+    assert cfg.SOLVER.WEIGHT_DECAY_NORM == 0.0
+    assert tuple(cfg.SOLVER.STEPS) == (5,)
+    assert load_cfg("", ["SOLVER.WEIGHT_DECAY_NORM", "None"]).SOLVER.WEIGHT_DECAY_NORM is None
+
+
+def test_overrides_come_in_pairs():
+    with pytest.raises(ConfigError, match="KEY VALUE pairs, got an odd number of words: SEED 1 VERSION"):
+        load_cfg("", ["SEED", "1", "VERSION"])
+
+
+def test_a_refused_override_changes_nothing_of_its_group():
+    cfg = get_cfg()
+    with pytest.raises(ConfigError):
+        merge_overrides(cfg, ["MODEL.DETR.NHEAD", "4"])
+    assert cfg == get_cfg()
+
+
+def test_defaults_are_made_anew_each_time():
+    first = get_cfg()
+    first.MODEL.DETR.NHEADS = 3
+    first.DATASETS.REGISTER.append(["a", "b", "c"])
+    assert get_cfg().MODEL.DETR.NHEADS == 8
+    assert get_cfg().DATASETS.REGISTER == []
+
+
+def test_read_config_gives_the_file_s_own_keys(tmp_path):
+    assert read_config(write(tmp_path, "MODEL: {DETR: {NHEADS: 2}}")) == CfgNode({"MODEL": {"DETR": {"NHEADS": 2}}})
+
+
+# Devices and errors
+
+
+def test_device_that_is_not_there_is_a_config_error(monkeypatch):
+    cfg = get_cfg()
+    assert build_device(cfg).type in ("cpu", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert build_device(cfg).type == "cpu"
+    cfg.MODEL.DEVICE = "cuda"
+    with pytest.raises(ConfigError, match=r"MODEL\.DEVICE is cuda, but torch sees no CUDA GPU; use cpu or auto"):
+        build_device(cfg)
+    cfg.MODEL.DEVICE = "gpu"
+    with pytest.raises(ConfigError, match=r"^MODEL\.DEVICE: .*gpu"):
+        build_device(cfg)
+
+
+def test_unknown_name_is_a_config_error_a_value_error_and_a_key_error():
+    error = UnknownNameError("fruit", "aple", ["pear", "apple"])
+    assert isinstance(error, ConfigError)
+    assert isinstance(error, BadInputError)
+    assert isinstance(error, ValueError)
+    assert isinstance(error, KeyError)
+    assert str(error) == "unknown fruit 'aple' (did you mean 'apple'?); known: apple, pear"
+    assert str(UnknownNameError("fruit", 7, ["pear"])) == "unknown fruit 7; known: pear"
+
+
+def test_first_line_of_an_error():
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError("\n one")) == "one"
+    assert first_line(ValueError()) == "ValueError"
