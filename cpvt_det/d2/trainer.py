@@ -131,7 +131,7 @@ def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[s
     """Evaluate with detectron2's ``inference_on_dataset``.
 
     Returns:
-        In the main process ``{"bbox": {...}}``, or by name for several data sets, which ``results.json`` holds too; in others ``{}``.
+        In the main process ``{"bbox": {...}}``, or by name for several sets, which ``results.json`` holds too; elsewhere ``{}``.
     """
     results = {}
     for dataset in tests:

@@ -78,7 +78,8 @@ class CocoDataset:
         boxes = sum(len(record.labels) for record in self.records)
         empty = sum(not len(record.labels) for record in self.records)
         faults = "".join(f"; {count} {reason}" for reason, count in sorted(self.left_out.items()))
-        return f"{self.name}: {len(self.records)} images, {empty} of them without objects, {boxes} boxes, {len(self.classes)} classes{faults}"
+        images = f"{len(self.records)} images, {empty} of them without objects"
+        return f"{self.name}: {images}, {boxes} boxes, {len(self.classes)} classes{faults}"
 
 
 def load_coco(files: DatasetFiles) -> CocoDataset:

@@ -43,7 +43,7 @@ def evaluate(cfg: CfgNode, detector: nn.Module, datasets: Sequence[CocoDataset],
     """Evaluate on every test set and write ``results.json`` and ``inference/coco_instances_results.json``.
 
     Returns:
-        ``{"bbox": {"AP": ..., ...}}`` in percent for one data set, ``{name: {"bbox": ...}}`` for several; the same in every process.
+        ``{"bbox": {"AP": ..., ...}}`` in percent for one data set, ``{name: {"bbox": ...}}`` for several.
     """
     results = {}
     for dataset in datasets:

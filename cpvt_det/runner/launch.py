@@ -14,7 +14,7 @@ from cpvt_det.errors import ConfigError
 def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
     """Call ``main(*args)`` in every process of the run.
 
-    Under ``torchrun`` this process is one of them, whatever ``num_gpus`` says. Otherwise there are ``num_gpus`` processes, one a GPU.
+    Under ``torchrun`` this process is one of them, whatever ``num_gpus`` says. Otherwise it starts ``num_gpus`` of them.
 
     Args:
         main: importable by name, for new processes.
