@@ -6,9 +6,9 @@ variance. The norms here count valid cells alone.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from cpvt_det import distributed
 from cpvt_det.errors import UnknownNameError
 
 NORMS = ("BN", "SyncBN", "GN", "none")
@@ -44,27 +44,15 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
 
     def _statistics(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Mean (C,), biased variance (C,) and number of valid cells (), over all processes where synchronised."""
-        weight = torch.ones_like(x[:, :1]) if valid is None else valid.to(x.dtype)
+        weight = torch.ones_like(x[:, :1]) if valid is None else valid
         weight = weight.to(_accumulation_dtype(x))
         count = weight.sum()
-        if self.synchronised and dist.is_available() and dist.is_initialized():
-            return self._synchronised_statistics(x, weight)
         safe = count.clamp(min=1)
         mean = (x * weight).sum((0, 2, 3)) / safe
-        # Two passes: the mean of squares minus the square of the mean cancels in float32.
+        # Two passes: the mean of squares less the square of the mean cancels in float32.
         variance = ((x - mean[:, None, None]).square() * weight).sum((0, 2, 3)) / safe
-        return mean, variance, count
-
-    def _synchronised_statistics(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same from one differentiable all-reduce of sum, sum of squares and count; a process may have no valid cell."""
-        from torch.distributed.nn.functional import all_reduce  # needs torch built with distributed
-
-        x, weight = x.double(), weight.double()  # one pass cancels in float32, and here it has to be one pass
-        sums = torch.cat(((x * weight).sum((0, 2, 3)), (x.square() * weight).sum((0, 2, 3)), weight.sum()[None]))
-        total, square, count = all_reduce(sums).split((self.num_features, self.num_features, 1))
-        count = count.squeeze(0).detach()
-        mean = total / count.clamp(min=1)
-        variance = (square / count.clamp(min=1) - mean.square()).clamp(min=0)
+        if self.synchronised and distributed.is_initialized():
+            return _over_processes(mean, variance, count)
         return mean, variance, count
 
     @torch.no_grad()
@@ -97,8 +85,9 @@ class MaskedGroupNorm(nn.GroupNorm):
         count = (weight.sum((2, 3, 4), keepdim=True) * groups.shape[2]).clamp(min=1)
         mean = (groups * weight).sum((2, 3, 4), keepdim=True) / count
         variance = ((groups - mean).square() * weight).sum((2, 3, 4), keepdim=True) / count
-        x = ((groups - mean) * torch.rsqrt(variance + self.eps)).to(x.dtype).flatten(1, 2)
-        return x * self.weight[:, None, None] + self.bias[:, None, None]
+        scale = self.weight.view(self.num_groups, -1) * torch.rsqrt(variance + self.eps).flatten(2)  # (B, groups, C / groups)
+        shift = self.bias.view(self.num_groups, -1) - mean.flatten(2) * scale
+        return x * scale.flatten(1)[..., None, None] + shift.flatten(1)[..., None, None]
 
 
 class NoNorm(nn.Identity):
@@ -133,6 +122,21 @@ def make_norm(name: str, channels: int) -> nn.Module:
 def group_count(channels: int) -> int:
     """The largest number of groups up to 32 that divides the channels."""
     return max(groups for groups in range(1, 33) if channels % groups == 0)
+
+
+def _over_processes(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Join the statistics of all processes by one differentiable all-reduce of sum, sum of squares and count.
+
+    In float64, since here one pass has to do; a process without a valid cell adds nothing.
+    """
+    from torch.distributed.nn.functional import all_reduce  # needs torch built with distributed
+
+    mean, variance, count = mean.double(), variance.double(), count.double().detach()
+    sums = torch.cat((count * mean, count * (variance + mean.square()), count[None]))
+    total, square, count = all_reduce(sums).split((len(mean), len(mean), 1))
+    count = count.squeeze(0).detach()
+    mean = total / count.clamp(min=1)
+    return mean, (square / count.clamp(min=1) - mean.square()).clamp(min=0), count
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:

@@ -13,13 +13,13 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers.norm import MaskedGroupNorm, group_count
+from cpvt_det.layers.norm import MaskedGroupNorm, MaskedSyncBatchNorm2d, group_count
 from cpvt_det.structures import level_padding_mask
 
 NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "FrozenBN": FrozenBatchNorm2d,
     "BN": nn.BatchNorm2d,
-    "SyncBN": nn.SyncBatchNorm,
+    "SyncBN": MaskedSyncBatchNorm2d,  # torch's own has no CPU
     "GN": lambda channels: MaskedGroupNorm(group_count(channels), channels),
 }
 DEPTHS = {

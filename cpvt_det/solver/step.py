@@ -110,7 +110,8 @@ class TrainStep:
         self.options = options
         self.seed = seed
         self.ema = ema
-        self.scaler = torch.amp.GradScaler(enabled=options.amp_dtype == torch.float16)
+        device = self.training_model.detector.pixel_mean.device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp_dtype == torch.float16)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
