@@ -339,6 +339,36 @@ def test_decoder_layer_is_torch_s(pre_norm):
     assert (layer(queries, torch.zeros_like(queries), memory, memory, mask) - expected).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_decoder_layer_adds_query_positions_to_both_attentions_and_key_positions_to_keys_alone(pre_norm):
+    """Against torch's attention, norms and products put together as the paper's figure 10 has them."""
+    torch.manual_seed(0)
+    layer = unlike_initial(DecoderLayer(16, 4, 24, 0.0, pre_norm).double())
+    attentions = []
+    for own in (layer.self_attn, layer.multihead_attn):
+        attentions.append(nn.MultiheadAttention(16, 4, batch_first=True).double())
+        attentions[-1].load_state_dict(own.state_dict())
+    queries, query_positions = torch.randn(2, 2, 5, 16).double()
+    memory, key_positions = torch.randn(2, 2, 7, 16).double()
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[1, 4:] = True
+
+    def attend_queries(x):
+        return attentions[0](x + query_positions, x + query_positions, x, need_weights=False)[0]
+
+    def attend_memory(x):
+        return attentions[1](x + query_positions, memory + key_positions, memory, key_padding_mask=mask, need_weights=False)[0]
+
+    def feed_forward(x):
+        return layer.linear2(layer.linear1(x).clamp(min=0))
+
+    expected = queries
+    for part, norm in zip((attend_queries, attend_memory, feed_forward), (layer.norm1, layer.norm2, layer.norm3), strict=True):
+        expected = expected + part(norm(expected)) if pre_norm else norm(expected + part(expected))
+    found = layer(queries, query_positions, memory, memory + key_positions, mask)
+    assert (found - expected).abs().max() < 1e-12
+
+
 def test_positions_go_to_queries_and_keys_and_not_to_values():
     """Attention with a single key returns its value whatever the positions are."""
     torch.manual_seed(0)

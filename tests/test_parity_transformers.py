@@ -58,7 +58,7 @@ def hf_detector(backbone: str, position: str) -> torch.nn.Module:
             elif tensor.ndim == 1:
                 tensor.uniform_(-0.2, 0.2)
             elif tensor.ndim == 2:
-                tensor.normal_(0, 1 if "embedding" in name else 1.5 * tensor.shape[1] ** -0.5)
+                tensor.normal_(0, 1 if "embedding" in name else tensor.shape[1] ** -0.5)
     return model
 
 

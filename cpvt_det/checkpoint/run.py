@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from cpvt_det import distributed
-from cpvt_det.checkpoint.files import read_checkpoint, write_atomically
+from cpvt_det.checkpoint.files import atomic_file, read_checkpoint, write_atomically
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import WeightsError
 from cpvt_det.solver.step import TrainStep
@@ -112,6 +112,11 @@ class RunCheckpointer(Checkpointer):
         write_atomically({"model": self.model.state_dict(), **nodes, **kwargs}, path)
         if name != BEST:
             self.tag_last_checkpoint(path.name)
+
+    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
+        """Write ``last_checkpoint``, all of it or nothing."""
+        with atomic_file(Path(self.save_dir) / "last_checkpoint") as file:
+            file.write(last_filename_basename.encode())
 
     def resume(self) -> int:
         """Load the last checkpoint.
