@@ -213,6 +213,17 @@ def test_content_under_the_padding_does_not_matter(content, training, mask_paddi
         assert torch.equal(clean, dirty)
 
 
+def test_backbone_from_elsewhere_may_leave_anything_under_the_padding():
+    """NaN of its own making too: the detector hands on the valid cells of its map alone."""
+    model = build(POSITION__NAME="sine+peg").eval()
+    batch = PaddedBatch.from_images(draw_images())
+    clean = model(batch.images, batch.padding_mask)
+    padded = batch.padding_mask[:, None, ::16, ::16]
+    model.backbone.register_forward_hook(lambda _, args, maps: [level.masked_fill(padded, float("nan")) for level in maps])
+    dirty = model(batch.images, batch.padding_mask)
+    assert largest_difference((clean.logits, clean.boxes), (dirty.logits, dirty.boxes)) < 1e-12
+
+
 def test_padding_of_the_batch_does_not_matter_in_training():
     """Frozen backbone norms, masked PEG statistics: two canvases give one loss gradient too."""
     results = []
@@ -591,3 +602,14 @@ def test_number_of_classes_has_to_be_known():
 def test_what_a_constructor_refuses_is_a_config_error():
     with pytest.raises(ConfigError, match="MODEL: channels must be a multiple of num_heads, got 32 channels and 5 heads"):
         build_detector(small_cfg(DETR__NHEADS=5))
+
+
+def test_frozen_stages_keep_their_statistics_too():
+    backbone = ResNetBackbone("resnet10", "BN", freeze_at=2).train()
+    before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    backbone(torch.randn(2, 3, 32, 64), torch.zeros(2, 32, 64, dtype=torch.bool))
+    changed = {name for name, value in backbone.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed
+    assert not any(name.startswith(("body.bn1", "body.layer1")) for name in changed)
+    with pytest.raises(ValueError, match="from 0"):
+        ResNetBackbone("resnet10", freeze_at=6)

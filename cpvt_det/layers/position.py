@@ -95,7 +95,7 @@ def build_position(name: str, channels: int, num_levels: int = 1, num_layers: in
 
 def position_options(name: str) -> set[str]:
     """The keywords that the builder of a registered encoding takes."""
-    return set(inspect.signature(POSITION_REGISTRY.get(name)).parameters)
+    return set(inspect.signature(POSITION_REGISTRY.get(name)).parameters) - {"additive"}  # the registry's choice, not an option
 
 
 class SineEncoding(PositionEncoding):

@@ -39,14 +39,14 @@ class ResNetBackbone(nn.Module):
         norm: ``FrozenBN`` (fixed statistics, for pretrained weights), ``BN``, ``SyncBN`` or ``GN`` (to train from scratch).
         stages: which of the stages 2 to 5 to return; later ones than the last of them are not built.
         dilation: DC5, a stage 5 at the stride of stage 4.
-        freeze_at: stages up to this one keep their weights; 1 is the stem, 0 trains all.
+        freeze_at: stages up to this one keep their weights and statistics; 1 is the stem, 0 trains all.
         mask_padding: zero the padded part of every feature map that a convolution or pooling looks across, and leave it out of
             GN's statistics. The padding then looks like the convolution's own zero padding, and an image's features do not
             depend on what it is batched with.
 
     Raises:
         UnknownNameError: another name or norm.
-        ValueError: no stages, or stages outside 2 to 5.
+        ValueError: no stages, stages outside 2 to 5, or a ``freeze_at`` outside 0 to 5.
     """
 
     def __init__(
@@ -65,14 +65,19 @@ class ResNetBackbone(nn.Module):
             raise UnknownNameError("backbone norm", norm, NORM_LAYERS)
         if not stages or not set(stages) <= {2, 3, 4, 5}:
             raise ValueError(f"backbone stages must be among 2, 3, 4, 5, got {list(stages)}")
+        if not 0 <= freeze_at <= 5:
+            raise ValueError(f"freeze_at must be from 0 (train all) to 5, got {freeze_at}")
         self.stages = sorted(stages)
         self.mask_padding = mask_padding
+        self.freeze_at = freeze_at
         self.body = _trunk(name, norm, dilation, last_stage=self.stages[-1])
         strides = {2: 4, 3: 8, 4: 16, 5: 16 if dilation else 32}
         expansion = DEPTHS[name][0].expansion
         self.strides = [strides[stage] for stage in self.stages]
         self.channels = [64 * 2 ** (stage - 2) * expansion for stage in self.stages]
-        self._freeze(freeze_at)
+        for module in self._frozen_modules():
+            module.requires_grad_(False)
+        self.train(self.training)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """Extract features.
@@ -96,12 +101,18 @@ class ResNetBackbone(nn.Module):
                 features.append(x)
         return features
 
-    def _freeze(self, freeze_at: int) -> None:
+    def train(self, mode: bool = True) -> "ResNetBackbone":
+        """Set the mode; the norms of frozen stages stay in evaluation, so that their statistics are frozen too."""
+        super().train(mode)
+        for module in self._frozen_modules():
+            module.eval()
+        return self
+
+    def _frozen_modules(self) -> list[nn.Module]:
         body = self.body
-        frozen = [body.conv1, body.bn1] if freeze_at >= 1 else []
-        frozen += [getattr(body, f"layer{stage - 1}") for stage in range(2, freeze_at + 1) if hasattr(body, f"layer{stage - 1}")]
-        for module in frozen:
-            module.requires_grad_(False)
+        stem = [body.conv1, body.bn1] if self.freeze_at >= 1 else []
+        stages = range(2, min(self.freeze_at, self.stages[-1]) + 1)
+        return stem + [getattr(body, f"layer{stage - 1}") for stage in stages]
 
 
 class _ValidCells:
