@@ -4,8 +4,9 @@
 Tensors of a wrong shape or dtype, handed to a layer by hand, meet plain ``ValueError`` and ``TypeError``.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class BadInputError(ValueError):
@@ -45,3 +46,14 @@ class UnknownNameError(ConfigError, KeyError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextlib.contextmanager
+def config_errors(where: str) -> Iterator[None]:
+    """What a constructor refuses is a fault of the config that chose its arguments."""
+    try:
+        yield
+    except BadInputError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"{where}: {first_line(error)}") from error

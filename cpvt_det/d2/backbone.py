@@ -6,8 +6,7 @@ from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
 from torch import Tensor, nn
 
-from cpvt_det import build
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, config_errors
 from cpvt_det.models.backbone import DEPTHS, ResNetBackbone
 
 
@@ -78,7 +77,7 @@ def build_cpvt_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone
         ConfigError: a depth or a norm there is none of.
     """
     node = cfg.MODEL.RESNETS
-    with build.config_errors("MODEL.RESNETS"):
+    with config_errors("MODEL.RESNETS"):
         resnet = ResNetBackbone(
             f"resnet{node.DEPTH}",
             norm=node.NORM,
