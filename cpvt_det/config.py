@@ -200,6 +200,9 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: a key without a value, an unknown key, a value of another type.
     """
+    options = [word for word in overrides[::2] if word.startswith("--")]
+    if options:
+        raise ConfigError(f"unknown option {options[0]}; --help lists the options")
     if len(overrides) % 2:
         raise ConfigError(f"overrides are KEY VALUE pairs, got an odd number of words: {' '.join(overrides)}")
     for key, value in zip(overrides[::2], overrides[1::2], strict=True):

@@ -44,8 +44,11 @@ class UnknownNameError(ConfigError, KeyError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's text, or its type where it has none; for one that a data worker sent, of its own text."""
+    text = str(error).strip() or type(error).__name__
+    if text.startswith("Caught ") and "Original Traceback" in text:
+        return text.splitlines()[-1].partition(": ")[2]
+    return text.splitlines()[0]
 
 
 @contextlib.contextmanager

@@ -19,9 +19,14 @@ class PostProcessor:
     Args:
         classification: what the model was trained with.
         max_detections: the most for an image.
+
+    Raises:
+        ValueError: fewer than one.
     """
 
     def __init__(self, classification: Classification, max_detections: int = 100):
+        if max_detections < 1:
+            raise ValueError(f"max_detections must be at least 1, got {max_detections}")
         self.classification = classification
         self.max_detections = max_detections
 

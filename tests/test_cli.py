@@ -70,6 +70,7 @@ def test_train_then_eval(drawn_coco, tmp_path):
         ((), {"MODEL__NUM_CLASES": 9}, "did you mean 'MODEL.NUM_CLASSES'"),
         ((), {"SOLVER__BASE_LR": "fast"}, "SOLVER.BASE_LR"),
         (("--num-gpus", 64), {}, "--num-gpus 64"),
+        (("--resum",), {}, "unknown option --resum"),
         (("--eval-only",), {"MODEL__WEIGHTS": "missing.pth"}, "missing.pth"),
         (("--eval-only", "--resume"), {}, "nothing to resume"),
     ],

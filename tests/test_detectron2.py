@@ -9,6 +9,7 @@ from test_runner import assert_same_run, losses_of
 from tiny import overrides
 
 from cpvt_det import build
+from cpvt_det.config import get_cfg as get_core_cfg
 from cpvt_det.config import load_cfg as load_core_cfg
 from cpvt_det.errors import ConfigError
 from cpvt_det.runner.train import run as run_builtin
@@ -49,7 +50,7 @@ def test_every_core_key_is_in_detectron2s_config_with_our_default(d2):
     cfg = get_cfg()
     d2.add_cpvt_det_config(cfg)
     theirs = dict(flat(cfg))
-    ours = dict(flat(build.get_cfg()))
+    ours = dict(flat(get_core_cfg()))
     assert {key: theirs[key] for key in ours if key != "MODEL.DEVICE"} == {k: v for k, v in ours.items() if k != "MODEL.DEVICE"}
     assert theirs["MODEL.DEVICE"] in ("cpu", "cuda")
 
@@ -126,6 +127,19 @@ def test_evaluation_gives_the_figures_of_the_other_runner(runs):
 def test_bf16_autocast_runs_on_the_cpu(runs):
     builtin, detectron2 = (runs(name, name, SOLVER__AMP__ENABLED=True, DATASETS__TEST=()) for name in ("builtin", "detectron2"))
     assert_same_run(builtin, detectron2)
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"MODEL__META_ARCHITECTURE": "RetinaNet"}, "CPVTDetr"),
+        ({"MODEL__DEVICE": "warp"}, r"MODEL\.DEVICE"),
+        ({"MODEL__BACKBONE__NAME": "vgg"}, "unknown backbone 'vgg'"),
+    ],
+)
+def test_bad_input_is_told_as_by_the_other_runner(runs, more, match):
+    with pytest.raises(ConfigError, match=match):
+        runs("detectron2", "bad", **more)
 
 
 def test_the_model_speaks_detectron2s_protocol(d2):

@@ -11,7 +11,7 @@ import torch
 from tiny import overrides
 
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import BadInputError, ConfigError, DataError, WeightsError
+from cpvt_det.errors import BadInputError, ConfigError, DataError, WeightsError, first_line
 from cpvt_det.runner.launch import launch
 from cpvt_det.runner.train import flatten, is_due, run
 from cpvt_det.solver.schedule import Length
@@ -189,6 +189,12 @@ def test_several_test_sets_are_told_apart():
         ({"SOLVER__IMS_PER_BATCH": 0}, ConfigError, "batch of 0"),
         ({"TEST__EVALUATOR": "coco"}, ConfigError, "faster_coco_eval"),
         ({"INPUT__FORMAT": "BGR"}, ConfigError, "RGB"),
+        ({"INPUT__RESIZE_CROP__RANGE": (32, 24)}, ConfigError, "crop sides"),
+        ({"TEST__DETECTIONS_PER_IMAGE": 0}, ConfigError, "DETECTIONS_PER_IMAGE"),
+        ({"SOLVER__CHECKPOINT_PERIOD": 0}, ConfigError, "CHECKPOINT_PERIOD"),
+        ({"MODEL__DETR__NUM_OBJECT_QUERIES": 0}, ConfigError, "num_queries"),
+        ({"SEED": 2**63}, ConfigError, "SEED"),
+        ({"MODEL__BACKBONE__WEIGHTS": "DEFAULT"}, ConfigError, "unknown backbone weights"),
         ({"MODEL__META_ARCHITECTURE": "RetinaNet"}, ConfigError, "CPVTDetr"),
         ({"MODEL__BACKBONE__WEIGHTS": "IMAGENET1K_V9", "MODEL__BACKBONE__NAME": "resnet18"}, ConfigError, "IMAGENET1K_V1"),
     ],
@@ -224,10 +230,12 @@ def test_an_unwritable_folder_is_named(drawn_coco, tmp_path):
         run(load_cfg("", overrides(drawn_coco.files, tmp_path / "file" / "below")))
 
 
-def test_an_unreadable_image_names_itself(train, drawn_coco):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_image_names_itself(train, drawn_coco, workers):
     next(drawn_coco.files.image_root.rglob("012.png")).write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"012\.png"):
-        train("run")
+    with pytest.raises(DataError, match=r"012\.png") as caught:
+        train("run", DATALOADER__NUM_WORKERS=workers)
+    assert first_line(caught.value).startswith("cannot read image")
 
 
 def test_two_processes_take_the_steps_of_one(drawn_coco, tmp_path):

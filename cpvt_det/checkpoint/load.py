@@ -121,7 +121,8 @@ def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
         UnknownNameError: neither a known name nor a file.
         WeightsError: a failing download, or weights of another network.
     """
-    known = torchvision.models.get_model_weights(name).__members__
+    has_weights = name in torchvision.models.list_models(module=torchvision.models)
+    known = torchvision.models.get_model_weights(name).__members__ if has_weights else {}
     if weights in known:
         state_dict = _download(known[weights])
     elif Path(weights).expanduser().is_file():

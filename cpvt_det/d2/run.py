@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.modeling import build_model
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
@@ -15,7 +14,7 @@ from cpvt_det import build, distributed
 from cpvt_det.checkpoint.run import last_checkpoint
 from cpvt_det.d2.config import load_cfg
 from cpvt_det.d2.data import describe_classes, share_catalogs
-from cpvt_det.d2.trainer import Trainer, evaluate
+from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
 from cpvt_det.evaluation.pictures import draw_curves
 from cpvt_det.runner.evaluate import draw_pictures
 from cpvt_det.runner.setup import choose_seed, describe_model, setup_run
@@ -41,7 +40,7 @@ def _evaluate_only(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     output = _setup(cfg)
     for dataset in tests:
         describe_classes(dataset)
-    model = build_model(cfg)
+    model = build_detector(cfg)
     build.load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True)
     results = evaluate(cfg, model, tests)
     draw_pictures(cfg, model, tests[0], output / "pictures" / "detections.png")

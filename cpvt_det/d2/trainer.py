@@ -12,7 +12,7 @@ from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, hooks
 from detectron2.evaluation import inference_on_dataset
 from detectron2.modeling import build_model
 from detectron2.utils import comm
-from detectron2.utils.events import get_event_storage
+from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 
 from cpvt_det import build, distributed
@@ -21,9 +21,24 @@ from cpvt_det.d2.evaluation import CleanCOCOEvaluator
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import TrainLoader
 from cpvt_det.data.mapper import Sample
+from cpvt_det.errors import UnknownNameError, config_errors
 from cpvt_det.evaluation.coco import write_results
 from cpvt_det.runner.train import flatten
 from cpvt_det.solver.step import TrainingModel, TrainStep, wrap_for_processes
+
+
+def build_detector(cfg: CfgNode) -> nn.Module:
+    """detectron2's ``build_model`` for one of our detectors.
+
+    Raises:
+        ConfigError: another model, a device that is not there, or what :func:`cpvt_det.build.build_detector` refuses.
+    """
+    build.build_device(cfg)
+    known = [name for name, _ in build.DETECTOR_REGISTRY]
+    if cfg.MODEL.META_ARCHITECTURE not in known:
+        raise UnknownNameError("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, known)
+    with config_errors("MODEL"):
+        return build_model(cfg)
 
 
 class StepTrainer(SimpleTrainer):
@@ -76,7 +91,7 @@ class Trainer(DefaultTrainer):
         length = build.build_length(cfg, len(self._records))
         self.start_iter, self.max_iter, self._eval_period = 0, length.max_iter, length.eval_period
         torch.manual_seed(seed)
-        detector = build_model(cfg)
+        detector = build_detector(cfg)
         self.state = RunState(datasets[0].classes, cfg.dump(), seed, build.build_ema(cfg, detector))
         model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
         optimizer = build.build_optimizer(cfg, detector)
@@ -116,8 +131,19 @@ class Trainer(DefaultTrainer):
         ]
 
     def train(self) -> dict[str, Any]:
-        """Train; the results of the last evaluation."""
-        TrainerBase.train(self, self.start_iter, self.max_iter)
+        """Train; the results of the last evaluation.
+
+        detectron2's loop, less its log of the traceback and less what it does after a failure: evaluate.
+        """
+        self.iter = self.start_iter
+        with EventStorage(self.start_iter) as self.storage:
+            self.before_train()
+            while self.iter < self.max_iter:
+                self.before_step()
+                self.run_step()
+                self.after_step()
+                self.iter += 1
+            self.after_train()
         return self.results
 
     def _test_and_keep_best(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 On the road of one image: after ``data/coco.py``, before ``structures.PaddedBatch``.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,8 @@ def read_image(path: str) -> Tensor:
     Raises:
         DataError: a file that cannot be read, by name.
     """
+    if not os.path.isfile(path):
+        raise DataError(f"cannot read image {path}: no such file")
     try:
         if path.lower().endswith(DECODED_BY_TORCHVISION):
             decoded = decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)[:3]
@@ -85,11 +88,16 @@ class RandomSizeCrop(v2.Transform):
     Args:
         low, high: pixels, both included; an image's own side bounds them.
 
+    Raises:
+        ValueError: a range that is empty.
+
     Source: facebookresearch/detr ``datasets/transforms.py`` (the sizes).
     """
 
     def __init__(self, low: int, high: int):
         super().__init__()
+        if not 1 <= low <= high:
+            raise ValueError(f"the range of crop sides must rise from at least 1, got {low} to {high}")
         self.low, self.high = low, high
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:

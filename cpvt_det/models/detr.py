@@ -48,6 +48,9 @@ class DETR(nn.Module):
         prior_probability: of every class at the start; for sigmoids, so that the many negatives do not swamp the first steps.
         pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
 
+    Raises:
+        ValueError: no queries.
+
     Source: arXiv 2005.12872.
     """
 
@@ -65,6 +68,8 @@ class DETR(nn.Module):
         pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
     ):
         super().__init__()
+        if num_queries < 1:
+            raise ValueError(f"num_queries must be at least 1, got {num_queries}")
         self.backbone = backbone.to(memory_format=torch.channels_last)  # 1.1 to 1.4 times as fast on a CPU
         self.input_proj = nn.Conv2d(backbone.channels[-1], channels, kernel_size=1)
         self.position = position

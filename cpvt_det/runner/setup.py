@@ -62,7 +62,13 @@ def describe_model(detector: nn.Module) -> str:
 
 
 def choose_seed(cfg: CfgNode) -> int:
-    """``SEED``, or where it is negative another one for each run, the same in all its processes."""
+    """``SEED``, or where it is negative another one for each run, the same in all its processes.
+
+    Raises:
+        ConfigError: a seed beyond 63 bits.
+    """
+    if cfg.SEED >= 2**63:
+        raise ConfigError(f"SEED must be below 2 ** 63, got {cfg.SEED}")
     seed = cfg.SEED if cfg.SEED >= 0 else int.from_bytes(os.urandom(4), "little")
     return distributed.gather_objects(seed)[0]
 
