@@ -3,9 +3,8 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_initialized() -> bool:
@@ -40,7 +39,8 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def barrier() -> None:
-    """Wait for the others."""
+def share_buffers(module: nn.Module) -> None:
+    """Give every process the buffers of the first: running statistics of a batch norm that is not synchronised differ."""
     if is_initialized():
-        dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)

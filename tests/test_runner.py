@@ -168,6 +168,26 @@ def test_evaluations_are_due_every_period_and_at_the_end():
     assert [i for i in range(7) if is_due(i, length)] == [2, 5, 6]
 
 
+def test_several_test_sets_are_evaluated_one_by_one(train, drawn_coco):
+    files = drawn_coco.files
+    both = [[name, str(files.annotations), str(files.image_root)] for name in ("drawn", "second")]
+    folder = train("run", DATASETS__REGISTER=both, DATASETS__TEST=("drawn", "second"), SOLVER__MAX_ITER=1)
+    results = json.loads((folder / "results.json").read_text())
+    assert results["drawn"] == results["second"]
+    assert (folder / "inference/second/coco_instances_results.json").is_file()
+    assert "second/bbox/AP" in metrics_of(folder)[-1]
+
+
+def test_an_evaluation_of_other_classes_is_refused(train, drawn_coco, tmp_path):
+    other = {**drawn_coco.content, "categories": [{**c, "name": c["name"] + "ish"} for c in drawn_coco.content["categories"]]}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    root = str(drawn_coco.files.image_root)
+    both = [["drawn", str(drawn_coco.files.annotations), root], ["other", str(tmp_path / "other.json"), root]]
+    for tests in (("other",), ("drawn", "other")):
+        with pytest.raises(DataError, match="different classes"):
+            train("bad", DATASETS__REGISTER=both, DATASETS__TEST=tests)
+
+
 def test_several_test_sets_are_told_apart():
     results = {"a": {"bbox": {"AP": 1.0}}, "b": {"bbox": {"AP": 2.0}}}
     assert flatten(results) == {"a/bbox/AP": 1.0, "b/bbox/AP": 2.0}

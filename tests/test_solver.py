@@ -77,6 +77,13 @@ def test_the_recipe_is_184823_iterations_of_coco():
     assert [rate.factor(i) for i in (0, 147_858, 147_859, 184_822)] == pytest.approx([1, 1, 0.1, 0.1])
 
 
+def test_the_last_period_ends_with_the_run():
+    """3 epochs of 10 images / 8 = 3.75 iterations: 4; 2 of 41 = 10.25: 11, since 10 twice ends before the run."""
+    length = length_in_epochs(10, 8, 6.0, eval_epochs=3.0)
+    assert (length.max_iter, length.eval_period) == (8, 4)
+    assert length_in_epochs(41, 8, 4.0, eval_epochs=2.0).eval_period == 11
+
+
 def test_iterations_count_where_epochs_are_zero():
     cfg = tiny_cfg(SOLVER__EPOCHS=0, SOLVER__MAX_ITER=70, SOLVER__STEPS=(50,), SOLVER__IMS_PER_BATCH=2)
     length = build.build_length(cfg, num_images=20)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from cpvt_det import distributed
 from cpvt_det.checkpoint.files import atomic_file, read_checkpoint, write_atomically
 from cpvt_det.data.coco import Classes
-from cpvt_det.errors import WeightsError
+from cpvt_det.errors import BadInputError, WeightsError
 from cpvt_det.solver.step import TrainStep
 
 logger = logging.getLogger("cpvt_det")
@@ -139,7 +139,9 @@ class RunCheckpointer(Checkpointer):
             self.model.load_state_dict(checkpoint["model"])
             for name, checkpointable in self.checkpointables.items():
                 checkpointable.load_state_dict(checkpoint[name])
-        except (RuntimeError, KeyError) as error:
+        except BadInputError:
+            raise
+        except (RuntimeError, KeyError, ValueError) as error:
             raise WeightsError(f"{path} is of another model than the config's and cannot be resumed: {error}") from error
         self.checkpointables["cpvt_det"].best = self._best_on_disk()
         logger.info("Resumed from %s", path)

@@ -3,7 +3,7 @@
 
 import click
 
-from cpvt_det.cli.train import RUNNERS, choose_runner, run_config
+from cpvt_det.cli.train import RUNNERS, choose_runner, device_of, run_config
 from cpvt_det.runner.launch import launch
 
 
@@ -22,4 +22,4 @@ def eval(weights: str, config_file: str, num_gpus: int | None, runner: str, debu
       cpvt-det eval output/model_best.pth --config-file output/config.yaml OUTPUT_DIR output/eval
     """
     overrides = (*overrides, "MODEL.WEIGHTS", weights)
-    launch(run_config, num_gpus, config_file, overrides, num_gpus == 0, choose_runner(runner), False, True)
+    launch(run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), False, True)

@@ -31,13 +31,16 @@ def train(
       cpvt-det train --config-file coco/detr_r50_peg_50ep.yaml --num-gpus 8 OUTPUT_DIR output/peg
       torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/detr_peg.yaml --num-gpus 0
     """
-    launch(run_config, num_gpus, config_file, overrides, num_gpus == 0, choose_runner(runner), resume, eval_only)
+    launch(run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only)
 
 
-def run_config(config_file: str, overrides: tuple[str, ...], cpu: bool, runner: str, resume: bool, eval_only: bool) -> dict:
+@told_in_one_line
+def run_config(
+    config_file: str, overrides: tuple[str, ...], device: str | None, runner: str, resume: bool, eval_only: bool
+) -> dict:
     """Load a config and run it, in one process of the run; the results of the last evaluation."""
-    if cpu:
-        overrides = (*overrides, "MODEL.DEVICE", "cpu")
+    if device is not None:
+        overrides = (*overrides, "MODEL.DEVICE", device)
     if runner == "detectron2":
         from cpvt_det.d2.run import load_cfg, run
     else:
@@ -46,13 +49,19 @@ def run_config(config_file: str, overrides: tuple[str, ...], cpu: bool, runner: 
     return run(load_cfg(config_file, overrides), resume=resume, eval_only=eval_only)
 
 
+def device_of(num_gpus: int | None) -> str | None:
+    """``MODEL.DEVICE`` as ``--num-gpus`` wants it; ``None`` leaves it to the config."""
+    return None if num_gpus is None else "cuda" if num_gpus else "cpu"
+
+
 def choose_runner(name: str) -> str:
     """``detectron2`` or ``builtin``.
 
     Raises:
         BadInputError: detectron2 is asked for and not installed.
     """
-    installed = importlib.util.find_spec("detectron2") is not None
+    spec = importlib.util.find_spec("detectron2")
+    installed = spec is not None and spec.origin is not None  # none: a folder of that name, a clone say
     if name == "detectron2" and not installed:
         raise BadInputError(
             "--runner detectron2, but detectron2 cannot be imported; README, 'With detectron2', says how to install it"

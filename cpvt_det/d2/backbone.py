@@ -53,6 +53,11 @@ class _OurBackbone(Backbone):
         self.body = resnet.body
         self._resnet = [resnet]  # in a list: not a second path to the same parameters
 
+    def train(self, mode: bool = True) -> "_OurBackbone":
+        super().train(mode)
+        self._resnet[0].train(mode)  # keeps frozen stages in evaluation
+        return self
+
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """(B, 3, H, W) images -> maps by name, ``res2`` to ``res5``."""
         resnet = self._resnet[0]

@@ -35,6 +35,23 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
     return cfg
 
 
+def without_untouched(cfg: CfgNode) -> CfgNode:
+    """Our keys, and those of detectron2's that were changed: what a run writes down, so that the built-in runner reads it too."""
+    default = get_cfg()
+    add_cpvt_det_config(default)
+    return _kept(cfg, default, core.get_cfg())
+
+
+def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:
+    kept = CfgNode()
+    for key, value in cfg.items():
+        if isinstance(value, CfgNode):
+            value = _kept(value, default.get(key, {}), ours.get(key, {}))
+        if key in ours or key not in default or (value if isinstance(value, CfgNode) else value != default[key]):
+            kept[key] = value
+    return kept
+
+
 def _copy(source: CoreCfgNode, target: CfgNode) -> None:
     for key, value in source.items():
         if isinstance(value, CoreCfgNode):

@@ -12,7 +12,7 @@ from detectron2.utils.logger import setup_logger
 
 from cpvt_det import build, distributed
 from cpvt_det.checkpoint.run import last_checkpoint
-from cpvt_det.d2.config import load_cfg
+from cpvt_det.d2.config import load_cfg, without_untouched
 from cpvt_det.d2.data import describe_classes, share_catalogs
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
 from cpvt_det.evaluation.pictures import draw_curves
@@ -28,13 +28,13 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False) -> dict[str
     """Train and evaluate, or only evaluate; as :func:`cpvt_det.runner.train.run`, with a config of :func:`load_cfg`."""
     if distributed.is_initialized():
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
+    cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
     share_catalogs(cfg)
     return _evaluate_only(cfg, resume) if eval_only else _train(cfg, resume)
 
 
 def _evaluate_only(cfg: CfgNode, resume: bool) -> dict[str, Any]:
-    tests = build.load_datasets(cfg, "TEST")
-    build.set_classes(cfg, tests[0].classes)
+    tests = build.load_tests(cfg)
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
     output = _setup(cfg)
@@ -72,6 +72,6 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
 
 
 def _setup(cfg: CfgNode) -> Path:
-    output = setup_run(cfg)
+    output = setup_run(without_untouched(cfg))
     setup_logger(str(output / "log.txt"), distributed_rank=comm.get_rank())
     return output

@@ -17,6 +17,7 @@ from torch import nn
 
 from cpvt_det import build, distributed
 from cpvt_det.checkpoint.run import RunCheckpointer, RunState
+from cpvt_det.d2.config import without_untouched
 from cpvt_det.d2.evaluation import CleanCOCOEvaluator
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import TrainLoader
@@ -92,7 +93,7 @@ class Trainer(DefaultTrainer):
         self.start_iter, self.max_iter, self._eval_period = 0, length.max_iter, length.eval_period
         torch.manual_seed(seed)
         detector = build_detector(cfg)
-        self.state = RunState(datasets[0].classes, cfg.dump(), seed, build.build_ema(cfg, detector))
+        self.state = RunState(datasets[0].classes, without_untouched(cfg).dump(), seed, build.build_ema(cfg, detector))
         model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
         optimizer = build.build_optimizer(cfg, detector)
         step = build.build_step(cfg, model, optimizer, length, seed, self.state.ema)
@@ -159,6 +160,7 @@ def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[s
     Returns:
         In the main process ``{"bbox": {...}}``, or by name for several sets, which ``results.json`` holds too; elsewhere ``{}``.
     """
+    distributed.share_buffers(model)
     results = {}
     for dataset in tests:
         folder = Path(cfg.OUTPUT_DIR) / "inference" / ("" if len(tests) == 1 else dataset.name)

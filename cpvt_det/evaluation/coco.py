@@ -166,10 +166,13 @@ def format_table(results: dict[str, dict[str, float]]) -> str:
 
 def write_results(results: dict[str, dict[str, float]], path: str | os.PathLike[str]) -> None:
     """Write figures as strict JSON, with ``null`` for NaN; the file is there complete or not at all."""
-    strict = {
-        task: {name: None if math.isnan(value) else value for name, value in figures.items()} for task, figures in results.items()
-    }
-    _write_json(strict, path, indent=2)
+    _write_json(_strict(results), path, indent=2)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(part) for key, part in value.items()}
+    return None if math.isnan(value) else value
 
 
 def write_detections(results: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:

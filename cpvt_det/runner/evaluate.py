@@ -45,6 +45,7 @@ def evaluate(cfg: CfgNode, detector: nn.Module, datasets: Sequence[CocoDataset],
     Returns:
         ``{"bbox": {"AP": ..., ...}}`` in percent for one data set, ``{name: {"bbox": ...}}`` for several.
     """
+    distributed.share_buffers(detector)
     results = {}
     for dataset in datasets:
         folder = output / "inference" if len(datasets) == 1 else output / "inference" / dataset.name

@@ -34,16 +34,20 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
         return _run_in_group(main, args)
     if num_gpus is None or num_gpus < 2:
         return main(*args)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=num_gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
-    return elastic_launch(config, _run_in_group)(main, args)[0]
+    config = LaunchConfig(1, 1, num_gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)  # else it starts anew
+    try:
+        return elastic_launch(config, _run_in_group)(main, args)[0]
+    except ChildFailedError as error:  # the process has said what is wrong
+        raise SystemExit(error.get_first_failure()[1].exitcode) from None
 
 
 def _run_in_group(main: Callable[..., Any], args: tuple) -> Any:
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")  # MODEL.DEVICE may be cpu
     try:
         return main(*args)
     finally:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the numbers of a run go: ``metrics.json`` (a line each time, keys as in detectron2), TensorBoard, log, progress bar."""
 
+import contextlib
 import json
 import logging
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -71,9 +73,12 @@ class MetricsWriter:
             self._tensorboard.add_scalar(name, value, iteration)
         logger.info("iteration %d: %s", iteration, ", ".join(f"{name} {value:.4g}" for name, value in scalars.items()))
 
-    def restart_clock(self) -> None:
-        """Leave what has passed since the last line, an evaluation say, out of the speed."""
-        self._last_time = time.perf_counter()
+    @contextlib.contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """Leave what happens inside, an evaluation say, out of the speed."""
+        start = time.perf_counter()
+        yield
+        self._last_time += time.perf_counter() - start
 
     def __enter__(self) -> "MetricsWriter":
         return self

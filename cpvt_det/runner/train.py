@@ -38,8 +38,7 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False) -> Results:
 
 def evaluate_only(cfg: CfgNode, resume: bool = False) -> Results:
     """Evaluate weights; arguments and result as in :func:`run`."""
-    tests = build.load_datasets(cfg, "TEST")
-    build.set_classes(cfg, tests[0].classes)
+    tests = build.load_tests(cfg)
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
     output = setup_run(cfg)
@@ -85,14 +84,17 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
             writer.put(iteration, step(samples, iteration), step.lr)
             periodic.step(iteration)
             if tests and is_due(iteration, length):
-                results = evaluate(cfg, evaluated, tests, output)
-                writer.write(iteration, flatten(results))
-                checkpointer.keep_best(flatten(results, first_only=True)["bbox/AP"], iteration)
-                writer.restart_clock()
+                with writer.clock_stopped():
+                    results = evaluate(cfg, evaluated, tests, output)
+                    writer.write(iteration, flatten(results))
+                    checkpointer.keep_best(flatten(results, first_only=True)["bbox/AP"], iteration)
+        if tests and not results:  # resumed at the end
+            results = evaluate(cfg, evaluated, tests, output)
+            writer.write(length.max_iter - 1, flatten(results))
+            checkpointer.keep_best(flatten(results, first_only=True)["bbox/AP"], length.max_iter - 1)
     if distributed.rank() == 0:
         draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
     if tests:
-        results = results or evaluate(cfg, evaluated, tests, output)
         draw_pictures(cfg, evaluated, tests[0], output / "pictures" / "detections.png")
     return results
 

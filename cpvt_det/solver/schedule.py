@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Epochs -> iterations, and the learning rate of every iteration."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,9 @@ def length_in_epochs(
         f"; epoch {epoch:g} = iteration {step}" for epoch, step in zip(step_epochs, steps, strict=True)
     )
     warmup = iterations(warmup_epochs) if warmup_epochs > 0 else 0
-    return Length(max_iter, steps, warmup, iterations(eval_epochs) if eval_epochs > 0 else eval_period, arithmetic)
+    if eval_epochs > 0:  # rounded up, or the last of them would come just before the end's
+        eval_period = math.ceil(eval_epochs * num_images / batch_size - 1e-6)
+    return Length(max_iter, steps, warmup, eval_period, arithmetic)
 
 
 class LearningRate:
