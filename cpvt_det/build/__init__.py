@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config -> objects. No other part of the core reads a config; every class takes plain arguments."""
+
+from cpvt_det.build.data import (
+    check_evaluation,
+    build_evaluator,
+    build_test_loader,
+    build_train_loader,
+    load_datasets,
+    load_splits,
+    load_tests,
+    set_classes,
+    training_records,
+)
+from cpvt_det.build.detector import (
+    DETECTOR_REGISTRY,
+    build_backbone,
+    build_classification,
+    build_criterion,
+    build_detector,
+    build_device,
+    build_encoder_position,
+    build_postprocessor,
+    detector_arguments,
+)
+from cpvt_det.build.training import (
+    build_ema,
+    build_length,
+    build_optimizer,
+    build_step,
+    load_initial_weights,
+)
+
+__all__ = [
+    "check_evaluation",
+    "DETECTOR_REGISTRY",
+    "build_backbone",
+    "build_classification",
+    "build_criterion",
+    "build_detector",
+    "build_device",
+    "build_ema",
+    "build_encoder_position",
+    "build_evaluator",
+    "build_length",
+    "build_optimizer",
+    "build_postprocessor",
+    "build_step",
+    "build_test_loader",
+    "build_train_loader",
+    "detector_arguments",
+    "load_datasets",
+    "load_initial_weights",
+    "load_splits",
+    "load_tests",
+    "set_classes",
+    "training_records",
+]

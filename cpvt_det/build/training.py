@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``SOLVER`` -> length, optimiser, moving average, step; and the weights to start from."""
+
+import logging
+
+import torch
+from fvcore.common.config import CfgNode
+from torch import nn
+
+from cpvt_det.checkpoint import load_backbone_weights, load_weights
+from cpvt_det.data.coco import Classes
+from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError, config_errors
+from cpvt_det.solver.ema import AveragedModel, make_ema
+from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
+from cpvt_det.solver.schedule import LearningRate, Length, length_in_epochs
+from cpvt_det.solver.step import StepOptions, TrainStep
+
+logger = logging.getLogger("cpvt_det")
+AMP_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_length(cfg: CfgNode, num_images: int) -> Length:
+    """The run's iterations: from the epochs where ``SOLVER.EPOCHS`` is above 0, else as ``MAX_ITER`` and ``STEPS`` say."""
+    solver, test = cfg.SOLVER, cfg.TEST
+    if solver.EPOCHS > 0:
+        epochs = (solver.EPOCHS, solver.STEP_EPOCHS, solver.WARMUP_EPOCHS, test.EVAL_EPOCHS)
+        return length_in_epochs(num_images, solver.IMS_PER_BATCH, *epochs, eval_period=test.EVAL_PERIOD)
+    said = f"SOLVER.MAX_ITER = {solver.MAX_ITER} iterations of {solver.IMS_PER_BATCH} images"
+    epochs = solver.MAX_ITER * solver.IMS_PER_BATCH / num_images
+    arithmetic = f"{said} / {num_images} images = {epochs:.1f} epochs"
+    return Length(solver.MAX_ITER, tuple(solver.STEPS), solver.WARMUP_ITERS, test.EVAL_PERIOD, arithmetic)
+
+
+def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with the groups of ``SOLVER``."""
+    solver = cfg.SOLVER
+    rates = (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG)
+    with config_errors("SOLVER"):
+        return make_optimizer(parameter_groups(detector, *rates))
+
+
+def build_ema(cfg: CfgNode, detector: nn.Module) -> AveragedModel | None:
+    """The moving average of ``SOLVER.EMA``, where it is on."""
+    with config_errors("SOLVER.EMA"):
+        return make_ema(detector, cfg.SOLVER.EMA.DECAY) if cfg.SOLVER.EMA.ENABLED else None
+
+
+def build_step(
+    cfg: CfgNode,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    length: Length,
+    seed: int,
+    ema: AveragedModel | None = None,
+) -> TrainStep:
+    """The training step of ``SOLVER``.
+
+    Args:
+        cfg: the config.
+        model: a :class:`TrainingModel`, or DDP around one.
+        optimizer: of :func:`build_optimizer`.
+        length: of :func:`build_length`.
+        seed: of the run.
+        ema: of :func:`build_ema`.
+
+    Raises:
+        ConfigError: settings that cannot be had.
+    """
+    solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
+    if clip.ENABLED and clip.CLIP_TYPE != "full_model":
+        raise ConfigError(
+            f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE is {clip.CLIP_TYPE!r}; gradients are clipped by their norm in the full_model"
+        )
+    if solver.AMP.DTYPE not in AMP_DTYPES:
+        raise UnknownNameError("SOLVER.AMP.DTYPE", solver.AMP.DTYPE, AMP_DTYPES)
+    for key in ("ACCUMULATE", "CHECKPOINT_PERIOD", "LOG_PERIOD"):
+        if solver[key] < 1:
+            raise ConfigError(f"SOLVER.{key} must be at least 1, got {solver[key]}")
+    options = StepOptions(
+        clip_norm=clip.CLIP_VALUE if clip.ENABLED else None,
+        accumulate=solver.ACCUMULATE,
+        amp_dtype=AMP_DTYPES[solver.AMP.DTYPE] if solver.AMP.ENABLED else None,
+    )
+    with config_errors("SOLVER"):
+        learning_rate = LearningRate(length, solver.SCHEDULE, solver.GAMMA)
+    return TrainStep(model, optimizer, learning_rate, options, seed, ema)
+
+
+def load_initial_weights(cfg: CfgNode, detector: nn.Module, classes: Classes, for_evaluation: bool = False) -> None:
+    """Load ``MODEL.WEIGHTS``, or else ``MODEL.BACKBONE.WEIGHTS``, and log what became of them.
+
+    Raises:
+        WeightsError: weights that cannot be had; in evaluation also none, or weights that fit in part.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    if cfg.MODEL.WEIGHTS:
+        report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
+        logger.info("%s: %s", cfg.MODEL.WEIGHTS, report)
+        if for_evaluation and report.is_partial:
+            raise WeightsError(f"{cfg.MODEL.WEIGHTS} fits the config's model in part only, evaluation needs all of it: {report}")
+    elif for_evaluation:
+        raise WeightsError("evaluation needs weights: set MODEL.WEIGHTS to a checkpoint, or --resume the run in OUTPUT_DIR")
+    elif backbone.WEIGHTS:
+        load_backbone_weights(detector.backbone, backbone.WEIGHTS, backbone.NAME)
+        logger.info("Backbone weights: %s", backbone.WEIGHTS)
+    elif backbone.NORM == "FrozenBN" or backbone.FREEZE_AT > 0:
+        logger.warning(
+            "The backbone starts from random weights, and MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 keeps part of it so; "
+            "set MODEL.BACKBONE.WEIGHTS, or NORM BN and FREEZE_AT 0 to train from scratch"
+        )
