@@ -26,7 +26,7 @@ def get_cfg() -> CfgNode:
     cfg.TEST = CfgNode()
     cfg.TEST.EVAL_PERIOD = 0  # iterations; 0: only at the end
     cfg.TEST.EVAL_EPOCHS = 0.0  # epochs; above 0 it sets EVAL_PERIOD
-    cfg.TEST.IMS_PER_BATCH = 1  # over all processes
+    cfg.TEST.IMS_PER_BATCH = 1  # over all processes, at least one each
     cfg.TEST.DETECTIONS_PER_IMAGE = 100
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # or pycocotools, the reference
     cfg.TEST.PICTURES = 8  # images drawn beside their ground truth after the last evaluation
@@ -44,7 +44,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.PIXEL_STD = [58.395, 57.120, 57.375]
 
     model.BACKBONE = CfgNode()
-    model.BACKBONE.NAME = "resnet50"  # resnet18, 34, 50, 101; with detectron2 also what its registry has
+    model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101; with detectron2 also what its registry has
     model.BACKBONE.WEIGHTS = ""  # torchvision's by name (IMAGENET1K_V1, DEFAULT), or a local file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN, GN from scratch
     model.BACKBONE.STAGE = 5  # the last stage that is built and used, 2 to 5

@@ -117,6 +117,12 @@ def test_debug_shows_the_traceback():
     assert "Traceback" in debug.stderr
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_debug_may_stand_anywhere(command):
+    assert "--debug" in call(command, "--help").output
+    assert "--debug" in call("--help").output
+
+
 def test_the_detectron2_runner_without_detectron2_says_what_to_do(monkeypatch):
     monkeypatch.setattr(train_module.importlib.util, "find_spec", lambda name: None)
     result = call("train", "--config-file", "quickstart/detr_peg.yaml", "--runner", "detectron2")

@@ -115,6 +115,35 @@ def test_a_resumed_run_is_the_run_never_interrupted(train, stop):
     assert_same_run(whole, part)
 
 
+def test_an_evaluation_that_a_kill_cut_short_is_made_up_for(train):
+    """The checkpoint of iteration 2 is there, its evaluation is not."""
+    whole, part = train("whole", TEST__EVAL_PERIOD=3), train("part", TEST__EVAL_PERIOD=3)
+    for name in ("model_final.pth", "model_0000005.pth", "model_best.pth", "metrics.json"):
+        (part / name).unlink()
+    (part / "last_checkpoint").write_text("model_0000002.pth")
+    train("part", resume=True, TEST__EVAL_PERIOD=3)
+    evaluated = [[(line["iteration"], line["bbox/AP"]) for line in metrics_of(run) if "bbox/AP" in line] for run in (whole, part)]
+    assert [iteration for iteration, _ in evaluated[0]] == [2, 5]
+    assert evaluated[0] == evaluated[1]
+    assert weights_of(whole / "model_best.pth")["cpvt_det"]["best"] == weights_of(part / "model_best.pth")["cpvt_det"]["best"]
+
+
+def test_an_average_switched_on_at_resume_starts_from_the_weights(train):
+    folder = train("run", DATASETS__TEST=())
+    (folder / "last_checkpoint").write_text("model_0000005.pth")
+    train("run", resume=True, SOLVER__EMA__ENABLED=True)
+    plain = train("plain", eval_only=True, MODEL__WEIGHTS=str(folder / "model_0000005.pth"))
+    found = [(run / "inference/coco_instances_results.json").read_text() for run in (folder, plain)]
+    assert found[0] == found[1]
+
+
+def test_an_evaluation_leaves_the_config_of_the_run(train):
+    folder = train("run", DATASETS__TEST=())
+    config = (folder / "config.yaml").read_text()
+    train("run", eval_only=True, resume=True)
+    assert (folder / "config.yaml").read_text() == config
+
+
 def test_workers_do_not_change_a_run(train):
     none, two = train("none", DATASETS__TEST=()), train("two", DATASETS__TEST=(), DATALOADER__NUM_WORKERS=2)
     assert losses_of(none) == losses_of(two)
@@ -228,13 +257,15 @@ def test_evaluation_without_weights_or_with_others_is_refused(train):
     with pytest.raises(WeightsError, match=r"MODEL\.WEIGHTS"):
         train("none", eval_only=True)
     folder = train("run", DATASETS__TEST=(), SOLVER__MAX_ITER=1)
-    with pytest.raises(WeightsError, match="in part only"):
+    with pytest.raises(WeightsError, match="in part"):
         train("other", eval_only=True, MODEL__WEIGHTS=str(folder / "model_final.pth"), MODEL__DETR__NUM_OBJECT_QUERIES=5)
 
 
 def test_weights_of_another_run_start_a_run_but_do_not_resume_it(train):
     folder = train("run", DATASETS__TEST=(), SOLVER__MAX_ITER=1)
     train("next", MODEL__WEIGHTS=str(folder / "model_final.pth"), MODEL__DETR__NUM_OBJECT_QUERIES=4, SOLVER__MAX_ITER=1)
+    with pytest.raises(WeightsError, match=r"another shape.*input_proj"):
+        train("wide", MODEL__WEIGHTS=str(folder / "model_final.pth"), MODEL__DETR__HIDDEN_DIM=32)
     with pytest.raises(WeightsError, match="cannot be resumed"):
         train("run", resume=True, MODEL__DETR__HIDDEN_DIM=32)
 

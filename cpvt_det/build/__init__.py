@@ -2,10 +2,10 @@
 """Config -> objects. No other part of the core reads a config; every class takes plain arguments."""
 
 from cpvt_det.build.data import (
-    check_evaluation,
     build_evaluator,
     build_test_loader,
     build_train_loader,
+    check_evaluation,
     load_datasets,
     load_splits,
     load_tests,
@@ -32,7 +32,6 @@ from cpvt_det.build.training import (
 )
 
 __all__ = [
-    "check_evaluation",
     "DETECTOR_REGISTRY",
     "build_backbone",
     "build_classification",
@@ -48,6 +47,7 @@ __all__ = [
     "build_step",
     "build_test_loader",
     "build_train_loader",
+    "check_evaluation",
     "detector_arguments",
     "load_datasets",
     "load_initial_weights",

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DATASETS``, ``INPUT``, ``DATALOADER`` and ``TEST`` -> data sets, loaders, evaluator."""
 
-from typing import Any
-
 import torch
 from fvcore.common.config import CfgNode
 
@@ -98,7 +96,7 @@ def build_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> T
     with config_errors("INPUT, SOLVER or DATALOADER"):
         crop = node.RESIZE_CROP
         transform = train_transform(
-            _as_sizes(node.MIN_SIZE_TRAIN),
+            node.MIN_SIZE_TRAIN,
             node.MAX_SIZE_TRAIN,
             flip=node.RANDOM_FLIP == "horizontal",
             crop_sizes=crop.SIZES if crop.ENABLED else (),
@@ -143,10 +141,6 @@ def build_evaluator(cfg: CfgNode, dataset: CocoDataset) -> CocoEvaluator:
     classes = dataset.classes
     truth = dataset.ground_truth
     return CocoEvaluator(truth, classes.ids, classes.names, cfg.TEST.EVALUATOR)
-
-
-def _as_sizes(value: Any) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _require_rgb(cfg: CfgNode) -> None:

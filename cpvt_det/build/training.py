@@ -8,6 +8,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det.checkpoint import load_backbone_weights, load_weights
+from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError, config_errors
 from cpvt_det.solver.ema import AveragedModel, make_ema
@@ -90,12 +91,19 @@ def load_initial_weights(cfg: CfgNode, detector: nn.Module, classes: Classes, fo
     """Load ``MODEL.WEIGHTS``, or else ``MODEL.BACKBONE.WEIGHTS``, and log what became of them.
 
     Raises:
-        WeightsError: weights that cannot be had; in evaluation also none, or weights that fit in part.
+        WeightsError: weights that cannot be had, or are of another shape but for classes and queries; in evaluation also none, or
+            weights that fit in part.
     """
     backbone = cfg.MODEL.BACKBONE
     if cfg.MODEL.WEIGHTS:
         report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
-        logger.info("%s: %s", cfg.MODEL.WEIGHTS, report)
+        logger.info("%s: %s\n%s", cfg.MODEL.WEIGHTS, report, report.table())
+        for name, shapes in report.remade.items():
+            if not CLASS_HEAD.search(name) and name != "query_embed.weight":
+                raise WeightsError(
+                    f"{cfg.MODEL.WEIGHTS} is of another shape than the config's model: {name} is {shapes}; "
+                    "set the keys of MODEL that it was trained with"
+                )
         if for_evaluation and report.is_partial:
             raise WeightsError(f"{cfg.MODEL.WEIGHTS} fits the config's model in part only, evaluation needs all of it: {report}")
     elif for_evaluation:

@@ -143,7 +143,10 @@ class RunCheckpointer(Checkpointer):
             raise
         except (RuntimeError, KeyError, ValueError) as error:
             raise WeightsError(f"{path} is of another model than the config's and cannot be resumed: {error}") from error
-        self.checkpointables["cpvt_det"].best = self._best_on_disk()
+        state: RunState = self.checkpointables["cpvt_det"]
+        if state.ema is not None and not checkpoint["cpvt_det"]["ema"]:  # switched on since
+            state.ema.module.load_state_dict(checkpoint["model"])
+        state.best = self._best_on_disk(state.seed)
         logger.info("Resumed from %s", path)
         return checkpoint["iteration"] + 1
 
@@ -154,10 +157,13 @@ class RunCheckpointer(Checkpointer):
             state.best = ap
             self.save(BEST, iteration=iteration)
 
-    def _best_on_disk(self) -> float | None:
-        """The AP of ``model_best.pth``: the last checkpoint is written before its own evaluation."""
+    def _best_on_disk(self, seed: int) -> float | None:
+        """The AP of this run's ``model_best.pth``: the last checkpoint is written before its own evaluation."""
         path = Path(self.save_dir) / f"{BEST}.pth"
-        return read_checkpoint(path)["cpvt_det"]["best"] if path.is_file() else None
+        if not path.is_file():
+            return None
+        node = read_checkpoint(path)["cpvt_det"]
+        return node["best"] if node["seed"] == seed else None
 
 
 def last_checkpoint(folder: str | Path) -> Path:

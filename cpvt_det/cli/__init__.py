@@ -42,10 +42,14 @@ class LazyGroup(click.Group):
         return told_in_one_line(super().invoke)(ctx)
 
 
+debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+"""For every command, so that it may stand anywhere on the command line."""
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@debug_option
 @click.version_option(cpvt_det.__version__, prog_name="cpvt-det")
-def main(debug: bool) -> None:
+def main() -> None:
     """PEG in DETR and Deformable-DETR: train, evaluate, convert.
 
     \b

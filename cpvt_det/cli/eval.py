@@ -3,18 +3,14 @@
 
 import click
 
-from cpvt_det.cli.train import RUNNERS, choose_runner, device_of, run_config
+from cpvt_det.cli.train import RUN_CONTEXT, choose_runner, device_of, run_config, run_options
 from cpvt_det.runner.launch import launch
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings=RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
-@click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/.")
-@click.option("--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]")
-@click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 where it is installed.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
-def eval(weights: str, config_file: str, num_gpus: int | None, runner: str, debug: bool, overrides: tuple[str, ...]) -> None:
+@run_options
+def eval(weights: str, config_file: str, num_gpus: int | None, runner: str, overrides: tuple[str, ...]) -> None:
     """Evaluate a file of weights on DATASETS.TEST; KEY VALUE pairs override the config.
 
     \b

@@ -2,28 +2,40 @@
 """``cpvt-det train``, and ``tools/train_net.py``, which is the same function: the command line of both runners."""
 
 import importlib.util
+from collections.abc import Callable
 
 import click
 
-from cpvt_det.cli import told_in_one_line
+from cpvt_det.cli import debug_option, told_in_one_line
 from cpvt_det.errors import BadInputError
 from cpvt_det.runner.launch import launch
 
 RUNNERS = ("auto", "builtin", "detectron2")
+RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may hold negative numbers
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
-@click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/.")
-@click.option("--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]")
+def run_options(command: Callable) -> Callable:
+    """The options of every command that runs a config."""
+    options = (
+        click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/."),
+        click.option(
+            "--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]"
+        ),
+        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 where it is installed."),
+        debug_option,
+        click.argument("overrides", nargs=-1, metavar="[KEY VALUE]..."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command(context_settings=RUN_CONTEXT)
+@run_options
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in OUTPUT_DIR.")
 @click.option("--eval-only", is_flag=True, help="Evaluate MODEL.WEIGHTS, or with --resume the last checkpoint.")
-@click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 where it is installed.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
 @told_in_one_line
-def train(
-    config_file: str, num_gpus: int | None, resume: bool, eval_only: bool, runner: str, debug: bool, overrides: tuple[str, ...]
-) -> None:
+def train(config_file: str, num_gpus: int | None, runner: str, overrides: tuple[str, ...], resume: bool, eval_only: bool) -> None:
     """Train a detector and evaluate it; KEY VALUE pairs override the config.
 
     \b

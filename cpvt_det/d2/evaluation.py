@@ -12,6 +12,7 @@ from detectron2.evaluation import DatasetEvaluator
 from cpvt_det import build, distributed
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.evaluation.coco import format_table, write_detections
+from cpvt_det.runner.evaluate import gather_detections
 from cpvt_det.runner.setup import logger
 from cpvt_det.structures import Detections
 
@@ -45,11 +46,9 @@ class CleanCOCOEvaluator(DatasetEvaluator):
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Gather from all processes; the results in the first, nothing in others."""
-        states = distributed.gather_objects(self._evaluator.state())
+        gather_detections(self._evaluator)
         if distributed.rank() != 0:
             return {}
-        for state in states[1:]:
-            self._evaluator.merge(state)
         results = self._evaluator.evaluate()
         write_detections(self._evaluator.coco_results(), f"{self._folder}/coco_instances_results.json")
         logger.info("Evaluation on %s:\n%s", self._dataset.name, format_table(results))

@@ -37,7 +37,7 @@ def _evaluate_only(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     tests = build.load_tests(cfg)
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
-    output = _setup(cfg)
+    output = _setup(cfg, keep_config=True)
     for dataset in tests:
         describe_classes(dataset)
     model = build_detector(cfg)
@@ -71,7 +71,7 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     return results
 
 
-def _setup(cfg: CfgNode) -> Path:
-    output = setup_run(without_untouched(cfg))
+def _setup(cfg: CfgNode, keep_config: bool = False) -> Path:
+    output = setup_run(without_untouched(cfg), keep_config)
     setup_logger(str(output / "log.txt"), distributed_rank=comm.get_rank())
     return output

@@ -24,7 +24,7 @@ from cpvt_det.data.loader import TrainLoader
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import UnknownNameError, config_errors
 from cpvt_det.evaluation.coco import write_results
-from cpvt_det.runner.train import flatten
+from cpvt_det.runner.train import flatten, is_due
 from cpvt_det.solver.step import TrainingModel, TrainStep, wrap_for_processes
 
 
@@ -90,7 +90,7 @@ class Trainer(DefaultTrainer):
         self.results: dict[str, Any] = {}
         self._records = build.training_records(cfg, datasets)
         length = build.build_length(cfg, len(self._records))
-        self.start_iter, self.max_iter, self._eval_period = 0, length.max_iter, length.eval_period
+        self.start_iter, self.max_iter, self._length = 0, length.max_iter, length
         torch.manual_seed(seed)
         detector = build_detector(cfg)
         self.state = RunState(datasets[0].classes, without_untouched(cfg).dump(), seed, build.build_ema(cfg, detector))
@@ -127,7 +127,7 @@ class Trainer(DefaultTrainer):
         return [
             hooks.IterationTimer(),
             hooks.PeriodicCheckpointer(self.checkpointer, self.cfg.SOLVER.CHECKPOINT_PERIOD) if main else None,
-            hooks.EvalHook(self._eval_period, self._test_and_keep_best) if self.tests else None,
+            hooks.EvalHook(self._length.eval_period, self._test_and_keep_best) if self.tests else None,
             hooks.PeriodicWriter(self.build_writers(), period=period) if main else None,
         ]
 
@@ -139,6 +139,8 @@ class Trainer(DefaultTrainer):
         self.iter = self.start_iter
         with EventStorage(self.start_iter) as self.storage:
             self.before_train()
+            if self.tests and 0 < self.start_iter < self.max_iter and is_due(self.start_iter - 1, self._length):
+                self._test_and_keep_best()  # the checkpoint is older than its evaluation
             while self.iter < self.max_iter:
                 self.before_step()
                 self.run_step()
@@ -150,8 +152,9 @@ class Trainer(DefaultTrainer):
     def _test_and_keep_best(self) -> dict[str, Any]:
         self.results = evaluate(self.cfg, self.evaluated, self.tests)
         if comm.is_main_process():
-            self.checkpointer.keep_best(flatten(self.results, first_only=True)["bbox/AP"], self.iter)
-        return self.results
+            done = min(self.iter, self.max_iter - 1)  # after training it is one more
+            self.checkpointer.keep_best(flatten(self.results, first_only=True)["bbox/AP"], done)
+        return _without_nan(self.results)  # metrics.json would not be JSON
 
 
 def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[str, Any]:
@@ -170,3 +173,8 @@ def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[s
     if comm.is_main_process():
         write_results(merged, Path(cfg.OUTPUT_DIR) / "results.json")
     return merged
+
+
+def _without_nan(results: dict[str, Any]) -> dict[str, Any]:
+    parts = {name: _without_nan(value) if isinstance(value, dict) else value for name, value in results.items()}
+    return {name: value for name, value in parts.items() if value == value}

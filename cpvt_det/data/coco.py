@@ -135,7 +135,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise DataError(f"cannot read annotations {path}: {error.strerror}") from error
+        hint = "DATASETS.REGISTER, or DETECTRON2_DATASETS for COCO itself, says where they are"
+        raise DataError(f"cannot read annotations {path}: {error.strerror}; {hint}") from error
     except ValueError as error:  # bad JSON and bad UTF-8
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -96,7 +96,7 @@ class DETR(nn.Module):
         Args:
             images: each (3, h, w), RGB in [0, 255], any dtype.
         """
-        normalised = [(image.to(self.pixel_mean.device) - self.pixel_mean) / self.pixel_std for image in images]
+        normalised = [(image.to(self.pixel_mean.device, non_blocking=True) - self.pixel_mean) / self.pixel_std for image in images]
         return PaddedBatch.from_images(normalised, self.size_divisibility)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> Predictions:

@@ -16,7 +16,7 @@ from cpvt_det import distributed
 from cpvt_det.build import build_evaluator, build_postprocessor, build_test_loader
 from cpvt_det.data.coco import CocoDataset, ImageRecord
 from cpvt_det.data.mapper import Mapper, Sample, evaluation_transform, read_image
-from cpvt_det.evaluation.coco import format_table, write_detections, write_results
+from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_detections, write_results
 from cpvt_det.evaluation.pictures import draw_comparison, save_contact_sheet
 from cpvt_det.postprocess import PostProcessor
 from cpvt_det.structures import Detections
@@ -76,14 +76,19 @@ def _evaluate_one(cfg: CfgNode, detector: nn.Module, dataset: CocoDataset, folde
             for sample, found in zip(samples, detect(detector, postprocess, samples), strict=True):
                 evaluator.add(sample["image_id"], found)
             bar.update(len(samples) * distributed.world_size())
-    for other, state in enumerate(distributed.gather_objects(evaluator.state())):
-        if other != distributed.rank():
-            evaluator.merge(state)
+    gather_detections(evaluator)
     results = evaluator.evaluate()
     if not quiet:
         write_detections(evaluator.coco_results(), folder / "coco_instances_results.json")
         logger.info("Evaluation on %s:\n%s", dataset.name, format_table(results))
     return results
+
+
+def gather_detections(evaluator: CocoEvaluator) -> None:
+    """Give every process's evaluator what the others have seen."""
+    for other, state in enumerate(distributed.gather_objects(evaluator.state())):
+        if other != distributed.rank():
+            evaluator.merge(state)
 
 
 def draw_pictures(cfg: CfgNode, detector: nn.Module, dataset: CocoDataset, path: Path) -> None:

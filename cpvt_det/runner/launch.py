@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process or many: ``torchrun`` starts them, or ``--num-gpus N`` does on this machine."""
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it logs a traceback of its own
     config = LaunchConfig(1, 1, num_gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)  # else it starts anew
     try:
         return elastic_launch(config, _run_in_group)(main, args)[0]

@@ -21,8 +21,12 @@ METRICS_LOGGER = "cpvt_det.metrics"
 """Its lines go to the file alone: on the screen the progress bar says the same."""
 
 
-def setup_run(cfg: CfgNode) -> Path:
+def setup_run(cfg: CfgNode, keep_config: bool = False) -> Path:
     """Make the run's folder with ``config.yaml`` and ``log.txt``, and start the log.
+
+    Args:
+        cfg: the run's config.
+        keep_config: leave a ``config.yaml`` that is there: an evaluation does not change what the run was.
 
     Returns:
         ``OUTPUT_DIR``.
@@ -34,7 +38,8 @@ def setup_run(cfg: CfgNode) -> Path:
     if distributed.rank() == 0:
         try:
             output.mkdir(parents=True, exist_ok=True)
-            (output / "config.yaml").write_text(cfg.dump(), encoding="utf-8")
+            if not (keep_config and (output / "config.yaml").exists()):
+                (output / "config.yaml").write_text(cfg.dump(), encoding="utf-8")
             _start_log(output / "log.txt")
         except OSError as error:
             raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error

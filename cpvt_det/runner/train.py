@@ -41,7 +41,7 @@ def evaluate_only(cfg: CfgNode, resume: bool = False) -> Results:
     tests = build.load_tests(cfg)
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
-    output = setup_run(cfg)
+    output = setup_run(cfg, keep_config=True)
     detector = build.build_detector(cfg).to(build.build_device(cfg))
     build.load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True)
     results = evaluate(cfg, detector, tests, output)
@@ -79,19 +79,22 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     loader = build.build_train_loader(cfg, records, state.seed).from_iteration(start)
     results: Results = {}
     with MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer:
+
+        def evaluate_after(iteration: int) -> Results:
+            with writer.clock_stopped():
+                results = evaluate(cfg, evaluated, tests, output)
+                writer.write(iteration, flatten(results))
+                checkpointer.keep_best(flatten(results, first_only=True)["bbox/AP"], iteration)
+            return results
+
+        if tests and start > 0 and is_due(start - 1, length):  # the checkpoint is older than its evaluation
+            results = evaluate_after(start - 1)
         for iteration, samples in zip(range(start, length.max_iter), loader, strict=False):
             trainer.iteration = iteration
             writer.put(iteration, step(samples, iteration), step.lr)
             periodic.step(iteration)
             if tests and is_due(iteration, length):
-                with writer.clock_stopped():
-                    results = evaluate(cfg, evaluated, tests, output)
-                    writer.write(iteration, flatten(results))
-                    checkpointer.keep_best(flatten(results, first_only=True)["bbox/AP"], iteration)
-        if tests and not results:  # resumed at the end
-            results = evaluate(cfg, evaluated, tests, output)
-            writer.write(length.max_iter - 1, flatten(results))
-            checkpointer.keep_best(flatten(results, first_only=True)["bbox/AP"], length.max_iter - 1)
+                results = evaluate_after(iteration)
     if distributed.rank() == 0:
         draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
     if tests:

@@ -65,7 +65,7 @@ class LearningRate:
 
     Raises:
         UnknownNameError: another schedule.
-        ValueError: no iterations, or steps that do not rise or lie beyond the end.
+        ValueError: no iterations, or steps that do not rise. Steps beyond the end are never reached.
     """
 
     def __init__(self, length: Length, schedule: str = "step", gamma: float = 0.1):

@@ -73,7 +73,8 @@ class StepOptions:
 
     Attributes:
         clip_norm: bound on the norm of all gradients together; ``None`` for no clipping.
-        accumulate: parts that a process's samples are worked through in; the result is that of one part.
+        accumulate: parts that a process's samples are worked through in; the result is that of one part, but for norms that look
+            at the batch and for metrics, which are means over parts.
         amp_dtype: of autocast; ``None`` for full precision.
     """
 
