@@ -131,7 +131,9 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def assert_near(actual, expected, tolerance):
+def assert_near(actual, expected, tolerance, what):
+    """Close, and with ``pytest -s`` the table of docs/results.md."""
+    print(f"| {what} | {(actual - expected).abs().max().item():.1e} | {expected.abs().max().item():.3g} |")
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
@@ -145,8 +147,9 @@ def test_every_layer_predicts_what_transformers_predicts(backbone, position, dty
     assert predictions.logits.shape == (LAYERS, len(SIZES), QUERIES, CLASSES + 1)
     assert expected.logits.std() > 0.5
     assert expected.boxes.std(2).min() > 1e-4, "queries that all answer the same would prove little"
-    assert_near(predictions.logits, expected.logits, tolerance)
-    assert_near(predictions.boxes, expected.boxes, tolerance)
+    case = f"{backbone}, {position}, {str(dtype).removeprefix('torch.')}"
+    assert_near(predictions.logits, expected.logits, tolerance, f"{case} | logits")
+    assert_near(predictions.boxes, expected.boxes, tolerance, f"{case} | boxes")
 
 
 @pytest.mark.parametrize(("backbone", "position"), CASES[:2])
@@ -160,7 +163,8 @@ def test_losses_and_gradients_are_those_of_transformers(backbone, position):
     criterion = build_criterion(our_config(backbone, position))
     predictions = ours(batch.images, batch.padding_mask)
     losses = criterion(predictions, targets).losses
-    assert_near(sum(losses.values()), total, 1e-10)
+    case = f"{backbone}, {position}, float64"
+    assert_near(sum(losses.values()), total, 1e-10, f"{case} | total loss")
     sum(losses.values()).backward()
 
     padded = PaddedTargets.from_targets(targets, torch.float64)
@@ -168,14 +172,16 @@ def test_losses_and_gradients_are_those_of_transformers(backbone, position):
     by_layer = criterion.losses_by_layer(predictions, padded, matches, normalizers)
     for name, their_name in {"loss_class": "loss_ce", "loss_l1": "loss_bbox", "loss_giou": "loss_giou"}.items():
         suffixes = [*(f"_{layer}" for layer in range(LAYERS - 1)), ""]
-        assert_near(by_layer[name], torch.stack([expected[their_name + suffix] for suffix in suffixes]), 1e-10)
+        assert_near(by_layer[name], torch.stack([expected[their_name + suffix] for suffix in suffixes]), 1e-10, f"{case} | {name}")
 
     gradients = convert_state_dict({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, "hf_detr")
     trained = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
     assert gradients.keys() - trained.keys() == {name for name in gradients if name.startswith(FIRST_STAGES)}
     scale = torch.stack([gradient.norm() for gradient in trained.values()]).norm().item()
     for name, gradient in trained.items():
-        assert_near(gradient, gradients[name], 1e-12 * scale)
+        torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-12 * scale)
+    norms = [torch.stack([of[name].norm() for name in trained]).norm() for of in (trained, gradients)]
+    assert_near(*norms, 1e-12 * scale, f"{case} | gradient norm")
 
 
 def test_mask_polarity_matters_to_the_comparison():
