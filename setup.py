@@ -45,7 +45,7 @@ TEST = [
     "pytest==9.2.0",
     "pytest-cov==7.1.0",
     "pytest-timeout==2.4.0",
-    "hypothesis==6.170.15",
+    "hypothesis==6.168.5",
     "transformers==5.20.2",  # an independent DETR to compare with; the last for Python 3.10
     "ruff==0.17.5",
 ]
