@@ -30,6 +30,11 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return values
 
 
+def all_reduce_mean(values: Tensor) -> Tensor:
+    """The elementwise mean of a tensor over all processes, without a gradient."""
+    return all_reduce_sum(values) / world_size()
+
+
 def gather_objects(value: Any) -> list[Any]:
     """The picklable values of all processes, in order of rank, on every process."""
     if not is_initialized():

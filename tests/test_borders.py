@@ -104,7 +104,7 @@ def test_only_entry_points_import_d2():
 
 @pytest.mark.parametrize("part", ALLOWED)
 def test_lower_layers_do_not_import_higher_ones(part):
-    """So no class of theirs sees a config: only build.py, config.py and what stands above them does."""
+    """So no class of theirs sees a config: only build/, config.py and what stands above them does."""
     files = [PACKAGE / part] if part.endswith(".py") else sorted((PACKAGE / part).rglob("*.py"))
     assert files
     for path in files:

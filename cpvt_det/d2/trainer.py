@@ -61,9 +61,9 @@ class StepTrainer(SimpleTrainer):
         data_time = time.perf_counter() - start
         record = self.step(samples, self.iter)
         values = torch.stack([value.double() for value in record.values()])
-        means = distributed.all_reduce_sum(values) / distributed.world_size()
+        means = distributed.all_reduce_mean(values).tolist()
         storage = get_event_storage()
-        storage.put_scalars(**dict(zip(record, means.tolist(), strict=True)), data_time=data_time)
+        storage.put_scalars(**dict(zip(record, means, strict=True)), data_time=data_time)
         storage.put_scalar("lr", self.step.lr, smoothing_hint=False)
 
     def state_dict(self) -> dict[str, Any]:

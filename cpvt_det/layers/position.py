@@ -2,7 +2,7 @@
 """Position encodings: the contract, the registry, and the encodings there are.
 
 A new encoding is one class or function registered here under its name; the contract tests find it through the registry.
-``build.py`` hands it the options of ``MODEL.POSITION`` as keywords.
+``build/detector.py`` hands it the options of ``MODEL.POSITION`` as keywords.
 """
 
 import functools

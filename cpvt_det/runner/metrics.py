@@ -33,7 +33,7 @@ class MetricsWriter:
     """
 
     def __init__(self, output: Path, start_iter: int, max_iter: int, images_per_iter: int, period: int):
-        self.period = max(1, period)
+        self.period = period
         self.max_iter = max_iter
         self.images_per_iter = images_per_iter
         self._records: list[dict[str, Tensor]] = []
@@ -93,5 +93,4 @@ class MetricsWriter:
         """Over the collected iterations and all processes."""
         names = sorted(self._records[0])
         values = torch.stack([torch.stack([record[name].double() for name in names]) for record in self._records]).mean(0)
-        means = distributed.all_reduce_sum(values) / distributed.world_size()
-        return dict(zip(names, means.tolist(), strict=True))
+        return dict(zip(names, distributed.all_reduce_mean(values).tolist(), strict=True))
