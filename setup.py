@@ -18,6 +18,7 @@ INSTALL = [
     "numpy>=1.26",
     "pillow>=10",  # formats that torchvision does not decode; drawing
     "scipy>=1.11",  # linear_sum_assignment
+    "numba>=0.61",  # the CPU kernel of deformable attention
     "pycocotools>=2.0.8",  # the reference evaluator
     "faster-coco-eval>=1.7",  # the default evaluator: the same figures, 7 times as fast
     "fvcore>=0.1.5,<0.1.6",  # configs, registry, checkpoints

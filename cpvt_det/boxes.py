@@ -31,6 +31,19 @@ def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
     return torch.cat(((low + high) / 2, high - low), dim=-1)
 
 
+def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
+    """The logit of values in [0, 1], as if none were nearer than ``eps`` to 0 or 1; so it is finite.
+
+    Args:
+        x: (...) float.
+        eps: the bound.
+
+    Source: fundamentalvision/Deformable-DETR ``util/misc.py``.
+    """
+    x = x.clamp(0, 1)
+    return (x.clamp(min=eps) / (1 - x).clamp(min=eps)).log()
+
+
 def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """Generalised intersection over union, elementwise over broadcast leading dimensions.
 

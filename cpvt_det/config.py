@@ -47,7 +47,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101; with detectron2 also what its registry has
     model.BACKBONE.WEIGHTS = ""  # torchvision's by name (IMAGENET1K_V1, DEFAULT), or a local file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN, GN from scratch
-    model.BACKBONE.STAGE = 5  # the last stage that is built and used, 2 to 5
+    model.BACKBONE.STAGES = (5,)  # whose maps are used, 2 to 5; DETR takes one
     model.BACKBONE.DC5 = False  # stage 5 dilated, at the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # stages up to this one keep their weights; 1 is the stem, 0 trains all
     model.BACKBONE.MASK_PADDING = True  # padding stays zero inside the backbone; False is the official arithmetic
@@ -58,12 +58,13 @@ def _add_model(cfg: CfgNode) -> None:
     model.POSITION.DECODER = "sine"  # of the decoder's keys: sine, same (as the encoder), none
     model.POSITION.TABLE_SIZE = 50  # learned: the largest map side
     model.POSITION.POSITIONS = [0]  # peg: after these encoder layers; -1 is before the first
+    model.POSITION.SHARE_LEVELS = False  # peg: one for all levels of Deformable-DETR, instead of one each
     model.POSITION.KERNEL_SIZE = 3  # peg
     model.POSITION.NORM = "BN"  # peg: BN, SyncBN, GN, none
     model.POSITION.MASK_INPUT = True  # peg: padded tokens out of convolution and statistics; False is the authors' arithmetic
     model.POSITION.ZERO_INIT = False  # peg: starts as the identity, for trained weights
 
-    model.DETR = CfgNode()
+    model.DETR = CfgNode()  # of both detectors, but for PRE_NORM
     model.DETR.HIDDEN_DIM = 256
     model.DETR.NHEADS = 8
     model.DETR.DIM_FEEDFORWARD = 2048
@@ -72,6 +73,14 @@ def _add_model(cfg: CfgNode) -> None:
     model.DETR.DROPOUT = 0.1
     model.DETR.PRE_NORM = False
     model.DETR.NUM_OBJECT_QUERIES = 100
+
+    model.DEFORMABLE = CfgNode()
+    model.DEFORMABLE.NUM_LEVELS = 4  # those of BACKBONE.STAGES, and coarser ones made of the last
+    model.DEFORMABLE.ENC_POINTS = 4  # sampling points a head and level
+    model.DEFORMABLE.DEC_POINTS = 4
+    model.DEFORMABLE.BOX_REFINEMENT = False  # every decoder layer corrects the boxes of the one before
+    model.DEFORMABLE.TWO_STAGE = False  # queries are the encoder's best proposals; needs BOX_REFINEMENT
+    model.DEFORMABLE.IMPLEMENTATION = "auto"  # of the attention's op: numba, triton, eager, export
 
     model.CRITERION = CfgNode()
     model.CRITERION.CLASSIFICATION = "softmax"  # or focal
@@ -124,6 +133,7 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.ACCUMULATE = 1  # parts that a process's share of a batch is worked through in
     solver.BASE_LR = 1e-4
     solver.BACKBONE_LR = 2e-5
+    solver.POINTS_LR_MULTIPLIER = 0.1  # of Deformable-DETR's sampling offsets and reference points, on BASE_LR
     solver.WEIGHT_DECAY = 1e-4
     solver.WEIGHT_DECAY_NORM = None  # None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # None: as its parameters would have elsewhere

@@ -6,7 +6,6 @@ On the road of one image: after ``data/mapper.py``, around ``models/detr.py``, b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,12 +77,13 @@ class Predictions:
     Attributes:
         logits: (D, B, Q, K') float; K' is K for sigmoid and K + 1 for softmax classification.
         boxes: (D, B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
-        proposals: the encoder's own predictions, for two-stage detectors only.
+        proposals: the encoder's own predictions, one for each token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage
+            detectors only.
     """
 
     logits: Tensor
     boxes: Tensor
-    proposals: Any = None
+    proposals: "Predictions | None" = None
 
 
 @dataclass

@@ -69,7 +69,7 @@ from cpvt_det.build import build_criterion, build_detector
 from cpvt_det.config import get_cfg
 from cpvt_det.structures import Targets
 cfg = get_cfg()
-cfg.MODEL.NUM_CLASSES, cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.STAGE = 2, "resnet18", 3
+cfg.MODEL.NUM_CLASSES, cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.STAGES = 2, "resnet18", (3,)
 cfg.MODEL.DETR.HIDDEN_DIM, cfg.MODEL.DETR.NHEADS, cfg.MODEL.DETR.DIM_FEEDFORWARD = 16, 2, 16
 predictions = build_detector(cfg)(torch.rand(1, 3, 32, 48), torch.zeros(1, 32, 48, dtype=torch.bool))
 targets = [Targets(torch.tensor([1]), torch.tensor([[0.5, 0.5, 0.2, 0.2]]))]

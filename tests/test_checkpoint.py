@@ -33,7 +33,7 @@ def detector(num_classes=3, seed=0, **changes):
     """A small one; ``changes`` are keys of ``MODEL.DETR``, ``POSITION``, ``ZERO_INIT`` and ``CLASSIFICATION``."""
     cfg = get_cfg()
     cfg.MODEL.NUM_CLASSES = num_classes
-    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.STAGE = "resnet18", 2
+    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.STAGES = "resnet18", (2,)
     cfg.MODEL.POSITION.NAME = changes.pop("POSITION", "sine")
     cfg.MODEL.POSITION.DECODER, cfg.MODEL.POSITION.ZERO_INIT = "same", changes.pop("ZERO_INIT", False)
     cfg.MODEL.CRITERION.CLASSIFICATION = changes.pop("CLASSIFICATION", "softmax")
@@ -268,7 +268,7 @@ def test_counters_and_classifiers_are_dropped():
 
 
 def test_conversion_refuses_what_it_does_not_know():
-    with pytest.raises(UnknownNameError, match=r"unknown weights source 'hf'.*known: facebook_detr, hf_detr"):
+    with pytest.raises(UnknownNameError, match=r"unknown weights source 'hf'.*known: deformable_detr, .*hf_detr"):
         convert_state_dict({}, "hf")
     for source in CONVERSIONS:
         with pytest.raises(WeightsError, match=f"not the names of {source}; the weights hold a"):

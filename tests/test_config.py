@@ -7,11 +7,16 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det import config
 from cpvt_det.build import build_criterion, build_detector, build_device, build_postprocessor
+from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.config import config_root, find_config, get_cfg, load_cfg, merge_overrides, read_config
 from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
 
 CONFIGS = sorted(str(path.relative_to(config_root())) for path in config_root().rglob("*.yaml"))
-ENCODINGS = ["none", "sine", "learned", "peg", "sine+peg"]
+TABLE = [
+    *(f"coco/detr_r50_{encoding}_50ep.yaml" for encoding in ("none", "sine", "learned", "peg", "sine+peg")),
+    *(f"coco/deformable_detr_r50_{encoding}_50ep.yaml" for encoding in ("none", "sine_offset", "peg", "sine_offset+peg")),
+]
+OFFICIAL = ["_single_scale", "_single_scale_dc5", "_refine", "_two_stage"]
 
 
 def write(folder, text, name="run.yaml"):
@@ -30,22 +35,25 @@ def test_every_config_of_the_package_loads_and_builds(name):
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 7
     with torch.device("meta"):
         detector = build_detector(cfg)
-        (features,) = detector.backbone(torch.zeros(2, 3, 96, 64), torch.zeros(2, 96, 64, dtype=torch.bool))
+        maps = detector.backbone(torch.zeros(2, 3, 96, 64), torch.zeros(2, 96, 64, dtype=torch.bool))
     detr = cfg.MODEL.DETR
-    assert features.shape[1] == detector.input_proj.in_channels
-    assert detector.query_embed.weight.shape == (detr.NUM_OBJECT_QUERIES, detr.HIDDEN_DIM)
+    convolutions = [module for module in detector.input_proj.modules() if isinstance(module, torch.nn.Conv2d)]
+    assert [features.shape[1] for features in maps] == [module.in_channels for module in convolutions[: len(maps)]]
+    assert len(convolutions) == (1 if cfg.MODEL.META_ARCHITECTURE == "CPVTDetr" else cfg.MODEL.DEFORMABLE.NUM_LEVELS)
+    assert detector.num_queries == detr.NUM_OBJECT_QUERIES
     assert (len(detector.transformer.encoder.layers), len(detector.transformer.decoder.layers)) == (
         detr.ENC_LAYERS,
         detr.DEC_LAYERS,
     )
-    assert build_criterion(cfg).classification.num_logits == detector.class_embed.out_features
+    heads = [weight for name, weight in detector.named_parameters() if CLASS_HEAD.search(name) and name.endswith("weight")]
+    assert {len(head) for head in heads} == {build_criterion(cfg).classification.num_logits}
     assert build_postprocessor(cfg).max_detections == cfg.TEST.DETECTIONS_PER_IMAGE
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_configs_of_the_table_differ_in_one_key(encoding):
+@pytest.mark.parametrize("name", TABLE)
+def test_configs_of_the_table_differ_in_one_key(name):
     """Each is ``_BASE_`` plus the encoding's name, and the base is the recipe of the paper."""
-    name = f"coco/detr_r50_{encoding}_50ep.yaml"
+    encoding = name.split("_r50_")[1].removesuffix("_50ep.yaml")
     own = [line for line in find_config(name).read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
     assert own[0].startswith("_BASE_: ")
     assert [line.strip() for line in own[1:]] == ["MODEL:", "POSITION:", f"NAME: {encoding}"]
@@ -56,6 +64,23 @@ def test_configs_of_the_table_differ_in_one_key(encoding):
     assert (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY) == (1e-4, 2e-5, 1e-4)
     assert solver.CLIP_GRADIENTS.CLIP_VALUE == 0.1
     assert tuple(cfg.DATASETS.TRAIN) == ("coco_2017_train",)
+
+
+def test_official_deformable_recipe_is_the_authors():
+    """Rates of offsets and reference points are a tenth of 2e-4; levels, refinement and stages as the names say."""
+    prefix = "coco/deformable_detr_r50_official"
+    cfgs = {name: load_cfg(f"{prefix}{name}_50ep.yaml") for name in ("", *OFFICIAL)}
+    for cfg in cfgs.values():
+        solver = cfg.SOLVER
+        assert (solver.BASE_LR, solver.BACKBONE_LR, solver.IMS_PER_BATCH) == (2e-4, 2e-5, 32)
+        assert solver.BASE_LR * solver.POINTS_LR_MULTIPLIER == pytest.approx(2e-5)
+        assert cfg.MODEL.POSITION.NAME == "sine_offset"
+        assert not cfg.MODEL.BACKBONE.MASK_PADDING
+    model = {name: cfg.MODEL for name, cfg in cfgs.items()}
+    assert [cfg.DEFORMABLE.NUM_LEVELS for cfg in model.values()] == [4, 1, 1, 4, 4]
+    assert [cfg.BACKBONE.DC5 for cfg in model.values()] == [False, False, True, False, False]
+    assert [cfg.DEFORMABLE.BOX_REFINEMENT for cfg in model.values()] == [False, False, False, True, True]
+    assert [cfg.DEFORMABLE.TWO_STAGE for cfg in model.values()] == [False, False, False, False, True]
 
 
 # Finding files

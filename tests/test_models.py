@@ -24,7 +24,7 @@ SIZES = [(68, 45), (33, 76), (96, 40)]
 SMALL = {
     "MODEL.NUM_CLASSES": 3,
     "MODEL.BACKBONE.NAME": "resnet18",
-    "MODEL.BACKBONE.STAGE": 4,
+    "MODEL.BACKBONE.STAGES": (4,),
     "MODEL.DETR.HIDDEN_DIM": 32,
     "MODEL.DETR.NHEADS": 4,
     "MODEL.DETR.DIM_FEEDFORWARD": 48,
@@ -61,6 +61,8 @@ def unlike_initial(module):
             nn.init.uniform_(value, -0.3, 0.3)
         elif "running_var" in name:
             nn.init.uniform_(value, 0.5, 1.5)
+        elif name.endswith("weight") and not value.any():
+            nn.init.uniform_(value, -0.1, 0.1)
     return module
 
 
@@ -147,7 +149,7 @@ def test_every_backbone_norm_keeps_images_apart(norm):
 
 @pytest.mark.parametrize(("name", "dilation"), [("resnet50", False), ("resnet50", True)])
 def test_bottlenecks_and_dilation_keep_images_apart(name, dilation):
-    model = build(BACKBONE__NAME=name, BACKBONE__DC5=dilation, BACKBONE__STAGE=5).eval()
+    model = build(BACKBONE__NAME=name, BACKBONE__DC5=dilation, BACKBONE__STAGES=(5,)).eval()
     assert alone_and_together(model, draw_images()[:2]) <= 1e-10
 
 
@@ -280,7 +282,7 @@ def test_dc5_has_the_stride_of_stage_four(dilation, stride):
 def test_dc5_sets_the_divisor_of_the_canvas():
     with torch.device("meta"):
         plain, dilated = (
-            build_detector(small_cfg(BACKBONE__NAME="resnet50", BACKBONE__DC5=dc5, BACKBONE__STAGE=5)) for dc5 in (False, True)
+            build_detector(small_cfg(BACKBONE__NAME="resnet50", BACKBONE__DC5=dc5, BACKBONE__STAGES=(5,))) for dc5 in (False, True)
         )
     assert (plain.size_divisibility, dilated.size_divisibility) == (32, 16)
 
@@ -301,7 +303,7 @@ def test_freeze_at_freezes_the_stages_up_to_it(freeze_at):
 
 
 def test_stages_after_the_last_one_used_are_not_built():
-    backbone = build_backbone(small_cfg(BACKBONE__STAGE=4))
+    backbone = build_backbone(small_cfg(BACKBONE__STAGES=(4,)))
     assert not hasattr(backbone.body, "layer4")
     assert backbone.strides == [16]
     assert backbone.channels == [256]
@@ -574,7 +576,7 @@ def test_focal_starts_with_rare_objects():
 
 def test_preprocess_normalises_then_pads_to_the_stride():
     """(50 - mean) / std of each channel by hand, and zeros beside it."""
-    model = build_detector(small_cfg(BACKBONE__STAGE=5))
+    model = build_detector(small_cfg(BACKBONE__STAGES=(5,)))
     batch = model.preprocess([torch.full((3, 33, 20), 50, dtype=torch.uint8), torch.full((3, 5, 40), 0, dtype=torch.uint8)])
     assert batch.images.shape == (2, 3, 64, 64)
     assert batch.image_sizes == [(33, 20), (5, 40)]

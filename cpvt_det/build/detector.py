@@ -16,7 +16,7 @@ from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.layers.position import PositionEncoding, build_position, position_options
 from cpvt_det.losses import HungarianMatcher, SetCriterion, make_classification
 from cpvt_det.losses.classification import Classification
-from cpvt_det.models import DETR, ResNetBackbone, Transformer
+from cpvt_det.models import DETR, DeformableDETR, DeformableTransformer, ResNetBackbone, Transformer
 from cpvt_det.postprocess import PostProcessor
 
 DETECTOR_REGISTRY = Registry("DETECTOR")
@@ -57,31 +57,67 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
 
 
 def _detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.Module], dict[str, Any]]:
-    detr = cfg.MODEL.DETR
-    channels, classification = detr.HIDDEN_DIM, build_classification(cfg)
+    detr, stages = cfg.MODEL.DETR, cfg.MODEL.BACKBONE.STAGES
+    if len(stages) != 1:
+        raise ConfigError(f"CPVTDetr works on one map, MODEL.BACKBONE.STAGES is {list(stages)}")
     return DETR, {
-        "backbone": backbone or build_backbone(cfg),
-        "position": build_encoder_position(cfg, channels, num_levels=1, num_layers=detr.ENC_LAYERS),
+        **_shared_arguments(cfg, backbone, num_levels=1),
         "transformer": Transformer(
             encoder_layers=detr.ENC_LAYERS,
             decoder_layers=detr.DEC_LAYERS,
-            channels=channels,
+            channels=detr.HIDDEN_DIM,
             num_heads=detr.NHEADS,
             ffn_channels=detr.DIM_FEEDFORWARD,
             dropout=detr.DROPOUT,
             pre_norm=detr.PRE_NORM,
         ),
-        "channels": channels,
+        "decoder_position": _decoder_position(cfg, detr.HIDDEN_DIM),
+    }
+
+
+def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.Module], dict[str, Any]]:
+    detr, deformable = cfg.MODEL.DETR, cfg.MODEL.DEFORMABLE
+    if detr.PRE_NORM:
+        raise ConfigError("MODEL.DETR.PRE_NORM is for CPVTDetr; Deformable-DETR's norms stand after the residuals")
+    if deformable.TWO_STAGE and cfg.MODEL.CRITERION.CLASSIFICATION != "focal":
+        raise ConfigError("MODEL.DEFORMABLE.TWO_STAGE ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION focal")
+    return DeformableDETR, {
+        **_shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
+        "transformer": DeformableTransformer(
+            encoder_layers=detr.ENC_LAYERS,
+            decoder_layers=detr.DEC_LAYERS,
+            channels=detr.HIDDEN_DIM,
+            num_heads=detr.NHEADS,
+            ffn_channels=detr.DIM_FEEDFORWARD,
+            dropout=detr.DROPOUT,
+            num_levels=deformable.NUM_LEVELS,
+            encoder_points=deformable.ENC_POINTS,
+            decoder_points=deformable.DEC_POINTS,
+            implementation=deformable.IMPLEMENTATION,
+        ),
+        "num_levels": deformable.NUM_LEVELS,
+        "box_refinement": deformable.BOX_REFINEMENT,
+        "two_stage": deformable.TWO_STAGE,
+        "mask_padding": cfg.MODEL.BACKBONE.MASK_PADDING,
+    }
+
+
+def _shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) -> dict[str, Any]:
+    detr, classification = cfg.MODEL.DETR, build_classification(cfg)
+    return {
+        "backbone": backbone or build_backbone(cfg),
+        "position": build_encoder_position(cfg, detr.HIDDEN_DIM, num_levels, detr.ENC_LAYERS),
+        "channels": detr.HIDDEN_DIM,
         "num_queries": detr.NUM_OBJECT_QUERIES,
         "num_logits": classification.num_logits,
         "prior_probability": classification.prior_probability,
-        "decoder_position": _decoder_position(cfg, channels),
         "pixel_mean": cfg.MODEL.PIXEL_MEAN,
         "pixel_std": cfg.MODEL.PIXEL_STD,
     }
 
 
 DETECTOR_REGISTRY._do_register("CPVTDetr", _detr)
+DETECTOR_REGISTRY._do_register("CPVTDeformableDetr", _deformable_detr)
 
 
 def build_backbone(cfg: CfgNode) -> ResNetBackbone:
@@ -90,7 +126,7 @@ def build_backbone(cfg: CfgNode) -> ResNetBackbone:
     return ResNetBackbone(
         backbone.NAME,
         norm=backbone.NORM,
-        stages=[backbone.STAGE],
+        stages=backbone.STAGES,
         dilation=backbone.DC5,
         freeze_at=backbone.FREEZE_AT,
         mask_padding=backbone.MASK_PADDING,

@@ -35,9 +35,9 @@ def build_length(cfg: CfgNode, num_images: int) -> Length:
 def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
     """AdamW with the groups of ``SOLVER``."""
     solver = cfg.SOLVER
-    rates = (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG)
+    rates = (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY, solver.POINTS_LR_MULTIPLIER)
     with config_errors("SOLVER"):
-        return make_optimizer(parameter_groups(detector, *rates))
+        return make_optimizer(parameter_groups(detector, *rates, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG))
 
 
 def build_ema(cfg: CfgNode, detector: nn.Module) -> AveragedModel | None:
@@ -99,7 +99,7 @@ def load_initial_weights(cfg: CfgNode, detector: nn.Module, classes: Classes, fo
         report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
         logger.info("%s: %s\n%s", cfg.MODEL.WEIGHTS, report, report.table())
         for name, shapes in report.remade.items():
-            if not CLASS_HEAD.search(name) and name != "query_embed.weight":
+            if not CLASS_HEAD.search(name) and not name.endswith("query_embed.weight"):
                 raise WeightsError(
                     f"{cfg.MODEL.WEIGHTS} is of another shape than the config's model: {name} is {shapes}; "
                     "set the keys of MODEL that it was trained with"

@@ -14,7 +14,7 @@ from cpvt_det import build
 from cpvt_det.boxes import xyxy_to_cxcywh
 from cpvt_det.d2.backbone import build_detector_backbone
 from cpvt_det.losses import SetCriterion
-from cpvt_det.models import DETR
+from cpvt_det.models import DETR, DeformableDETR
 from cpvt_det.postprocess import PostProcessor
 from cpvt_det.solver.step import compute_losses
 from cpvt_det.structures import Detections, Predictions, Targets
@@ -77,6 +77,23 @@ class CPVTDetr(Detectron2Protocol, DETR):
         criterion: its set loss.
         postprocessor: its decoding.
         arguments: of :class:`DETR`.
+    """
+
+    @configurable
+    def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor, **arguments: Any):
+        super().__init__(**arguments)
+        self.criterion = criterion
+        self.postprocessor = postprocessor
+
+
+@META_ARCH_REGISTRY.register()
+class CPVTDeformableDetr(Detectron2Protocol, DeformableDETR):
+    """:class:`cpvt_det.models.DeformableDETR` in detectron2.
+
+    Args:
+        criterion: its set loss.
+        postprocessor: its decoding.
+        arguments: of :class:`DeformableDETR`.
     """
 
     @configurable

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention, batch first, on ``scaled_dot_product_attention``."""
+"""Attention, batch first: multi-head on ``scaled_dot_product_attention``, and multi-scale deformable."""
+
+import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from cpvt_det.layers.deformable_attention import ms_deform_attn
+from cpvt_det.structures import Size
 
 
 class Attention(nn.Module):
@@ -65,3 +71,83 @@ class Attention(nn.Module):
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, N, C) -> (B, M, N, C / M)
+
+
+class DeformableAttention(nn.Module):
+    """Multi-scale deformable attention: every query looks at P points a head and level, around its reference point.
+
+    Args:
+        channels: C, a multiple of ``num_heads``.
+        num_heads: M.
+        num_levels: L.
+        num_points: P.
+        implementation: of the op, as in :func:`ms_deform_attn`.
+
+    Raises:
+        ValueError: channels that the heads do not divide.
+
+    Source: arXiv 2010.04159, equation 3; names and initial values as in fundamentalvision/Deformable-DETR.
+    """
+
+    def __init__(self, channels: int, num_heads: int, num_levels: int, num_points: int, implementation: str = "auto"):
+        super().__init__()
+        if num_heads < 1 or channels % num_heads:
+            raise ValueError(f"channels must be a multiple of num_heads, got {channels} channels and {num_heads} heads")
+        self.samples = (num_heads, num_levels, num_points)
+        self.implementation = implementation
+        count = num_heads * num_levels * num_points
+        self.sampling_offsets = nn.Linear(channels, 2 * count)
+        self.attention_weights = nn.Linear(channels, count)
+        self.value_proj = nn.Linear(channels, channels)
+        self.output_proj = nn.Linear(channels, channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Every head looks in a direction of its own, its points 1 to P cells away, with equal weights."""
+        heads, levels, points = self.samples
+        angle = torch.arange(heads) * (2 * math.pi / heads)
+        direction = torch.stack((angle.cos(), angle.sin()), dim=-1)
+        direction = direction / direction.abs().amax(-1, keepdim=True)  # to the border of a square
+        offsets = direction[:, None, None] * torch.arange(1, points + 1)[:, None]  # (M, 1, P, 2)
+        nn.init.zeros_(self.sampling_offsets.weight)
+        with torch.no_grad():
+            self.sampling_offsets.bias.copy_(offsets.expand(-1, levels, -1, -1).flatten())
+        nn.init.zeros_(self.attention_weights.weight)
+        nn.init.zeros_(self.attention_weights.bias)
+        for projection in (self.value_proj, self.output_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            nn.init.zeros_(projection.bias)
+
+    def forward(
+        self, queries: Tensor, reference_points: Tensor, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            queries: (B, Q, C) float.
+            reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map. Offsets are in cells around a
+                point, in halves of a P-th of the sides around a box.
+            tokens: (B, N, C) float, the levels one after another, each row by row.
+            padding_mask: (B, N) bool, True = padded: tokens that count as zeros.
+            level_shapes: (H_l, W_l) of each level.
+
+        Returns:
+            (B, Q, C).
+        """
+        heads, levels, points = self.samples
+        values = self.value_proj(tokens).masked_fill(padding_mask[..., None], 0)
+        offsets = self.sampling_offsets(queries).unflatten(-1, (heads, levels, points, 2))
+        weights = self.attention_weights(queries).unflatten(-1, (heads, levels * points)).softmax(-1)
+        centers = reference_points[:, :, None, :, None, :2]  # (B, Q, 1, L, 1, 2)
+        if reference_points.shape[-1] == 2:
+            units = 1 / reference_points.new_tensor([(width, height) for height, width in level_shapes])[:, None]
+        else:
+            units = reference_points[:, :, None, :, None, 2:] * (0.5 / points)
+        attended = ms_deform_attn(
+            values.unflatten(-1, (heads, -1)),
+            level_shapes,
+            centers + offsets * units,
+            weights.unflatten(-1, (levels, points)),
+            self.implementation,
+        )
+        return self.output_proj(attended)

@@ -137,10 +137,24 @@ class SineEncoding(PositionEncoding):
         """(B, H, W) cell indices from 1 -> (B, H, W, C / 2) sines and cosines by turns."""
         extent = index.narrow(dim, index.shape[dim] - 1, 1)
         angle = (index + self.offset) / (extent + 1e-6) * (2 * math.pi)
-        exponent = torch.arange(self.channels_per_axis, dtype=index.dtype, device=index.device)
-        wavelength = self.temperature ** (2 * torch.div(exponent, 2, rounding_mode="floor") / self.channels_per_axis)
-        phase = angle[..., None] / wavelength
-        return torch.stack((phase[..., 0::2].sin(), phase[..., 1::2].cos()), dim=-1).flatten(-2)
+        return sines(angle, self.channels_per_axis, self.temperature)
+
+
+def sines(angle: Tensor, channels: int, temperature: float = 10000.0) -> Tensor:
+    """Sines and cosines by turns, of wavelengths that rise from 2 pi to nearly ``temperature`` times that.
+
+    Args:
+        angle: (...) float, in radians.
+        channels: how many, even.
+        temperature: the longest wavelength over the shortest, for as many channels.
+
+    Returns:
+        (..., ``channels``).
+    """
+    exponent = torch.arange(channels, dtype=angle.dtype, device=angle.device)
+    wavelength = temperature ** (2 * torch.div(exponent, 2, rounding_mode="floor") / channels)
+    phase = angle[..., None] / wavelength
+    return torch.stack((phase[..., 0::2].sin(), phase[..., 1::2].cos()), dim=-1).flatten(-2)
 
 
 class LearnedEncoding(PositionEncoding):
@@ -187,10 +201,11 @@ class PEGEncoding(PositionEncoding):
 
     Args:
         channels: C.
-        num_levels: L; each level has a PEG of its own at every position.
+        num_levels: L.
         num_layers: encoder layers, the bound of ``positions``.
         additive: builds, from the channels, an encoding that is asked for the additive embedding.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
+        share_levels: one PEG for all levels at a position, instead of one for each.
         kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`.
 
     Raises:
@@ -204,6 +219,7 @@ class PEGEncoding(PositionEncoding):
         num_layers: int = 6,
         additive: Callable[[int], PositionEncoding] | None = None,
         positions: Sequence[int] = (0,),
+        share_levels: bool = False,
         kernel_size: int = 3,
         norm: str = "BN",
         mask_input: bool = True,
@@ -218,7 +234,8 @@ class PEGEncoding(PositionEncoding):
         self.pegs = nn.ModuleDict(
             {
                 _layer_key(position): nn.ModuleList(
-                    PEGDetection(channels, kernel_size, norm, mask_input, zero_init) for _ in range(num_levels)
+                    PEGDetection(channels, kernel_size, norm, mask_input, zero_init)
+                    for _ in range(1 if share_levels else num_levels)
                 )
                 for position in positions
             }
@@ -232,8 +249,9 @@ class PEGEncoding(PositionEncoding):
         if key not in self.pegs:
             return tokens
         pegs = self.pegs[key]
-        if len(pegs) == 1:
+        if len(level_shapes) == 1:
             return pegs[0](tokens, padding_mask, level_shapes[0])
+        pegs = pegs if len(pegs) > 1 else [pegs[0]] * len(level_shapes)
         lengths = [height * width for height, width in level_shapes]
         levels = zip(pegs, tokens.split(lengths, 1), padding_mask.split(lengths, 1), level_shapes, strict=True)
         return torch.cat([peg(part, mask, shape) for peg, part, mask, shape in levels], dim=1)

@@ -66,7 +66,8 @@ class SetCriterion:
             normalizers: of the whole step, where this batch is a part of it; by default those of this batch.
 
         Returns:
-            ``loss_class``, ``loss_l1``, ``loss_giou``; and ``metric_class_error`` (percent of matched queries with the wrong
+            ``loss_class``, ``loss_l1``, ``loss_giou``, and with proposals those of the proposals, ``loss_proposal_class`` and so on,
+            in which every object is of class 0; and ``metric_class_error`` (percent of matched queries with the wrong
             class), ``metric_cardinality_error`` (mean difference of the counts of objects), both of the last layer.
 
         Raises:
@@ -76,8 +77,12 @@ class SetCriterion:
         matches = self.matcher(predictions, padded)
         if normalizers is None:
             normalizers = self.normalizers(targets, predictions.logits.shape[2])
-        by_layer = self.losses_by_layer(predictions, padded, matches, normalizers)
-        losses = {name: self.weights[name] * values.sum() for name, values in by_layer.items()}
+        losses = self._weighted(self.losses_by_layer(predictions, padded, matches, normalizers))
+        if predictions.proposals is not None:
+            objects = PaddedTargets(torch.zeros_like(padded.labels), padded.boxes_cxcywh, padded.counts)
+            proposed = self.matcher(predictions.proposals, objects)
+            by_stage = self._weighted(self.losses_by_layer(predictions.proposals, objects, proposed, normalizers))
+            losses |= {name.replace("loss_", "loss_proposal_"): value for name, value in by_stage.items()}
         return Losses(losses, self._metrics(predictions, padded, matches))
 
     def normalizers(self, targets: Sequence[Targets], num_queries: int) -> Normalizers:
@@ -95,6 +100,9 @@ class SetCriterion:
         classes = self.classification.normalizer(total_matched, total_unmatched, total_boxes)
         share = distributed.world_size()
         return Normalizers(total_boxes / share, classes / share)
+
+    def _weighted(self, by_layer: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.weights[name] * values.sum() for name, values in by_layer.items()}
 
     def losses_by_layer(
         self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers

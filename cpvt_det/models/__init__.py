@@ -2,7 +2,10 @@
 """Detectors: modules from normalised images and a padding mask to predictions. No losses, no config."""
 
 from cpvt_det.models.backbone import ResNetBackbone
+from cpvt_det.models.deformable_detr import DeformableDETR
+from cpvt_det.models.deformable_transformer import DeformableTransformer
+from cpvt_det.models.detector import Detector
 from cpvt_det.models.detr import DETR
 from cpvt_det.models.transformer import Transformer
 
-__all__ = ["DETR", "ResNetBackbone", "Transformer"]
+__all__ = ["DETR", "DeformableDETR", "DeformableTransformer", "Detector", "ResNetBackbone", "Transformer"]

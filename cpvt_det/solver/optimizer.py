@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW over groups of parameters: backbone and rest, with keys for norms and PEG."""
+"""AdamW over groups of parameters: backbone, sampling points and rest, with keys for norms and PEG."""
 
+import re
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from cpvt_det.layers.peg import PEGDetection
 
+POINTS = re.compile(r"(^|\.)(sampling_offsets|reference_points)\.")
 NORM_MODULES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -16,6 +18,7 @@ def parameter_groups(
     lr: float,
     backbone_lr: float,
     weight_decay: float,
+    points_lr_multiplier: float = 0.1,
     norm_weight_decay: float | None = None,
     peg_weight_decay: float | None = None,
 ) -> list[dict[str, Any]]:
@@ -26,6 +29,7 @@ def parameter_groups(
         lr: of all else.
         backbone_lr: of the backbone.
         weight_decay: of all parameters, as in DETR, but for those of the next two.
+        points_lr_multiplier: on ``lr``, for Deformable-DETR's sampling offsets and reference points.
         norm_weight_decay: of norms, those in a PEG included; ``None`` for ``weight_decay``.
         peg_weight_decay: of a PEG's other parameters; ``None`` for ``weight_decay``.
 
@@ -42,6 +46,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             rate = backbone_lr if name.startswith("backbone.") else lr
+            rate = rate * points_lr_multiplier if POINTS.search(name) else rate
             groups.setdefault((rate, decay_of.get(id(parameter), weight_decay)), []).append(parameter)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deformable attention in torch alone: for devices without a kernel of ours, and for exported programs.
+
+Both take the rows of ``value`` that lie around a sample, weighted by their distance to it; a corner outside the map counts zero.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LevelShapes = list[tuple[int, int]]
+
+
+def embedding_bag_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
+    """``ms_deform_attn`` as one weighted ``embedding_bag``, which never holds the samples."""
+    batch, _, heads, width = value.shape
+    dtype = _working_dtype(value)
+    corners, factors = _corners(value.shape, level_shapes, locations.to(dtype), weights.to(dtype))
+    rows = value.to(dtype).reshape(-1, width)  # (B, N, M, D) -> (B * N * M, D)
+    out = F.embedding_bag(corners.flatten(0, 2), rows, mode="sum", per_sample_weights=factors.flatten(0, 2))
+    return out.view(batch, locations.shape[1], heads * width).to(value.dtype)
+
+
+def gather_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
+    """``ms_deform_attn`` in operations that every exporter knows; shapes may be symbolic."""
+    dtype = _working_dtype(value)
+    corners, factors = _corners(value.shape, level_shapes, locations.to(dtype), weights.to(dtype))
+    rows = value.to(dtype).reshape(-1, value.shape[3])  # (B, N, M, D) -> (B * N * M, D)
+    samples = rows.index_select(0, corners.flatten()).view(*corners.shape, -1)  # (B, Q, M, 4 * L * P, D)
+    return (factors.unsqueeze(-2) @ samples).flatten(2).to(value.dtype)
+
+
+def _working_dtype(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
+def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The four neighbours of every sample: rows of the flattened value and their factors, both (B, Q, M, 4 * L * P)."""
+    batch, tokens, heads, _ = shape
+    device = locations.device
+    height, width, first = _level_columns(level_shapes, device)
+    x = locations[..., 0] * width - 0.5
+    y = locations[..., 1] * height - 0.5
+    x0, y0 = x.detach().floor(), y.detach().floor()
+    right, below = x - x0, y - y0
+    image = torch.arange(batch, device=device).view(-1, 1, 1, 1, 1) * tokens
+    head = torch.arange(heads, device=device).view(-1, 1, 1)
+    corners, factors = [], []
+    for row, vertical in ((y0, 1 - below), (y0 + 1, below)):
+        for column, horizontal in ((x0, 1 - right), (x0 + 1, right)):
+            inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+            # A factor 0 where nothing is read, and still NaN where the location is; integers are clamped, because NaN has none.
+            factors.append(weights * vertical * horizontal * inside)
+            cell = row.long().clamp(min=0).minimum(height - 1) * width + column.long().clamp(min=0).minimum(width - 1)
+            corners.append((image + first + cell) * heads + head)
+    return torch.stack(corners, -1).flatten(3), torch.stack(factors, -1).flatten(3)
+
+
+def _level_columns(level_shapes: LevelShapes, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Heights, widths and first tokens, each (L, 1) int64; made by ``full``, which takes symbolic numbers and copies nothing."""
+    heights, widths = zip(*level_shapes, strict=True)
+    first = [0]
+    for height, width in level_shapes[:-1]:
+        first.append(first[-1] + height * width)
+    return tuple(torch.cat([torch.full((1, 1), n, device=device) for n in column]) for column in (heights, widths, first))

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deformable-DETR's transformer: attention that looks at a few sampled points of every level instead of at every token.
+
+Source: arXiv 2010.04159, sections 4 and A.4; names of parameters as in fundamentalvision/Deformable-DETR.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpvt_det.layers.attention import Attention, DeformableAttention
+from cpvt_det.models.detector import flatten_levels
+from cpvt_det.models.transformer import Inject
+from cpvt_det.structures import Predictions, Size
+
+Predict = Callable[[int, Tensor, Tensor], Predictions]
+
+
+@dataclass
+class Levels:
+    """What the tokens of several maps, one after another, have to be known by.
+
+    Attributes:
+        shapes: (H_l, W_l) of each of the L levels.
+        padding_mask: (B, N) bool, True = padded; N is the sum of H_l W_l.
+        valid_ratios: (B, L, 2) float in (0, 1], xy: the part of each map that is not padded.
+    """
+
+    shapes: list[Size]
+    padding_mask: Tensor
+    valid_ratios: Tensor
+
+    @classmethod
+    def from_masks(cls, padding_masks: Sequence[Tensor], dtype: torch.dtype) -> "Levels":
+        """From the (B, H_l, W_l) masks of images that lie in the top left corner of the maps."""
+        shapes = [tuple(mask.shape[1:]) for mask in padding_masks]
+        ratios = [
+            torch.stack((_valid_part(mask[:, 0], dtype), _valid_part(mask[:, :, 0], dtype)), dim=-1) for mask in padding_masks
+        ]
+        return cls(shapes, torch.cat([mask.flatten(1) for mask in padding_masks], dim=1), torch.stack(ratios, dim=1))
+
+    def centers(self) -> Tensor:
+        """(B, N, 2) xy: the middle of every token's cell, from 0 to 1 over the unpadded image and beyond 1 in the padding."""
+        centers = []
+        for (height, width), ratio in zip(self.shapes, self.valid_ratios.unbind(1), strict=True):
+            # Divided by whole cells, a centre is the same number on every canvas; proposals are judged by thresholds on it.
+            x = _cell_middles(width, ratio) / (ratio[:, :1] * width).round()  # (B, W_l)
+            y = _cell_middles(height, ratio) / (ratio[:, 1:] * height).round()  # (B, H_l)
+            grid = torch.stack((x[:, None].expand(-1, height, -1), y[:, :, None].expand(-1, -1, width)), dim=-1)
+            centers.append(grid.flatten(1, 2))  # (B, H_l, W_l, 2) -> (B, H_l W_l, 2)
+        return torch.cat(centers, dim=1)
+
+    def place(self, points: Tensor) -> Tensor:
+        """(B, Q, 2 or 4) points or boxes of the unpadded image -> (B, Q, L, 2 or 4), of every level's padded map."""
+        ratios = self.valid_ratios if points.shape[-1] == 2 else self.valid_ratios.repeat(1, 1, 2)
+        return points[:, :, None] * ratios[:, None]
+
+
+class DeformableEncoderLayer(nn.Module):
+    """Deformable self-attention and a feed-forward network, each with a residual and a norm after it.
+
+    Args:
+        channels: C.
+        num_heads: M.
+        ffn_channels: width of the feed-forward network.
+        dropout: probability, in training.
+        num_levels: L.
+        num_points: P, sampling points a head and level.
+        implementation: of the attention's op, as in :func:`cpvt_det.layers.deformable_attention.ms_deform_attn`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        ffn_channels: int,
+        dropout: float,
+        num_levels: int,
+        num_points: int,
+        implementation: str = "auto",
+    ):
+        super().__init__()
+        self.self_attn = DeformableAttention(channels, num_heads, num_levels, num_points, implementation)
+        self.norm1 = nn.LayerNorm(channels)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.norm2 = nn.LayerNorm(channels)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, positions: Tensor, reference_points: Tensor, levels: Levels) -> Tensor:
+        """One layer.
+
+        Args:
+            tokens: (B, N, C) float.
+            positions: (B, N, C) float, added to the queries.
+            reference_points: (B, N, L, 2) float.
+            levels: of the tokens.
+
+        Returns:
+            (B, N, C).
+        """
+        attended = self.self_attn(tokens + positions, reference_points, tokens, levels.padding_mask, levels.shapes)
+        tokens = self.norm1(tokens + self.dropout(attended))
+        return self.norm2(tokens + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(tokens))))))
+
+
+class DeformableEncoder(nn.Module):
+    """Encoder layers, with the encoding's ``inject`` before the first and after every one.
+
+    Args:
+        num_layers: how many; 0 passes the tokens on.
+        layer: arguments of :class:`DeformableEncoderLayer`.
+    """
+
+    def __init__(self, num_layers: int, *layer):
+        super().__init__()
+        self.layers = nn.ModuleList(DeformableEncoderLayer(*layer) for _ in range(num_layers))
+
+    def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, inject: Inject) -> Tensor:
+        """Encode.
+
+        Args:
+            tokens: (B, N, C) float.
+            positions: (B, N, C) float.
+            levels: of the tokens.
+            inject: :meth:`PositionEncoding.inject`.
+
+        Returns:
+            (B, N, C), the memory.
+        """
+        reference_points = levels.place(levels.centers())
+        tokens = inject(tokens, levels.padding_mask, levels.shapes, -1)
+        for index, layer in enumerate(self.layers):
+            tokens = layer(tokens, positions, reference_points, levels)
+            tokens = inject(tokens, levels.padding_mask, levels.shapes, index)
+        return tokens
+
+
+class DeformableDecoderLayer(nn.Module):
+    """Self-attention among queries, deformable attention to the memory, and a feed-forward network.
+
+    Args:
+        channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
+            :class:`DeformableEncoderLayer`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        ffn_channels: int,
+        dropout: float,
+        num_levels: int,
+        num_points: int,
+        implementation: str = "auto",
+    ):
+        super().__init__()
+        self.cross_attn = DeformableAttention(channels, num_heads, num_levels, num_points, implementation)
+        self.norm1 = nn.LayerNorm(channels)
+        self.self_attn = Attention(channels, num_heads, dropout)
+        self.norm2 = nn.LayerNorm(channels)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.norm3 = nn.LayerNorm(channels)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, queries: Tensor, positions: Tensor, reference_points: Tensor, memory: Tensor, levels: Levels) -> Tensor:
+        """One layer.
+
+        Args:
+            queries: (B, Q, C) float.
+            positions: (B, Q, C) float, added to the queries of both attentions and to the keys of the first.
+            reference_points: (B, Q, L, 2 or 4) float.
+            memory: (B, N, C) float.
+            levels: of the memory.
+
+        Returns:
+            (B, Q, C).
+        """
+        placed = queries + positions
+        queries = self.norm2(queries + self.dropout(self.self_attn(placed, placed, queries)))
+        attended = self.cross_attn(queries + positions, reference_points, memory, levels.padding_mask, levels.shapes)
+        queries = self.norm1(queries + self.dropout(attended))
+        return self.norm3(queries + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(queries))))))
+
+
+class DeformableDecoder(nn.Module):
+    """Decoder layers, each followed by the heads.
+
+    Args:
+        num_layers: D, at least 1.
+        layer: arguments of :class:`DeformableDecoderLayer`.
+
+    Raises:
+        ValueError: no layer.
+    """
+
+    def __init__(self, num_layers: int, *layer):
+        super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
+        self.layers = nn.ModuleList(DeformableDecoderLayer(*layer) for _ in range(num_layers))
+
+    def forward(
+        self, queries: Tensor, positions: Tensor, references: Tensor, memory: Tensor, levels: Levels, predict: Predict, refine: bool
+    ) -> Predictions:
+        """Decode.
+
+        Args:
+            queries: (B, Q, C) float, what the first layer starts from.
+            positions: (B, Q, C) float.
+            references: (B, Q, 2 or 4) float, points or boxes in [0, 1] of the unpadded image.
+            memory: (B, N, C) float.
+            levels: of the memory.
+            predict: layer index, (B, Q, C) queries, references -> logits (B, Q, K') and boxes (B, Q, 4).
+            refine: every layer's boxes, detached, are the next one's references.
+
+        Returns:
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4).
+        """
+        outputs = []
+        for index, layer in enumerate(self.layers):
+            queries = layer(queries, positions, levels.place(references), memory, levels)
+            outputs.append(predict(index, queries, references))
+            if refine:
+                references = outputs[-1].boxes.detach()
+        return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
+
+
+class DeformableTransformer(nn.Module):
+    """The encoder, the decoder and the level embedding under the official names.
+
+    Args:
+        encoder_layers: layers of the encoder.
+        decoder_layers: layers of the decoder, D.
+        channels, num_heads, ffn_channels, dropout, num_levels, implementation: as in :class:`DeformableEncoderLayer`.
+        encoder_points, decoder_points: P of each.
+    """
+
+    def __init__(
+        self,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        channels: int = 256,
+        num_heads: int = 8,
+        ffn_channels: int = 1024,
+        dropout: float = 0.1,
+        num_levels: int = 4,
+        encoder_points: int = 4,
+        decoder_points: int = 4,
+        implementation: str = "auto",
+    ):
+        super().__init__()
+        shared = (channels, num_heads, ffn_channels, dropout, num_levels)
+        self.encoder = DeformableEncoder(encoder_layers, *shared, encoder_points, implementation)
+        self.decoder = DeformableDecoder(decoder_layers, *shared, decoder_points, implementation)
+        self.level_embed = nn.Parameter(torch.empty(num_levels, channels))
+        nn.init.normal_(self.level_embed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+        for module in self.modules():
+            if isinstance(module, DeformableAttention):
+                module.reset_parameters()
+
+    def encode(self, features: Sequence[Tensor], additive: Sequence[Tensor] | None, levels: Levels, inject: Inject) -> Tensor:
+        """Encode maps.
+
+        Args:
+            features: over levels, (B, C, H_l, W_l) float, projected.
+            additive: the encoding's additive embedding, of the same shapes, or ``None``.
+            levels: of the maps.
+            inject: :meth:`PositionEncoding.inject`.
+
+        Returns:
+            (B, N, C), the memory.
+        """
+        cells = [height * width for height, width in levels.shapes]
+        positions = torch.cat([embed.expand(count, -1) for embed, count in zip(self.level_embed, cells, strict=True)])[None]
+        if additive is not None:
+            positions = flatten_levels(additive) + positions
+        return self.encoder(flatten_levels(features), positions, levels, inject)
+
+
+def _valid_part(row: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, side) padding of a map's first row or column -> (B,), the part that is valid."""
+    return (~row).sum(1).to(dtype) / row.shape[1]
+
+
+def _cell_middles(side: int, ratio: Tensor) -> Tensor:
+    """(side,) places of the cells' middles, in cells."""
+    return torch.arange(side, dtype=ratio.dtype, device=ratio.device) + 0.5
