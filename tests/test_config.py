@@ -73,7 +73,7 @@ def test_official_deformable_recipe_is_the_authors():
     for cfg in cfgs.values():
         solver = cfg.SOLVER
         assert (solver.BASE_LR, solver.BACKBONE_LR, solver.IMS_PER_BATCH) == (2e-4, 2e-5, 32)
-        assert solver.BASE_LR * solver.POINTS_LR_MULTIPLIER == pytest.approx(2e-5)
+        assert pytest.approx(2e-5) == solver.BASE_LR * solver.POINTS_LR_MULTIPLIER
         assert cfg.MODEL.POSITION.NAME == "sine_offset"
         assert not cfg.MODEL.BACKBONE.MASK_PADDING
     model = {name: cfg.MODEL for name, cfg in cfgs.items()}

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from test_runner import assert_same_run, losses_of
-from tiny import overrides
+from tiny import DEFORMABLE, DETECTORS, overrides
 
 from cpvt_det import build
 from cpvt_det.config import get_cfg as get_core_cfg
@@ -66,11 +66,12 @@ def test_yaml_stays_safe_and_unknown_keys_are_named(d2, tmp_path):
 
 
 @pytest.mark.parametrize("position", ["none", "sine", "learned", "peg", "sine+peg"])
-@pytest.mark.parametrize("classification", ["softmax", "focal"])
-def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, position, classification):
+@pytest.mark.parametrize("kind", ["softmax", "focal", "deformable"])
+def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, position, kind):
     from detectron2.modeling import build_model
 
-    more = {"MODEL__POSITION__NAME": position, "MODEL__CRITERION__CLASSIFICATION": classification, "SOLVER__IMS_PER_BATCH": 5}
+    of_kind = DEFORMABLE if kind == "deformable" else {"MODEL__CRITERION__CLASSIFICATION": kind}
+    more = {"MODEL__POSITION__NAME": position, "SOLVER__IMS_PER_BATCH": 5, **of_kind}
     words = overrides(drawn_coco.files, tmp_path, MODEL__NUM_CLASSES=3, **more)
     core_cfg, d2_cfg = load_core_cfg("", words), d2.run.load_cfg("", words)
     torch.manual_seed(0)
@@ -89,8 +90,9 @@ def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, posit
         assert torch.equal(value, theirs[name]), name
 
 
-def test_both_runners_take_the_same_run(runs):
-    more = {"MODEL__DETR__DROPOUT": 0.2, "SOLVER__ACCUMULATE": 2, "SOLVER__EMA__ENABLED": True, "SOLVER__EMA__DECAY": 0.5}
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_both_runners_take_the_same_run(runs, detector):
+    more = {**DETECTORS[detector], "MODEL__DETR__DROPOUT": 0.2, "SOLVER__ACCUMULATE": 2, "SOLVER__EMA__ENABLED": True, "SOLVER__EMA__DECAY": 0.5}
     more |= {"SOLVER__STEPS": (4,), "TEST__EVAL_PERIOD": 3}
     builtin, detectron2 = runs("builtin", "builtin", **more), runs("detectron2", "detectron2", **more)
     assert_same_run(builtin, detectron2)
@@ -118,9 +120,11 @@ def test_a_run_of_one_runner_resumes_in_the_other(runs, first, second):
     assert_same_run(whole, part)
 
 
-def test_evaluation_gives_the_figures_of_the_other_runner(runs):
-    weights = str(runs("builtin", "run") / "model_final.pth")
-    folders = [runs(runner, f"eval_{runner}", eval_only=True, MODEL__WEIGHTS=weights) for runner in ("builtin", "detectron2")]
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_evaluation_gives_the_figures_of_the_other_runner(runs, detector):
+    weights = str(runs("builtin", "run", **DETECTORS[detector]) / "model_final.pth")
+    more = {**DETECTORS[detector], "MODEL__WEIGHTS": weights}
+    folders = [runs(runner, f"eval_{runner}", eval_only=True, **more) for runner in ("builtin", "detectron2")]
     figures = [(folder / "results.json").read_text() for folder in folders]
     assert figures[0] == figures[1]
 
@@ -143,10 +147,13 @@ def test_bad_input_is_told_as_by_the_other_runner(runs, more, match):
         runs("detectron2", "bad", **more)
 
 
-def test_the_model_speaks_detectron2s_protocol(d2):
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_the_model_speaks_detectron2s_protocol(d2, detector):
     from detectron2.structures import Boxes, Instances
 
-    cfg = d2.run.load_cfg("", ["MODEL.NUM_CLASSES", "3", "MODEL.BACKBONE.NAME", "resnet10", "MODEL.DEVICE", "cpu"])
+    words = ["MODEL.NUM_CLASSES", "3", "MODEL.BACKBONE.NAME", "resnet10", "MODEL.DEVICE", "cpu"]
+    words += [str(word).replace("__", ".") for pair in DETECTORS[detector].items() for word in pair]
+    cfg = d2.run.load_cfg("", words)
     from detectron2.modeling import build_model
 
     model = build_model(cfg)
@@ -154,7 +161,8 @@ def test_the_model_speaks_detectron2s_protocol(d2):
     truth = Instances((40, 60), gt_boxes=Boxes(torch.tensor([[6.0, 4.0, 30.0, 24.0]])), gt_classes=torch.tensor([2]))
     empty = Instances((40, 60), gt_boxes=Boxes(torch.zeros(0, 4)), gt_classes=torch.zeros(0, dtype=torch.int64))
     losses = model.train()([{"image": image, "instances": truth}, {"image": image, "instances": empty}])
-    assert set(losses) == {"loss_class", "loss_l1", "loss_giou"}
+    assert {"loss_class", "loss_l1", "loss_giou"} <= set(losses)
+    assert ("loss_proposal_class" in losses) == (detector == "deformable")
     sum(losses.values()).backward()
     with torch.no_grad():
         (result,) = model.eval()([{"image": image, "height": 80, "width": 120}])

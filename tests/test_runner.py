@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from tiny import overrides
+from tiny import DETECTORS, overrides
 
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import BadInputError, ConfigError, DataError, WeightsError, first_line
@@ -90,10 +90,11 @@ def test_classes_and_config_travel_in_the_checkpoint(train):
     assert "resnet10" in node["config"]
 
 
-@pytest.mark.parametrize("stop", [2, 3, 5])
-def test_a_resumed_run_is_the_run_never_interrupted(train, stop):
+@pytest.mark.parametrize(("detector", "stop"), [("detr", 2), ("detr", 3), ("detr", 5), ("deformable", 3)])
+def test_a_resumed_run_is_the_run_never_interrupted(train, detector, stop):
     """Stopped inside an epoch and after one, with dropout, augmentation, accumulation and a moving average."""
     same = {
+        **DETECTORS[detector],
         "MODEL__DETR__DROPOUT": 0.3,
         "SOLVER__EMA__ENABLED": True,
         "SOLVER__EMA__DECAY": 0.5,
@@ -289,9 +290,11 @@ def test_an_unreadable_image_names_itself(train, drawn_coco, workers):
     assert first_line(caught.value).startswith("cannot read image")
 
 
-def test_two_processes_take_the_steps_of_one(drawn_coco, tmp_path):
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_two_processes_take_the_steps_of_one(detector, drawn_coco, tmp_path):
     """torchrun with gloo on CPUs: the same losses and weights as one process with the same batch, up to rounding."""
     same = {
+        **DETECTORS[detector],
         "MODEL__DETR__DROPOUT": 0.0,
         "MODEL__BACKBONE__NORM": "GN",
         "MODEL__POSITION__NORM": "SyncBN",

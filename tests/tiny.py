@@ -18,6 +18,15 @@ MODEL = {
     "MODEL.DETR.DEC_LAYERS": 2,
     "MODEL.DETR.NUM_OBJECT_QUERIES": 6,
 }
+# As ``more`` of :func:`overrides`: a two-stage Deformable-DETR of the same size.
+DEFORMABLE = {
+    "MODEL__META_ARCHITECTURE": "CPVTDeformableDetr",
+    "MODEL__DEFORMABLE__NUM_LEVELS": 2,
+    "MODEL__DEFORMABLE__BOX_REFINEMENT": True,
+    "MODEL__DEFORMABLE__TWO_STAGE": True,
+    "MODEL__CRITERION__CLASSIFICATION": "focal",
+}
+DETECTORS = {"detr": {}, "deformable": DEFORMABLE}
 RUN = {
     "INPUT.MIN_SIZE_TRAIN": (32, 40),
     "INPUT.MAX_SIZE_TRAIN": 64,

@@ -66,9 +66,9 @@ class SetCriterion:
             normalizers: of the whole step, where this batch is a part of it; by default those of this batch.
 
         Returns:
-            ``loss_class``, ``loss_l1``, ``loss_giou``, and with proposals those of the proposals, ``loss_proposal_class`` and so on,
-            in which every object is of class 0; and ``metric_class_error`` (percent of matched queries with the wrong
-            class), ``metric_cardinality_error`` (mean difference of the counts of objects), both of the last layer.
+            ``loss_class``, ``loss_l1``, ``loss_giou``; of proposals, where there are any, ``loss_proposal_class`` and so on, with
+            every object of class 0; and ``metric_class_error`` (percent of matched queries with the wrong class),
+            ``metric_cardinality_error`` (mean difference of the counts of objects), both of the last layer.
 
         Raises:
             FloatingPointError: non-finite predictions.
