@@ -258,6 +258,15 @@ def test_attention_refuses_channels_that_heads_do_not_divide():
         DeformableAttention(10, 4, 1, 1)
 
 
+def test_attention_refuses_masks_that_are_not_bool_and_references_that_are_no_points():
+    attention = identity_attention()
+    tokens, points = torch.randn(1, 6, 4).double(), torch.rand(1, 2, 1, 2).double()
+    with pytest.raises(TypeError, match=r"padding_mask must be bool with True = padded, got torch\.int64"):
+        attention(tokens[:, :2], points, tokens, torch.zeros(1, 6, dtype=torch.int64), [(2, 3)])
+    with pytest.raises(ValueError, match=r"\(B, Q, L, 2\) or \(B, Q, L, 4\), got \(1, 2, 1, 3\)"):
+        attention(tokens[:, :2], torch.rand(1, 2, 1, 3).double(), tokens, torch.zeros(1, 6, dtype=torch.bool), [(2, 3)])
+
+
 # Position encodings
 
 

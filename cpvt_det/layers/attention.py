@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.deformable_attention import ms_deform_attn
-from cpvt_det.structures import Size
+from cpvt_det.structures import Size, require_bool
 
 
 class Attention(nn.Module):
@@ -133,7 +133,14 @@ class DeformableAttention(nn.Module):
 
         Returns:
             (B, Q, C).
+
+        Raises:
+            TypeError: a mask that is not bool.
+            ValueError: reference points of another number of coordinates; and as :func:`ms_deform_attn`.
         """
+        require_bool(padding_mask)
+        if reference_points.shape[-1] not in (2, 4):
+            raise ValueError(f"reference_points must be (B, Q, L, 2) or (B, Q, L, 4), got {tuple(reference_points.shape)}")
         heads, levels, points = self.samples
         values = self.value_proj(tokens).masked_fill(padding_mask[..., None], 0)
         offsets = self.sampling_offsets(queries).unflatten(-1, (heads, levels, points, 2))

@@ -18,6 +18,7 @@ from cpvt_det.layers.deformable_eager import embedding_bag_attention, gather_att
 from cpvt_det.structures import Size
 
 IMPLEMENTATIONS = ("auto", "numba", "triton", "eager", "export")
+FUSED = {"numba": "cpu", "triton": "cuda"}  # and the devices they serve
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -59,14 +60,14 @@ def ms_deform_attn(
     if implementation not in IMPLEMENTATIONS:
         raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
     device = value.device
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         value = value.float() if device.type == "cpu" else value
         sampling_locations, attention_weights = sampling_locations.float(), attention_weights.float()
     _check_tensors(value, sampling_locations, attention_weights)
     _check_shapes(value, level_shapes, sampling_locations, attention_weights)
     if implementation == "auto":
         implementation = _choose(device.type)
-    if implementation in ("numba", "triton"):
+    if implementation in FUSED:
         _check_fused(implementation, device.type)
         flat = [n for shape in level_shapes for n in shape]
         return torch.ops.cpvt_det.ms_deform_attn(value, flat, sampling_locations, attention_weights)
@@ -78,30 +79,25 @@ def ms_deform_attn(
 def _choose(device_type: str) -> str:
     if torch.compiler.is_exporting():
         return "export"
-    if device_type == "cpu" and _numba() is not None:
-        return "numba"
-    if device_type == "cuda" and _triton() is not None:
-        return "triton"
+    for implementation, served in FUSED.items():
+        if device_type == served and _is_available(implementation):
+            return implementation
     return "eager"
 
 
 @functools.cache
-def _numba() -> ModuleType | None:
-    """The CPU kernels, imported at their first use because numba takes a while; None where there is no numba."""
+def _kernels(implementation: str) -> ModuleType | None:
+    """The module of a fused implementation, imported at its first use because that takes a while; None where it cannot be."""
     try:
-        return importlib.import_module("cpvt_det.layers.deformable_numba")
-    except ImportError:
-        return None
-
-
-@functools.cache
-def _triton() -> ModuleType | None:
-    """The CUDA kernels; None where there is no triton."""
-    try:
-        module = importlib.import_module("cpvt_det.layers.deformable_triton")
+        module = importlib.import_module(f"cpvt_det.layers.deformable_{implementation}")
     except ImportError:
         return None
     return module if module.is_available() else None
+
+
+@torch.compiler.assume_constant_result
+def _is_available(implementation: str) -> bool:
+    return _kernels(implementation) is not None
 
 
 def _check_tensors(value: Tensor, locations: Tensor, weights: Tensor) -> None:
@@ -120,7 +116,9 @@ def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor
         raise ValueError(f"value must be (B, N, M, D), got {tuple(value.shape)}")
     if locations.dim() != 6:
         raise ValueError(f"sampling_locations must be (B, Q, M, L, P, 2), got {tuple(locations.shape)}")
-    batch, tokens, heads, _ = value.shape
+    batch, tokens, heads, width = value.shape
+    if not heads or not width:
+        raise ValueError(f"value must have at least one head of at least one channel, got {tuple(value.shape)}")
     _check_levels(level_shapes, tokens)
     queries, points = locations.shape[1], locations.shape[4]
     expected = (batch, queries, heads, len(level_shapes), points)
@@ -137,6 +135,8 @@ def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor
 
 
 def _check_levels(level_shapes: Sequence[Size], tokens: int) -> None:
+    if isinstance(level_shapes, Tensor):
+        raise TypeError("level_shapes must be pairs of Python integers, got a Tensor; use .tolist()")
     if not level_shapes:
         raise ValueError("level_shapes is empty; give (H, W) of at least one level")
     total = 0
@@ -149,13 +149,12 @@ def _check_levels(level_shapes: Sequence[Size], tokens: int) -> None:
 
 
 def _check_fused(implementation: str, device_type: str) -> None:
-    served = {"numba": "cpu", "triton": "cuda"}[implementation]
+    served = FUSED[implementation]
     if device_type != served:
         raise ValueError(f"implementation {implementation!r} serves {served} tensors, got {device_type}; use 'auto' or 'eager'")
-    if (_numba() if implementation == "numba" else _triton()) is None:
-        raise ImportError(
-            f"implementation {implementation!r} needs {implementation}, which cannot be imported; use 'auto' or 'eager'"
-        )
+    if not _is_available(implementation):
+        needs = f"implementation {implementation!r} needs {implementation}, which cannot be imported"
+        raise ImportError(f"{needs}; use 'auto' or 'eager'")
 
 
 def _check_finite(locations: Tensor) -> None:
@@ -164,7 +163,7 @@ def _check_finite(locations: Tensor) -> None:
     if tracing or locations.device.type != "cpu" or not locations.numel():
         return
     low, high = torch.aminmax(locations.detach())  # NaN wins both
-    if not (high - low).isfinite():
+    if not (low.isfinite() and high.isfinite()):
         raise FloatingPointError(_describe_bad_location(locations))
 
 
@@ -187,7 +186,7 @@ torch.library.define(
 
 @torch.library.impl(NAME, "CPU")
 def _forward_cpu(value, level_shapes, sampling_locations, attention_weights):
-    out = _numba().forward(value, level_shapes, sampling_locations, attention_weights)
+    out = _kernels("numba").forward(value, level_shapes, sampling_locations, attention_weights)
     if out is None:
         raise FloatingPointError(_describe_bad_location(sampling_locations))
     return out
@@ -195,19 +194,19 @@ def _forward_cpu(value, level_shapes, sampling_locations, attention_weights):
 
 @torch.library.impl(NAME, "CUDA")
 def _forward_cuda(value, level_shapes, sampling_locations, attention_weights):
-    return _triton().forward(value, _pairs(level_shapes), sampling_locations, attention_weights)
+    return _kernels("triton").forward(value, _pairs(level_shapes), sampling_locations, attention_weights)
 
 
 @torch.library.impl(f"{NAME}_backward", "CPU")
 def _backward_cpu(grad_output, value, level_shapes, sampling_locations, attention_weights):
-    return _numba().backward(grad_output, value, level_shapes, sampling_locations, attention_weights)
+    return _kernels("numba").backward(grad_output, value, level_shapes, sampling_locations, attention_weights)
 
 
 @torch.library.impl(f"{NAME}_backward", "CUDA")
 def _backward_cuda(grad_output, value, level_shapes, sampling_locations, attention_weights):
     deterministic = torch.are_deterministic_algorithms_enabled()
     shapes = _pairs(level_shapes)
-    return _triton().backward(grad_output, value, shapes, sampling_locations, attention_weights, deterministic)
+    return _kernels("triton").backward(grad_output, value, shapes, sampling_locations, attention_weights, deterministic)
 
 
 @torch.library.register_fake(NAME)

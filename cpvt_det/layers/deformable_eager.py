@@ -26,8 +26,9 @@ def gather_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor
     dtype = _working_dtype(value)
     corners, factors = _corners(value.shape, level_shapes, locations.to(dtype), weights.to(dtype))
     rows = value.to(dtype).reshape(-1, value.shape[3])  # (B, N, M, D) -> (B * N * M, D)
-    samples = rows.index_select(0, corners.flatten()).view(*corners.shape, -1)  # (B, Q, M, 4 * L * P, D)
-    return (factors.unsqueeze(-2) @ samples).flatten(2).to(value.dtype)
+    samples = rows.index_select(0, corners.flatten()).view(*corners.shape, value.shape[3])  # (B, Q, M, 4 * L * P, D)
+    # Not a matrix product: autocast would round it to half precision.
+    return (factors.unsqueeze(-1) * samples).sum(-2).flatten(2).to(value.dtype)
 
 
 def _working_dtype(value: Tensor) -> torch.dtype:

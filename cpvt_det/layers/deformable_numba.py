@@ -8,6 +8,8 @@ else about the arithmetic is relaxed.
 Kernels release the interpreter lock and run on a small pool of Python threads: numba's own threading layers do not survive a
 fork, or may not be called from two threads at once. The forward pass is cut over queries, the backward pass over heads, so
 that no two threads add to the same number: results do not depend on the thread count.
+
+Long for one file, because numba looks at the time of this file alone to tell whether a kernel kept on disk is still the same.
 """
 
 import functools
@@ -25,7 +27,7 @@ from torch import Tensor
 
 QUERY_BLOCK = 64  # queries that one head serves before the next does: their samples overlap, and still lie in the cache
 SMALL_WORK = 1 << 18  # multiplications, below which handing work to a thread costs more than it saves
-SUMS = ("contract", "reassoc", "nsz")  # sums over channels may be reordered to fill a register; results stay finite or not
+SUMS = ("contract", "reassoc", "nsz")  # sums over channels may be reordered to fill a register; NaN and infinity are kept
 
 
 def _jit(function: Callable) -> Callable:
@@ -37,16 +39,27 @@ def _jit(function: Callable) -> Callable:
         return numba.njit(**options)(function)
 
 
-def _record(context, builder, array_type, array, index):
-    """A pointer to record ``index``, as one vector."""
-    channels = array_type.dtype.fields["channels"].type
+def _record(context, builder, pointer_type, pointer, index):
+    """A pointer to record ``index`` as one vector, that vector's type, and its alignment."""
+    channels = pointer_type.dtype.fields["channels"].type
     vector = ir.VectorType(context.get_value_type(channels.dtype), channels.shape[0])
-    data = builder.bitcast(context.make_array(array_type)(context, builder, array).data, vector.element.as_pointer())
+    data = builder.bitcast(pointer, vector.element.as_pointer())
     first = builder.gep(data, [builder.mul(index, index.type(channels.shape[0]))])
     return builder.bitcast(first, vector.as_pointer()), vector, channels.dtype.bitwidth // 8
 
 
 _inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+
+
+@intrinsic
+def _memory(typing, array):
+    """The bare memory of an array: numba counts references whenever an array is handed on, once for every point."""
+
+    def generate(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.bitcast(data, context.get_value_type(signature.return_type))
+
+    return types.CPointer(array.dtype)(array), generate
 
 
 @intrinsic
@@ -139,6 +152,7 @@ def _push(grad, row, value, grad_value, a, right, down, inside, x, y, weight, on
 @_jit
 def _forward(value, steps, levels, locations, weights, out, start, stop):
     """Queries ``start`` to ``stop`` of B * Q. Returns whether all their locations are finite."""
+    value, out = _memory(value), _memory(out)
     real = weights.dtype.type
     half, one = real(0.5), real(1)
     num_queries, num_heads, num_levels, points = weights.shape[1:]
@@ -161,6 +175,7 @@ def _forward(value, steps, levels, locations, weights, out, start, stop):
                             a, x, y = first + y0 * down + x0 * right, x - real(x0), y - real(y0)
                             _pull(out, row, value, a, right, down, inside, x, y, weights[b, q, m, level, p], one)
                         else:
+                            x, y = locations[b, q, m, level, p, 0], locations[b, q, m, level, p, 1]
                             finite = finite and abs(x) < np.inf and abs(y) < np.inf
     return finite
 
@@ -168,6 +183,7 @@ def _forward(value, steps, levels, locations, weights, out, start, stop):
 @_jit
 def _backward(grad, value, steps, levels, locations, weights, grad_value, grad_locations, grad_weights, start, stop):
     """Heads ``start`` to ``stop`` of B * M; ``grad_value`` comes in as zeros."""
+    grad, value, grad_value = _memory(grad), _memory(value), _memory(grad_value)
     real = weights.dtype.type
     half, one, zero = real(0.5), real(1), real(0)
     num_queries, num_heads, num_levels, points = weights.shape[1:]
@@ -197,6 +213,11 @@ def _backward(grad, value, steps, levels, locations, weights, grad_value, grad_l
                     grad_locations[b, q, m, level, p, 1] = grad_y
 
 
+def is_available() -> bool:
+    """Wherever this module can be imported."""
+    return True
+
+
 def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tensor, attention_weights: Tensor) -> Tensor | None:
     """``ms_deform_attn`` of inputs already checked, with level shapes as flat (h0, w0, h1, w1, ...).
 
@@ -223,28 +244,30 @@ def backward(
     """The gradients of ``forward`` with respect to value, sampling locations and attention weights, each of its dtype."""
     batch, tokens, heads, width = value.shape
     queries, points = attention_weights.shape[1], attention_weights.shape[3] * attention_weights.shape[4]
+    inputs = value, sampling_locations, attention_weights
+    if not grad_output.numel() or not points:
+        return tuple(x.new_zeros(x.shape) for x in inputs)
     dtype, head_major = _working_dtype(value), _is_head_major(value, queries)
-    grad_value = torch.zeros((batch, heads, tokens, width) if head_major else value.shape, dtype=dtype)
-    grad_locations, grad_weights = (
-        torch.zeros(sampling_locations.shape, dtype=dtype),
-        torch.zeros(attention_weights.shape, dtype=dtype),
+    grads = (
+        torch.zeros((batch, heads, tokens, width) if head_major else value.shape, dtype=dtype),
+        torch.empty(sampling_locations.shape, dtype=dtype),
+        torch.empty(attention_weights.shape, dtype=dtype),
     )
-    if grad_output.numel() and points:
-        arrays = (
-            _records(_array(grad_output, dtype), width),
-            _value_records(value, dtype, head_major),
-            _steps(value, head_major),
-            _level_table(tuple(level_shapes)),
-            _array(sampling_locations, dtype),
-            _array(attention_weights, dtype),
-            _records(grad_value.numpy(), width),
-            grad_locations.numpy(),
-            grad_weights.numpy(),
-        )
-        _run(_backward, arrays, _cut(batch * heads, grad_output.numel() * points))
+    arrays = (
+        _records(_array(grad_output, dtype), width),
+        _value_records(value, dtype, head_major),
+        _steps(value, head_major),
+        _level_table(tuple(level_shapes)),
+        _array(sampling_locations, dtype),
+        _array(attention_weights, dtype),
+        _records(grads[0].numpy(), width),
+        grads[1].numpy(),
+        grads[2].numpy(),
+    )
+    _run(_backward, arrays, _cut(batch * heads, grad_output.numel() * points))
     if head_major:
-        grad_value = grad_value.transpose(1, 2).contiguous()  # (B, M, N, D) -> (B, N, M, D)
-    return grad_value.to(value.dtype), grad_locations.to(sampling_locations.dtype), grad_weights.to(attention_weights.dtype)
+        grads = grads[0].transpose(1, 2).contiguous(), *grads[1:]  # (B, M, N, D) -> (B, N, M, D)
+    return tuple(grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
 
 
 def _working_dtype(value: Tensor) -> torch.dtype:
@@ -267,7 +290,8 @@ def _steps(value: Tensor, head_major: bool) -> tuple[int, int, int]:
 
 
 def _array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
-    x = x.detach()
+    if x.requires_grad:
+        x = x.detach()
     return np.ascontiguousarray((x if x.dtype == dtype else x.to(dtype)).numpy())
 
 
@@ -307,4 +331,5 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="cpvt_det")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not live on in a child
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not live on in a child

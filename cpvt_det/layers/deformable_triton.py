@@ -16,6 +16,8 @@ Importable without Triton, which only ``forward`` and ``backward`` need. What al
   become integers, so none can overflow; NaN passes the clamp, fails every bounds test, so that nothing is read for it, and
   reaches the result through the bilinear weights.
 
+Long for one file, because the launches and the three kernels are one agreement about tiles, cells and arguments.
+
 Source: arXiv 2010.04159, section 4.1, equation 3.
 """
 
@@ -410,8 +412,8 @@ def _gather_kernel(
     total = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
     for side in tl.static_range(2):
         cell = pair * cells + first_cell + (row + side) * (columns + 1) + column
-        end = tl.load(starts_ptr + cell + 2)
-        for begin in range(tl.load(starts_ptr + cell), end, BLOCK_E):
+        begin, end = tl.load(starts_ptr + cell), tl.load(starts_ptr + cell + 2)
+        while begin < end:  # not range(), whose bounds the interpreter of Triton 3.5 cannot read beside a new numpy
             entry = begin + tl.arange(0, BLOCK_E)
             real = entry < end
             sample = tl.load(order_ptr + entry, mask=real, other=0)
@@ -422,6 +424,7 @@ def _gather_kernel(
             grad_row = grad_output_ptr + (sample // POINTS)[:, None] * D + lanes
             grad = tl.load(grad_row, mask=_tile(real, lanes, D, BLOCK_D), other=0.0)
             total += part[:, None] * grad.to(COMPUTE)
+            begin += BLOCK_E
     token = (pair // M) * tokens + first_token + pixel
     offset = (token * M + pair % M) * D + tl.arange(0, BLOCK_D)
     gathered = tl.sum(total, 0).to(grad_value_ptr.dtype.element_ty)

@@ -54,7 +54,7 @@ class LearnedQueries(nn.Module):
 
     def forward(self, memory: Tensor, levels: Levels) -> Queries:
         """(B, N, C) memory, of which only B counts -> the queries."""
-        positions, content = self.query_embed.weight.expand(len(memory), -1, -1).chunk(2, dim=-1)
+        positions, content = self.query_embed.weight.expand(memory.shape[0], -1, -1).chunk(2, dim=-1)
         with torch.autocast(memory.device.type, enabled=False):
             references = self.reference_points(full_precision(positions)).sigmoid()
         return Queries(content, positions, references)

@@ -72,7 +72,7 @@ class DETR(Detector):
         shapes = [tuple(features.shape[-2:])]
         mask = mask.flatten(1)
         memory = self.transformer.encoder(flatten_levels([features]), positions, mask, shapes, self.position.inject)
-        queries = self.query_embed.weight.expand(len(memory), -1, -1)
+        queries = self.query_embed.weight.expand(memory.shape[0], -1, -1)
         return self.transformer.decoder(queries, memory, key_positions, mask)
 
     def _heads(self, decoded: Tensor) -> Predictions:
