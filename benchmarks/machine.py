@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ran the benchmark, and what it could do at best: versions, processor, memory, and limits measured in the same run."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.clocks import clock_of
+
+LIBRARIES = ("torch", "torchvision", "numpy", "numba", "triton")
+COPIES = {"copy_in_cache_gb_per_s": 4, "copy_in_memory_gb_per_s": 512}
+"""Megabytes of source and copy together: what stays in a cache of any processor and GPU of our day, and what does not."""
+SECONDS = 0.3  # to look for the best in
+SIDES = {"cpu": 2048, "cuda": 4096}  # of the matrices that are multiplied
+
+
+def versions() -> dict[str, str]:
+    """By name; a library that is not installed is not named."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name) is not None:
+            found[name] = importlib.metadata.version(name)
+    found["torch"] = torch.__version__  # with what it was built for
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Processor, cores, caches, memory, GPU; nothing that names the host."""
+    found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_model(), "cores": os.cpu_count()}
+    found |= {"caches": _caches(), "memory_gib": round(_memory_bytes() / 2**30, 1)}
+    if hasattr(os, "getloadavg"):
+        found["load_average"] = round(os.getloadavg()[0], 2)
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = properties.name
+        found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
+        found["gpu_multiprocessors"] = properties.multi_processor_count
+    return found
+
+
+def free_bytes(device: str) -> int:
+    """Memory that a contender may still take."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return _memory_bytes()
+
+
+def limits(device: str) -> dict[str, float]:
+    """What the machine does at best, by the names that the JSON uses; bytes read and bytes written both count."""
+    found = {}
+    for name, megabytes in COPIES.items():
+        source = torch.ones(megabytes * 2**17, device=device)  # of 4 bytes each, and as many again in the copy
+        target = torch.empty_like(source)
+        found[name] = 2 * source.nbytes / _best(lambda t=target, s=source: t.copy_(s), device) / 1e9
+    side = SIDES[device]
+    a = torch.rand(side, side, device=device)
+    found["matmul_fp32_gflop_per_s"] = 2 * side**3 / _best(lambda: a @ a, device) / 1e9
+    return {name: round(value, 1) for name, value in found.items()}
+
+
+def _best(call: Callable[[], Any], device: str) -> float:
+    clock, samples, begin = clock_of(device), [], time.perf_counter()
+    clock.time(call, 1)
+    while len(samples) < 3 or time.perf_counter() - begin < SECONDS:
+        sample = clock.time(call, 3)
+        # As in the table: at one thread CPU time, which a neighbour's load does not count into.
+        samples.append(sample.cpu if sample.cpu and torch.get_num_threads() == 1 else sample.wall)
+    return min(samples)
+
+
+def _cpu_model() -> str:
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _caches() -> dict[str, str]:
+    found = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ("".join(_lines(folder / name)) for name in ("level", "type", "size"))
+        if kind != "Instruction":
+            found[f"L{level}"] = size
+    return found
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

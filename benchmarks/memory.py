@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peak memory of one contender above what stood there before: on a CPU in a process of its own.
+
+``python -m benchmarks.memory`` is that process; ``peak_bytes`` starts it. It builds the case again, so that no other contender's
+memory is in the way, and does the work on a tiny input first, so that libraries and compiled code are not counted.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.clocks import CommandRun, fixed_threads
+from benchmarks.harness import Case, Contender, Work
+from benchmarks.suites import Options, find_case, find_suite
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def peak_bytes(suite: str, case: Case, contender: Contender, options: Options) -> int | None:
+    """Bytes that one call takes at its peak; None for a contender that has no peak to speak of (a limit).
+
+    Raises:
+        RuntimeError: the process failed; with the last line of what it said.
+    """
+    if contender.limit:
+        return None
+    if options.device == "cuda":
+        return _peak_on_gpu(contender)
+    # Without a peer, none is imported: that takes longer than the work.
+    peers = {name: path and str(path) for name, path in options.peers.items() if contender.peer}
+    words = json.dumps({"suite": suite, "case": case.name, "contender": contender.name, **asdict(options), "peers": peers})
+    command = [sys.executable, "-m", "benchmarks.memory", words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise RuntimeError(f"peak memory of {contender.name} in {case.name}: {said}")
+    return int(done.stdout.strip().splitlines()[-1])
+
+
+def _peak_on_gpu(contender: Contender) -> int:
+    """The call's own; the inputs are there before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    contender.call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure(case: Case, contender: str) -> int:
+    """In a fresh process: the peak of one call above what the process held before it."""
+    if case.warm is not None:
+        _named(case.warm(), contender).call()
+    chosen = _named(case.build(), contender)
+    gc.collect()
+    _give_back()
+    _forget_peak()
+    before = _resident()
+    output = chosen.call()
+    return output.peak_bytes if isinstance(output, CommandRun) else max(0, _peak() - before)
+
+
+def _named(work: Work, name: str) -> Contender:
+    return next(contender for contender in work.contenders if contender.name == name)
+
+
+def _give_back() -> None:
+    """Freed memory that glibc kept would hide what a contender takes."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _forget_peak() -> None:
+    """Linux then counts the peak from here; elsewhere it stays the process's own, import and all."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _status(key: str) -> int | None:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
+    return None
+
+
+def _peak() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _status("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _resident() -> int:
+    return _status("VmRSS:") or _peak()
+
+
+def main() -> None:
+    words = json.loads(sys.argv[1])
+    suite, case, contender = (words.pop(name) for name in ("suite", "case", "contender"))
+    words["peers"] = {name: path and Path(path) for name, path in words["peers"].items()}
+    options = Options(**words)
+    with fixed_threads(options.threads):
+        print(measure(find_case(find_suite(suite).cases(options), case), contender))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other people's implementations, run as they are: from a checkout given by its path, or imported where installed.
+
+A peer's version, its checkout's commit, goes into the results. Nothing of a checkout is written to.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cpvt_det
+from cpvt_det.errors import BadInputError, UnknownNameError
+
+CHECKOUTS = {
+    "deformable_detr": ("fundamentalvision/Deformable-DETR", "models/ops/functions/ms_deform_attn_func.py"),
+    "detr": ("facebookresearch/detr", "models/detr.py"),
+    "detrex": ("IDEA-Research/detrex", "detrex/layers/multi_scale_deform_attn.py"),
+}
+"""By name: the public repository, and a file by which a checkout of it is known."""
+IMPORTED = ("transformers",)
+"""Libraries that take part where they are installed."""
+
+
+def find_peers(given: Iterable[str]) -> dict[str, Path | None]:
+    """The peers of a run.
+
+    Args:
+        given: ``NAME=PATH`` for a checkout, ``NAME`` for a library.
+
+    Returns:
+        By name the checkout's folder, or None for a library; libraries that are installed are there unasked.
+
+    Raises:
+        UnknownNameError: a name that is no peer's.
+        BadInputError: a path that is no checkout of that peer, a checkout without a path, a library that is not installed.
+    """
+    found: dict[str, Path | None] = {name: None for name in IMPORTED if importlib.util.find_spec(name)}
+    for text in given:
+        name, _, path = text.partition("=")
+        if name not in (*CHECKOUTS, *IMPORTED):
+            raise UnknownNameError("peer", name, (*CHECKOUTS, *IMPORTED))
+        if name in CHECKOUTS:
+            found[name] = _checkout(name, path)
+        elif path:
+            raise BadInputError(f"peer {name} is a library and has no path; give --peer {name}")
+        elif name not in found:
+            raise BadInputError(f"peer {name} is not installed; pip install {name}")
+    return found
+
+
+def _checkout(name: str, path: str) -> Path:
+    repository, known_by = CHECKOUTS[name]
+    if not path:
+        raise BadInputError(f"peer {name} needs the path of a checkout of {repository}: --peer {name}=PATH")
+    folder = Path(path).expanduser()
+    if not (folder / known_by).is_file():
+        raise BadInputError(f"peer {name}: {path} is no checkout of {repository}: there is no {known_by} in it")
+    return folder.resolve()
+
+
+def peer_versions(peers: dict[str, Path | None]) -> dict[str, str]:
+    """Ours and by name the peers': the commit of a checkout (``+changes`` where files differ from it), or a library's version."""
+    found = {"cpvt_det": f"{cpvt_det.__version__} {_commit(Path(cpvt_det.__file__).parent)}"}
+    for name, folder in peers.items():
+        if folder is None:
+            found[name] = importlib.metadata.version(name)
+        else:
+            found[name] = f"{CHECKOUTS[name][0]} {_commit(folder)}"
+    return found
+
+
+def _commit(folder: Path) -> str:
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = "+changes" if commit and _git(folder, "status", "--porcelain", "--untracked-files=no", ".") else ""
+    return f"{commit or 'of unknown commit'}{changes}"
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+EXTENSION = "MultiScaleDeformableAttention"
+"""The compiled module of the official Deformable-DETR, which its file of the pure-PyTorch core imports too."""
+
+
+@functools.cache
+def official_op_file(folder: Path) -> types.ModuleType:
+    """``models/ops/functions/ms_deform_attn_func.py`` of a checkout, with the compiled extension where it is built.
+
+    Raises:
+        BadInputError: a file that cannot be imported.
+    """
+    path = folder / CHECKOUTS["deformable_detr"][1]
+    spec = importlib.util.spec_from_file_location("benchmarks_peer_deformable_detr", path)
+    module = importlib.util.module_from_spec(spec)
+    with _extension(folder):
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise BadInputError(f"peer deformable_detr: {path.name} cannot be imported: {error}") from error
+    return module
+
+
+@contextlib.contextmanager
+def _extension(folder: Path) -> Iterator[None]:
+    """The extension as installed, else as built inside the checkout, else an empty module of its name."""
+    built = sorted({str(path.parent) for path in (folder / "models/ops").rglob(f"{EXTENSION}*.so")})
+    before = sys.path[:]
+    sys.path += built
+    try:
+        importlib.import_module(EXTENSION)
+    except ImportError:
+        sys.modules[EXTENSION] = types.ModuleType(EXTENSION)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        if not hasattr(sys.modules[EXTENSION], "ms_deform_attn_forward"):
+            del sys.modules[EXTENSION]
+
+
+def official_core(folder: Path) -> Callable[..., Any]:
+    """``ms_deform_attn_core_pytorch(value, level_shapes, locations, weights)``; level shapes as a list spare it a copy."""
+    return official_op_file(folder).ms_deform_attn_core_pytorch
+
+
+def official_cuda_op(folder: Path) -> Callable[..., Any] | None:
+    """``MSDeformAttnFunction.apply``, or None where the extension is not built."""
+    module = official_op_file(folder)
+    return module.MSDeformAttnFunction.apply if hasattr(module.MSDA, "ms_deform_attn_forward") else None
+
+
+@functools.cache
+def transformers_module() -> Any:
+    """transformers' ``MultiScaleDeformableAttention``: the op alone, without projections."""
+    from transformers.models.deformable_detr.modeling_deformable_detr import MultiScaleDeformableAttention
+
+    return MultiScaleDeformableAttention()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of a suite: case after case, then its table, JSON and chart."""
+
+import fnmatch
+import gc
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import click
+
+from benchmarks import machine, report
+from benchmarks.clocks import clock_of, fixed_threads
+from benchmarks.harness import Case, Plan, UnequalWorkError, compare
+from benchmarks.memory import peak_bytes
+from benchmarks.peers import peer_versions
+from benchmarks.suites import Options
+from cpvt_det.errors import BadInputError
+
+
+def run_suite(name: str, suite: ModuleType, options: Options, output: Path, pattern: str = "*", memory: bool = True) -> list[str]:
+    """Run the cases of a suite and write its files.
+
+    Args:
+        name: of the suite.
+        suite: its module.
+        options: of the run.
+        output: folder for the files.
+        pattern: of the names of cases.
+        memory: measure peak memory of the cases that ask for it.
+
+    Returns:
+        What was said of each case whose contenders do not compute the same; the others run all the same.
+
+    Raises:
+        BadInputError: a pattern that no case fits.
+    """
+    cases = suite.cases(options)
+    fitting = [case for case in cases if fnmatch.fnmatch(case.name, pattern)]
+    if not fitting:
+        raise BadInputError(f"no case of suite {name} fits {pattern!r}; known: {', '.join(case.name for case in cases)}")
+    plan = suite.PLANS["quick" if options.size == "quick" else "full"]
+    unequal: list[str] = []
+    with fixed_threads(options.threads):
+        result = report.Result(
+            suite=name,
+            title=suite.TITLE,
+            command=command_of(name, options, pattern, memory),
+            device=options.device,
+            threads=options.threads,
+            versions=machine.versions() | peer_versions(options.peers),
+            machine=machine.machine(options.device),
+            limits=machine.limits(options.device),
+        )
+        for number, case in enumerate(fitting, 1):
+            click.echo(f"[{number}/{len(fitting)}] {name}: {case.name}", err=True)
+            try:
+                result.cases.append(run_case(name, case, options, plan, memory))
+            except UnequalWorkError as error:
+                unequal.append(f"{case.name}: {error}")
+                result.cases.append(report.CaseResult.of(case, [], {"everybody": str(error)}))
+            report.write_json(result, output)
+            gc.collect()
+    click.echo(report.as_table(result))
+    for text in report.left_out(result):
+        click.echo(f"left out: {text}")
+    click.echo(f"written: {', '.join(str(path) for path in report.write(result, output))}")
+    return unequal
+
+
+def run_case(name: str, case: Case, options: Options, plan: Plan, memory: bool) -> report.CaseResult:
+    """Time one case, then measure its contenders' memory.
+
+    Raises:
+        UnequalWorkError: contenders that do not compute the same.
+    """
+    if case.left_out:
+        return report.CaseResult.of(case, [], {"everybody": case.left_out})
+    work = case.build()
+    rows = compare(work, plan, clock_of(options.device))
+    contenders, left_out = work.contenders, work.left_out
+    if memory and case.memory:
+        peaks = [peak_bytes(name, case, contender, options) for contender in contenders]
+        rows = [replace(row, peak_bytes=peak) for row, peak in zip(rows, peaks, strict=True)]
+    return report.CaseResult.of(case, rows, left_out)
+
+
+def command_of(name: str, options: Options, pattern: str = "*", memory: bool = True) -> str:
+    """The command line that repeats a run; where a checkout lies is left out."""
+    words = ["python benchmarks/run.py --suite", name]
+    words += [f"--peer {peer}=PATH" for peer, folder in options.peers.items() if folder is not None]
+    words += [f"--device {options.device} --threads {options.threads}"]
+    words += {"quick": ["--quick"], "all": ["--all"]}.get(options.size, [])
+    words += [f"--case '{pattern}'"] if pattern != "*" else []
+    return " ".join([*words, *([] if memory else ["--no-memory"])])

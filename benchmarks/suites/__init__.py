@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One file for each suite: ``TITLE``, ``PLANS`` (``quick`` and ``full``) and ``cases(options) -> list[Case]``."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from benchmarks.harness import Case
+from cpvt_det.errors import UnknownNameError
+
+SIZES = ("quick", "default", "all")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a suite makes its cases from.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        threads: of every contender.
+        size: ``quick`` (under a minute), ``default`` or ``all``.
+        peers: by name a checkout's folder, or None for a library.
+    """
+
+    device: str = "cpu"
+    threads: int = 1
+    size: str = "default"
+    peers: dict[str, Path | None] = field(default_factory=dict)
+
+
+def known_suites() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find_suite(name: str) -> ModuleType:
+    """Raises: UnknownNameError: a name that no file here has."""
+    if name not in known_suites():
+        raise UnknownNameError("suite", name, known_suites())
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def find_case(cases: Iterable[Case], name: str) -> Case:
+    """Raises: UnknownNameError: a name that no case of this size has."""
+    found = {case.name: case for case in cases}
+    if name not in found:
+        raise UnknownNameError("case", name, found)
+    return found[name]
