@@ -235,7 +235,9 @@ def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tens
     arrays = _level_table(tuple(level_shapes)), _array(sampling_locations, dtype), _array(attention_weights, dtype)
     pieces = _cut(batch * queries, out.numel() * points)
     finite = _run(_forward, (records, steps, *arrays, _records(out.numpy(), width)), pieces)
-    return out.to(value.dtype) if all(finite) else None
+    if not all(finite):
+        return None
+    return out if dtype == value.dtype else out.to(value.dtype)
 
 
 def backward(
@@ -317,11 +319,15 @@ def _level_table(level_shapes: tuple[int, ...]) -> np.ndarray:
 def _cut(length: int, work: int) -> list[tuple[int, int]]:
     """Cut ``range(length)`` into a piece for each thread that torch may use, or leave it whole where the work is small."""
     pieces = min(torch.get_num_threads(), length, max(1, work // SMALL_WORK))
+    if pieces == 1:
+        return [(0, length)]
     return [(length * i // pieces, length * (i + 1) // pieces) for i in range(pieces)]
 
 
 def _run(kernel: Callable, arrays: tuple, pieces: list[tuple[int, int]]) -> list:
     """Call the kernel on every piece, the first of them on this thread."""
+    if len(pieces) == 1:
+        return [kernel(*arrays, *pieces[0])]
     others = [_pool().submit(kernel, *arrays, *piece) for piece in pieces[1:]]
     return [kernel(*arrays, *pieces[0]), *(other.result() for other in others)]
 
