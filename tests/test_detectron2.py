@@ -92,7 +92,13 @@ def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, posit
 
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_both_runners_take_the_same_run(runs, detector):
-    more = {**DETECTORS[detector], "MODEL__DETR__DROPOUT": 0.2, "SOLVER__ACCUMULATE": 2, "SOLVER__EMA__ENABLED": True, "SOLVER__EMA__DECAY": 0.5}
+    more = {
+        **DETECTORS[detector],
+        "MODEL__DETR__DROPOUT": 0.2,
+        "SOLVER__ACCUMULATE": 2,
+        "SOLVER__EMA__ENABLED": True,
+        "SOLVER__EMA__DECAY": 0.5,
+    }
     more |= {"SOLVER__STEPS": (4,), "TEST__EVAL_PERIOD": 3}
     builtin, detectron2 = runs("builtin", "builtin", **more), runs("detectron2", "detectron2", **more)
     assert_same_run(builtin, detectron2)

@@ -132,7 +132,7 @@ def default_dtype(dtype: torch.dtype):
 
 
 def assert_near(actual, expected, tolerance, what):
-    """Close, and with ``pytest -s`` the table of docs/results.md."""
+    """Close, and with ``pytest -s`` the table of docs/parity.md."""
     print(f"| {what} | {(actual - expected).abs().max().item():.1e} | {expected.abs().max().item():.3g} |")
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of other projects' weights -> ours. A source is a table; one generic step puts q, k and v into one tensor."""
+"""The names of other projects' weights -> ours. A source is a table; two generic steps fuse q, k and v, and sort the heads."""
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,13 @@ _NOT_WEIGHTS = re.compile(r"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.")
 _PROJECTION = re.compile(r"\.([qkv])_proj\.(weight|bias)$")
 
 
+_HEAD_ALIAS = re.compile(r"\.decoder\.(class|bbox)_embed\.")
+_HEAD = re.compile(r"^(class|bbox)_embed\.(\d+)\.(.+)$")
+_DECODER_LAYER = re.compile(r"^transformer\.decoder\.layers\.(\d+)\.")
+
+Renames = tuple[tuple[str, str], ...]
+
+
 @dataclass(frozen=True)
 class Conversion:
     """How the names of one source become ours.
@@ -22,50 +29,132 @@ class Conversion:
     Attributes:
         marker: a pattern that names of this source match, and ours do not.
         renames: patterns and replacements, each applied to what the one before left.
+        absent: a pattern that names of this source do not match, where others have the marker too.
+        drops_shared: its files hold one of several tensors that are the same.
     """
 
     marker: str
-    renames: tuple[tuple[str, str], ...]
+    renames: Renames
+    absent: str | None = None
+    drops_shared: bool = False
 
+    def is_source_of(self, names: Iterable[str]) -> bool:
+        """Whether these are names of this source."""
+        names = list(names)
+        found = any(re.search(self.marker, name) for name in names)
+        return found and not (self.absent and any(re.search(self.absent, name) for name in names))
+
+
+_STAGES = range(4)
+# Of transformers 4 and 5: layers of both detectors, over timm's ResNet, whose names are torchvision's, or over its own
+_HF_LAYERS: Renames = (
+    (r"^model\.backbone\.(conv_encoder\.)?model\.", "backbone.body."),
+    (r"^model\.(backbone\.)?position_embedding\.", "position."),
+    (r"^position\.row_embeddings\.", "position.row_embed."),
+    (r"^position\.column_embeddings\.", "position.col_embed."),
+    (r"^model\.(encoder|decoder)\.", r"transformer.\1."),
+    (r"^(transformer\.encoder\..*)\.final_layer_norm\.", r"\1.norm2."),
+    (r"^(transformer\.decoder\..*)\.final_layer_norm\.", r"\1.norm3."),
+    (r"\.o_proj\.", ".out_proj."),
+    (r"\.(mlp\.)?fc([12])\.", r".linear\2."),
+)
+_HF_RESNET: Renames = (
+    (r"\.body\.embedder\.embedder\.convolution\.", ".body.conv1."),
+    (r"\.body\.embedder\.embedder\.normalization\.", ".body.bn1."),
+    *((rf"\.body\.encoder\.stages\.{n}\.layers\.", f".body.layer{n + 1}.") for n in _STAGES),
+    *((rf"\.layer\.{n}\.convolution\.", f".conv{n + 1}.") for n in range(3)),
+    *((rf"\.layer\.{n}\.normalization\.", f".bn{n + 1}.") for n in range(3)),
+    (r"\.shortcut\.convolution\.", ".downsample.0."),
+    (r"\.shortcut\.normalization\.", ".downsample.1."),
+)
+_DETECTRON2_RESNET: Renames = (
+    (r"^backbone\.stem\.conv1\.norm\.", "backbone.body.bn1."),
+    (r"^backbone\.stem\.conv1\.", "backbone.body.conv1."),
+    *((rf"^backbone\.res{n + 2}\.", f"backbone.body.layer{n + 1}.") for n in _STAGES),
+    (r"^(backbone\.body\..*)\.conv([123])\.norm\.", r"\1.bn\2."),
+    (r"^(backbone\.body\..*)\.shortcut\.norm\.", r"\1.downsample.1."),
+    (r"^(backbone\.body\..*)\.shortcut\.", r"\1.downsample.0."),
+)
+# What the public Deformable-DETRs keep in their transformer
+_QUERIES = r"(reference_points|enc_output|enc_output_norm|pos_trans|pos_trans_norm)\."
 
 CONVERSIONS: dict[str, Conversion] = {
     # github.com/facebookresearch/detr
     "facebook_detr": Conversion(
         marker=r"^backbone\.0\.body\.",
+        absent=r"^transformer\.level_embed",
         renames=(
             (r"^backbone\.0\.body\.", "backbone.body."),
             (r"^backbone\.1\.", "position."),
         ),
     ),
-    # DetrForObjectDetection of transformers 4 and 5, over timm's ResNet, whose names are torchvision's, or over its own
+    # DetrForObjectDetection of transformers
     "hf_detr": Conversion(
         marker=r"^class_labels_classifier\.",
         renames=(
-            (r"^model\.backbone\.(conv_encoder\.)?model\.", "backbone.body."),
-            (r"^model\.(backbone\.)?position_embedding\.", "position."),
-            (r"^position\.row_embeddings\.", "position.row_embed."),
-            (r"^position\.column_embeddings\.", "position.col_embed."),
             (r"^model\.query_position_embeddings\.", "query_embed."),
             (r"^model\.input_projection\.", "input_proj."),
             (r"^class_labels_classifier\.", "class_embed."),
             (r"^bbox_predictor\.", "bbox_embed."),
-            (r"^model\.(encoder|decoder)\.", r"transformer.\1."),
+            *_HF_LAYERS,
             (r"^(transformer\..*)\.layernorm\.", r"\1.norm."),
             (r"\.self_attn_layer_norm\.", ".norm1."),
             (r"\.encoder_attn_layer_norm\.", ".norm2."),
-            (r"^(transformer\.encoder\..*)\.final_layer_norm\.", r"\1.norm2."),
-            (r"^(transformer\.decoder\..*)\.final_layer_norm\.", r"\1.norm3."),
             (r"\.encoder_attn\.", ".multihead_attn."),
-            (r"\.o_proj\.", ".out_proj."),
-            (r"\.(mlp\.)?fc([12])\.", r".linear\2."),
-            # its own ResNet
-            (r"\.body\.embedder\.embedder\.convolution\.", ".body.conv1."),
-            (r"\.body\.embedder\.embedder\.normalization\.", ".body.bn1."),
-            *((rf"\.body\.encoder\.stages\.{n}\.layers\.", f".body.layer{n + 1}.") for n in range(4)),
-            *((rf"\.layer\.{n}\.convolution\.", f".conv{n + 1}.") for n in range(3)),
-            *((rf"\.layer\.{n}\.normalization\.", f".bn{n + 1}.") for n in range(3)),
-            (r"\.shortcut\.convolution\.", ".downsample.0."),
-            (r"\.shortcut\.normalization\.", ".downsample.1."),
+            *_HF_RESNET,
+        ),
+    ),
+    # github.com/fundamentalvision/Deformable-DETR
+    "deformable_detr": Conversion(
+        marker=r"^transformer\.(reference_points|enc_output)\.",
+        absent=r"^transformer\.level_embeds$",
+        renames=(
+            (r"^backbone\.0\.body\.", "backbone.body."),
+            (r"^backbone\.1\.", "position."),
+            (r"^query_embed\.", "queries.query_embed."),
+            (rf"^transformer\.{_QUERIES}", r"queries.\1."),
+            (r"^transformer\.decoder\.(class|bbox)_embed\.", r"\1_embed."),
+        ),
+    ),
+    # github.com/IDEA-Research/detrex, projects/deformable_detr, over detectron2's ResNet
+    "detrex_deformable_detr": Conversion(
+        marker=r"^transformer\.level_embeds$",
+        renames=(
+            *_DETECTRON2_RESNET,
+            (r"^position_embedding\.", "position."),
+            (r"^neck\.convs\.(\d+)\.conv\.", r"input_proj.\1.0."),
+            (r"^neck\.convs\.(\d+)\.norm\.", r"input_proj.\1.1."),
+            # its levels beyond the backbone's three
+            *((rf"^neck\.extra_convs\.{n}\.conv\.", f"input_proj.{n + 3}.0.") for n in range(3)),
+            *((rf"^neck\.extra_convs\.{n}\.norm\.", f"input_proj.{n + 3}.1.") for n in range(3)),
+            (r"^query_embedding\.", "queries.query_embed."),
+            (r"^transformer\.level_embeds$", "transformer.level_embed"),
+            (rf"^transformer\.{_QUERIES}", r"queries.\1."),
+            (r"^transformer\.decoder\.(class|bbox)_embed\.", r"\1_embed."),
+            (r"\.attentions\.0\.(attn\.)?", ".self_attn."),
+            (r"\.attentions\.1\.", ".cross_attn."),
+            (r"\.ffns\.0\.layers\.0\.0\.", ".linear1."),
+            (r"\.ffns\.0\.layers\.1\.", ".linear2."),
+            *((rf"^(transformer\.encoder\..*)\.norms\.{n}\.", rf"\1.norm{n + 1}.") for n in range(2)),
+            *((rf"^(transformer\.decoder\..*)\.norms\.{n}\.", rf"\1.norm{norm}.") for n, norm in enumerate((2, 1, 3))),
+        ),
+    ),
+    # DeformableDetrForObjectDetection of transformers
+    "hf_deformable_detr": Conversion(
+        marker=r"^model\.level_embed$",
+        drops_shared=True,
+        renames=(
+            (r"^model\.query_position_embeddings\.", "queries.query_embed."),
+            (r"^model\.input_proj\.", "input_proj."),
+            (r"^model\.level_embed$", "transformer.level_embed"),
+            (rf"^model\.{_QUERIES}", r"queries.\1."),
+            (r"^model\.decoder\.(class|bbox)_embed\.", r"\1_embed."),
+            *_HF_LAYERS,
+            (r"^(transformer\.encoder\..*)\.self_attn_layer_norm\.", r"\1.norm1."),
+            (r"^(transformer\.decoder\..*)\.self_attn_layer_norm\.", r"\1.norm2."),
+            (r"\.encoder_attn_layer_norm\.", ".norm1."),
+            (r"\.encoder_attn\.", ".cross_attn."),
+            *_HF_RESNET,
         ),
     ),
 }
@@ -73,7 +162,10 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Give weights our names. Shapes stay, so heads keep all their rows; ``q_proj``, ``k_proj`` and ``v_proj`` become one.
+    """Give weights our names.
+
+    Shapes stay, so class heads keep all their rows; but ``q_proj``, ``k_proj`` and ``v_proj`` become one. Of the heads of a
+    Deformable-DETR that every layer shares one pair is left, and the proposals' pair, the last, moves to the queries.
 
     Args:
         state_dict: with the names of ``source``; no tensor is changed.
@@ -84,30 +176,49 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
 
     Raises:
         UnknownNameError: another source.
-        WeightsError: weights that have no name of this source, or an incomplete q, k and v.
+        WeightsError: weights that have not this source's names, or also another's; an incomplete q, k and v; two names for
+            one of ours with different values.
     """
     if source not in CONVERSIONS:
         raise UnknownNameError("weights source", source, CONVERSIONS)
+    found = detect_source(state_dict)
+    if found != source:
+        example = (
+            f"the weights hold {next(iter(state_dict), 'nothing')}, for one" if found is None else f"they are those of {found}"
+        )
+        raise WeightsError(f"not the names of {source}; {example}")
     conversion = CONVERSIONS[source]
-    if not any(re.search(conversion.marker, name) for name in state_dict):
-        example = next(iter(state_dict), "nothing")
-        raise WeightsError(f"not the names of {source}; the weights hold {example}, for one")
-    renamed = {_rename(name, conversion): tensor for name, tensor in state_dict.items()}
-    return _fuse_projections({name: tensor for name, tensor in renamed.items() if not _NOT_WEIGHTS.search(name)})
+    renamed = _fuse_projections(_rename_all(state_dict, conversion.renames))
+    refined = any(_HEAD_ALIAS.search(name) for name in state_dict)
+    return _sort_heads(renamed, refined, conversion.drops_shared)
 
 
 def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
-    """The source whose names these weights have; ``None``: ours, or no known one's."""
-    for source, conversion in CONVERSIONS.items():
-        if any(re.search(conversion.marker, name) for name in state_dict):
-            return source
-    return None
+    """The source whose names these weights have; ``None``: ours, or no known one's.
+
+    Raises:
+        WeightsError: names of several sources.
+    """
+    found = [source for source, conversion in CONVERSIONS.items() if conversion.is_source_of(state_dict)]
+    if len(found) > 1:
+        raise WeightsError(f"the weights mix the names of {' and '.join(found)}")
+    return found[0] if found else None
 
 
-def _rename(name: str, conversion: Conversion) -> str:
-    for pattern, replacement in conversion.renames:
-        name = re.sub(pattern, replacement, name)
-    return name
+def _rename_all(state_dict: Mapping[str, Tensor], renames: Renames) -> dict[str, Tensor]:
+    """New names -> tensors. A tensor may come under several names, as a head that the decoder holds too."""
+    renamed: dict[str, Tensor] = {}
+    origins: dict[str, str] = {}
+    for origin, tensor in state_dict.items():
+        name = origin
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        if _NOT_WEIGHTS.search(name):
+            continue
+        if name in renamed and not torch.equal(renamed[name], tensor):
+            raise WeightsError(f"{origins[name]} and {origin} differ, and both would be {name}")
+        renamed[name], origins[name] = tensor, origin
+    return renamed
 
 
 def _fuse_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -125,3 +236,34 @@ def _fuse_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
             raise WeightsError(f"{name} needs q_proj, k_proj and v_proj, the weights hold only {', '.join(sorted(found))}")
         fused[name] = torch.cat([found[part] for part in "qkv"])
     return fused
+
+
+def _sort_heads(state_dict: dict[str, Tensor], refined: bool, complete: bool) -> dict[str, Tensor]:
+    """Heads ``class_embed.N`` and ``bbox_embed.N`` of a Deformable-DETR -> one pair, or D pairs and perhaps the proposals'.
+
+    Args:
+        state_dict: under our names, heads numbered as in their source.
+        refined: it is known that every layer has heads of its own; else heads of equal values are one.
+        complete: what a layer's heads lack is that of the first's.
+    """
+    layers = 1 + max((int(match[1]) for match in map(_DECODER_LAYER.match, state_dict) if match), default=-1)
+    heads: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    others: dict[str, Tensor] = {}
+    for name, tensor in state_dict.items():
+        match = _HEAD.match(name)
+        if match:
+            heads[int(match[2])][f"{match[1]}_embed.{{}}{match[3]}"] = tensor
+        else:
+            others[name] = tensor
+    first = heads.get(0, {})
+    for index in range(layers if complete else 0):
+        heads[index] = {**first, **heads[index]}
+    if "queries.enc_output.weight" in others:
+        others |= {f"queries.{name.format('')}": tensor for name, tensor in heads.pop(layers, {}).items()}
+    elif not refined and all(_same(head, first) for head in heads.values()):
+        heads = {0: first}
+    return others | {name.format(f"{index}."): tensor for index, head in heads.items() for name, tensor in head.items()}
+
+
+def _same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
-from cpvt_det.checkpoint.weights import CLASS_HEAD, Weights, read_weights
+from cpvt_det.checkpoint.weights import CLASS_HEAD, PROPOSALS_HEAD, Weights, read_weights
 from cpvt_det.errors import UnknownNameError, WeightsError, first_line
 
 
@@ -29,6 +29,8 @@ class WeightsReport:
         missing: names in the model only; they kept theirs too.
         unexpected: names in the weights only.
         rows_by_name: where the classes differ, class name -> the row that its row was taken from, ``None``: a fresh one.
+        first_row_only: those of ``loaded`` of which only row 0 is the weights', class heads of proposals: it is "an object",
+            and the other rows are no classes, only trained to say no.
         source: whose names the weights had, a key of ``CONVERSIONS``; ``None``: ours.
     """
 
@@ -37,6 +39,7 @@ class WeightsReport:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     rows_by_name: dict[str, int | None] = field(default_factory=dict)
+    first_row_only: list[str] = field(default_factory=list)
     source: str | None = None
 
     @property
@@ -64,6 +67,7 @@ class WeightsReport:
         fresh = [name for name, row in self.rows_by_name.items() if row is None]
         rows += [("made anew", f"class {name}", "not among the weights' classes") for name in fresh[:10]]
         rows += [("made anew", f"{len(fresh) - 10} more classes", "")] if len(fresh) > 10 else []
+        rows += [("row 0 loaded", name, "it is an object, the others are no classes") for name in self.first_row_only]
         return tabulate(rows, ("", "name", "why")) if rows else "every tensor loaded"
 
 
@@ -89,7 +93,7 @@ def load_weights(
     own = model.state_dict()
     rows = _rows_by_name(read, class_names)
     shared = {name: tensor for name, tensor in read.state_dict.items() if name in own}
-    fitted = {name: _fit(tensor, own[name], read, rows if CLASS_HEAD.search(name) else {}) for name, tensor in shared.items()}
+    fitted = {name: _fit(name, tensor, own[name], read, rows) for name, tensor in shared.items()}
     chosen = {name: tensor for name, tensor in fitted.items() if tensor is not None}
     if not any(CLASS_HEAD.search(name) for name in chosen):
         rows = dict.fromkeys(rows)
@@ -99,6 +103,7 @@ def load_weights(
         missing=_without_counters([name for name in own if name not in shared]),
         unexpected=_without_counters([name for name in read.state_dict if name not in own]),
         rows_by_name=rows,
+        first_row_only=[name for name in chosen if PROPOSALS_HEAD.search(name) and (rows or len(shared[name]) != len(own[name]))],
         source=read.source,
     )
     if not report.loaded:
@@ -161,14 +166,20 @@ def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str,
     return {name: row_of.get(name) for name in class_names}
 
 
-def _fit(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
+def _fit(name: str, tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
     """What the model's tensor ``own`` becomes; ``None`` where it has to keep its values.
 
-    With ``rows_by_name`` both are class heads, (K', ...) and (K'', ...), and the rows found are put into a copy of the model's.
-    Softmax and sigmoid heads have no row in common: their logits differ by what "no object" takes.
+    Heads of other classes, (K', ...) and (K'', ...), get the rows found in a copy of the model's.
     """
-    if not rows_by_name:
+    if PROPOSALS_HEAD.search(name) and tensor.shape[1:] == own.shape[1:] and (rows_by_name or len(tensor) != len(own)):
+        return torch.cat((tensor[:1].to(own), own[1:]))
+    if not rows_by_name or not CLASS_HEAD.search(name):
         return tensor if tensor.shape == own.shape else None
+    return _pick_rows(tensor, own, read, rows_by_name)
+
+
+def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
+    """Softmax and sigmoid heads have no row in common: their logits differ by what "no object" takes."""
     background = len(own) - len(rows_by_name)
     pairs = [(here, there) for here, there in enumerate(rows_by_name.values()) if there is not None]
     if not pairs or background != len(tensor) - len(read.classes) or tensor.shape[1:] != own.shape[1:]:

@@ -13,10 +13,12 @@ from torch import Tensor
 from cpvt_det.checkpoint.convert import convert_state_dict, detect_source
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.data.coco import Classes
-from cpvt_det.data.coco_classes import COCO_ROWS
+from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
 from cpvt_det.errors import WeightsError
 
-CLASS_HEAD = re.compile(r"(^|\.)class_embed\.(\d+\.)?(weight|bias)$")
+CLASS_HEAD = re.compile(r"^class_embed\.(\d+\.)?(weight|bias)$")
+PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")  # row 0 is "an object", the others are no classes
+HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0}  # of a class head, beyond the labels of its config.json
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -53,7 +55,8 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         source: whose names they have, a key of ``CONVERSIONS``; ``auto`` looks at the names.
 
     Returns:
-        Under our names. Classes are those the checkpoint tells; else COCO's, with ids as rows, for heads of 91 or 92 rows.
+        Under our names. Classes are those the checkpoint tells; else COCO's, with ids as rows, for heads of 91 or 92 rows, and
+        in the order of the ids for the 80 rows of detrex.
 
     Raises:
         WeightsError: what cannot be read, or does not agree with itself.
@@ -65,18 +68,20 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         path = _file_of(Path(weights).expanduser())
         origin, checkpoint = str(weights), read_checkpoint(path)
     state_dict = state_dict_of(checkpoint, origin)
-    found = detect_source(state_dict) if source == "auto" else source
-    if found is not None:
-        try:
+    try:
+        found = detect_source(state_dict) if source == "auto" else source
+        if found is not None:
             state_dict = convert_state_dict(state_dict, found)
-        except WeightsError as error:
-            raise WeightsError(f"{origin}: {error}") from error
+    except WeightsError as error:
+        raise WeightsError(f"{origin}: {error}") from error
     rows = next((len(tensor) for name, tensor in state_dict.items() if CLASS_HEAD.search(name)), None)
     classes = None if rows is None else _told_classes(checkpoint, rows, origin)
-    if classes is None and found == "hf_detr" and path is not None:
-        classes = _config_classes(path.with_name("config.json"), rows)
+    if classes is None and rows is not None and found in HF_BACKGROUND_ROWS and path is not None:
+        classes = _config_classes(path.with_name("config.json"), rows - HF_BACKGROUND_ROWS[found])
     if classes is None and rows in (len(COCO_ROWS), len(COCO_ROWS) + 1):
         classes = COCO_ROWS
+    if classes is None and found == "detrex_deformable_detr" and rows == len(COCO_CLASSES):
+        classes = COCO_CLASSES
     return Weights(state_dict, classes, found, origin)
 
 
@@ -102,14 +107,14 @@ def _told_classes(checkpoint: Mapping[str, Any], rows: int, origin: str) -> Clas
     return Classes(ids, names)
 
 
-def _config_classes(config: Path, rows: int | None) -> Classes | None:
-    """``id2label`` of the ``config.json`` that transformers writes beside weights; rows without a class are "N/A" there."""
+def _config_classes(config: Path, count: int) -> Classes | None:
+    """``count`` classes by ``id2label`` of the ``config.json`` of transformers; rows without a class are "N/A" there."""
     try:
         labels = {int(row): str(name) for row, name in json.loads(config.read_text(encoding="utf-8"))["id2label"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # none there, or some other config.json
     names = tuple(f"unused_{row}" if name == "N/A" else name for row, name in sorted(labels.items()))
     unnamed = all(name == f"LABEL_{row}" for row, name in labels.items())  # what transformers writes where nobody named them
-    if unnamed or sorted(labels) != list(range(len(names))) or rows != len(names) + 1 or len(set(names)) != len(names):
+    if unnamed or sorted(labels) != list(range(len(names))) or len(names) != count or len(set(names)) != len(names):
         return None
     return Classes(tuple(range(len(names))), names)
