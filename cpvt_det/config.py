@@ -50,12 +50,12 @@ def _add_model(cfg: CfgNode) -> None:
     model.BACKBONE.STAGES = (5,)  # whose maps are used, 2 to 5; DETR takes one
     model.BACKBONE.DC5 = False  # stage 5 dilated, at the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # stages up to this one keep their weights; 1 is the stem, 0 trains all
-    model.BACKBONE.MASK_PADDING = True  # padding stays zero inside the backbone; False is the official arithmetic
+    model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in the official code's batches
 
     # Options of an encoding of your own may be added in YAML.
     model.POSITION = CfgNode(new_allowed=True)
     model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, peg, sine+peg, sine_offset+peg
-    model.POSITION.DECODER = "sine"  # of the decoder's keys: sine, same (as the encoder), none
+    model.POSITION.DECODER = "sine"  # of the keys of DETR's decoder: sine, same (as the encoder), none
     model.POSITION.TABLE_SIZE = 50  # learned: the largest map side
     model.POSITION.POSITIONS = [0]  # peg: after these encoder layers; -1 is before the first
     model.POSITION.SHARE_LEVELS = False  # peg: one for all levels of Deformable-DETR, instead of one each
@@ -74,7 +74,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.DETR.PRE_NORM = False
     model.DETR.NUM_OBJECT_QUERIES = 100
 
-    model.DEFORMABLE = CfgNode()
+    model.DEFORMABLE = CfgNode()  # of CPVTDeformableDetr
     model.DEFORMABLE.NUM_LEVELS = 4  # those of BACKBONE.STAGES, and coarser ones made of the last
     model.DEFORMABLE.ENC_POINTS = 4  # sampling points a head and level
     model.DEFORMABLE.DEC_POINTS = 4

@@ -105,6 +105,54 @@ class Detections:
         return Detections(self.boxes_xyxy.cpu(), self.scores.cpu(), self.labels.cpu())
 
 
+@dataclass
+class Levels:
+    """What the tokens of several maps, one after another and each row by row, have to be known by.
+
+    Attributes:
+        shapes: (H_l, W_l) of each of the L levels.
+        padding_mask: (B, N) bool, True = padded; N is the sum of H_l W_l.
+        sizes: (L, 2) float, xy: columns and rows of each level.
+        valid_sizes: (B, L, 2) float, xy: those of them that are not padded.
+    """
+
+    shapes: list[Size]
+    padding_mask: Tensor
+    sizes: Tensor
+    valid_sizes: Tensor
+
+    @classmethod
+    def from_masks(cls, padding_masks: Sequence[Tensor], dtype: torch.dtype) -> "Levels":
+        """From the (B, H_l, W_l) masks of images that lie in the top left corner of the maps."""
+        shapes = [tuple(mask.shape[1:]) for mask in padding_masks]
+        valid = torch.stack([torch.stack(((~mask[:, 0]).sum(1), (~mask[:, :, 0]).sum(1)), -1) for mask in padding_masks], 1)
+        # By `full`: it copies nothing to a GPU, and takes the symbolic sizes of an export.
+        sides = [torch.full((), side, dtype=dtype, device=valid.device) for height, width in shapes for side in (width, height)]
+        tokens = torch.cat([mask.flatten(1) for mask in padding_masks], dim=1)
+        return cls(shapes, tokens, torch.stack(sides).unflatten(0, (-1, 2)), valid.to(dtype))
+
+    @property
+    def valid_ratios(self) -> Tensor:
+        """(B, L, 2) float in (0, 1], xy: the part of each map that is not padded."""
+        return self.valid_sizes / self.sizes
+
+    def centers(self) -> Tensor:
+        """(B, N, 2) xy: the middle of every token's cell, from 0 to 1 over the unpadded image and beyond 1 in the padding."""
+        centers = []
+        for (height, width), valid in zip(self.shapes, self.valid_sizes.unbind(1), strict=True):
+            # Divided by whole cells, a centre is the same number on every canvas; proposals are judged by thresholds on it.
+            x, y = (torch.arange(side, dtype=valid.dtype, device=valid.device) + 0.5 for side in (width, height))
+            x, y = x / valid[:, :1], y / valid[:, 1:]  # (B, W_l), (B, H_l)
+            grid = torch.stack((x[:, None].expand(-1, height, -1), y[:, :, None].expand(-1, -1, width)), dim=-1)
+            centers.append(grid.flatten(1, 2))  # (B, H_l, W_l, 2) -> (B, H_l W_l, 2)
+        return torch.cat(centers, dim=1)
+
+    def place(self, points: Tensor) -> Tensor:
+        """(B, Q, 2 or 4) points or boxes of the unpadded image -> (B, Q, L, 2 or 4), of every level's padded map."""
+        ratios = self.valid_ratios if points.shape[-1] == 2 else self.valid_ratios.repeat(1, 1, 2)
+        return points[:, :, None] * ratios[:, None]
+
+
 def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.device | str = "cpu") -> Tensor:
     """The padding mask of images that lie in the top left corner of a canvas.
 

@@ -75,7 +75,6 @@ def test_official_deformable_recipe_is_the_authors():
         assert (solver.BASE_LR, solver.BACKBONE_LR, solver.IMS_PER_BATCH) == (2e-4, 2e-5, 32)
         assert pytest.approx(2e-5) == solver.BASE_LR * solver.POINTS_LR_MULTIPLIER
         assert cfg.MODEL.POSITION.NAME == "sine_offset"
-        assert not cfg.MODEL.BACKBONE.MASK_PADDING
     model = {name: cfg.MODEL for name, cfg in cfgs.items()}
     assert [cfg.DEFORMABLE.NUM_LEVELS for cfg in model.values()] == [4, 1, 1, 4, 4]
     assert [cfg.BACKBONE.DC5 for cfg in model.values()] == [False, False, True, False, False]

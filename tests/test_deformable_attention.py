@@ -2,6 +2,7 @@
 """ms_deform_attn against nested loops, value and gradient, in every implementation; and its borders, threads and operators."""
 
 import multiprocessing
+import pickle
 import subprocess
 import sys
 import threading
@@ -12,9 +13,8 @@ from torch.export import Dim
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers import deformable_attention as module
+from cpvt_det.layers import deformable_numba as numba_kernels
 from cpvt_det.layers.deformable_attention import ms_deform_attn
-
-numba_kernels = pytest.importorskip("cpvt_det.layers.deformable_numba")
 
 IMPLEMENTATIONS = ["numba", "eager", "export"]
 OPERATOR = torch.ops.cpvt_det.ms_deform_attn
@@ -388,8 +388,24 @@ BAD_CALLS = {
     "level shapes in a tensor": (
         {"level_shapes": torch.tensor([[2, 3], [3, 1]])},
         TypeError,
-        r"level_shapes must be pairs of Python integers, got a Tensor; use .tolist\(\)",
+        r"level_shapes must be a list of pairs of integers, got Tensor; use .tolist\(\)",
     ),
+    "level shapes that are no pairs": (
+        {"level_shapes": [6]},
+        TypeError,
+        r"level_shapes\[0\] must be \(H, W\), two integers, got 6",
+    ),
+    "level shapes of floats": (
+        {"level_shapes": [(2.0, 3.0), (3, 1)]},
+        TypeError,
+        r"level_shapes\[0\] must be .* got \(2\.0, 3\.0\)",
+    ),
+    "no points": (
+        {"sampling_locations": torch.zeros(2, 4, 2, 2, 0, 2), "attention_weights": torch.zeros(2, 4, 2, 2, 0)},
+        ValueError,
+        r"at least one point a head and level, got \(2, 4, 2, 2, 0, 2\)",
+    ),
+    "what is no tensor": ({"value": "maps"}, TypeError, "value must be a tensor, got str"),
     "another name": ({"implementation": "numbs"}, UnknownNameError, r"unknown implementation 'numbs' \(did you mean 'numba'\?\)"),
     "tensors of another device": (
         {"attention_weights": torch.ones(2, 4, 2, 2, 3, device="meta")},
@@ -430,10 +446,42 @@ def test_other_devices_are_served_by_torch_alone():
     assert ms_deform_attn(**call).shape == (2, 4, 60)
 
 
-def test_triton_that_cannot_be_imported_is_named(monkeypatch):
-    monkeypatch.setattr(module, "_kernels", lambda implementation: None)
-    with pytest.raises(ImportError, match="implementation 'triton' needs triton, which cannot be imported; use 'auto' or 'eager'"):
-        module._check_fused("triton", "cuda")
+@pytest.mark.parametrize("fault", [ImportError("Numba needs NumPy 2.4 or less"), OSError("cannot open shared object file")])
+def test_kernels_that_cannot_be_loaded_are_done_without_and_told(fault, monkeypatch, caplog):
+    def refuse(name):
+        raise fault
+
+    monkeypatch.setattr(module.importlib, "import_module", refuse)
+    module._kernels.cache_clear()
+    try:
+        call = good_call()
+        with caplog.at_level("WARNING", logger="cpvt_det"):
+            assert torch.equal(ms_deform_attn(**call), ms_deform_attn(**call, implementation="eager"))
+            ms_deform_attn(**call)
+        (record,) = caplog.records  # once
+        assert record.getMessage() == f"Deformable attention works without its numba kernel, more slowly: {fault}"
+        with pytest.raises(ImportError, match=rf"needs numba, which cannot be imported \({fault}\); use 'auto' or 'eager'"):
+            ms_deform_attn(**call, implementation="numba")
+    finally:
+        module._kernels.cache_clear()
+
+
+def test_a_kernel_whose_cache_is_broken_is_compiled_anew(monkeypatch, caplog):
+    def broken(*args):
+        raise pickle.UnpicklingError("pickle data was truncated")
+
+    expected = ms_deform_attn(**good_call(), implementation="numba")
+    monkeypatch.setattr(numba_kernels._forward, "compiled", broken)
+    with caplog.at_level("WARNING", logger="cpvt_det"):
+        assert torch.equal(ms_deform_attn(**good_call(), implementation="numba"), expected)
+    assert "compiled anew, its cache cannot be used: pickle data was truncated" in caplog.text
+
+
+def test_float64_stays_float64_under_autocast(implementation):
+    call = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in good_call().items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ms_deform_attn(**call, implementation=implementation)
+    assert torch.equal(found, ms_deform_attn(**call, implementation=implementation))
 
 
 WITHOUT_NUMBA = """
@@ -463,7 +511,11 @@ print("served")
 @pytest.mark.parametrize(
     ("program", "printed"),
     [
-        (WITHOUT_NUMBA, "implementation 'numba' needs numba, which cannot be imported; use 'auto' or 'eager'"),
+        (
+            WITHOUT_NUMBA,
+            "implementation 'numba' needs numba, which cannot be imported "
+            "(import of numba halted; None in sys.modules); use 'auto' or 'eager'",
+        ),
         (WITHOUT_A_CACHE_FOLDER, "served"),
     ],
     ids=["numba", "cache folder"],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deformable-DETR: levels, queries, refinement, proposals; what DETR shares with it is in ``test_models.py``."""
 
+import dataclasses
 import functools
 import math
 
@@ -14,12 +15,11 @@ from cpvt_det.build import build_criterion, build_detector, build_optimizer
 from cpvt_det.errors import ConfigError
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedGroupNorm
-from cpvt_det.layers.position import POSITION_REGISTRY
+from cpvt_det.layers.position import POSITION_REGISTRY, build_position
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion
 from cpvt_det.models import DeformableDETR, DeformableTransformer, ResNetBackbone
 from cpvt_det.models.deformable_queries import PADDED_LOGIT, ProposedQueries
-from cpvt_det.models.deformable_transformer import Levels
-from cpvt_det.structures import PaddedBatch, Predictions, Targets, padding_mask_of
+from cpvt_det.structures import Levels, PaddedBatch, Predictions, Targets, padding_mask_of
 
 POSITIONS = [name for name, _ in POSITION_REGISTRY]
 DEFORMABLE = {"META_ARCHITECTURE": "CPVTDeformableDetr", "CRITERION__CLASSIFICATION": "focal", "DETR__NUM_OBJECT_QUERIES": 6}
@@ -52,6 +52,10 @@ def levels_of(shapes, valid_sizes, dtype=torch.float64):
     """Levels of B images whose valid (h, w) on each level are given."""
     masks = [padding_mask_of(sizes, shape) for shape, sizes in zip(shapes, valid_sizes, strict=True)]
     return Levels.from_masks(masks, dtype)
+
+
+def one_level(height, width, valid=None):
+    return levels_of([(height, width)], [[valid or (height, width)]])
 
 
 # Variants
@@ -114,6 +118,16 @@ def test_what_lies_under_the_padding_is_not_seen(variant, mask_padding):
         found = model(images, batch.padding_mask)
         assert torch.equal(found.boxes, expected.boxes)
         assert torch.equal(found.logits, expected.logits)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lone_image_gets_the_answer_of_the_official_arithmetic_without_any_padding(variant):
+    """The official code pads a batch to its own largest image, so an image by itself not at all."""
+    ours, official = make_once(variant), make_once(variant, BACKBONE__MASK_PADDING=False)
+    for image in draw_images():
+        found, expected = detect(ours, [image], ours.size_divisibility), detect(official, [image], 1)
+        assert (found.logits - expected.logits).abs().max() <= 1e-10
+        assert (found.boxes - expected.boxes).abs().max() <= 1e-10
 
 
 def test_official_arithmetic_is_the_one_that_sees_the_padding():
@@ -236,8 +250,7 @@ def test_attention_reads_the_token_under_its_reference_point():
     attention = identity_attention()
     tokens = torch.randn(1, 6, 4, dtype=torch.float64)
     points = torch.tensor([[(column + 0.5) / 3, (row + 0.5) / 2] for row in range(2) for column in range(3)], dtype=torch.float64)
-    none = torch.zeros(1, 6, dtype=torch.bool)
-    found = attention(torch.zeros_like(tokens), points[None, :, None], tokens, none, [(2, 3)])
+    found = attention(torch.zeros_like(tokens), points[None, :, None], tokens, one_level(2, 3))
     torch.testing.assert_close(found, tokens)
 
 
@@ -247,41 +260,56 @@ def test_offsets_are_cells_around_a_point_and_parts_of_a_box_around_its_centre()
     attention = identity_attention()
     attention.sampling_offsets.bias.data = torch.tensor([1.0, -1.0], dtype=torch.float64)
     tokens = torch.randn(1, 8, 4, dtype=torch.float64)
-    none = torch.zeros(1, 8, dtype=torch.bool)
     query = torch.zeros(1, 1, 4, dtype=torch.float64)
     at = torch.tensor([[[[1.5 / 4, 1.5 / 2]]]], dtype=torch.float64)  # row 1, column 1
-    torch.testing.assert_close(attention(query, at, tokens, none, [(2, 4)])[0, 0], tokens[0, 2])  # row 0, column 2
+    torch.testing.assert_close(attention(query, at, tokens, one_level(2, 4))[0, 0], tokens[0, 2])  # row 0, column 2
     attention = identity_attention(num_points=2)
     attention.sampling_offsets.bias.data = torch.tensor([2.0, 0.0, -2.0, 0.0], dtype=torch.float64)
     box = torch.tensor([[[[0.5, 0.25, 0.5, 0.1]]]], dtype=torch.float64)
     # +-2 * 1/8 of the width from the middle: columns 2.5 and 0.5 of row 0.
     expected = (tokens[0, 3] + tokens[0, 2] + tokens[0, 1] + tokens[0, 0]) / 4
-    torch.testing.assert_close(attention(query, box, tokens, none, [(2, 4)])[0, 0], expected)
+    torch.testing.assert_close(attention(query, box, tokens, one_level(2, 4))[0, 0], expected)
 
 
 def test_padded_tokens_count_as_zeros():
     attention = identity_attention()
     tokens = torch.randn(1, 6, 4, dtype=torch.float64)
-    mask = torch.tensor([[False, False, True, False, False, True]])
+    levels = one_level(2, 3, valid=(2, 2))
+    mask = levels.padding_mask[..., None]
+    assert mask.flatten().tolist() == [False, False, True, False, False, True]
     points = torch.rand(1, 5, 1, 2, dtype=torch.float64)
     query = torch.zeros(1, 5, 4, dtype=torch.float64)
-    found = attention(query, points, tokens.masked_fill(mask[..., None], math.nan), mask, [(2, 3)])
-    none = torch.zeros_like(mask)
-    torch.testing.assert_close(found, attention(query, points, tokens.masked_fill(mask[..., None], 0), none, [(2, 3)]))
+    found = attention(query, points, tokens.masked_fill(mask, math.nan), levels)
+    torch.testing.assert_close(found, attention(query, points, tokens.masked_fill(mask, 0), one_level(2, 3)))
 
 
-def test_attention_refuses_channels_that_heads_do_not_divide():
-    with pytest.raises(ValueError, match="multiple of num_heads, got 10 channels and 4 heads"):
-        DeformableAttention(10, 4, 1, 1)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"channels": 10, "num_heads": 4}, "multiple of num_heads, got 10 channels and 4 heads"),
+        ({"num_levels": 0}, "levels and points to look at, got 0 levels and 1 points"),
+        ({"num_points": -1}, "levels and points to look at, got 1 levels and -1 points"),
+    ],
+)
+def test_attention_refuses_what_it_cannot_attend_with(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DeformableAttention(**{"channels": 8, "num_heads": 2, "num_levels": 1, "num_points": 1, **arguments})
 
 
-def test_attention_refuses_masks_that_are_not_bool_and_references_that_are_no_points():
-    attention = identity_attention()
+@pytest.mark.parametrize("shape", [(1, 2, 1, 3), (1, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 2), (1, 2, 2)])
+def test_attention_refuses_references_of_another_shape(shape):
+    tokens = torch.randn(1, 6, 4).double()
+    with pytest.raises(ValueError, match=r"reference_points must be \(1, 2, 1, 2\) or \(1, 2, 1, 4\), got"):
+        identity_attention()(tokens[:, :2], torch.rand(shape).double(), tokens, one_level(2, 3))
+
+
+def test_attention_refuses_masks_of_another_type_or_shape():
+    attention, levels = identity_attention(), one_level(2, 3)
     tokens, points = torch.randn(1, 6, 4).double(), torch.rand(1, 2, 1, 2).double()
     with pytest.raises(TypeError, match=r"padding_mask must be bool with True = padded, got torch\.int64"):
-        attention(tokens[:, :2], points, tokens, torch.zeros(1, 6, dtype=torch.int64), [(2, 3)])
-    with pytest.raises(ValueError, match=r"\(B, Q, L, 2\) or \(B, Q, L, 4\), got \(1, 2, 1, 3\)"):
-        attention(tokens[:, :2], torch.rand(1, 2, 1, 3).double(), tokens, torch.zeros(1, 6, dtype=torch.bool), [(2, 3)])
+        attention(tokens[:, :2], points, tokens, dataclasses.replace(levels, padding_mask=levels.padding_mask.long()))
+    with pytest.raises(ValueError, match=r"tokens \(1, 6, 4\) need a padding_mask \(B, N\), got \(1, 1\)"):
+        attention(tokens[:, :2], points, tokens, dataclasses.replace(levels, padding_mask=levels.padding_mask[:, :1]))
 
 
 # Position encodings
@@ -299,6 +327,31 @@ def test_peg_is_one_a_level_or_shared():
     for share, count in ((False, 4), (True, 1)):
         model = make("multi_scale", POSITION__NAME="peg", POSITION__SHARE_LEVELS=share)
         assert sum(parameter.numel() for parameter in model.position.parameters()) == count * (9 + 2) * 32
+
+
+@pytest.mark.parametrize("norm", ["BN", "GN"])
+def test_shared_peg_normalises_all_levels_together(norm):
+    """Its statistics are one set, so what it learnt in training is what it does in evaluation, on levels of unlike scale too."""
+    peg = build_position("peg", 8, num_levels=3, num_layers=1, share_levels=True, norm=norm).double()
+    shapes = [(6, 9), (3, 5), (2, 3)]
+    levels = levels_of(shapes, [[(6, 9), (5, 7)], [(3, 5), (3, 4)], [(2, 3), (2, 2)]])
+    scale = torch.cat([torch.full((h * w, 1), s) for (h, w), s in zip(shapes, (0.5, 1.0, 4.0), strict=True)]).double()
+    tokens = torch.randn(2, 75, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
+    for _ in range(200):
+        trained = peg.inject(tokens, levels.padding_mask, shapes, 0)
+    evaluated = peg.eval().inject(tokens, levels.padding_mask, shapes, 0)
+    torch.testing.assert_close(evaluated, trained, atol=0.02, rtol=0.02)
+    assert peg.pegs["0"][0].norm is not None and (norm == "GN" or int(peg.pegs["0"][0].norm.num_batches_tracked) == 200)
+
+
+def test_shared_peg_convolves_each_level_by_itself():
+    peg = build_position("peg", 8, num_levels=2, num_layers=1, share_levels=True, norm="none").double()
+    tokens, shapes = torch.randn(1, 14, 8, dtype=torch.float64), [(2, 4), (3, 2)]
+    none = torch.zeros(1, 14, dtype=torch.bool)
+    found = peg.inject(tokens, none, shapes, 0)
+    one = peg.pegs["0"][0]
+    parts = [one(part, none[:, : part.shape[1]], shape) for part, shape in zip(tokens.split([8, 6], 1), shapes, strict=True)]
+    assert torch.equal(found, torch.cat(parts, dim=1))
 
 
 def test_peg_acts_on_each_level_as_on_a_map_of_its_own():
@@ -489,6 +542,11 @@ def test_offsets_and_reference_points_learn_at_their_own_rate():
         ({**VARIANTS["multi_scale"], "DETR__DEC_LAYERS": 0}, "at least one layer"),
         ({**VARIANTS["multi_scale"], "DETR__NUM_OBJECT_QUERIES": 0}, "num_queries must be at least 1"),
         ({**VARIANTS["multi_scale"], "META_ARCHITECTURE": "CPVTDetr"}, "works on one map"),
+        ({"META_ARCHITECTURE": "CPVTDetr", "DEFORMABLE__BOX_REFINEMENT": True}, "DEFORMABLE is for CPVTDeformableDetr"),
+        ({**VARIANTS["multi_scale"], "POSITION__DECODER": "none"}, "DECODER is for CPVTDetr"),
+        ({**VARIANTS["multi_scale"], "DEFORMABLE__ENC_POINTS": 0}, "levels and points to look at"),
+        ({**VARIANTS["multi_scale"], "DEFORMABLE__IMPLEMENTATION": "cuda"}, "unknown implementation 'cuda'"),
+        ({**VARIANTS["two_stage"], "DETR__HIDDEN_DIM": 6, "DETR__NHEADS": 2}, "multiples of 4"),
     ],
 )
 def test_settings_that_cannot_be_had_are_told(overrides, message):
@@ -496,18 +554,56 @@ def test_settings_that_cannot_be_had_are_told(overrides, message):
         build_detector(small_cfg(**{**DEFORMABLE, **overrides}))
 
 
-def test_unknown_implementation_is_told():
-    model = make("multi_scale", DEFORMABLE__IMPLEMENTATION="cuda")
-    with pytest.raises(KeyError, match="unknown implementation 'cuda'"):
-        detect(model, draw_images(), 64)
-
-
 def test_model_is_built_without_a_config():
     backbone = ResNetBackbone("resnet18", stages=(4, 5))
     transformer = DeformableTransformer(1, 1, channels=16, num_heads=2, ffn_channels=16, num_levels=3)
-    from cpvt_det.layers.position import build_position
-
     position = build_position("peg", 16, num_levels=3, num_layers=1)
     model = DeformableDETR(backbone, position, transformer, 16, num_queries=5, num_logits=2, num_levels=3).eval()
     batch = model.preprocess([torch.randint(256, (3, 50, 70))])
     assert model(batch.images, batch.padding_mask).logits.shape == (1, 1, 5, 2)
+
+
+def test_parts_of_other_numbers_of_levels_are_refused():
+    backbone, position = ResNetBackbone("resnet18", stages=(4, 5)), build_position("none", 16)
+    transformer = DeformableTransformer(1, 1, channels=16, num_heads=2, ffn_channels=16, num_levels=4)
+    with pytest.raises(ValueError, match="num_levels is 3, but the transformer has 4"):
+        DeformableDETR(backbone, position, transformer, 16, num_queries=5, num_logits=2, num_levels=3)
+
+
+# What compilers and exporters make of it
+
+
+class Answers(nn.Module):
+    """A detector with plain tensors as its answer."""
+
+    def __init__(self, detector):
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, images, padding_mask):
+        predictions = self.detector(images, padding_mask)
+        return predictions.logits, predictions.boxes
+
+
+@pytest.mark.parametrize("variant", ["multi_scale", "two_stage"])
+def test_exported_model_takes_other_sizes_and_batches(variant):
+    model = Answers(make_once(variant))
+    batch = PaddedBatch.from_images(draw_images(), 64)
+    count, height, width = (torch.export.Dim(name, min=1, max=8) for name in ("count", "height", "width"))
+    sizes = {"images": {0: count, 2: 64 * height, 3: 64 * width}, "padding_mask": {0: count, 1: 64 * height, 2: 64 * width}}
+    exported = torch.export.export(model, (batch.images, batch.padding_mask), dynamic_shapes=sizes)
+    assert "cpvt_det" not in str(exported.graph)
+    other = PaddedBatch.from_images(draw_images([(150, 70), (64, 200)]), 64)
+    for found, expected in zip(
+        exported.module()(other.images, other.padding_mask), model(other.images, other.padding_mask), strict=True
+    ):
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+
+
+def test_compiled_model_gives_the_same_answers_at_two_sizes():
+    model = Answers(make_once("two_stage"))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for sizes in ([(68, 45), (33, 76)], [(150, 70)]):
+        batch = PaddedBatch.from_images(draw_images(sizes), 64)
+        found, expected = (detector(batch.images, batch.padding_mask) for detector in (compiled, model))
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)

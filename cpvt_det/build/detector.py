@@ -60,6 +60,10 @@ def _detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.Module], di
     detr, stages = cfg.MODEL.DETR, cfg.MODEL.BACKBONE.STAGES
     if len(stages) != 1:
         raise ConfigError(f"CPVTDetr works on one map, MODEL.BACKBONE.STAGES is {list(stages)}")
+    if cfg.MODEL.DEFORMABLE.TWO_STAGE or cfg.MODEL.DEFORMABLE.BOX_REFINEMENT:
+        raise ConfigError(
+            "MODEL.DEFORMABLE is for CPVTDeformableDetr: set MODEL.META_ARCHITECTURE, or TWO_STAGE and BOX_REFINEMENT False"
+        )
     return DETR, {
         **_shared_arguments(cfg, backbone, num_levels=1),
         "transformer": Transformer(
@@ -79,6 +83,10 @@ def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.
     detr, deformable = cfg.MODEL.DETR, cfg.MODEL.DEFORMABLE
     if detr.PRE_NORM:
         raise ConfigError("MODEL.DETR.PRE_NORM is for CPVTDetr; Deformable-DETR's norms stand after the residuals")
+    if cfg.MODEL.POSITION.DECODER != get_cfg().MODEL.POSITION.DECODER:
+        raise ConfigError(
+            "MODEL.POSITION.DECODER is for CPVTDetr; Deformable-DETR's decoder has no keys that a position is added to"
+        )
     if deformable.TWO_STAGE and cfg.MODEL.CRITERION.CLASSIFICATION != "focal":
         raise ConfigError("MODEL.DEFORMABLE.TWO_STAGE ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION focal")
     return DeformableDETR, {

@@ -2,14 +2,14 @@
 """Attention, batch first: multi-head on ``scaled_dot_product_attention``, and multi-scale deformable."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.layers.deformable_attention import ms_deform_attn
-from cpvt_det.structures import Size, require_bool
+from cpvt_det.errors import UnknownNameError
+from cpvt_det.layers.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
+from cpvt_det.structures import Levels, require_bool
 
 
 class Attention(nn.Module):
@@ -84,7 +84,8 @@ class DeformableAttention(nn.Module):
         implementation: of the op, as in :func:`ms_deform_attn`.
 
     Raises:
-        ValueError: channels that the heads do not divide.
+        ValueError: channels that the heads do not divide, no level, or no point.
+        UnknownNameError: an implementation of another name.
 
     Source: arXiv 2010.04159, equation 3; names and initial values as in fundamentalvision/Deformable-DETR.
     """
@@ -93,6 +94,10 @@ class DeformableAttention(nn.Module):
         super().__init__()
         if num_heads < 1 or channels % num_heads:
             raise ValueError(f"channels must be a multiple of num_heads, got {channels} channels and {num_heads} heads")
+        if num_levels < 1 or num_points < 1:
+            raise ValueError(f"attention needs levels and points to look at, got {num_levels} levels and {num_points} points")
+        if implementation not in IMPLEMENTATIONS:
+            raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
         self.samples = (num_heads, num_levels, num_points)
         self.implementation = implementation
         count = num_heads * num_levels * num_points
@@ -118,43 +123,46 @@ class DeformableAttention(nn.Module):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
 
-    def forward(
-        self, queries: Tensor, reference_points: Tensor, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]
-    ) -> Tensor:
+    def forward(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, levels: Levels) -> Tensor:
         """Attend.
 
         Args:
             queries: (B, Q, C) float.
             reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map. Offsets are in cells around a
                 point, in halves of a P-th of the sides around a box.
-            tokens: (B, N, C) float, the levels one after another, each row by row.
-            padding_mask: (B, N) bool, True = padded: tokens that count as zeros.
-            level_shapes: (H_l, W_l) of each level.
+            tokens: (B, N, C) float.
+            levels: of the tokens; padded ones count as zeros.
 
         Returns:
             (B, Q, C).
 
         Raises:
             TypeError: a mask that is not bool.
-            ValueError: reference points of another number of coordinates; and as :func:`ms_deform_attn`.
+            ValueError: shapes that disagree.
         """
-        require_bool(padding_mask)
-        if reference_points.shape[-1] not in (2, 4):
-            raise ValueError(f"reference_points must be (B, Q, L, 2) or (B, Q, L, 4), got {tuple(reference_points.shape)}")
-        heads, levels, points = self.samples
-        values = self.value_proj(tokens).masked_fill(padding_mask[..., None], 0)
-        offsets = self.sampling_offsets(queries).unflatten(-1, (heads, levels, points, 2))
-        weights = self.attention_weights(queries).unflatten(-1, (heads, levels * points)).softmax(-1)
+        self._check(queries, reference_points, tokens, levels.padding_mask)
+        heads, num_levels, points = self.samples
+        values = self.value_proj(tokens).masked_fill(levels.padding_mask[..., None], 0)
+        offsets = self.sampling_offsets(queries).unflatten(-1, (heads, num_levels, points, 2))
+        weights = self.attention_weights(queries).unflatten(-1, (heads, num_levels * points)).softmax(-1)
         centers = reference_points[:, :, None, :, None, :2]  # (B, Q, 1, L, 1, 2)
         if reference_points.shape[-1] == 2:
-            units = 1 / reference_points.new_tensor([(width, height) for height, width in level_shapes])[:, None]
+            units = 1 / levels.sizes[:, None]
         else:
             units = reference_points[:, :, None, :, None, 2:] * (0.5 / points)
         attended = ms_deform_attn(
             values.unflatten(-1, (heads, -1)),
-            level_shapes,
+            levels.shapes,
             centers + offsets * units,
-            weights.unflatten(-1, (levels, points)),
+            weights.unflatten(-1, (num_levels, points)),
             self.implementation,
         )
         return self.output_proj(attended)
+
+    def _check(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, padding_mask: Tensor) -> None:
+        require_bool(padding_mask)
+        if padding_mask.shape != tokens.shape[:2]:
+            raise ValueError(f"tokens {tuple(tokens.shape)} need a padding_mask (B, N), got {tuple(padding_mask.shape)}")
+        expected = (*queries.shape[:2], self.samples[1])
+        if reference_points.shape[:-1] != expected or reference_points.shape[-1] not in (2, 4):
+            raise ValueError(f"reference_points must be {(*expected, 2)} or {(*expected, 4)}, got {tuple(reference_points.shape)}")

@@ -7,16 +7,18 @@ programs hold one node for each.
 
 import functools
 import importlib
+import logging
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.errors import UnknownNameError, first_line
 from cpvt_det.layers.deformable_eager import embedding_bag_attention, gather_attention
 from cpvt_det.structures import Size
 
+logger = logging.getLogger("cpvt_det")
 IMPLEMENTATIONS = ("auto", "numba", "triton", "eager", "export")
 FUSED = {"numba": "cpu", "triton": "cuda"}  # and the devices they serve
 HALF = (torch.float16, torch.bfloat16)
@@ -33,7 +35,7 @@ def ms_deform_attn(
 
     A location ``x`` lies at pixel ``x * W_l - 0.5`` of its level, so that 0 and 1 are the outer borders of the map; what lies
     outside reads zero. Sums are float32 at least. On the CPU half precision is computed through float32, and under autocast
-    so is everything. Where ``torch.use_deterministic_algorithms`` is on, the backward pass is deterministic.
+    so are all inputs. Where ``torch.use_deterministic_algorithms`` is on, the backward pass is deterministic.
 
     Args:
         value: (B, N, M, D) float, the maps of all levels one behind the other, row by row; D is the width of one head here.
@@ -48,22 +50,24 @@ def ms_deform_attn(
         (B, Q, M * D) of value's dtype.
 
     Raises:
-        ValueError: shapes that disagree, levels without a pixel, tensors on several devices, or an implementation that the
-            tensors' device does not serve.
-        TypeError: dtypes that are not float, or do not go together.
+        ValueError: shapes that disagree, levels without a pixel, no points, tensors on several devices, or an implementation
+            that does not serve the tensors' device.
+        TypeError: what is no tensor, dtypes that are not float or do not go together, or level shapes that are no integers.
         ImportError: an implementation whose package cannot be imported.
         UnknownNameError: an implementation of another name.
-        FloatingPointError: NaN or infinite locations, on the CPU. A GPU would have to be waited for: there NaN comes out.
+        FloatingPointError: NaN or infinite locations, on the CPU. A GPU would have to be waited for: there a NaN gives NaN, and
+            what is infinite lies outside.
 
     Source: arXiv 2010.04159, equation 3; fundamentalvision/Deformable-DETR ``models/ops``.
     """
     if implementation not in IMPLEMENTATIONS:
         raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
+    _check_tensors(value, sampling_locations, attention_weights)
     device = value.device
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        value = value.float() if device.type == "cpu" else value
-        sampling_locations, attention_weights = sampling_locations.float(), attention_weights.float()
-    _check_tensors(value, sampling_locations, attention_weights)
+        value = _without_half(value) if device.type == "cpu" else value
+        sampling_locations, attention_weights = _without_half(sampling_locations), _without_half(attention_weights)
+    _check_dtypes(value, sampling_locations, attention_weights)
     _check_shapes(value, level_shapes, sampling_locations, attention_weights)
     if implementation == "auto":
         implementation = _choose(device.type)
@@ -86,29 +90,42 @@ def _choose(device_type: str) -> str:
 
 
 @functools.cache
-def _kernels(implementation: str) -> ModuleType | None:
-    """The module of a fused implementation, imported at its first use because that takes a while; None where it cannot be."""
+def _kernels(implementation: str) -> ModuleType | Exception:
+    """The module of a fused implementation, imported at its first use because that takes a while; or why there is none."""
     try:
         module = importlib.import_module(f"cpvt_det.layers.deformable_{implementation}")
-    except ImportError:
-        return None
-    return module if module.is_available() else None
+        if not module.is_available():
+            raise ImportError(f"No module named {implementation!r}")
+        return module
+    except (ImportError, OSError) as error:  # OSError: a shared library that cannot be loaded
+        logger.warning("Deformable attention works without its %s kernel, more slowly: %s", implementation, first_line(error))
+        return error
 
 
 @torch.compiler.assume_constant_result
 def _is_available(implementation: str) -> bool:
-    return _kernels(implementation) is not None
+    return not isinstance(_kernels(implementation), Exception)
+
+
+def _without_half(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALF else x
 
 
 def _check_tensors(value: Tensor, locations: Tensor, weights: Tensor) -> None:
+    for name, tensor in (("value", value), ("sampling_locations", locations), ("attention_weights", weights)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.device != value.device:
+            raise ValueError(f"{name} is on {tensor.device}, value on {value.device}; move them to one device")
+
+
+def _check_dtypes(value: Tensor, locations: Tensor, weights: Tensor) -> None:
     if value.dtype not in (torch.float32, torch.float64, *HALF):
         raise TypeError(f"value must be float64, float32, float16 or bfloat16, got {value.dtype}")
     for name, tensor in (("sampling_locations", locations), ("attention_weights", weights)):
         if tensor.dtype != value.dtype and not (tensor.dtype == torch.float32 and value.dtype in HALF):
             beside = f"{value.dtype} or torch.float32" if value.dtype in HALF else f"{value.dtype}"
             raise TypeError(f"{name} must be {beside} beside a value of {value.dtype}, got {tensor.dtype}; convert it with .to()")
-        if tensor.device != value.device:
-            raise ValueError(f"{name} is on {tensor.device}, value on {value.device}; move them to one device")
 
 
 def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor, weights: Tensor) -> None:
@@ -121,6 +138,8 @@ def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor
         raise ValueError(f"value must have at least one head of at least one channel, got {tuple(value.shape)}")
     _check_levels(level_shapes, tokens)
     queries, points = locations.shape[1], locations.shape[4]
+    if not points:
+        raise ValueError(f"sampling_locations must have at least one point a head and level, got {tuple(locations.shape)}")
     expected = (batch, queries, heads, len(level_shapes), points)
     if locations.shape != (*expected, 2):
         raise ValueError(
@@ -135,12 +154,14 @@ def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor
 
 
 def _check_levels(level_shapes: Sequence[Size], tokens: int) -> None:
-    if isinstance(level_shapes, Tensor):
-        raise TypeError("level_shapes must be pairs of Python integers, got a Tensor; use .tolist()")
+    if not isinstance(level_shapes, (list, tuple)):
+        raise TypeError(f"level_shapes must be a list of pairs of integers, got {type(level_shapes).__name__}; use .tolist()")
     if not level_shapes:
         raise ValueError("level_shapes is empty; give (H, W) of at least one level")
     total = 0
     for level, shape in enumerate(level_shapes):
+        if not isinstance(shape, (list, tuple)) or not all(isinstance(side, (int, torch.SymInt)) for side in shape):
+            raise TypeError(f"level_shapes[{level}] must be (H, W), two integers, got {shape!r}")
         if len(shape) != 2 or shape[0] < 1 or shape[1] < 1:
             raise ValueError(f"level_shapes[{level}] must be (H, W) of at least one pixel, got {tuple(shape)}")
         total += shape[0] * shape[1]
@@ -153,8 +174,9 @@ def _check_fused(implementation: str, device_type: str) -> None:
     if device_type != served:
         raise ValueError(f"implementation {implementation!r} serves {served} tensors, got {device_type}; use 'auto' or 'eager'")
     if not _is_available(implementation):
-        needs = f"implementation {implementation!r} needs {implementation}, which cannot be imported"
-        raise ImportError(f"{needs}; use 'auto' or 'eager'")
+        error = _kernels(implementation)
+        needs = f"implementation {implementation!r} needs {implementation}, which cannot be imported ({first_line(error)})"
+        raise ImportError(f"{needs}; use 'auto' or 'eager'") from error
 
 
 def _check_finite(locations: Tensor) -> None:

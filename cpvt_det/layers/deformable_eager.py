@@ -14,7 +14,7 @@ LevelShapes = list[tuple[int, int]]
 def embedding_bag_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
     """``ms_deform_attn`` as one weighted ``embedding_bag``, which never holds the samples."""
     batch, _, heads, width = value.shape
-    dtype = _working_dtype(value)
+    dtype = torch.promote_types(value.dtype, torch.float32)
     corners, factors = _corners(value.shape, level_shapes, locations.to(dtype), weights.to(dtype))
     rows = value.to(dtype).reshape(-1, width)  # (B, N, M, D) -> (B * N * M, D)
     out = F.embedding_bag(corners.flatten(0, 2), rows, mode="sum", per_sample_weights=factors.flatten(0, 2))
@@ -23,16 +23,12 @@ def embedding_bag_attention(value: Tensor, level_shapes: LevelShapes, locations:
 
 def gather_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
     """``ms_deform_attn`` in operations that every exporter knows; shapes may be symbolic."""
-    dtype = _working_dtype(value)
+    dtype = torch.promote_types(value.dtype, torch.float32)
     corners, factors = _corners(value.shape, level_shapes, locations.to(dtype), weights.to(dtype))
     rows = value.to(dtype).reshape(-1, value.shape[3])  # (B, N, M, D) -> (B * N * M, D)
     samples = rows.index_select(0, corners.flatten()).view(*corners.shape, value.shape[3])  # (B, Q, M, 4 * L * P, D)
     # Not a matrix product: autocast would round it to half precision.
     return (factors.unsqueeze(-1) * samples).sum(-2).flatten(2).to(value.dtype)
-
-
-def _working_dtype(value: Tensor) -> torch.dtype:
-    return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,9 @@ Long for one file, because numba looks at the time of this file alone to tell wh
 """
 
 import functools
+import logging
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,18 +27,34 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from cpvt_det.errors import first_line
+
+logger = logging.getLogger("cpvt_det")
 QUERY_BLOCK = 64  # queries that one head serves before the next does: their samples overlap, and still lie in the cache
 SMALL_WORK = 1 << 18  # multiplications, below which handing work to a thread costs more than it saves
 SUMS = ("contract", "reassoc", "nsz")  # sums over channels may be reordered to fill a register; NaN and infinity are kept
 
 
-def _jit(function: Callable) -> Callable:
-    """Compile at the first call; keep the result on disk, unless there is no folder that can be written to."""
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # "no locator available"
-        return numba.njit(**options)(function)
+class _Kernel:
+    """A function compiled at its first call. The result is kept on disk, where that can be done and read back."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+        try:
+            self.compiled = self._compile(cache=True)
+        except RuntimeError:  # there is no folder that could be written to
+            self.compiled = self._compile(cache=False)
+
+    def __call__(self, *args):
+        try:
+            return self.compiled(*args)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:  # of the files; the compiled code raises nothing
+            logger.warning("The kernel of deformable attention is compiled anew, its cache cannot be used: %s", first_line(error))
+            self.compiled = self._compile(cache=False)
+            return self.compiled(*args)
+
+    def _compile(self, cache: bool) -> Callable:
+        return numba.njit(cache=cache, nogil=True, error_model="numpy")(self.function)
 
 
 def _record(context, builder, pointer_type, pointer, index):
@@ -149,7 +167,7 @@ def _push(grad, row, value, grad_value, a, right, down, inside, x, y, weight, on
     return at_a, at_b, at_c, at_d
 
 
-@_jit
+@_Kernel
 def _forward(value, steps, levels, locations, weights, out, start, stop):
     """Queries ``start`` to ``stop`` of B * Q. Returns whether all their locations are finite."""
     value, out = _memory(value), _memory(out)
@@ -180,7 +198,7 @@ def _forward(value, steps, levels, locations, weights, out, start, stop):
     return finite
 
 
-@_jit
+@_Kernel
 def _backward(grad, value, steps, levels, locations, weights, grad_value, grad_locations, grad_weights, start, stop):
     """Heads ``start`` to ``stop`` of B * M; ``grad_value`` comes in as zeros."""
     grad, value, grad_value = _memory(grad), _memory(value), _memory(grad_value)
@@ -226,7 +244,7 @@ def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tens
     """
     batch, _, heads, width = value.shape
     queries, points = attention_weights.shape[1], attention_weights.shape[3] * attention_weights.shape[4]
-    dtype = _working_dtype(value)
+    dtype = torch.promote_types(value.dtype, torch.float32)
     out = torch.empty(batch, queries, heads * width, dtype=dtype)
     if not out.numel() or not points:
         return out.zero_().to(value.dtype)
@@ -249,7 +267,7 @@ def backward(
     inputs = value, sampling_locations, attention_weights
     if not grad_output.numel() or not points:
         return tuple(x.new_zeros(x.shape) for x in inputs)
-    dtype, head_major = _working_dtype(value), _is_head_major(value, queries)
+    dtype, head_major = torch.promote_types(value.dtype, torch.float32), _is_head_major(value, queries)
     grads = (
         torch.zeros((batch, heads, tokens, width) if head_major else value.shape, dtype=dtype),
         torch.empty(sampling_locations.shape, dtype=dtype),
@@ -270,10 +288,6 @@ def backward(
     if head_major:
         grads = grads[0].transpose(1, 2).contiguous(), *grads[1:]  # (B, M, N, D) -> (B, N, M, D)
     return tuple(grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
-
-
-def _working_dtype(value: Tensor) -> torch.dtype:
-    return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 def _is_head_major(value: Tensor, num_queries: int) -> bool:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEGDetection: the Positional Encoding Generator of CPVT's detection experiment."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,19 +70,39 @@ class PEGDetection(nn.Module):
             ValueError: tokens, mask and shape that do not agree.
             TypeError: a mask that is not bool.
         """
-        self._check(tokens, padding_mask, shape)
-        # Batch-first tokens are the channels-last view of their map: no copy either way.
-        x = tokens.unflatten(1, shape).permute(0, 3, 1, 2)  # (B, N, C) -> (B, C, H, W)
-        padded = padding_mask.unflatten(1, shape)[:, None]  # (B, N) -> (B, 1, H, W)
-        if self.mask_input:
-            branch = self.norm(self.conv(x.masked_fill(padded, 0)), ~padded)
-        else:
-            branch = self.norm(self.conv(x))
-        branch = F.relu(branch)
+        return self.encode_levels(tokens, padding_mask, [shape])
+
+    def encode_levels(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
+        """Add the encoding to the tokens of several maps: each is convolved by itself, the norm looks at all of them together.
+
+        Args:
+            tokens: (B, N, C) float, the levels one after another, each row by row.
+            padding_mask: (B, N) bool, True = padded.
+            level_shapes: (H_l, W_l) of each level.
+
+        Returns:
+            (B, N, C); padded tokens bit for bit as they came.
+
+        Raises:
+            ValueError: tokens, mask and shapes that do not agree.
+            TypeError: a mask that is not bool.
+        """
+        self._check(tokens, padding_mask, level_shapes)
+        padded = padding_mask[..., None]
+        x = tokens.masked_fill(padded, 0) if self.mask_input else tokens
+        maps = x.split([height * width for height, width in level_shapes], dim=1)
+        branches = [self._convolve(level, shape) for level, shape in zip(maps, level_shapes, strict=True)]
+        branch = branches[0] if len(branches) == 1 else torch.cat(branches, dim=1)
+        branch = branch.transpose(1, 2)[..., None]  # (B, N, C) -> (B, C, N, 1), a map for the norm
+        branch = self.norm(branch, ~padded[:, None] if self.mask_input else None)
+        branch = F.relu(branch[..., 0].transpose(1, 2))  # (B, C, N, 1) -> (B, N, C)
         if self.scale is not None:
-            branch = branch * self.scale[:, None, None]
-        encoded = torch.where(padded, x, x + branch)
-        return encoded.permute(0, 2, 3, 1).flatten(1, 2)  # (B, C, H, W) -> (B, N, C)
+            branch = branch * self.scale
+        return torch.where(padded, tokens, tokens + branch)
+
+    def _convolve(self, tokens: Tensor, shape: Size) -> Tensor:
+        """(B, H * W, C) -> the same; batch-first tokens are the channels-last view of their map, so without a copy."""
+        return self.conv(tokens.unflatten(1, shape).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
 
     @torch.no_grad()
     def fold(self) -> "PEGDetection":
@@ -103,10 +125,12 @@ class PEGDetection(nn.Module):
         return self
 
     @staticmethod
-    def _check(tokens: Tensor, padding_mask: Tensor, shape: Size) -> None:
+    def _check(tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> None:
         require_bool(padding_mask)
-        if tokens.ndim != 3 or padding_mask.shape != tokens.shape[:2] or shape[0] * shape[1] != tokens.shape[1]:
+        cells = sum(height * width for height, width in level_shapes)
+        if tokens.ndim != 3 or padding_mask.shape != tokens.shape[:2] or cells != tokens.shape[1]:
+            shapes = " and ".join(str(tuple(shape)) for shape in level_shapes)
             raise ValueError(
-                f"tokens {tuple(tokens.shape)}, padding_mask {tuple(padding_mask.shape)} and shape {tuple(shape)} disagree; "
+                f"tokens {tuple(tokens.shape)}, padding_mask {tuple(padding_mask.shape)} and shape {shapes} disagree; "
                 "expected (B, H * W, C), (B, H * W) and (H, W)"
             )

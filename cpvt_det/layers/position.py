@@ -130,7 +130,7 @@ class SineEncoding(PositionEncoding):
 
     def _encode(self, valid: Tensor, dtype: torch.dtype) -> Tensor:
         compute = torch.promote_types(dtype, torch.float32)
-        axes = [self._encode_axis(valid.cumsum(dim, dtype=compute), dim) for dim in (1, 2)]
+        axes = [self._encode_axis(valid.cumsum(dim).to(compute), dim) for dim in (1, 2)]
         return torch.cat(axes, dim=-1).permute(0, 3, 1, 2).to(dtype)  # (B, H, W, C) -> (B, C, H, W)
 
     def _encode_axis(self, index: Tensor, dim: int) -> Tensor:
@@ -205,7 +205,7 @@ class PEGEncoding(PositionEncoding):
         num_layers: encoder layers, the bound of ``positions``.
         additive: builds, from the channels, an encoding that is asked for the additive embedding.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
-        share_levels: one PEG for all levels at a position, instead of one for each.
+        share_levels: one PEG for all levels at a position, whose norm looks at all of them, instead of one for each.
         kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`.
 
     Raises:
@@ -249,9 +249,8 @@ class PEGEncoding(PositionEncoding):
         if key not in self.pegs:
             return tokens
         pegs = self.pegs[key]
-        if len(level_shapes) == 1:
-            return pegs[0](tokens, padding_mask, level_shapes[0])
-        pegs = pegs if len(pegs) > 1 else [pegs[0]] * len(level_shapes)
+        if len(pegs) == 1:  # of one level, or shared
+            return pegs[0].encode_levels(tokens, padding_mask, level_shapes)
         lengths = [height * width for height, width in level_shapes]
         levels = zip(pegs, tokens.split(lengths, 1), padding_mask.split(lengths, 1), level_shapes, strict=True)
         return torch.cat([peg(part, mask, shape) for peg, part, mask, shape in levels], dim=1)

@@ -13,9 +13,9 @@ from cpvt_det.boxes import inverse_sigmoid
 from cpvt_det.layers.norm import MaskedGroupNorm, group_count
 from cpvt_det.layers.position import PositionEncoding
 from cpvt_det.models.deformable_queries import LearnedQueries, ProposedQueries
-from cpvt_det.models.deformable_transformer import DeformableTransformer, Levels
+from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector, box_head, class_head, full_precision
-from cpvt_det.structures import Predictions, level_padding_mask
+from cpvt_det.structures import Levels, Predictions, level_padding_mask
 
 
 class DeformableDETR(Detector):
@@ -36,7 +36,8 @@ class DeformableDETR(Detector):
         pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
 
     Raises:
-        ValueError: no queries, fewer levels than maps, or two stages without box refinement.
+        ValueError: no queries, fewer levels than maps, a transformer of another number of levels, two stages without box
+            refinement or with channels that are no multiple of 4.
 
     Source: arXiv 2010.04159.
     """
@@ -60,6 +61,8 @@ class DeformableDETR(Detector):
         super().__init__(backbone, num_queries, pixel_mean, pixel_std)
         if num_levels < len(backbone.strides):
             raise ValueError(f"num_levels is {num_levels}, fewer than the {len(backbone.strides)} maps of the backbone")
+        if len(transformer.level_embed) != num_levels:
+            raise ValueError(f"num_levels is {num_levels}, but the transformer has {len(transformer.level_embed)}")
         if two_stage and not box_refinement:
             raise ValueError("two stages need box refinement: proposals are boxes for the decoder to correct")
         extra = range(1, num_levels - len(backbone.strides) + 1)

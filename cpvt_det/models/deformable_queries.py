@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.position import sines
-from cpvt_det.models.deformable_transformer import Levels
 from cpvt_det.models.detector import box_head, class_head, full_precision
-from cpvt_det.structures import Predictions
+from cpvt_det.structures import Levels, Predictions
 
-PADDED_LOGIT = -1e4  # of padded tokens: their probability, loss and gradient are exactly 0
+PADDED_LOGIT = -50.0  # of padded tokens: a probability of 2e-22, and no gradient; matched to an object, still a small loss
 FINEST_SIDE = 0.05  # of a proposal on the finest level, in sides of the image; it doubles with every level
 
 
@@ -70,10 +69,15 @@ class ProposedQueries(nn.Module):
         num_queries: Q.
         num_logits: K'.
         prior_probability: of an object at the start.
+
+    Raises:
+        ValueError: channels that are no multiple of 4.
     """
 
     def __init__(self, channels: int, num_queries: int, num_logits: int, prior_probability: float | None):
         super().__init__()
+        if channels % 4:
+            raise ValueError(f"two stages need channels in multiples of 4, for the sines of a box's four numbers; got {channels}")
         self.num_queries = num_queries
         self.enc_output = nn.Linear(channels, channels)
         self.enc_output_norm = nn.LayerNorm(channels)

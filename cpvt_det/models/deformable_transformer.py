@@ -5,7 +5,6 @@ Source: arXiv 2010.04159, sections 4 and A.4; names of parameters as in fundamen
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,49 +13,9 @@ from torch import Tensor, nn
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.models.detector import flatten_levels
 from cpvt_det.models.transformer import Inject
-from cpvt_det.structures import Predictions, Size
+from cpvt_det.structures import Levels, Predictions
 
 Predict = Callable[[int, Tensor, Tensor], Predictions]
-
-
-@dataclass
-class Levels:
-    """What the tokens of several maps, one after another, have to be known by.
-
-    Attributes:
-        shapes: (H_l, W_l) of each of the L levels.
-        padding_mask: (B, N) bool, True = padded; N is the sum of H_l W_l.
-        valid_ratios: (B, L, 2) float in (0, 1], xy: the part of each map that is not padded.
-    """
-
-    shapes: list[Size]
-    padding_mask: Tensor
-    valid_ratios: Tensor
-
-    @classmethod
-    def from_masks(cls, padding_masks: Sequence[Tensor], dtype: torch.dtype) -> "Levels":
-        """From the (B, H_l, W_l) masks of images that lie in the top left corner of the maps."""
-        shapes = [tuple(mask.shape[1:]) for mask in padding_masks]
-        ratios = [
-            torch.stack((_valid_part(mask[:, 0], dtype), _valid_part(mask[:, :, 0], dtype)), dim=-1) for mask in padding_masks
-        ]
-        return cls(shapes, torch.cat([mask.flatten(1) for mask in padding_masks], dim=1), torch.stack(ratios, dim=1))
-
-    def centers(self) -> Tensor:
-        """(B, N, 2) xy: the middle of every token's cell, from 0 to 1 over the unpadded image and beyond 1 in the padding."""
-        centers = []
-        for (height, width), ratio in zip(self.shapes, self.valid_ratios.unbind(1), strict=True):
-            # Divided by whole cells, a centre is the same number on every canvas; proposals are judged by thresholds on it.
-            x = _cell_middles(width, ratio) / (ratio[:, :1] * width).round()  # (B, W_l)
-            y = _cell_middles(height, ratio) / (ratio[:, 1:] * height).round()  # (B, H_l)
-            grid = torch.stack((x[:, None].expand(-1, height, -1), y[:, :, None].expand(-1, -1, width)), dim=-1)
-            centers.append(grid.flatten(1, 2))  # (B, H_l, W_l, 2) -> (B, H_l W_l, 2)
-        return torch.cat(centers, dim=1)
-
-    def place(self, points: Tensor) -> Tensor:
-        """(B, Q, 2 or 4) points or boxes of the unpadded image -> (B, Q, L, 2 or 4), of every level's padded map."""
-        ratios = self.valid_ratios if points.shape[-1] == 2 else self.valid_ratios.repeat(1, 1, 2)
-        return points[:, :, None] * ratios[:, None]
 
 
 class DeformableEncoderLayer(nn.Module):
@@ -102,7 +61,7 @@ class DeformableEncoderLayer(nn.Module):
         Returns:
             (B, N, C).
         """
-        attended = self.self_attn(tokens + positions, reference_points, tokens, levels.padding_mask, levels.shapes)
+        attended = self.self_attn(tokens + positions, reference_points, tokens, levels)
         tokens = self.norm1(tokens + self.dropout(attended))
         return self.norm2(tokens + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(tokens))))))
 
@@ -182,7 +141,7 @@ class DeformableDecoderLayer(nn.Module):
         """
         placed = queries + positions
         queries = self.norm2(queries + self.dropout(self.self_attn(placed, placed, queries)))
-        attended = self.cross_attn(queries + positions, reference_points, memory, levels.padding_mask, levels.shapes)
+        attended = self.cross_attn(queries + positions, reference_points, memory, levels)
         queries = self.norm1(queries + self.dropout(attended))
         return self.norm3(queries + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(queries))))))
 
@@ -283,13 +242,3 @@ class DeformableTransformer(nn.Module):
         if additive is not None:
             positions = flatten_levels(additive) + positions
         return self.encoder(flatten_levels(features), positions, levels, inject)
-
-
-def _valid_part(row: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, side) padding of a map's first row or column -> (B,), the part that is valid."""
-    return (~row).sum(1).to(dtype) / row.shape[1]
-
-
-def _cell_middles(side: int, ratio: Tensor) -> Tensor:
-    """(side,) places of the cells' middles, in cells."""
-    return torch.arange(side, dtype=ratio.dtype, device=ratio.device) + 0.5
