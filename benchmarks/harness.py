@@ -31,6 +31,8 @@ class Contender:
         peer: somebody else's.
         tolerance: how far its output may lie from the first contender's, where that is not the work's own tolerance (bf16).
         limit: not a contender but what the machine could do at best; it has no output to compare.
+        other_work: what it does otherwise than the baseline on purpose, so that its output is not compared; the report tells it.
+        check: gives the output to compare, where the call that is timed cannot: without dropout, for one.
     """
 
     name: str
@@ -38,6 +40,16 @@ class Contender:
     peer: bool = False
     tolerance: float | None = None
     limit: bool = False
+    other_work: str = ""
+    check: Callable[[], Any] | None = None
+
+    @property
+    def is_compared(self) -> bool:
+        return not (self.limit or self.other_work)
+
+    def output(self) -> Any:
+        """What is compared with the baseline's."""
+        return (self.check or self.call)()
 
 
 @dataclass(frozen=True)
@@ -139,22 +151,23 @@ class Row:
     over_peer_wall: Spread | None = None
     over_peer_cpu: Spread | None = None
     peak_bytes: int | None = None
+    other_work: str = ""
 
 
 def assert_equal_work(work: Work) -> dict[str, float]:
-    """Run every contender once and compare its output with the baseline's.
+    """Run every contender once and compare its output with the baseline's, but for those that have none to compare.
 
     Returns:
-        The difference by name.
+        The difference by name, of those that were compared.
 
     Raises:
         UnequalWorkError: one that lies further off than it may.
     """
-    expected = work.contenders[0].call()
+    expected = work.contenders[0].output()
     differences = {work.contenders[0].name: 0.0}
     for contender in work.contenders[1:]:
-        output = contender.call()
-        if contender.limit:
+        output = contender.output()
+        if not contender.is_compared:
             continue
         gap = differences[contender.name] = difference(output, expected)
         del output
@@ -223,6 +236,7 @@ def compare(work: Work, plan: Plan, clock: Clock) -> list[Row]:
                 ratio_cpu=ratio_cpu,
                 over_peer_wall=_least(wall for wall, _ in over_peer),
                 over_peer_cpu=_least(cpu for _, cpu in over_peer),
+                other_work=contender.other_work,
             )
         )
     return rows

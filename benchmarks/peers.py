@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torchvision
+
 import cpvt_det
 from cpvt_det.errors import BadInputError, UnknownNameError
 
@@ -88,6 +90,8 @@ def _git(folder: Path, *words: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+PACKAGES = ("models", "util")
+"""What the checkouts call their packages."""
 EXTENSION = "MultiScaleDeformableAttention"
 """The compiled module of the official Deformable-DETR, which its file of the pure-PyTorch core imports too."""
 
@@ -126,6 +130,59 @@ def _extension(folder: Path) -> Iterator[None]:
         sys.path[:] = before
         if not hasattr(sys.modules[EXTENSION], "ms_deform_attn_forward"):
             del sys.modules[EXTENSION]
+
+
+@contextlib.contextmanager
+def packages_of(folder: Path) -> Iterator[None]:
+    """Import from a checkout inside: ``models`` and ``util``, names that several checkouts use, are that one's and then nobody's.
+
+    No bytecode is written into it. torchvision is 0.9 meanwhile: the official code reads three characters of its version, which are
+    0.2 of 0.29, and looks for functions of that time.
+    """
+    ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in PACKAGES}
+    version, written = torchvision.__version__, sys.dont_write_bytecode
+    torchvision.__version__, sys.dont_write_bytecode = "0.9.0", True
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        torchvision.__version__, sys.dont_write_bytecode = version, written
+        for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+            del sys.modules[name]
+        sys.modules.update(ours)
+
+
+@functools.cache
+def official_deformable_detr(folder: Path) -> types.SimpleNamespace:
+    """``build(args)`` and ``NestedTensor`` of a checkout.
+
+    Its op takes the compiled extension for CUDA tensors where that is built, else its own pure-PyTorch core: the extension's CPU
+    functions only raise. Its backbone downloads no weights.
+
+    Raises:
+        BadInputError: files that cannot be imported.
+    """
+    with packages_of(folder), _extension(folder):
+        try:
+            detector = importlib.import_module("models.deformable_detr")
+            backbone = importlib.import_module("models.backbone")
+            attention = importlib.import_module("models.ops.modules.ms_deform_attn")
+            misc = importlib.import_module("util.misc")
+        except Exception as error:
+            raise BadInputError(f"peer deformable_detr: its models cannot be imported: {error}") from error
+    attention.MSDeformAttnFunction = types.SimpleNamespace(
+        apply=functools.partial(_official_op, official_cuda_op(folder), official_core(folder))
+    )
+    backbone.is_main_process = lambda: False  # in its backbone alone, where the main process downloads
+    return types.SimpleNamespace(build=detector.build, NestedTensor=misc.NestedTensor)
+
+
+def _official_op(compiled: Callable[..., Any] | None, core: Callable[..., Any], value: Any, shapes: Any, *rest: Any) -> Any:
+    if compiled is not None and value.is_cuda:
+        return compiled(value, shapes, *rest)
+    _, locations, weights, _ = rest
+    return core(value, shapes.tolist(), locations, weights)
 
 
 def official_core(folder: Path) -> Callable[..., Any]:

@@ -131,9 +131,9 @@ def as_markdown(result: Result) -> str:
         as_table(result, "github"),
         *counted(result),
     ]
-    reasons = left_out(result)
-    if reasons:
-        parts += ["Left out:", "\n".join(f"- {text}" for text in reasons)]
+    for words, reasons in (("Timed, not compared:", not_compared(result)), ("Left out:", left_out(result))):
+        if reasons:
+            parts += [words, "\n".join(f"- {text}" for text in reasons)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -160,10 +160,20 @@ def title(result: Result) -> str:
 
 def left_out(result: Result) -> list[str]:
     """One line a reason, with the cases it holds for."""
+    return _grouped(result, [(case.name, case.left_out) for case in result.cases])
+
+
+def not_compared(result: Result) -> list[str]:
+    """One line for each contender that does other work on purpose, with what that is."""
+    reasons = [{row.name: row.other_work for row in case.rows if row.other_work} for case in result.cases]
+    return _grouped(result, [(case.name, found) for case, found in zip(result.cases, reasons, strict=True)])
+
+
+def _grouped(result: Result, reasons_by_case: list[tuple[str, dict[str, str]]]) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
-    for case in result.cases:
-        for name, reason in case.left_out.items():
-            found.setdefault((name, reason), []).append(case.name)
+    for case, reasons in reasons_by_case:
+        for name, reason in reasons.items():
+            found.setdefault((name, reason), []).append(case)
     everywhere = len(result.cases) if len(result.cases) > 1 else None
     return [
         f"{name}: {reason}" + ("" if len(cases) == everywhere else f" ({', '.join(cases)})")

@@ -62,6 +62,8 @@ def run_suite(name: str, suite: ModuleType, options: Options, output: Path, patt
             report.write_json(result, output)
             gc.collect()
     click.echo(report.as_table(result))
+    for text in report.not_compared(result):
+        click.echo(f"timed, not compared: {text}")
     for text in report.left_out(result):
         click.echo(f"left out: {text}")
     click.echo(f"written: {', '.join(str(path) for path in report.write(result, output))}")
@@ -78,10 +80,13 @@ def run_case(name: str, case: Case, options: Options, plan: Plan, memory: bool) 
         return report.CaseResult.of(case, [], {"everybody": case.left_out})
     work = case.build()
     rows = compare(work, plan, clock_of(options.device))
-    contenders, left_out = work.contenders, work.left_out
+    contenders, left_out = work.contenders, dict(work.left_out)
     if memory and case.memory:
-        peaks = [peak_bytes(name, case, contender, options) for contender in contenders]
-        rows = [replace(row, peak_bytes=peak) for row, peak in zip(rows, peaks, strict=True)]
+        for number, contender in enumerate(contenders):
+            try:
+                rows[number] = replace(rows[number], peak_bytes=peak_bytes(name, case, contender, options))
+            except RuntimeError as error:  # the times, which took long, are good all the same
+                left_out[f"{contender.name}'s peak memory"] = str(error)
     return report.CaseResult.of(case, rows, left_out)
 
 

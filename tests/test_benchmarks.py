@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark harness: arithmetic, order, refusals, files. Never a speed."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -8,19 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is no part of the installed package
 
 import cpvt_det
-from benchmarks import machine, memory, peers, report, suites
+from benchmarks import machine, memory, models, peers, report, runner, suites
 from benchmarks.clocks import Command, CommandRun, ProcessClock, Sample, fixed_threads
 from benchmarks.equal import difference
 from benchmarks.gather import corner_rows, make_gather
 from benchmarks.harness import Case, Contender, Plan, Row, Spread, UnequalWorkError, Work, compare, ratios, run_rounds
 from benchmarks.run import main
 from benchmarks.runner import command_of, run_suite
-from benchmarks.suites import Options, op
+from benchmarks.suites import Options, model, op
+from cpvt_det.checkpoint import convert_state_dict
 from cpvt_det.errors import BadInputError, UnknownNameError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,6 +127,29 @@ def test_tolerance_is_relative_may_be_a_contenders_own_and_a_limit_has_no_output
     assert rows[3].difference is None
 
 
+def test_other_work_is_timed_and_told_but_not_compared(tmp_path, small_limits):
+    class Suite:
+        TITLE, PLANS = "A suite", {"quick": ONCE}
+
+        @staticmethod
+        def cases(options):
+            contenders = [Contender("a", lambda: 1.0), Contender("b", lambda: 2.0, other_work="twice as much")]
+            return [Case("one", {}, lambda: Work(contenders))]
+
+    assert run_suite("some", Suite, Options(size="quick"), tmp_path) == []
+    assert [row["difference"] for row in json.loads((tmp_path / "some_cpu.json").read_text())["cases"][0]["rows"]] == [0, None]
+    assert "Timed, not compared:\n\n- b: twice as much" in (tmp_path / "some_cpu.md").read_text()
+
+
+def test_a_check_is_compared_where_the_call_cannot_be():
+    clock = FakeClock(a=[1.0], b=[1.0])
+    work = Work([named("a", check=lambda: 5.0), named("b", check=lambda: 5.0)])
+    assert [row.difference for row in compare(work, ONCE, clock)] == [0, 0]
+    assert [name for name, _ in clock.called] == ["a", "b"]
+    with pytest.raises(UnequalWorkError, match="b differs from a"):
+        compare(Work([work.contenders[0], named("b", check=lambda: 6.0)]), ONCE, clock)
+
+
 def test_difference_of_nested_outputs():
     nested = {"loss": 1.0, "parts": [torch.tensor([2.0]), None, "text"]}
     assert difference(nested, nested) == 0
@@ -174,6 +200,17 @@ def test_peak_memory_counts_what_the_call_takes_and_no_limit():
 def test_peak_memory_is_measured_in_a_process_of_its_own():
     with pytest.raises(RuntimeError, match="peak memory of cpvt_det in nowhere: .*unknown case 'nowhere'"):
         memory.peak_bytes("op", Case("nowhere", {}, lambda: None), named("cpvt_det"), Options(size="quick"))
+
+
+def test_times_are_kept_where_peak_memory_cannot_be_measured(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no memory to tell of")
+
+    monkeypatch.setattr(runner, "peak_bytes", fail)
+    case = Case("one", {}, lambda: Work([named("a")], left_out={"b": "is not here"}), memory=True)
+    result = runner.run_case("some", case, Options(), ONCE, memory=True)
+    assert [row.name for row in result.rows] == ["a"]
+    assert result.left_out == {"b": "is not here", "a's peak memory": "no memory to tell of"}
 
 
 def test_the_gather_reads_the_rows_that_sampling_reads():
@@ -313,7 +350,7 @@ def test_a_case_that_is_left_out_as_a_whole_has_its_line(tmp_path, small_limits)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--suite", "opp"), "unknown suite 'opp' (did you mean 'op'?); known: op"),
+        (("--suite", "opp"), "unknown suite 'opp' (did you mean 'op'?); known: model, op"),
         (("--peer", "detrr=x"), "unknown peer 'detrr' (did you mean 'detr'?); known: deformable_detr, detr, detrex, transformers"),
         (("--peer", "detr"), "--peer detr=PATH"),
         (("--peer", "detr=/nowhere"), "/nowhere is no checkout of facebookresearch/detr: there is no models/detr.py"),
@@ -370,6 +407,70 @@ def test_a_checkout_is_loaded_with_a_stub_where_its_extension_is_not_built(tmp_p
     assert command == (
         "python benchmarks/run.py --suite op --peer deformable_detr=PATH --device cpu --threads 1 --all --case '*q300*' --no-memory"
     )
+
+
+def test_packages_of_one_name_come_from_their_own_checkout_and_are_gone_after(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PACKAGES", ("benchmarked_models",))
+    found = []
+    for number in (1, 2):
+        package = tmp_path / str(number) / "benchmarked_models"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"import torchvision\nNUMBER, VERSION = {number}, torchvision.__version__\n")
+        with peers.packages_of(package.parent):
+            found.append(importlib.import_module("benchmarked_models"))
+    assert [(module.NUMBER, module.VERSION) for module in found] == [(1, "0.9.0"), (2, "0.9.0")]
+    assert "benchmarked_models" not in sys.modules
+    assert not list(tmp_path.rglob("__pycache__"))
+    assert torchvision.__version__ != "0.9.0"
+
+
+TINY_RECIPE = models.Recipe(channels=32, layers=2, queries=5, classes=91)
+
+
+def test_transformers_gets_our_weights_frozen_layers_and_dropout():
+    pytest.importorskip("transformers")
+    ours = models.our_model(TINY_RECIPE).module
+    theirs = models.hf_model(TINY_RECIPE, "cpu", ours.state_dict()).module
+    state, converted = ours.state_dict(), convert_state_dict(theirs.state_dict(), "hf_deformable_detr")
+    assert converted.keys() == state.keys()
+    assert all(torch.equal(converted[name], state[name]) for name in state)
+    sizes = [sum(p.numel() for p in module.parameters() if p.requires_grad) for module in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+    for module in (ours, theirs):
+        models.set_dropout(module, 0.25)
+        with models.without_dropout(module, 0.5):
+            assert dropouts(module) == {0.0}
+        assert dropouts(module) == {0.5}
+
+
+def dropouts(module):
+    found = {part.p for part in module.modules() if isinstance(part, torch.nn.Dropout)}
+    names = ("dropout", "attention_dropout", "activation_dropout")
+    values = [getattr(part, name, None) for part in module.modules() for name in names]
+    return found | {value for value in values if isinstance(value, float)}
+
+
+def test_models_of_one_recipe_do_the_same_work_and_peg_is_told_apart(tmp_path, small_limits, monkeypatch):
+    monkeypatch.setattr(model, "IMAGES", {"quick": (64, 128)})
+    monkeypatch.setattr(model, "SMALL", TINY_RECIPE)
+    monkeypatch.setattr(model, "PLANS", {"quick": ONCE})
+    monkeypatch.setattr(peers, "IMPORTED", ())
+    result = call("--suite", "model", "--quick", "--case", "*training step", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    (case,) = json.loads((tmp_path / "model_cpu.json").read_text())["cases"]
+    assert case["left_out"].keys() == {"official", "transformers"}
+    differences = {row["name"]: row["difference"] for row in case["rows"]}
+    assert differences["cpvt_det, padding masked"] < 1e-4
+    assert differences["cpvt_det PEG"] is differences["cpvt_det PEG bf16"] is None
+    assert model.PEG in result.output
+
+
+def test_cases_of_models_are_unique_and_default_is_a_part_of_all():
+    for device in ("cpu", "cuda"):
+        default, everything = ([shape.name for shape in model.shapes(size, device)] for size in ("default", "all"))
+        assert len(set(everything)) == len(everything)
+        assert set(default) <= set(everything)
+        assert not any(shape.is_padded for shape in model.shapes("all", device) if shape.recipe.two_stage)
 
 
 def test_the_gpu_gather_in_tritons_interpreter():

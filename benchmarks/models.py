@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deformable-DETR three times: ours, the official one and transformers', of one recipe, with the same weights, called the same way.
+
+Of transformers 5 two things are set. It freezes all of its own ResNet where it means the first stages, and its dropout of attention
+and activations is 0 by default; here both are as in the others.
+"""
+
+import argparse
+import contextlib
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers import official_deformable_detr
+from cpvt_det.build import build_criterion, build_detector
+from cpvt_det.checkpoint import convert_state_dict
+from cpvt_det.config import load_cfg
+from cpvt_det.structures import PaddedBatch, Targets
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs/coco"
+FEED_FORWARD = 4  # times the channels
+DRAWN_WIDE = re.compile(r"(attention_weights|reference_points|class_embed(\.\d+)?|bbox_embed\.(\d+\.)?layers\.2)\.weight$")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all are made of; the rest is the official recipe, but for the class loss's weight, which is 1 as in transformers.
+
+    Args:
+        channels: C.
+        layers: of the encoder, and of the decoder.
+        queries: Q.
+        classes: K, logits of a query.
+        two_stage: with box refinement, queries from the encoder's proposals.
+    """
+
+    channels: int = 256
+    layers: int = 6
+    queries: int = 300
+    classes: int = 91
+    two_stage: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """One implementation.
+
+    Args:
+        module: in training mode or not, as its user sets it.
+        predict: (B, Q, K) logits and (B, Q, 4) boxes of the last layer.
+        learn: the same, and the total loss of all layers, matched and weighted.
+    """
+
+    module: nn.Module
+    predict: Callable[[PaddedBatch], tuple[Tensor, Tensor]]
+    learn: Callable[[PaddedBatch, Sequence[Targets]], tuple[Tensor, Tensor, Tensor]]
+
+
+def our_model(recipe: Recipe, device: str = "cpu", position: str = "sine_offset", mask_padding: bool = True) -> Model:
+    """Ours, as its config ships it; with weights that look about, where freshly initialised ones hardly do.
+
+    Args:
+        recipe: of the model.
+        device: where to.
+        position: the encoding, ``MODEL.POSITION.NAME``.
+        mask_padding: the default; ``False`` is the arithmetic of the others.
+    """
+    keys = {
+        "POSITION.NAME": position,
+        "NUM_CLASSES": recipe.classes,
+        "BACKBONE.MASK_PADDING": mask_padding,
+        "DETR.HIDDEN_DIM": recipe.channels,
+        "DETR.DIM_FEEDFORWARD": recipe.channels * FEED_FORWARD,
+        "DETR.ENC_LAYERS": recipe.layers,
+        "DETR.DEC_LAYERS": recipe.layers,
+        "DETR.NUM_OBJECT_QUERIES": recipe.queries,
+        "DEFORMABLE.BOX_REFINEMENT": recipe.two_stage,
+        "DEFORMABLE.TWO_STAGE": recipe.two_stage,
+        "CRITERION.CLASS_WEIGHT": 1.0,
+    }
+    overrides = [text for key, value in keys.items() for text in (f"MODEL.{key}", str(value))]
+    cfg = load_cfg(str(CONFIGS / "deformable_detr_r50_sine_offset_50ep.yaml"), overrides)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        detector, criterion = build_detector(cfg), build_criterion(cfg)
+        draw_weights(detector)
+    detector.to(device)
+
+    def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+        predictions = detector(batch.images, batch.padding_mask)
+        return predictions.logits[-1], predictions.boxes[-1]
+
+    def learn(batch: PaddedBatch, targets: Sequence[Targets]) -> tuple[Tensor, Tensor, Tensor]:
+        predictions = detector(batch.images, batch.padding_mask)
+        total = sum(criterion(predictions, targets).losses.values())
+        return predictions.logits[-1], predictions.boxes[-1], total
+
+    return Model(detector, predict, learn)
+
+
+@torch.no_grad()
+def draw_weights(detector: nn.Module) -> None:
+    """Statistics and norms of the backbone that keep its maps of one size, points that spread, queries and boxes that differ."""
+    for name, tensor in detector.state_dict().items():
+        fan_in = tensor.shape[-1] ** -0.5 if tensor.ndim else 1.0
+        if name.startswith("backbone.") and tensor.ndim == 1:
+            low, high = (0.5, 1.0) if name.endswith(("weight", "running_var")) else (-0.2, 0.2)
+            tensor.uniform_(low, high).mul_(0.3 if name.endswith("bn3.weight") else 1)
+        elif name.endswith("sampling_offsets.weight"):
+            tensor.normal_(0, 0.5 * fan_in)
+        elif DRAWN_WIDE.search(name):
+            tensor.normal_(0, fan_in)
+
+
+def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
+    """Of a checkout of fundamentalvision/Deformable-DETR, with our weights ``state``."""
+    official = official_deformable_detr(folder)
+    words = {"dataset_file": "coco", "device": device, "masks": False, "frozen_weights": None, "aux_loss": True}
+    words |= {"backbone": "resnet50", "lr_backbone": 2e-5, "dilation": False, "position_embedding": "sine", "num_feature_levels": 4}
+    words |= {"hidden_dim": recipe.channels, "dim_feedforward": recipe.channels * FEED_FORWARD, "nheads": 8, "dropout": 0.1}
+    words |= {"enc_layers": recipe.layers, "dec_layers": recipe.layers, "enc_n_points": 4, "dec_n_points": 4}
+    words |= {"num_queries": recipe.queries, "with_box_refine": recipe.two_stage, "two_stage": recipe.two_stage}
+    words |= {"set_cost_class": 2, "set_cost_bbox": 5, "set_cost_giou": 2, "focal_alpha": 0.25}
+    words |= {"cls_loss_coef": 1, "bbox_loss_coef": 5, "giou_loss_coef": 2}
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The parameter 'pretrained'|Arguments other than a weight enum")
+        module, criterion, _ = official.build(argparse.Namespace(**words))
+    give_weights(module, state, "deformable_detr")
+    module.to(device)
+
+    def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+        output = module(official.NestedTensor(batch.images, batch.padding_mask))
+        return output["pred_logits"], output["pred_boxes"]
+
+    def learn(batch: PaddedBatch, targets: Sequence[Targets]) -> tuple[Tensor, Tensor, Tensor]:
+        output = module(official.NestedTensor(batch.images, batch.padding_mask))
+        losses = criterion(output, [{"labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets])
+        total = sum(losses[name] * weight for name, weight in criterion.weight_dict.items() if name in losses)
+        return output["pred_logits"], output["pred_boxes"], total
+
+    return Model(module, predict, learn)
+
+
+def hf_model(recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
+    """``DeformableDetrForObjectDetection`` of transformers, with our weights ``state``; one stage only."""
+    import transformers
+
+    stages = ["stage2", "stage3", "stage4"]
+    config = transformers.DeformableDetrConfig(
+        backbone_config=transformers.ResNetConfig(downsample_in_bottleneck=False, out_features=stages),
+        num_labels=recipe.classes,
+        d_model=recipe.channels,
+        num_queries=recipe.queries,
+        encoder_layers=recipe.layers,
+        decoder_layers=recipe.layers,
+        encoder_ffn_dim=recipe.channels * FEED_FORWARD,
+        decoder_ffn_dim=recipe.channels * FEED_FORWARD,
+        class_cost=2,
+        auxiliary_loss=True,
+    )
+    with torch.random.fork_rng():
+        module = transformers.DeformableDetrForObjectDetection(config)
+    for name, parameter in module.model.backbone.named_parameters():
+        parameter.requires_grad_(any(f".stages.{stage}." in name for stage in (1, 2, 3)))
+    give_weights(module, state, "hf_deformable_detr")
+    module.to(device)
+
+    def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+        output = module(batch.images, pixel_mask=~batch.padding_mask)
+        return output.logits, output.pred_boxes
+
+    def learn(batch: PaddedBatch, targets: Sequence[Targets]) -> tuple[Tensor, Tensor, Tensor]:
+        labels = [{"class_labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets]
+        output = module(batch.images, pixel_mask=~batch.padding_mask, labels=labels)
+        return output.logits, output.pred_boxes, output.loss
+
+    return Model(module, predict, learn)
+
+
+@torch.no_grad()
+def give_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Write our weights into a peer's module: its conversion to our names, backwards.
+
+    Numbered places are converted instead of values, so that each of our values finds the place that it would have come from.
+
+    Args:
+        module: changed in place.
+        state: under our names; those that the peer does not have are left out.
+        source: of the module's names, a key of ``cpvt_det.checkpoint.convert.CONVERSIONS``.
+
+    Raises:
+        KeyError: a weight of the peer's that ours lack.
+    """
+    own = module.state_dict()
+    tensors = {tensor.data_ptr(): tensor for tensor in own.values()}  # a shared one once
+    places, count = {}, 0
+    for pointer, tensor in tensors.items():
+        places[pointer] = torch.arange(count, count + tensor.numel()).view(tensor.shape)
+        count += tensor.numel()
+    values = torch.cat([tensor.flatten().float() for tensor in tensors.values()])
+    for name, found in convert_state_dict({name: places[tensor.data_ptr()] for name, tensor in own.items()}, source).items():
+        values[found.flatten()] = state[name].flatten()
+    for pointer, tensor in tensors.items():
+        tensor.copy_(values[places[pointer].flatten()].view(tensor.shape))
+
+
+def set_dropout(module: nn.Module, probability: float) -> None:
+    """Everywhere: in dropout's own modules, and in those that call the function."""
+    for part in module.modules():
+        names = ("p",) if isinstance(part, nn.Dropout) else ("dropout", "attention_dropout", "activation_dropout")
+        for name in names:
+            if isinstance(getattr(part, name, None), float | int):
+                setattr(part, name, probability)
+
+
+@contextlib.contextmanager
+def without_dropout(module: nn.Module, otherwise: float) -> Iterator[None]:
+    """Set to 0 inside, and to ``otherwise`` after."""
+    set_dropout(module, 0.0)
+    try:
+        yield
+    finally:
+        set_dropout(module, otherwise)
