@@ -8,7 +8,7 @@ DETECTRON2_PYTHON := $(HOME)/.venvs/detectron2/bin/python
 
 quickstart: $(VENV)/installed
 	$(BIN)/cpvt-det shapes datasets/shapes
-	$(BIN)/cpvt-det train --config-file quickstart/detr_peg.yaml --runner builtin
+	$(BIN)/cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin
 	@echo "Figures: output/quickstart/results.json. Pictures: output/quickstart/pictures/"
 
 test: $(VENV)/installed-test

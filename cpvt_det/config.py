@@ -47,6 +47,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101; with detectron2 also what its registry has
     model.BACKBONE.WEIGHTS = ""  # torchvision's by name (IMAGENET1K_V1, DEFAULT), or a local file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN, GN from scratch
+    model.BACKBONE.WIDTH = 64  # channels of the stem, all stages in proportion; there are weights for 64 only
     model.BACKBONE.STAGES = (5,)  # whose maps are used, 2 to 5; DETR takes one
     model.BACKBONE.DC5 = False  # stage 5 dilated, at the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # stages up to this one keep their weights; 1 is the stem, 0 trains all
@@ -80,6 +81,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.DEFORMABLE.DEC_POINTS = 4
     model.DEFORMABLE.BOX_REFINEMENT = False  # every decoder layer corrects the boxes of the one before
     model.DEFORMABLE.TWO_STAGE = False  # queries are the encoder's best proposals; needs BOX_REFINEMENT
+    model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two stages: proposals of a higher IoU with a better one are chosen last (DETA); 1: none
     model.DEFORMABLE.IMPLEMENTATION = "auto"  # of the attention's op: numba, triton, eager, export
 
     model.CRITERION = CfgNode()
@@ -93,6 +95,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.CRITERION.CLASS_COST = 1.0
     model.CRITERION.L1_COST = 5.0
     model.CRITERION.GIOU_COST = 2.0
+    model.CRITERION.PROPOSAL_MATCHES = 1  # two stages: proposals matched with each object; several, as in H-DETR, learn faster
 
 
 def _add_data(cfg: CfgNode) -> None:

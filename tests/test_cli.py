@@ -125,7 +125,7 @@ def test_debug_may_stand_anywhere(command):
 
 def test_the_detectron2_runner_without_detectron2_says_what_to_do(monkeypatch):
     monkeypatch.setattr(train_module.importlib.util, "find_spec", lambda name: None)
-    result = call("train", "--config-file", "quickstart/detr_peg.yaml", "--runner", "detectron2")
+    result = call("train", "--config-file", "quickstart/deformable_peg.yaml", "--runner", "detectron2")
     assert result.exit_code == 2
     assert "README" in result.output
     assert train_module.choose_runner("auto") == "builtin"

@@ -9,8 +9,9 @@ import pytest
 import torch
 from test_models import alone_and_together, build, detect, draw_images, small_cfg
 from torch import nn
+from torchvision.ops import box_iou
 
-from cpvt_det.boxes import inverse_sigmoid
+from cpvt_det.boxes import cxcywh_to_xyxy, inverse_sigmoid
 from cpvt_det.build import build_criterion, build_detector, build_optimizer
 from cpvt_det.errors import ConfigError
 from cpvt_det.layers.attention import DeformableAttention
@@ -447,6 +448,31 @@ def test_queries_are_the_tokens_most_like_an_object():
     assert found.content.shape == found.positions.shape == (2, 4, 8)
 
 
+def test_proposals_that_overlap_a_better_one_are_chosen_last():
+    """Greedily, best first: of boxes three quarters of an image wide few survive; then the others, best first, then the padding."""
+    levels = levels_of([(3, 4)], [[(3, 4), (2, 3)]])
+    queries, memory, _ = propose(levels, num_queries=12)
+    queries.nms_threshold = 0.3
+    nn.init.constant_(queries.bbox_embed.layers[-1].bias[2:], 4.0)
+    found = queries(memory, levels)
+    boxes, scores = cxcywh_to_xyxy(found.proposals.boxes[0]), found.proposals.logits[0, ..., 0]
+    for image, tokens in enumerate((list(range(12)), [0, 1, 2, 4, 5, 6])):
+        kept, others = [], []
+        for token in sorted(tokens, key=lambda token: -scores[image, token]):
+            overlaps = box_iou(boxes[image, token][None], boxes[image, kept])
+            (others if (overlaps > 0.3).any() else kept).append(token)
+        assert kept
+        assert others
+        expected = found.proposals.boxes[0, image, kept + others]
+        torch.testing.assert_close(found.references[image, : len(tokens)], expected)
+
+
+@pytest.mark.parametrize("threshold", [0.0, -0.5, 1.5])
+def test_proposals_nms_needs_a_threshold(threshold):
+    with pytest.raises(ConfigError, match="NMS threshold of proposals must be above 0 and at most 1, got"):
+        make("two_stage", DEFORMABLE__PROPOSAL_NMS=threshold)
+
+
 def test_padded_tokens_are_no_proposals():
     levels = levels_of([(3, 4)], [[(3, 4), (2, 3)]])
     queries, memory, found = propose(levels)
@@ -503,8 +529,10 @@ def test_tokens_outside_the_range_of_anchors_do_not_see_their_memory():
     assert (found.proposals.boxes[0, 0, 0] == 1).all()
 
 
-def test_proposal_losses_are_those_of_objects_of_one_class():
-    criterion = build_criterion(small_cfg(**DEFORMABLE))
+@pytest.mark.parametrize("times", [1, 3, 4])
+def test_proposal_losses_are_those_of_objects_of_one_class(times):
+    """With several matches an object stands several times; of 4 x 3 of them 9 proposals leave 3 without a match."""
+    criterion = build_criterion(small_cfg(**DEFORMABLE, CRITERION__PROPOSAL_MATCHES=times))
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(1, 2, 9, 3, generator=generator)
     boxes = torch.rand(1, 2, 9, 4, generator=generator) * 0.4 + 0.3
@@ -512,9 +540,28 @@ def test_proposal_losses_are_those_of_objects_of_one_class():
     nothing = Targets(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4))
     decoded = Predictions(torch.zeros(1, 2, 4, 3), torch.full((1, 2, 4, 4), 0.5), Predictions(logits, boxes))
     found = criterion(decoded, [Targets(labels, wanted), nothing]).losses
-    alone = criterion(Predictions(logits, boxes), [Targets(torch.zeros_like(labels), wanted), nothing]).losses
+    objects = Targets(torch.zeros(3 * times, dtype=torch.int64), wanted.repeat(times, 1))
+    alone = criterion(Predictions(logits, boxes), [objects, nothing]).losses
     for name, value in alone.items():
         assert torch.equal(found[name.replace("loss_", "loss_proposal_")], value)
+
+
+def test_an_object_takes_its_nearest_proposals():
+    """Two objects 0.5 apart and three proposals beside each, 0.01, 0.02 and 0.05 off: the mean of the two nearest is 0.015."""
+    criterion = build_criterion(small_cfg(**DEFORMABLE, CRITERION__PROPOSAL_MATCHES=2))
+    wanted = torch.tensor([(0.2, 0.3, 0.2, 0.2), (0.7, 0.3, 0.2, 0.2)])
+    shift = torch.tensor([(0.05, 0, 0, 0), (0.01, 0, 0, 0), (0.02, 0, 0, 0)])
+    boxes = (wanted[:, None] + shift).view(1, 1, 6, 4).requires_grad_()
+    decoded = Predictions(torch.zeros(1, 1, 4, 3), torch.full((1, 1, 4, 4), 0.5), Predictions(torch.zeros(1, 1, 6, 3), boxes))
+    loss = criterion(decoded, [Targets(torch.tensor([2, 0]), wanted)]).losses["loss_proposal_l1"]
+    assert loss.item() == pytest.approx(5.0 * 0.015, rel=1e-4)
+    loss.backward()
+    assert boxes.grad[0, 0].any(-1).tolist() == [False, True, True] * 2
+
+
+def test_proposals_match_at_least_once():
+    with pytest.raises(ConfigError, match="MODEL.CRITERION: proposal_matches must be at least 1, got 0"):
+        build_criterion(small_cfg(**DEFORMABLE, CRITERION__PROPOSAL_MATCHES=0))
 
 
 # Settings

@@ -309,6 +309,33 @@ def test_stages_after_the_last_one_used_are_not_built():
     assert backbone.channels == [256]
 
 
+@pytest.mark.parametrize(("name", "dilation"), [("resnet10", False), ("resnet50", True)])
+def test_a_quarter_of_the_width_is_a_quarter_of_every_stage(name, dilation):
+    with torch.device("meta"):
+        narrow, full = (ResNetBackbone(name, "BN", (2, 3, 4, 5), dilation, width=width) for width in (16, 64))
+        images, padding_mask = torch.zeros(1, 3, 96, 64), torch.zeros(1, 96, 64, dtype=torch.bool)
+        found, expected = narrow(images, padding_mask), full(images, padding_mask)
+    assert narrow.strides == full.strides
+    assert [level.shape[1] for level in found] == narrow.channels == [channels // 4 for channels in full.channels]
+    assert [level.shape[2:] for level in found] == [level.shape[2:] for level in expected]
+    for own, other in zip(narrow.body.modules(), full.body.modules(), strict=True):
+        if isinstance(own, torch.nn.Conv2d):
+            assert own.out_channels == other.out_channels // 4
+            assert (own.stride, own.padding, own.dilation) == (other.stride, other.padding, other.dilation)
+
+
+def test_narrow_backbone_starts_as_torchvision_s_do():
+    """Convolutions: a variance of 2 / (out channels x kernel cells); of layer3's second one 2 / (128 x 9)."""
+    weight = ResNetBackbone("resnet10", "BN", (4,), width=32).body.layer3[0].conv2.weight
+    assert weight.shape == (128, 128, 3, 3)
+    assert weight.var().item() == pytest.approx(2 / (128 * 9), rel=0.03)
+
+
+def test_backbone_without_width_is_refused():
+    with pytest.raises(ConfigError, match="backbone width must be at least 1, got 0"):
+        build_detector(small_cfg(BACKBONE__WIDTH=0))
+
+
 @pytest.mark.parametrize("stages", [(), (1,), (6,), (2, 7)])
 def test_stages_that_do_not_exist_are_refused(stages):
     with pytest.raises(ValueError, match="among 2, 3, 4, 5"):

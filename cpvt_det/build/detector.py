@@ -106,6 +106,7 @@ def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.
         "num_levels": deformable.NUM_LEVELS,
         "box_refinement": deformable.BOX_REFINEMENT,
         "two_stage": deformable.TWO_STAGE,
+        "proposal_nms": deformable.PROPOSAL_NMS,
         "mask_padding": cfg.MODEL.BACKBONE.MASK_PADDING,
     }
 
@@ -138,6 +139,7 @@ def build_backbone(cfg: CfgNode) -> ResNetBackbone:
         dilation=backbone.DC5,
         freeze_at=backbone.FREEZE_AT,
         mask_padding=backbone.MASK_PADDING,
+        width=backbone.WIDTH,
     )
 
 
@@ -190,7 +192,8 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
     """The set loss of ``MODEL.CRITERION``."""
     node = cfg.MODEL.CRITERION
     matcher = HungarianMatcher(build_classification(cfg), node.CLASS_COST, node.L1_COST, node.GIOU_COST)
-    return SetCriterion(matcher, node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
+    with config_errors("MODEL.CRITERION"):
+        return SetCriterion(matcher, node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT, node.PROPOSAL_MATCHES)
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:

@@ -41,7 +41,7 @@ def train(config_file: str, num_gpus: int | None, runner: str, overrides: tuple[
     \b
     Example:
       cpvt-det train --config-file coco/detr_r50_peg_50ep.yaml --num-gpus 8 OUTPUT_DIR output/peg
-      torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/detr_peg.yaml --num-gpus 0
+      torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/deformable_peg.yaml --num-gpus 0
     """
     launch(run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only)
 

@@ -48,11 +48,25 @@ class SetCriterion:
     Args:
         matcher: whose classification is the loss's too.
         class_weight, l1_weight, giou_weight: weights of the three losses, the same in every layer.
+        proposal_matches: proposals that each object is matched with; more than one give every object more to learn from.
 
-    Source: arXiv 2005.12872, section 3.1 and equation 2.
+    Raises:
+        ValueError: fewer matches than one.
+
+    Source: arXiv 2005.12872, section 3.1 and equation 2; more matches than one, by repeated objects, from arXiv 2207.13080.
     """
 
-    def __init__(self, matcher: HungarianMatcher, class_weight: float = 1.0, l1_weight: float = 5.0, giou_weight: float = 2.0):
+    def __init__(
+        self,
+        matcher: HungarianMatcher,
+        class_weight: float = 1.0,
+        l1_weight: float = 5.0,
+        giou_weight: float = 2.0,
+        proposal_matches: int = 1,
+    ):
+        if proposal_matches < 1:
+            raise ValueError(f"proposal_matches must be at least 1, got {proposal_matches}")
+        self.proposal_matches = proposal_matches
         self.matcher = matcher
         self.classification = matcher.classification
         self.weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
@@ -79,10 +93,7 @@ class SetCriterion:
             normalizers = self.normalizers(targets, predictions.logits.shape[2])
         losses = self._weighted(self.losses_by_layer(predictions, padded, matches, normalizers))
         if predictions.proposals is not None:
-            objects = PaddedTargets(torch.zeros_like(padded.labels), padded.boxes_cxcywh, padded.counts)
-            proposed = self.matcher(predictions.proposals, objects)
-            by_stage = self._weighted(self.losses_by_layer(predictions.proposals, objects, proposed, normalizers))
-            losses |= {name.replace("loss_", "loss_proposal_"): value for name, value in by_stage.items()}
+            losses |= self._of_proposals(predictions.proposals, targets, normalizers)
         return Losses(losses, self._metrics(predictions, padded, matches))
 
     def normalizers(self, targets: Sequence[Targets], num_queries: int) -> Normalizers:
@@ -100,6 +111,15 @@ class SetCriterion:
         classes = self.classification.normalizer(total_matched, total_unmatched, total_boxes)
         share = distributed.world_size()
         return Normalizers(total_boxes / share, classes / share)
+
+    def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> dict[str, Tensor]:
+        """The weighted losses of proposals, in which every object is of class 0 and stands ``proposal_matches`` times."""
+        times = self.proposal_matches
+        objects = [Targets(torch.zeros_like(t.labels).repeat(times), t.boxes_cxcywh.repeat(times, 1)) for t in targets]
+        padded = PaddedTargets.from_targets(objects, proposals.boxes.dtype)
+        shares = Normalizers(normalizers.boxes * times, normalizers.classes * times)
+        by_stage = self._weighted(self.losses_by_layer(proposals, padded, self.matcher(proposals, padded), shares))
+        return {name.replace("loss_", "loss_proposal_"): value for name, value in by_stage.items()}
 
     def _weighted(self, by_layer: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: self.weights[name] * values.sum() for name, values in by_layer.items()}

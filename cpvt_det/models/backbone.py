@@ -22,6 +22,7 @@ NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "SyncBN": MaskedSyncBatchNorm2d,  # torch's own has no CPU
     "GN": lambda channels: MaskedGroupNorm(group_count(channels), channels),
 }
+STEM_WIDTH = 64
 DEPTHS = {
     "resnet10": (BasicBlock, (1, 1, 1, 1)),  # for small images on CPUs; torchvision has no weights for it
     "resnet18": (BasicBlock, (2, 2, 2, 2)),
@@ -43,10 +44,11 @@ class ResNetBackbone(nn.Module):
         mask_padding: zero the padded part of every feature map that a convolution or pooling looks across, and leave it out of
             GN's statistics. The padding then looks like the convolution's own zero padding, and an image's features do not
             depend on what it is batched with.
+        width: channels of the stem; those of all stages are in proportion.
 
     Raises:
         UnknownNameError: another name or norm.
-        ValueError: no stages, stages outside 2 to 5, or a ``freeze_at`` outside 0 to 5.
+        ValueError: no stages, stages outside 2 to 5, a ``freeze_at`` outside 0 to 5, or no width.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ResNetBackbone(nn.Module):
         dilation: bool = False,
         freeze_at: int = 2,
         mask_padding: bool = True,
+        width: int = STEM_WIDTH,
     ):
         super().__init__()
         if name not in DEPTHS:
@@ -67,14 +70,16 @@ class ResNetBackbone(nn.Module):
             raise ValueError(f"backbone stages must be among 2, 3, 4, 5, got {list(stages)}")
         if not 0 <= freeze_at <= 5:
             raise ValueError(f"freeze_at must be from 0 (train all) to 5, got {freeze_at}")
+        if width < 1:
+            raise ValueError(f"backbone width must be at least 1, got {width}")
         self.stages = sorted(stages)
         self.mask_padding = mask_padding
         self.freeze_at = freeze_at
-        self.body = _trunk(name, norm, dilation, last_stage=self.stages[-1])
+        self.body = _trunk(name, norm, dilation, last_stage=self.stages[-1], width=width)
         strides = {2: 4, 3: 8, 4: 16, 5: 16 if dilation else 32}
         expansion = DEPTHS[name][0].expansion
         self.strides = [strides[stage] for stage in self.stages]
-        self.channels = [64 * 2 ** (stage - 2) * expansion for stage in self.stages]
+        self.channels = [width * 2 ** (stage - 2) * expansion for stage in self.stages]
         for module in self._frozen_modules():
             module.requires_grad_(False)
         self.train(self.training)
@@ -164,7 +169,7 @@ def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _V
     return valid.keep(block.relu(x + shortcut), out_stride), out_stride
 
 
-def _trunk(name: str, norm: str, dilation: bool, last_stage: int) -> ResNet:
+def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) -> ResNet:
     block, depths = DEPTHS[name]
     if dilation and block is BasicBlock:
         raise ValueError(
@@ -176,7 +181,22 @@ def _trunk(name: str, norm: str, dilation: bool, last_stage: int) -> ResNet:
         norm_layer=NORM_LAYERS[norm],
         replace_stride_with_dilation=[False, False, dilation],
     )
+    if width != STEM_WIDTH:
+        _set_width(trunk, width, block, depths, dilation)
     del trunk.fc, trunk.avgpool
     for stage in range(last_stage + 1, 6):
         delattr(trunk, f"layer{stage - 1}")
     return trunk
+
+
+def _set_width(trunk: ResNet, width: int, block: type[nn.Module], depths: Sequence[int], dilation: bool) -> None:
+    """Make stem and stages anew as torchvision's constructor does, which knows no stem but one of 64 channels."""
+    trunk.inplanes, trunk.dilation = width, 1
+    trunk.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
+    trunk.bn1 = trunk._norm_layer(width)
+    for index, depth in enumerate(depths):
+        dilate, stride = dilation and index == 3, 2 if index else 1
+        setattr(trunk, f"layer{index + 1}", trunk._make_layer(block, width * 2**index, depth, stride, dilate))
+    for module in trunk.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

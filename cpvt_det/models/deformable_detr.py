@@ -31,13 +31,14 @@ class DeformableDETR(Detector):
         num_levels: L: the backbone's maps, and coarser ones, each by a strided convolution of the one before.
         box_refinement: every decoder layer corrects the boxes of the one before, with heads of its own.
         two_stage: queries are the encoder's best proposals.
+        proposal_nms: the threshold of :class:`ProposedQueries`, for two stages.
         mask_padding: padded cells are left out of the projections' norms; ``False`` is the official arithmetic.
         prior_probability: of every class at the start, for sigmoids.
         pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
 
     Raises:
         ValueError: no queries, fewer levels than maps, a transformer of another number of levels, two stages without box
-            refinement or with channels that are no multiple of 4.
+            refinement, with channels that are no multiple of 4 or with an NMS threshold outside (0, 1].
 
     Source: arXiv 2010.04159.
     """
@@ -53,6 +54,7 @@ class DeformableDETR(Detector):
         num_levels: int = 4,
         box_refinement: bool = False,
         two_stage: bool = False,
+        proposal_nms: float = 1.0,
         mask_padding: bool = True,
         prior_probability: float | None = None,
         pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
@@ -79,7 +81,7 @@ class DeformableDETR(Detector):
         # A first guess from a point starts small, one from a proposal at the proposal's size.
         self.bbox_embed = nn.ModuleList(box_head(channels, 0.0 if two_stage or n else -2.0) for n in heads)
         if two_stage:
-            self.queries = ProposedQueries(channels, num_queries, num_logits, prior_probability)
+            self.queries = ProposedQueries(channels, num_queries, num_logits, prior_probability, proposal_nms)
         else:
             self.queries = LearnedQueries(channels, num_queries)
 

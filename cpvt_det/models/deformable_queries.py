@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import batched_nms
 
+from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.layers.position import sines
 from cpvt_det.models.detector import box_head, class_head, full_precision
 from cpvt_det.structures import Levels, Predictions
 
 PADDED_LOGIT = -50.0  # of padded tokens: a probability of 2e-22, and no gradient; matched to an object, still a small loss
+SUPPRESSED = -1e3  # on the score of proposals that a better one stands for; twice that on padded tokens'
 FINEST_SIDE = 0.05  # of a proposal on the finest level, in sides of the image; it doubles with every level
 
 
@@ -69,16 +72,23 @@ class ProposedQueries(nn.Module):
         num_queries: Q.
         num_logits: K'.
         prior_probability: of an object at the start.
+        nms_threshold: proposals that overlap a better one by a larger intersection over union are chosen after all others
+            (arXiv 2212.06137, section 3); 1 for none.
 
     Raises:
-        ValueError: channels that are no multiple of 4.
+        ValueError: channels that are no multiple of 4, or a threshold outside (0, 1].
     """
 
-    def __init__(self, channels: int, num_queries: int, num_logits: int, prior_probability: float | None):
+    def __init__(
+        self, channels: int, num_queries: int, num_logits: int, prior_probability: float | None, nms_threshold: float = 1.0
+    ):
         super().__init__()
+        if not 0 < nms_threshold <= 1:
+            raise ValueError(f"the NMS threshold of proposals must be above 0 and at most 1, got {nms_threshold}")
         if channels % 4:
             raise ValueError(f"two stages need channels in multiples of 4, for the sines of a box's four numbers; got {channels}")
         self.num_queries = num_queries
+        self.nms_threshold = nms_threshold
         self.enc_output = nn.Linear(channels, channels)
         self.enc_output_norm = nn.LayerNorm(channels)
         self.class_embed = class_head(channels, num_logits, prior_probability)
@@ -99,11 +109,22 @@ class ProposedQueries(nn.Module):
             Q queries an image, whatever N is: an image of fewer tokens gets empty ones beside them.
         """
         proposals = self._propose(memory, levels)
-        chosen = proposals.logits[0, ..., 0].topk(self.num_queries, dim=1).indices
+        chosen = self._rank(proposals).topk(self.num_queries, dim=1).indices
         references = proposals.boxes[0].gather(1, chosen[..., None].expand(-1, -1, 4)).detach()
         embedded = sines(references * (2 * math.pi), memory.shape[-1] // 2).flatten(-2)  # (B, Q, 4, C / 2) -> (B, Q, 2 C)
         positions, content = self.pos_trans_norm(self.pos_trans(embedded)).chunk(2, dim=-1)
         return Queries(content, positions, references, proposals)
+
+    def _rank(self, proposals: Predictions) -> Tensor:
+        """(B, N'), the higher the sooner chosen."""
+        scores = proposals.logits[0, ..., 0]
+        if self.nms_threshold == 1:
+            return scores
+        images = torch.arange(len(scores), device=scores.device)[:, None].expand_as(scores)
+        boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
+        kept = batched_nms(boxes.flatten(0, 1), scores.detach().flatten(), images.flatten(), self.nms_threshold)
+        behind = torch.ones_like(scores).flatten().index_fill(0, kept, 0).view_as(scores)
+        return scores + SUPPRESSED * (behind + 2 * (scores == PADDED_LOGIT))
 
     def _propose(self, memory: Tensor, levels: Levels) -> Predictions:
         """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, Q) for a choice of Q."""
