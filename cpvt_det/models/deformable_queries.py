@@ -73,7 +73,7 @@ class ProposedQueries(nn.Module):
         num_logits: K'.
         prior_probability: of an object at the start.
         nms_threshold: proposals that overlap a better one by a larger intersection over union are chosen after all others
-            (arXiv 2212.06137, section 3); 1 for none.
+            (as in arXiv 2212.06137); 1 for none.
 
     Raises:
         ValueError: channels that are no multiple of 4, or a threshold outside (0, 1].
