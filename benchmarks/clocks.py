@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -117,19 +116,13 @@ def clock_of(device: str) -> Clock:
 
 @contextlib.contextmanager
 def fixed_threads(threads: int) -> Iterator[None]:
-    """Hold torch, numba where it is loaded, and processes started inside to so many threads."""
+    """Hold torch, whose number our own kernels follow, and processes started inside to so many threads."""
     before, torch_before = {name: os.environ.get(name) for name in THREAD_VARIABLES}, torch.get_num_threads()
     os.environ.update(thread_environment(threads))
     torch.set_num_threads(threads)
-    numba = sys.modules.get("numba")
-    numba_before = numba.get_num_threads() if numba else None
-    if numba:
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     try:
         yield
     finally:
         torch.set_num_threads(torch_before)
-        if numba:
-            numba.set_num_threads(numba_before)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})

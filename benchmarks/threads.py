@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variables that hold numerical libraries to a number of threads. Imports none of them: they are read at import."""
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def thread_environment(threads: int) -> dict[str, str]:

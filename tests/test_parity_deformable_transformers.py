@@ -20,6 +20,7 @@ from cpvt_det.build import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_weights
 from cpvt_det.config import get_cfg
 from cpvt_det.losses.matcher import Matches, PaddedTargets
+from cpvt_det.models.deformable_queries import PADDED_LOGIT
 from cpvt_det.structures import PaddedBatch, Predictions, Targets, level_padding_mask
 
 transformers = pytest.importorskip("transformers")
@@ -252,7 +253,7 @@ def test_every_layer_predicts_what_transformers_predicts(name, dtype, tolerance,
     case = f"{name}, {str(dtype).removeprefix('torch.')}"
     if VARIANTS[name].two_stage:
         assert_no_near_ties(theirs, expected, batch)
-        valid = predictions.proposals.logits[0, ..., 0] != -1e4
+        valid = predictions.proposals.logits[0, ..., 0] != PADDED_LOGIT
         assert 0 < valid.sum() < valid.numel()
         for what in ("logits", "boxes"):
             actual, wanted = (getattr(of.proposals, what)[0][valid] for of in (predictions, expected))
