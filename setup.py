@@ -48,6 +48,7 @@ TEST = [
     "pytest-timeout==2.4.0",
     "hypothesis==6.168.5",
     "transformers==5.20.2",  # an independent DETR to compare with; the last for Python 3.10
+    "timm==1.0.31",  # models that add_peg is tried on
     "ruff==0.17.5",
 ]
 

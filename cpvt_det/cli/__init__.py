@@ -16,6 +16,7 @@ from cpvt_det.errors import BadInputError, first_line
 COMMANDS = {
     "convert-weights": "Turn other projects' DETR weights into ours.",
     "eval": "Evaluate weights on a data set.",
+    "plug-matrix": "Check PEG in the models of other projects.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "train": "Train a detector, and evaluate it.",
 }
@@ -55,7 +56,7 @@ def main() -> None:
     \b
     Example:
       cpvt-det shapes datasets/shapes
-      cpvt-det train --config-file quickstart/detr_peg.yaml
+      cpvt-det train --config-file quickstart/deformable_peg.yaml
     """
 
 

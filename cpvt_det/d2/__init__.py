@@ -4,6 +4,15 @@
 from cpvt_det.d2.backbone import Detectron2Backbone
 from cpvt_det.d2.config import add_cpvt_det_config
 from cpvt_det.d2.meta_arch import CPVTDeformableDetr, CPVTDetr
+from cpvt_det.d2.peg_backbone import add_peg_config, build_peg_backbone
 from cpvt_det.d2.trainer import Trainer
 
-__all__ = ["CPVTDeformableDetr", "CPVTDetr", "Detectron2Backbone", "Trainer", "add_cpvt_det_config"]
+__all__ = [
+    "CPVTDeformableDetr",
+    "CPVTDetr",
+    "Detectron2Backbone",
+    "Trainer",
+    "add_cpvt_det_config",
+    "add_peg_config",
+    "build_peg_backbone",
+]

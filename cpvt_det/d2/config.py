@@ -8,14 +8,16 @@ from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
+from cpvt_det.d2.peg_backbone import add_peg_config
 
 
 def add_cpvt_det_config(cfg: CfgNode) -> None:
-    """Copy every default of :func:`cpvt_det.config.get_cfg` into a config of detectron2; its other keys stay.
+    """Copy every default of :func:`cpvt_det.config.get_cfg` into a config of detectron2, with ``MODEL.PEG``; its other keys stay.
 
     ``MODEL.DEVICE`` becomes what ``auto`` means on this machine, since detectron2 hands it to torch as it is.
     """
     _copy(core.get_cfg(), cfg)
+    add_peg_config(cfg)
     cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -47,6 +49,8 @@ def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:
     for key, value in cfg.items():
         if isinstance(value, CfgNode):
             value = _kept(value, default.get(key, {}), ours.get(key, {}))
+            if not value and key not in ours:
+                continue
         if key in ours or key not in default or (value if isinstance(value, CfgNode) else value != default[key]):
             kept[key] = value
     return kept

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEG on the output maps of any backbone of detectron2, by YAML alone: ``MODEL.BACKBONE.NAME: build_peg_backbone``."""
+
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import BACKBONE_REGISTRY, Backbone
+
+from cpvt_det.errors import ConfigError, config_errors
+from cpvt_det.plug.attach import attach
+from cpvt_det.plug.families import DetectronBackbone
+
+
+def add_peg_config(cfg: CfgNode) -> None:
+    """Add the node ``MODEL.PEG``."""
+    cfg.MODEL.PEG = CfgNode()
+    cfg.MODEL.PEG.BACKBONE = "build_resnet_fpn_backbone"  # what build_peg_backbone builds
+    cfg.MODEL.PEG.IN_FEATURES = []  # names of its maps; none: all
+    cfg.MODEL.PEG.KERNEL_SIZE = 3
+    cfg.MODEL.PEG.NORM = "BN"
+    cfg.MODEL.PEG.ZERO_INIT = True  # pretrained weights start with their own outputs
+
+
+@BACKBONE_REGISTRY.register()
+def build_peg_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
+    """The backbone ``MODEL.PEG.BACKBONE`` with a PEG on each of the maps ``MODEL.PEG.IN_FEATURES``.
+
+    Its keys only gain those of ``peg.<map>``, so that weights of the bare backbone load. detectron2 gives a backbone no padding
+    mask: PEG sees the padding, which is zero in the image, as the convolutions do.
+
+    Raises:
+        ConfigError: a backbone that is not registered, or this one; what PEG refuses.
+        PlugError: a map that the backbone does not have.
+    """
+    node = cfg.MODEL.PEG
+    if node.BACKBONE == "build_peg_backbone" or node.BACKBONE not in BACKBONE_REGISTRY:
+        raise ConfigError(f"MODEL.PEG.BACKBONE must be another backbone of detectron2's registry, got {node.BACKBONE!r}")
+    backbone = BACKBONE_REGISTRY.get(node.BACKBONE)(cfg, input_shape)
+    maps = list(node.IN_FEATURES) or list(backbone.output_shape())
+    with config_errors("MODEL.PEG"):
+        attach(backbone, DetectronBackbone(), maps, kernel_size=node.KERNEL_SIZE, norm=node.NORM, zero_init=node.ZERO_INIT)
+    return backbone

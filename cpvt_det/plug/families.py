@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that ``add_peg`` knows: where each keeps its layers, its tokens, its grid and its padding mask.
+
+A family is a row of attributes and, where it needs them, a few lines. Classes are matched by name, so that nothing is imported.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.plug.hooks import PlugError, Sight, Swap, ZeroArgument, ZeroOutput
+
+
+class Family:
+    """The defaults: layers of (B, N, C) tokens without a mask, whose own call tells the grid."""
+
+    name: str
+    classes: tuple[str, ...]
+    """How the full name of the class ends that owns the layers."""
+    blocks = "blocks"
+    """Where, below the owner, the layers are."""
+    layout = "BNC"
+    output: int | None = None
+    """Which item of a layer's output holds the tokens."""
+    watch: tuple[str, str] | None = None
+    """The module below the owner that is told grid and mask, and whether that is before or after it has run."""
+    mask_meaning: str | None = None
+    """What the family's mask means; ``None``: it has none."""
+    replaces = "nothing: it has no encoding of its own"
+    """What ``position="replace"`` takes away."""
+    needs_grid = False
+
+    def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
+        """Name -> layer, in the order in which they run."""
+        return {f"{self.blocks}.{name}": layer for name, layer in owner.get_submodule(self.blocks).named_children()}
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return layer.norm2.normalized_shape[0]
+
+    def levels(self, owner: nn.Module) -> int | None:
+        """Levels of a multi-level encoder."""
+        return None
+
+    def prefix(self, owner: nn.Module) -> int:
+        """Class and register tokens."""
+        return 0
+
+    def layout_of(self, owner: nn.Module) -> str:
+        return self.layout
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+        """Grid and mask, from a call of the watched module, or else of the layer with its tokens as ``output``."""
+        return [tuple(output.shape[1:3] if self.layout == "BHWC" else output.shape[2:4])], None
+
+    def settle(self, owner: nn.Module) -> list[Any]:
+        """What else must change while there is a PEG; each has a ``remove()``."""
+        return []
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        """Take the encoder's own encoding away; nothing where there is none."""
+        return []
+
+
+def _argument(args: tuple, kwargs: Mapping[str, Any], index: int, *names: str) -> Any:
+    named = [kwargs[name] for name in names if name in kwargs]
+    return named[0] if named else args[index] if len(args) > index else None
+
+
+def _padded(mask: Tensor | None, valid: bool = False) -> Tensor | None:
+    """True = padded, from a bool mask that may mean ``valid``."""
+    if mask is not None and mask.dtype != torch.bool:
+        raise PlugError(f"the padding mask must be bool, got {mask.dtype}: what its numbers mean cannot be told")
+    return ~mask if valid and mask is not None else mask
+
+
+class DetectronViT(Family):
+    name = "detectron2 ViT"
+    classes = ("detectron2.modeling.backbone.vit.ViT",)
+    layout = "BHWC"
+    replaces = "the table `pos_embed`; relative positions of the attention stay"
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        return [] if owner.pos_embed is None else [Swap(owner, "pos_embed", None)]
+
+
+class DetectronMViT(DetectronViT):
+    name = "detectron2 MViTv2"
+    classes = ("detectron2.modeling.backbone.mvit.MViT",)
+
+
+class DetectronSwin(Family):
+    name = "detectron2 Swin"
+    classes = ("detectron2.modeling.backbone.swin.SwinTransformer",)
+    replaces = "the table `absolute_pos_embed`, where `ape` is on; relative positions of the attention stay"
+
+    def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
+        stages = ((s, stage.blocks) for s, stage in enumerate(owner.layers))
+        return {f"layers.{s}.blocks.{i}": block for s, blocks in stages for i, block in enumerate(blocks)}
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+        return [(module.H, module.W)], None  # the mask that the block gets is that of the shifted windows
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        return [Swap(owner, "absolute_pos_embed", owner.absolute_pos_embed.new_zeros(1, 1, 1, 1))] if owner.ape else []
+
+
+class DetectronBackbone(Family):
+    """Any backbone of detectron2: PEG on chosen maps of its output, in one dict at ``backbone.peg``."""
+
+    name = "detectron2 backbone"
+    classes = ()
+    layout = "BCHW"
+
+    def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
+        return dict.fromkeys(owner.output_shape(), owner)
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return owner.output_shape()[name].channels
+
+
+class DetectronFPN(DetectronBackbone):
+    name = "detectron2 FPN"
+    classes = ("detectron2.modeling.backbone.fpn.FPN",)
+
+
+class DETR(Family):
+    """The transformer is handed the map, the mask (B, H, W) and the encoding; its encoder runs on (N, B, C)."""
+
+    name = "facebookresearch/detr"
+    classes = ("models.transformer.Transformer",)
+    blocks = "encoder.layers"
+    layout = "NBC"
+    watch = ("", "before")
+    mask_meaning = "True must mean padded"
+    replaces = "the encoding of the encoder; the decoder keeps it"
+    encoding = ("pos", 3)
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return owner.d_model
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+        features, mask = _argument(args, kwargs, 0, "src", "x"), _argument(args, kwargs, 1, "mask")
+        return [tuple(features.shape[-2:])], None if mask is None else _padded(mask).flatten(1)
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        return [owner.encoder.register_forward_pre_hook(ZeroArgument(*self.encoding), with_kwargs=True)]
+
+
+class DetrexDETR(DETR):
+    name = "detrex DETR, DAB-DETR"
+    classes = ("detr.modeling.transformer.DetrTransformer", "dab_detr.modeling.dab_transformer.DabDetrTransformer")
+    encoding = ("query_pos", 3)
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return owner.embed_dim
+
+
+class DeformableDETR(Family):
+    """The transformer is handed maps, masks and encodings, one a level; its encoder runs on all levels' tokens in a row."""
+
+    name = "fundamentalvision/Deformable-DETR"
+    classes = ("models.deformable_transformer.DeformableTransformer",)
+    blocks = "encoder.layers"
+    watch = ("", "before")
+    mask_meaning = "True must mean padded"
+    replaces = "the encoding; the level embedding stays"
+    features, masks, encodings, level_embed = "srcs", "masks", "pos_embeds", "level_embed"
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return getattr(owner, self.level_embed).shape[1]
+
+    def levels(self, owner: nn.Module) -> int | None:
+        return getattr(owner, self.level_embed).shape[0]
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+        shapes = [tuple(level.shape[-2:]) for level in _argument(args, kwargs, 0, self.features)]
+        masks = [_padded(mask).flatten(1) for mask in _argument(args, kwargs, 1, self.masks)]
+        return shapes, torch.cat(masks, dim=1)
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        return [owner.register_forward_pre_hook(ZeroArgument(self.encodings, 2), with_kwargs=True)]
+
+
+class DetrexDeformableDETR(DeformableDETR):
+    name = "detrex Deformable-DETR, DAB-Deformable-DETR, DINO"
+    classes = (
+        "deformable_detr.modeling.deformable_transformer.DeformableDetrTransformer",
+        "dab_deformable_detr.modeling.dab_deformable_transformer.DabDeformableDetrTransformer",
+        "dino.modeling.dino_transformer.DINOTransformer",
+    )
+    features, masks, encodings = "multi_level_feats", "multi_level_masks", "multi_level_pos_embeds"
+    level_embed = "level_embeds"
+
+
+class HuggingFaceDETR(Family):
+    """A layer's mask is that of the attention, (B, 1, N, N) or none; the position embedding is told shape and mask."""
+
+    name = "transformers DETR"
+    classes = ("transformers.models.detr.modeling_detr.DetrModel",)
+    blocks = "encoder.layers"
+    watch = ("position_embedding", "before")
+    mask_meaning = "pixel_mask must be 1 on the image and 0 on the padding"
+    replaces = "the encoding of the encoder; the decoder keeps it"
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return owner.config.d_model
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+        shape, mask = _argument(args, kwargs, 0, "shape"), _argument(args, kwargs, 3, "mask")
+        return [tuple(shape[-2:])], None if mask is None else _padded(mask, valid=True).flatten(1)
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        hook = ZeroArgument("spatial_position_embeddings", 2)
+        return [owner.encoder.register_forward_pre_hook(hook, with_kwargs=True)]
+
+
+class HuggingFaceDeformableDETR(HuggingFaceDETR):
+    name = "transformers Deformable-DETR"
+    classes = ("transformers.models.deformable_detr.modeling_deformable_detr.DeformableDetrModel",)
+    watch = None
+    replaces = "the encoding; the level embedding stays"
+
+    def levels(self, owner: nn.Module) -> int | None:
+        return owner.level_embed.shape[0]
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+        shapes = _argument(args, kwargs, 5, "spatial_shapes_list")  # Python numbers: no wait for the GPU
+        return [tuple(shape) for shape in shapes], _padded(_argument(args, kwargs, 1, "attention_mask"), valid=True)
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        return [owner.position_embedding.register_forward_hook(ZeroOutput())]
+
+
+class HuggingFaceRTDETR(Family):
+    name = "transformers RT-DETR"
+    classes = (
+        "transformers.models.rt_detr.modeling_rt_detr.RTDetrHybridEncoder",
+        "transformers.models.rt_detr_v2.modeling_rt_detr_v2.RTDetrV2HybridEncoder",
+    )
+    blocks = "aifi"
+    layout = "BCHW"
+    replaces = "the encoding of the attention within a level"
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return layer.encoder_hidden_dim
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        return [layer.position_embedding.register_forward_hook(ZeroOutput()) for layer in owner.aifi]
+
+
+class TimmViT(Family):
+    name = "timm VisionTransformer"
+    classes = ("timm.models.vision_transformer.VisionTransformer",)
+    watch = ("patch_embed", "after")
+    replaces = "the table `pos_embed`, that of the class token with it"
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return owner.embed_dim
+
+    def prefix(self, owner: nn.Module) -> int:
+        return owner.num_prefix_tokens
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+        return [tuple(module.dynamic_feat_size(args[0].shape[-2:]))], None
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        return [] if owner.pos_embed is None else [Swap(owner, "pos_embed", None)]
+
+
+class TimmTNT(TimmViT):
+    name = "timm TNT"
+    classes = ("timm.models.tnt.TNT",)
+    output = 1
+    watch = ("pixel_embed", "after")
+    replaces = "the table `patch_pos`; `pixel_pos`, within a patch, stays"
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        return [Swap(owner, "patch_pos", owner.patch_pos.new_zeros(1, 1, 1))]
+
+
+class TorchvisionViT(Family):
+    name = "torchvision VisionTransformer"
+    classes = ("torchvision.models.vision_transformer.VisionTransformer",)
+    blocks = "encoder.layers"
+    watch = ("conv_proj", "after")
+    replaces = "the table `encoder.pos_embedding`, that of the class token with it"
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return owner.hidden_dim
+
+    def prefix(self, owner: nn.Module) -> int:
+        return 1
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+        return [tuple(output.shape[-2:])], None
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        return [Swap(owner.encoder, "pos_embedding", owner.encoder.pos_embedding.new_zeros(1, 1, 1))]
+
+
+class TorchEncoder(Family):
+    """It knows no grid: ``encoder.peg_grid``, first given to ``add_peg``, says what the tokens of the next call are."""
+
+    name = "torch.nn.TransformerEncoder"
+    classes = ("torch.nn.modules.transformer.TransformerEncoder",)
+    blocks = "layers"
+    watch = ("", "before")
+    mask_meaning = "src_key_padding_mask must be True on the padding"
+    needs_grid = True
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return layer.linear2.out_features
+
+    def layout_of(self, owner: nn.Module) -> str:
+        return "BNC" if owner.layers[0].self_attn.batch_first else "NBC"
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+        return [tuple(module.peg_grid)], _padded(_argument(args, kwargs, 2, "src_key_padding_mask"))
+
+    def settle(self, owner: nn.Module) -> list[Any]:
+        return [Swap(owner, "use_nested_tensor", False)]  # which would pack the valid tokens, without a grid
+
+
+FAMILIES: tuple[Family, ...] = (
+    DetectronViT(),
+    DetectronFPN(),
+    DETR(),
+    DeformableDETR(),
+    DetrexDETR(),
+    DetrexDeformableDETR(),
+    HuggingFaceDETR(),
+    HuggingFaceDeformableDETR(),
+    TimmViT(),
+    TorchvisionViT(),
+    TimmTNT(),
+    HuggingFaceRTDETR(),
+    TorchEncoder(),
+    DetectronMViT(),
+    DetectronSwin(),
+)
+
+
+def find_owner(model: nn.Module) -> tuple[str, nn.Module, Family]:
+    """The outermost module of a known class: its name in the model, itself, its family.
+
+    Raises:
+        PlugError: none, with a list of what is known; or several side by side.
+    """
+    found: list[tuple[str, nn.Module, Family]] = []
+    for name, module in model.named_modules():
+        if any(outer == "" or name.startswith(outer + ".") for outer, _, _ in found):
+            continue
+        family = _family_of(module)
+        if family is not None:
+            found.append((name, module, family))
+    if not found:
+        known = "\n".join(f"- {family.name} ({', '.join(family.classes)})" for family in FAMILIES)
+        raise PlugError(f"no place for PEG is known in {type(model).__name__}; the known owners of layers are\n{known}")
+    if len(found) > 1:
+        raise PlugError(f"{type(model).__name__} has several places for PEG, pass one: {', '.join(name for name, _, _ in found)}")
+    return found[0]
+
+
+def _family_of(module: nn.Module) -> Family | None:
+    names = [f".{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
+    return next((f for f in FAMILIES if any(name.endswith(f".{ending}") for name in names for ending in f.classes)), None)
