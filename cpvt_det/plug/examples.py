@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny random model of every family, with a padded batch: what the tests and ``cpvt-det plug-matrix`` try ``add_peg`` on."""
 
+import importlib
 import importlib.util
 import sys
 import types
@@ -102,39 +103,9 @@ def _masked_images(size: Size) -> Inputs:
     return (), {"pixel_values": _images(size), "pixel_mask": (~padding_mask_of(valid_sizes(size), size)).long()}
 
 
-def _detectron2_vit() -> nn.Module:
-    from detectron2.modeling.backbone.vit import ViT
-
-    return ViT(img_size=128, patch_size=16, embed_dim=C, depth=2, num_heads=2, use_rel_pos=True, pretrain_img_size=64)
-
-
-def _detectron2_mvit() -> nn.Module:
-    from detectron2.modeling.backbone.mvit import MViT
-
-    options = {"adaptive_window_size": 8, "out_features": ("scale2", "scale3"), "use_abs_pos": True, "pretrain_img_size": 64}
-    return MViT(img_size=128, embed_dim=C, depth=3, last_block_indexes=(0, 1, 2), **options)
-
-
-def _detectron2_swin() -> nn.Module:
-    from detectron2.modeling.backbone.swin import SwinTransformer
-
-    options = {"window_size": 4, "drop_path_rate": 0.0, "ape": True, "pretrain_img_size": 64, "out_indices": (0, 1)}
-    return SwinTransformer(embed_dim=C, depths=(1, 2), num_heads=(2, 2), **options)
-
-
-def _detectron2_fpn() -> nn.Module:
-    from detectron2.modeling.backbone.fpn import FPN, LastLevelMaxPool
-    from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem, ResNet
-
-    widths = (8, 16, 32)
-    stages = [
-        ResNet.make_stage(BasicBlock, 1, in_channels=widths[i], out_channels=widths[i + 1], norm="BN", stride_per_block=[i + 1])
-        for i in range(2)
-    ]
-    bottom_up = ResNet(BasicStem(3, 8, "BN"), stages, out_features=["res2", "res3"])
-    top = LastLevelMaxPool()
-    top.in_feature = "p3"
-    return FPN(bottom_up, ["res2", "res3"], C, top_block=top)
+def _detectron2(name: str) -> Callable[[], nn.Module]:
+    """One of ``d2/plug_examples.py``, where alone detectron2 is imported."""
+    return lambda: getattr(importlib.import_module("cpvt_det.d2.plug_examples"), name)()
 
 
 def _detr() -> nn.Module:
@@ -252,8 +223,8 @@ def _embeds(size: Size) -> Inputs:
 
 
 EXAMPLES = (
-    Example("detectron2 ViT", "detectron2", _detectron2_vit, _image_inputs),
-    Example("detectron2 FPN", "detectron2", _detectron2_fpn, _image_inputs, options={"after": ["p2", "p4"]}),
+    Example("detectron2 ViT", "detectron2", _detectron2("vit"), _image_inputs),
+    Example("detectron2 FPN", "detectron2", _detectron2("fpn"), _image_inputs, options={"after": ["p2", "p4"]}),
     Example("facebookresearch/detr", "detr", _detr, _one_level),
     Example("Deformable-DETR", "deformable-detr", _deformable_detr, _many_levels),
     Example("detrex DETR", "detrex", _detrex_detr, _one_level),
@@ -267,8 +238,8 @@ EXAMPLES = (
     Example("timm TNT", "timm", _timm_tnt, _image_inputs, sizes=((64, 128),)),
     Example("transformers RT-DETR", "transformers", _hf_rt_detr, _embeds),
     Example("torch.nn.TransformerEncoder", "torch", _torch_encoder, _torch_inputs, options={"grid": (2, 4)}),
-    Example("detectron2 MViTv2", "detectron2", _detectron2_mvit, _image_inputs),
-    Example("detectron2 Swin", "detectron2", _detectron2_swin, _image_inputs, options={"after": 1}),
+    Example("detectron2 MViTv2", "detectron2", _detectron2("mvit"), _image_inputs),
+    Example("detectron2 Swin", "detectron2", _detectron2("swin"), _image_inputs, options={"after": 1}),
 )
 
 
