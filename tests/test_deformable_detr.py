@@ -342,7 +342,8 @@ def test_shared_peg_normalises_all_levels_together(norm):
         trained = peg.inject(tokens, levels.padding_mask, shapes, 0)
     evaluated = peg.eval().inject(tokens, levels.padding_mask, shapes, 0)
     torch.testing.assert_close(evaluated, trained, atol=0.02, rtol=0.02)
-    assert peg.pegs["0"][0].norm is not None and (norm == "GN" or int(peg.pegs["0"][0].norm.num_batches_tracked) == 200)
+    if norm == "BN":  # moved once a step, not once a level
+        assert int(peg.pegs["0"][0].norm.num_batches_tracked) == 200
 
 
 def test_shared_peg_convolves_each_level_by_itself():

@@ -218,14 +218,18 @@ def test_levels_are_those_of_our_own_encoding(share):
     assert len(pegs) == (1 if share else 3)
     ours = build_position("peg", 32, num_levels=3, num_layers=1, share_levels=share, zero_init=True).eval()
     ours.load_state_dict({f"pegs.0.{name}": value for name, value in pegs.state_dict().items()})
-    with recorded(model) as calls:
-        example.run(model, example.sizes[0])
+    given = plugged(example)
+    with recorded(given) as calls:
+        example.run(given, example.sizes[0])
     tokens, masks = (torch.cat([call[part] for call in calls], 1) for part in (0, 1))
     shapes = [tuple(call[2]) for call in calls]
     assert shapes == [(16, 32), (8, 16), (4, 8)]
-    expected = ours.inject(tokens, masks, shapes, 0)
-    assert torch.equal(apply_levels(pegs, tokens, masks, shapes), expected)
-    assert torch.equal(torch.cat([call[3] for call in calls], 1), expected)
+    after = []
+    model.model.encoder.layers[0].register_forward_hook(lambda _, args, output: after.append(output))
+    example.run(model, example.sizes[0])
+    assert torch.equal(after[0], ours.inject(tokens, masks, shapes, 0))
+    found = apply_levels(pegs.train(), tokens, masks, shapes)  # with the statistics of a batch
+    assert torch.equal(found, ours.train().inject(tokens, masks, shapes, 0))
 
 
 def test_other_numbers_of_levels_are_refused():

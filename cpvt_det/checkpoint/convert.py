@@ -13,8 +13,6 @@ from cpvt_det.errors import UnknownNameError, WeightsError
 
 _NOT_WEIGHTS = re.compile(r"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.")
 _PROJECTION = re.compile(r"\.([qkv])_proj\.(weight|bias)$")
-
-
 _HEAD_ALIAS = re.compile(r"\.decoder\.(class|bbox)_embed\.")
 _HEAD = re.compile(r"^(class|bbox)_embed\.(\d+)\.(.+)$")
 _DECODER_LAYER = re.compile(r"^transformer\.decoder\.layers\.(\d+)\.")

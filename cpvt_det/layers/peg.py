@@ -134,3 +134,16 @@ class PEGDetection(nn.Module):
                 f"tokens {tuple(tokens.shape)}, padding_mask {tuple(padding_mask.shape)} and shape {shapes} disagree; "
                 "expected (B, H * W, C), (B, H * W) and (H, W)"
             )
+
+
+def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
+    """Add the encoding of one PEG for all levels, or of one for each; arguments as in :meth:`PEGDetection.encode_levels`.
+
+    Raises:
+        ValueError: another number of PEGs than one or that of the levels.
+    """
+    if len(pegs) == 1:
+        return pegs[0].encode_levels(tokens, padding_mask, level_shapes)
+    lengths = [height * width for height, width in level_shapes]
+    levels = zip(pegs, tokens.split(lengths, 1), padding_mask.split(lengths, 1), level_shapes, strict=True)
+    return torch.cat([peg(part, mask, shape) for peg, part, mask, shape in levels], dim=1)

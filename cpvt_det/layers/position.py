@@ -15,7 +15,7 @@ from fvcore.common.registry import Registry
 from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers.peg import PEGDetection
+from cpvt_det.layers.peg import PEGDetection, encode_levels
 from cpvt_det.structures import Size, require_bool
 
 POSITION_REGISTRY = Registry("POSITION")
@@ -248,12 +248,7 @@ class PEGEncoding(PositionEncoding):
         key = _layer_key(layer)
         if key not in self.pegs:
             return tokens
-        pegs = self.pegs[key]
-        if len(pegs) == 1:  # of one level, or shared
-            return pegs[0].encode_levels(tokens, padding_mask, level_shapes)
-        lengths = [height * width for height, width in level_shapes]
-        levels = zip(pegs, tokens.split(lengths, 1), padding_mask.split(lengths, 1), level_shapes, strict=True)
-        return torch.cat([peg(part, mask, shape) for peg, part, mask, shape in levels], dim=1)
+        return encode_levels(self.pegs[key], tokens, padding_mask, level_shapes)
 
 
 def _layer_key(layer: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.errors import BadInputError
+from cpvt_det.layers.peg import encode_levels
 from cpvt_det.structures import Size
 
 if TYPE_CHECKING:
@@ -135,9 +136,7 @@ def apply_levels(peg: nn.Module, tokens: Tensor, padded: Tensor, shapes: Sequenc
         return peg(tokens, padded, shapes[0])
     if len(peg) not in (1, len(shapes)):
         raise PlugError(f"{len(peg)} PEGs for {len(shapes)} levels of {', '.join(f'{h} x {w}' for h, w in shapes)}")
-    lengths = [height * width for height, width in shapes]
-    levels = zip(tokens.split(lengths, 1), padded.split(lengths, 1), shapes, strict=True)
-    return torch.cat([peg[i if len(peg) > 1 else 0](*level) for i, level in enumerate(levels)], dim=1)
+    return encode_levels(peg, tokens, padded, shapes)
 
 
 def _to_tokens(x: Tensor, layout: str) -> Tensor:

@@ -28,7 +28,7 @@ def parameter_groups(
         model: a detector; what lies in its ``backbone`` takes ``backbone_lr``.
         lr: of all else.
         backbone_lr: of the backbone.
-        weight_decay: of all parameters, as in DETR, but for those of the next two.
+        weight_decay: of all parameters, as in DETR, but for those of the last two.
         points_lr_multiplier: on ``lr``, for Deformable-DETR's sampling offsets and reference points.
         norm_weight_decay: of norms, those in a PEG included; ``None`` for ``weight_decay``.
         peg_weight_decay: of a PEG's other parameters; ``None`` for ``weight_decay``.
