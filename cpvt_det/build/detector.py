@@ -67,12 +67,7 @@ def _detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.Module], di
     return DETR, {
         **_shared_arguments(cfg, backbone, num_levels=1),
         "transformer": Transformer(
-            encoder_layers=detr.ENC_LAYERS,
-            decoder_layers=detr.DEC_LAYERS,
-            channels=detr.HIDDEN_DIM,
-            num_heads=detr.NHEADS,
-            ffn_channels=detr.DIM_FEEDFORWARD,
-            dropout=detr.DROPOUT,
+            **_transformer_arguments(detr),
             pre_norm=detr.PRE_NORM,
         ),
         "decoder_position": _decoder_position(cfg, detr.HIDDEN_DIM),
@@ -92,12 +87,7 @@ def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.
     return DeformableDETR, {
         **_shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
         "transformer": DeformableTransformer(
-            encoder_layers=detr.ENC_LAYERS,
-            decoder_layers=detr.DEC_LAYERS,
-            channels=detr.HIDDEN_DIM,
-            num_heads=detr.NHEADS,
-            ffn_channels=detr.DIM_FEEDFORWARD,
-            dropout=detr.DROPOUT,
+            **_transformer_arguments(detr),
             num_levels=deformable.NUM_LEVELS,
             encoder_points=deformable.ENC_POINTS,
             decoder_points=deformable.DEC_POINTS,
@@ -108,6 +98,17 @@ def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.
         "two_stage": deformable.TWO_STAGE,
         "proposal_nms": deformable.PROPOSAL_NMS,
         "mask_padding": cfg.MODEL.BACKBONE.MASK_PADDING,
+    }
+
+
+def _transformer_arguments(detr: CfgNode) -> dict[str, Any]:
+    return {
+        "encoder_layers": detr.ENC_LAYERS,
+        "decoder_layers": detr.DEC_LAYERS,
+        "channels": detr.HIDDEN_DIM,
+        "num_heads": detr.NHEADS,
+        "ffn_channels": detr.DIM_FEEDFORWARD,
+        "dropout": detr.DROPOUT,
     }
 
 
