@@ -22,8 +22,8 @@ from tqdm import tqdm
 from cpvt_det.data.shapes_scene import CLASS_NAMES, ShapesSpec, draw_image
 from cpvt_det.errors import ConfigError, DataError
 
-# Part of the parameters kept in the JSON: raise it with any change of the drawing, so that older data is told apart.
-GENERATOR_VERSION = 1
+# Part of the parameters kept in the JSON: raise it with any change of the drawing or of the JSON, so that older data is told apart.
+GENERATOR_VERSION = 2
 SPLITS = ("train", "val")
 CHUNK = 16  # images a process takes at once
 
@@ -154,20 +154,20 @@ def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processe
 
 
 def _draw_file(folder: Path, spec: ShapesSpec, seed: int, split_index: int, index: int) -> tuple[Any, ...]:
-    """Draw one image into its file; returns its (h, w), boxes and labels."""
-    image, boxes, labels = draw_image(spec, np.random.default_rng([seed, split_index, index]))
+    """Draw one image into its file; returns its (h, w), boxes, labels and polygons."""
+    image, boxes, labels, polygons = draw_image(spec, np.random.default_rng([seed, split_index, index]))
     Image.fromarray(image).save(folder / _file_name(index), quality=90)
-    return image.shape[:2], boxes.tolist(), labels.tolist()
+    return image.shape[:2], boxes.tolist(), labels.tolist(), [polygon.reshape(-1).tolist() for polygon in polygons]
 
 
 def _to_coco(info: dict[str, Any], drawn: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
     """The content of a JSON file in COCO's format; ids start at 1, and an area is that of its box."""
     images, annotations = [], []
-    for index, ((height, width), boxes, labels) in enumerate(drawn):
+    for index, ((height, width), *objects) in enumerate(drawn):
         images.append({"id": index + 1, "file_name": _file_name(index), "width": width, "height": height})
-        for (x1, y1, x2, y2), label in zip(boxes, labels, strict=True):
-            box = {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": (x2 - x1) * (y2 - y1), "iscrowd": 0}
-            annotations.append({"id": len(annotations) + 1, "image_id": index + 1, "category_id": label + 1, **box})
+        for (x1, y1, x2, y2), label, polygon in zip(*objects, strict=True):
+            place = {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": (x2 - x1) * (y2 - y1), "iscrowd": 0, "segmentation": [polygon]}
+            annotations.append({"id": len(annotations) + 1, "image_id": index + 1, "category_id": label + 1, **place})
     categories = [{"id": i + 1, "name": name, "supercategory": "shape"} for i, name in enumerate(CLASS_NAMES)]
     return {"info": info, "licenses": [], "images": images, "annotations": annotations, "categories": categories}
 

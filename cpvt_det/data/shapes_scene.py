@@ -146,7 +146,7 @@ class Scene:
     shapes: list[Shape]
 
 
-def draw_image(spec: ShapesSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def draw_image(spec: ShapesSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
     """Draw one image.
 
     Args:
@@ -157,12 +157,14 @@ def draw_image(spec: ShapesSpec, rng: np.random.Generator) -> tuple[np.ndarray, 
         image: (H, W, 3) uint8, RGB.
         boxes_xyxy: (G, 4) float64, in pixels, tight to the part of each object inside the image, covered or not.
         labels: (G,) int64, index into ``CLASS_NAMES``.
+        polygons: G of (V, 2) float64, in pixels, the part of each object inside the image, covered or not.
     """
     scene = plan_scene(spec, rng)
     image = paint_scene(scene, spec.scale, rng)
     factor = np.array(image.shape[1::-1]) / (scene.width, scene.height)
     boxes = np.array([shape.box for shape in scene.shapes]).reshape(-1, 4) * np.tile(factor, 2)
-    return image, _to_64ths(boxes), np.array([shape.label for shape in scene.shapes], dtype=np.int64)
+    polygons = [_to_64ths(_one_polygon(shape.paths, scene.width, scene.height) * factor) for shape in scene.shapes]
+    return image, _to_64ths(boxes), np.array([shape.label for shape in scene.shapes], dtype=np.int64), polygons
 
 
 def plan_scene(spec: ShapesSpec, rng: np.random.Generator) -> Scene:
@@ -258,6 +260,15 @@ def _clip_path(path: np.ndarray, width: int, height: int) -> np.ndarray:
         keep = np.stack([crosses, depth_following >= 0], axis=1).reshape(-1)
         path = np.stack([crossings, following], axis=1).reshape(-1, 2)[keep]
     return path
+
+
+def _one_polygon(paths: Sequence[np.ndarray], width: int, height: int) -> np.ndarray:
+    """The part of an outline inside the image, less its holes, each reached by a cut along which the polygon goes there and back."""
+    outline, *holes = (_clip_path(path, width, height) for path in paths)
+    for hole in holes:
+        if len(hole):
+            outline = np.concatenate([outline, outline[:1], hole[::-1], hole[-1:]])
+    return outline
 
 
 def _area(paths: Sequence[np.ndarray]) -> float:
