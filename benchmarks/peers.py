@@ -90,7 +90,7 @@ def _git(folder: Path, *words: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-PACKAGES = ("models", "util")
+PACKAGES = ("models", "util", "datasets")
 """What the checkouts call their packages."""
 EXTENSION = "MultiScaleDeformableAttention"
 """The compiled module of the official Deformable-DETR, which its file of the pure-PyTorch core imports too."""
@@ -154,8 +154,35 @@ def packages_of(folder: Path) -> Iterator[None]:
 
 
 @functools.cache
+def official_detr(folder: Path) -> types.SimpleNamespace:
+    """What suites take from a checkout: ``build(args)`` and ``NestedTensor``, the criterion, the data's transforms.
+
+    Its backbone downloads no weights.
+
+    Raises:
+        BadInputError: files that cannot be imported.
+    """
+    names = ("models.detr", "models.matcher", "models.backbone", "util.misc", "datasets.coco", "datasets.transforms")
+    with packages_of(folder):
+        try:
+            detector, matcher, backbone, misc, coco, transforms = (importlib.import_module(name) for name in names)
+        except Exception as error:
+            raise BadInputError(f"peer detr: its modules cannot be imported: {error}") from error
+    backbone.is_main_process = lambda: False  # in its backbone alone, where the main process downloads
+    return types.SimpleNamespace(
+        build=detector.build,
+        NestedTensor=misc.NestedTensor,
+        SetCriterion=detector.SetCriterion,
+        HungarianMatcher=matcher.HungarianMatcher,
+        prepare_annotations=coco.ConvertCocoPolysToMask(),
+        transforms=transforms,
+        batch_of=misc.nested_tensor_from_tensor_list,
+    )
+
+
+@functools.cache
 def official_deformable_detr(folder: Path) -> types.SimpleNamespace:
-    """``build(args)`` and ``NestedTensor`` of a checkout.
+    """``build(args)``, ``NestedTensor``, ``SetCriterion`` and ``HungarianMatcher`` of a checkout.
 
     Its op takes the compiled extension for CUDA tensors where that is built, else its own pure-PyTorch core: the extension's CPU
     functions only raise. Its backbone downloads no weights.
@@ -168,6 +195,7 @@ def official_deformable_detr(folder: Path) -> types.SimpleNamespace:
             detector = importlib.import_module("models.deformable_detr")
             backbone = importlib.import_module("models.backbone")
             attention = importlib.import_module("models.ops.modules.ms_deform_attn")
+            matcher = importlib.import_module("models.matcher")
             misc = importlib.import_module("util.misc")
         except Exception as error:
             raise BadInputError(f"peer deformable_detr: its models cannot be imported: {error}") from error
@@ -175,7 +203,12 @@ def official_deformable_detr(folder: Path) -> types.SimpleNamespace:
         apply=functools.partial(_official_op, official_cuda_op(folder), official_core(folder))
     )
     backbone.is_main_process = lambda: False  # in its backbone alone, where the main process downloads
-    return types.SimpleNamespace(build=detector.build, NestedTensor=misc.NestedTensor)
+    return types.SimpleNamespace(
+        build=detector.build,
+        NestedTensor=misc.NestedTensor,
+        SetCriterion=detector.SetCriterion,
+        HungarianMatcher=matcher.HungarianMatcher,
+    )
 
 
 def _official_op(compiled: Callable[..., Any] | None, core: Callable[..., Any], value: Any, shapes: Any, *rest: Any) -> Any:

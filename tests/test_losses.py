@@ -147,7 +147,7 @@ def test_cost_is_that_of_each_pair(classification):
         for g in range(COUNTS[image]):
             label, wanted = int(targets[image].labels[g]), targets[image].boxes_cxcywh[g].tolist()
             expected = slow_cost(logits, box, label, wanted, kind_of(classification))
-            assert float(cost[layer, image, query, g]) == pytest.approx(expected, abs=1e-12)
+            assert float(cost[layer, image, g, query]) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("counts", [COUNTS, [5, 0, 4, 5], [6, 7, 0, 1]], ids=["fewer boxes", "as many", "more than queries"])
@@ -352,7 +352,7 @@ def test_cheaper_means_a_higher_score(classification):
     """For one class, the order of queries by cost is their order by score."""
     logits = torch.randn(1, 1, 9, classification.num_logits, dtype=torch.float64)
     for k in range(K):
-        cost = classification.cost(logits, torch.tensor([[k]]))[0, 0, :, 0]
+        cost = classification.cost(logits, torch.tensor([[k]]))[0, 0, 0]
         score = logits.softmax(-1)[0, 0, :, k] if kind_of(classification) == "softmax" else logits.sigmoid()[0, 0, :, k]
         assert cost.argsort().tolist() == score.argsort(descending=True).tolist()
 

@@ -4,9 +4,10 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchvision.ops import sigmoid_focal_loss
 
 from cpvt_det.errors import UnknownNameError
+
+SOFTPLUS_IS_LINEAR = 40.0  # from here on to the last digit of float64; torch's own 20 is for float32
 
 
 class SoftmaxClassification:
@@ -34,7 +35,7 @@ class SoftmaxClassification:
             labels: (B, T) int64 in [0, K).
 
         Returns:
-            (D, B, Q, T), minus the probability of the target's class.
+            (D, B, T, Q), minus the probability of the target's class.
         """
         return -_pick(logits.softmax(-1), labels)
 
@@ -104,9 +105,19 @@ class FocalClassification:
         return positive - negative
 
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
-        """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`."""
-        one_hot = F.one_hot(classes, self.num_classes + 1)[..., :-1].to(logits.dtype)
-        return sigmoid_focal_loss(logits, one_hot, self.alpha, self.gamma).sum((1, 2, 3))
+        """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`.
+
+        Nearly all are negatives: first every one is taken for such, then the few that are not are set right.
+        """
+        label = classes.clamp(max=self.num_classes - 1)[..., None]
+        own = logits.gather(-1, label)[..., 0]  # (D, B, Q)
+        change = self._side(-own, self.alpha) - self._side(own, 1 - self.alpha)
+        change = torch.where(classes < self.num_classes, change, 0)
+        return self._side(logits, 1 - self.alpha).sum((1, 2, 3)) + change.sum((1, 2))
+
+    def _side(self, x: Tensor, weight: float) -> Tensor:
+        """What a negative of logit x adds to the loss; of a positive with logit -x it is the same, with its own weight."""
+        return weight * x.sigmoid() ** self.gamma * F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)
 
     def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
         """The number of boxes."""
@@ -139,6 +150,7 @@ def make_classification(name: str, num_classes: int, **options: float) -> Classi
 
 
 def _pick(values: Tensor, labels: Tensor) -> Tensor:
-    """The values of the target classes: (D, B, Q, K'), (B, T) -> (D, B, Q, T)."""
+    """The values of the target classes: (D, B, Q, K'), (B, T) -> (D, B, T, Q)."""
     layers, _, queries, _ = values.shape
-    return values.gather(-1, labels[None, :, None].expand(layers, -1, queries, -1))
+    picked = values.gather(-1, labels[None, :, None].expand(layers, -1, queries, -1))
+    return picked.transpose(2, 3).contiguous()

@@ -105,7 +105,8 @@ class SetCriterion:
         boxes = sum(len(target) for target in targets)
         matched = sum(min(len(target), num_queries) for target in targets)
         device = targets[0].boxes_cxcywh.device
-        counts = torch.tensor([boxes, matched, len(targets) * num_queries - matched], dtype=torch.float64, device=device)
+        counts = torch.tensor([boxes, matched, len(targets) * num_queries - matched], dtype=torch.float64)
+        counts = counts.to(device, non_blocking=True)  # made there, the host would wait for the device
         total_boxes, total_matched, total_unmatched = distributed.all_reduce_sum(counts)
         total_boxes = total_boxes.clamp(min=1)
         classes = self.classification.normalizer(total_matched, total_unmatched, total_boxes)
@@ -152,12 +153,12 @@ class SetCriterion:
     @torch.no_grad()
     def _metrics(self, predictions: Predictions, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:
         logits = predictions.logits[-1]
-        last = (matches.layer == len(predictions.logits) - 1).to(logits.dtype)  # (P,) a mask, not an index: no host copy
-        guesses = predictions.logits[matches.layer, matches.image, matches.query]
-        wrong = (guesses.argmax(-1) != targets.labels[matches.image, matches.target]).to(logits.dtype)
+        last = slice(len(matches.layer) // len(predictions.logits) * (len(predictions.logits) - 1), None)  # every layer has as many
+        image, query, target = matches.image[last], matches.query[last], matches.target[last]
+        wrong = (logits[image, query].argmax(-1) != targets.labels[image, target]).to(logits.dtype)
         claimed = self.classification.predicted_object(logits).sum(-1)
-        counts = torch.tensor(targets.counts, device=logits.device)
+        counts = torch.tensor(targets.counts).to(logits.device, non_blocking=True)
         return {
-            "metric_class_error": 100 * (wrong * last).sum() / last.sum().clamp(min=1),
+            "metric_class_error": 100 * wrong.sum() / max(1, len(wrong)),
             "metric_cardinality_error": (claimed - counts).abs().to(logits.dtype).mean(),
         }

@@ -13,7 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
+from cpvt_det.boxes import cxcywh_to_xyxy, pairwise_generalized_iou
 from cpvt_det.losses.classification import Classification
 from cpvt_det.structures import Predictions, Targets
 
@@ -79,31 +79,31 @@ class HungarianMatcher:
         Raises:
             FloatingPointError: non-finite predictions, with the positions in the batch of the images that have them.
         """
-        # Beside the targets' columns one that is 0, or NaN where a prediction is not finite: an image may have no targets.
-        probe = 0 * (predictions.logits.sum(-1, keepdim=True) + predictions.boxes.sum(-1, keepdim=True))
-        cost = torch.cat((self.cost(predictions, targets), probe), dim=-1).cpu().numpy()  # the one copy to the host
+        # Below the targets' rows one that is 0, or NaN where a prediction is not finite: an image may have no targets.
+        probe = 0 * (predictions.logits.sum(-1) + predictions.boxes.sum(-1))[:, :, None]
+        cost = torch.cat((self.cost(predictions, targets), probe), dim=2).cpu().numpy()  # the one copy to the host
         self._require_finite(cost, targets.counts)
-        pairs = []
-        for layer, images in enumerate(cost):
-            for image, (matrix, count) in enumerate(zip(images, targets.counts, strict=True)):
-                # Transposed: the solver is faster with the short side first.
-                target, query = linear_sum_assignment(matrix[:, :count].T)
-                order = np.argsort(query)
-                pairs.append(np.stack((np.full_like(query, layer), np.full_like(query, image), query, target))[:, order])
-        index = np.concatenate(pairs, axis=1) if pairs else np.zeros((4, 0), dtype=np.int64)
+        layers, images, _, queries = cost.shape
+        solved = [
+            linear_sum_assignment(matrix[:count]) for layer in cost for matrix, count in zip(layer, targets.counts, strict=True)
+        ]
+        target, query = (np.concatenate([np.zeros(0, dtype=np.int64), *parts]) for parts in zip(*solved, strict=True))
+        number = np.repeat(np.arange(layers * images), [len(found) for found, _ in solved])  # layer * B + image
+        order = np.argsort(number * queries + query)
+        index = np.stack((number // images, number % images, query, target))[:, order]
         return Matches(*torch.from_numpy(index).to(predictions.logits.device, non_blocking=True))
 
     def cost(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
-        """(D, B, Q, T) float; columns beyond an image's count mean nothing."""
+        """(D, B, T, Q) float, as the solver is faster with the short side first; rows beyond an image's count mean nothing."""
         boxes, wanted = predictions.boxes, targets.boxes_cxcywh
-        class_cost = self.classification.cost(predictions.logits, targets.labels)
-        l1_cost = torch.cdist(boxes, wanted[None], p=1)
-        giou_cost = -generalized_iou(cxcywh_to_xyxy(boxes)[..., :, None, :], cxcywh_to_xyxy(wanted)[None, :, None])
-        return self.class_cost * class_cost + self.l1_cost * l1_cost + self.giou_cost * giou_cost
+        cost = self.class_cost * self.classification.cost(predictions.logits, targets.labels)
+        cost += self.l1_cost * torch.cdist(wanted[None], boxes, p=1)
+        cost -= self.giou_cost * pairwise_generalized_iou(cxcywh_to_xyxy(wanted)[None], cxcywh_to_xyxy(boxes))
+        return cost
 
     @staticmethod
     def _require_finite(cost: np.ndarray, counts: list[int]) -> None:
         if np.isfinite(cost).all():
             return
-        bad = [image for image, count in enumerate(counts) if not np.isfinite(cost[:, image][..., [*range(count), -1]]).all()]
+        bad = [image for image, count in enumerate(counts) if not np.isfinite(cost[:, image, [*range(count), -1]]).all()]
         raise FloatingPointError(f"non-finite predictions for the images at positions {bad} of the batch")

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matcher and criterion of each implementation, of one recipe, called the same way on the same predictions."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import official_deformable_detr, official_detr
+from cpvt_det.losses import HungarianMatcher, SetCriterion, make_classification
+from cpvt_det.losses.matcher import PaddedTargets
+from cpvt_det.structures import Predictions, Targets
+
+CLASSES = 91
+LAYERS = 6
+KINDS = {"softmax": CLASSES + 1, "focal": CLASSES}
+"""By name the logits of a query: of DETR, of Deformable-DETR."""
+CLASS_COST = {"softmax": 1.0, "focal": 2.0}
+L1, GIOU, BACKGROUND, ALPHA = 5.0, 2.0, 0.1, 0.25
+PARTS = ["labels", "boxes", "cardinality"]  # what the official builds and transformers ask for
+
+Pairs = list[tuple[Tensor, Tensor]]
+"""For each image the matched queries and their targets."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One implementation.
+
+    Args:
+        total: logits (D, B, Q, K') and boxes (D, B, Q, 4), stacked or as a sequence of D, -> the loss of all layers, weighted.
+        match: the same -> for each layer, the pairs of each image.
+        stacked: whether the layers are wanted as one tensor.
+    """
+
+    total: Callable[[Any, Any], Tensor]
+    match: Callable[[Any, Any], list[Pairs]]
+    stacked: bool = False
+
+
+def our_criterion(kind: str, targets: Sequence[Targets]) -> Criterion:
+    matcher = HungarianMatcher(make_classification(kind, CLASSES), CLASS_COST[kind], L1, GIOU)
+    criterion = SetCriterion(matcher, class_weight=1.0, l1_weight=L1, giou_weight=GIOU)
+
+    def total(logits: Tensor, boxes: Tensor) -> Tensor:
+        return sum(criterion(Predictions(logits, boxes), targets).losses.values())
+
+    def match(logits: Tensor, boxes: Tensor) -> list[Pairs]:
+        found = matcher(Predictions(logits, boxes), PaddedTargets.from_targets(targets, boxes.dtype))
+        here = [[(found.layer == layer) & (found.image == i) for i in range(len(targets))] for layer in range(len(logits))]
+        return [[(found.query[pair], found.target[pair]) for pair in images] for images in here]
+
+    return Criterion(total, match, stacked=True)
+
+
+def official_criterion(kind: str, targets: Sequence[Targets], folder: Path) -> Criterion:
+    """Of a checkout: facebookresearch/detr for ``softmax``, fundamentalvision/Deformable-DETR for ``focal``."""
+    official = official_detr(folder) if kind == "softmax" else official_deformable_detr(folder)
+    matcher = official.HungarianMatcher(cost_class=CLASS_COST[kind], cost_bbox=L1, cost_giou=GIOU)
+    weights = {f"loss_{part}{layer}": w for layer in _suffixes() for part, w in (("ce", 1.0), ("bbox", L1), ("giou", GIOU))}
+    kinds = {"softmax": {"eos_coef": BACKGROUND}, "focal": {"focal_alpha": ALPHA}}
+    criterion = official.SetCriterion(CLASSES, matcher, weights, losses=PARTS, **kinds[kind])
+    criterion.to(targets[0].labels.device)
+    wanted = [{"labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets]
+
+    def total(logits: Sequence[Tensor], boxes: Sequence[Tensor]) -> Tensor:
+        *auxiliary, last = ({"pred_logits": a, "pred_boxes": b} for a, b in zip(logits, boxes, strict=True))
+        losses = criterion({**last, "aux_outputs": auxiliary}, wanted)
+        return sum(losses[name] * weight for name, weight in weights.items())
+
+    def match(logits: Sequence[Tensor], boxes: Sequence[Tensor]) -> list[Pairs]:
+        return [matcher({"pred_logits": a, "pred_boxes": b}, wanted) for a, b in zip(logits, boxes, strict=True)]
+
+    return Criterion(total, match)
+
+
+def hf_criterion(kind: str, targets: Sequence[Targets]) -> Criterion:
+    """What transformers' ``DetrForObjectDetection`` and ``DeformableDetrForObjectDetection`` call with labels."""
+    from transformers.loss import loss_deformable_detr as deformable
+    from transformers.loss import loss_for_object_detection as detr
+
+    loss = detr.ForObjectDetectionLoss if kind == "softmax" else deformable.DeformableDetrForObjectDetectionLoss
+    matcher_class = detr.HungarianMatcher if kind == "softmax" else deformable.DeformableDetrHungarianMatcher
+    costs = {"class_cost": CLASS_COST[kind], "bbox_cost": L1, "giou_cost": GIOU}
+    config = argparse.Namespace(
+        **costs,
+        num_labels=CLASSES,
+        eos_coefficient=BACKGROUND,
+        focal_alpha=ALPHA,
+        bbox_loss_coefficient=L1,
+        giou_loss_coefficient=GIOU,
+        auxiliary_loss=True,
+        decoder_layers=LAYERS,
+    )
+    wanted = [{"class_labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets]
+    device, matcher = targets[0].labels.device, matcher_class(**costs)
+
+    def total(logits: Sequence[Tensor], boxes: Sequence[Tensor]) -> Tensor:
+        return loss(logits[-1], wanted, device, boxes[-1], config, logits, boxes)[0]
+
+    def match(logits: Sequence[Tensor], boxes: Sequence[Tensor]) -> list[Pairs]:
+        return [matcher({"logits": a, "pred_boxes": b}, wanted) for a, b in zip(logits, boxes, strict=True)]
+
+    return Criterion(total, match)
+
+
+def _suffixes() -> list[str]:
+    """Of the official names: none for the last layer, numbers for the others."""
+    return ["", *(f"_{layer}" for layer in range(LAYERS - 1))]
+
+
+def target_of_query(pairs: list[Pairs], queries: int) -> Tensor:
+    """(D, B, Q) float: which target each query got, -1 for none."""
+    found = torch.full((len(pairs), len(pairs[0]), queries), -1.0)
+    for layer, images in enumerate(pairs):
+        for image, (query, target) in enumerate(images):
+            found[layer, image, query.cpu()] = target.cpu().float()
+    return found
