@@ -25,10 +25,11 @@ CHECKOUTS = {
     "deformable_detr": ("fundamentalvision/Deformable-DETR", "models/ops/functions/ms_deform_attn_func.py"),
     "detr": ("facebookresearch/detr", "models/detr.py"),
     "detrex": ("IDEA-Research/detrex", "detrex/layers/multi_scale_deform_attn.py"),
+    "detectron2": ("facebookresearch/detectron2", "detectron2/data/dataset_mapper.py"),
 }
 """By name: the public repository, and a file by which a checkout of it is known."""
-IMPORTED = ("transformers",)
-"""Libraries that take part where they are installed."""
+IMPORTED = ("transformers", "detectron2")
+"""Libraries that take part where they are installed; of detectron2 a checkout takes part too, but for what is compiled."""
 
 
 def find_peers(given: Iterable[str]) -> dict[str, Path | None]:
@@ -49,7 +50,7 @@ def find_peers(given: Iterable[str]) -> dict[str, Path | None]:
         name, _, path = text.partition("=")
         if name not in (*CHECKOUTS, *IMPORTED):
             raise UnknownNameError("peer", name, (*CHECKOUTS, *IMPORTED))
-        if name in CHECKOUTS:
+        if name in CHECKOUTS and (path or name not in IMPORTED):
             found[name] = _checkout(name, path)
         elif path:
             raise BadInputError(f"peer {name} is a library and has no path; give --peer {name}")
@@ -227,6 +228,14 @@ def official_cuda_op(folder: Path) -> Callable[..., Any] | None:
     """``MSDeformAttnFunction.apply``, or None where the extension is not built."""
     module = official_op_file(folder)
     return module.MSDeformAttnFunction.apply if hasattr(module.MSDA, "ms_deform_attn_forward") else None
+
+
+def detectron2_coco_eval() -> type | None:
+    """``COCOeval_opt`` of an installed detectron2; None where its compiled part is missing."""
+    try:
+        return importlib.import_module("detectron2.evaluation.fast_eval_api").COCOeval_opt
+    except ImportError:
+        return None
 
 
 @functools.cache

@@ -7,22 +7,22 @@ A backend matches; the figures are read off its arrays here, in one function for
 pycocotools gives -1 for AP with any limit but 100 detections.
 """
 
+import gc
 import io
 import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tabulate import tabulate
-from torch import Tensor
 
 from cpvt_det.errors import UnknownNameError
+from cpvt_det.evaluation.checks import check_classes, check_form, check_values
 from cpvt_det.structures import Detections
 
 AREA_SUFFIXES = ("s", "m", "l")  # of a box: below 32^2 pixels, up to 96^2, above
@@ -45,6 +45,10 @@ BACKENDS: dict[str, Callable[[], tuple[type, type]]] = {
     "faster_coco_eval": _load_faster_coco_eval,
     "pycocotools": _load_pycocotools,
 }
+
+
+Found = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Of one image: labels (n,) int64 in [0, K), boxes xywh (n, 4) float64, scores (n,) float64."""
 
 
 class CocoEvaluator:
@@ -78,14 +82,14 @@ class CocoEvaluator:
             raise UnknownNameError("evaluator", backend, BACKENDS)
         if max_detections < 1:
             raise ValueError(f"max_detections must be at least 1, got {max_detections}")
-        _check_classes(class_ids, class_names)
+        check_classes(class_ids, class_names)
         self.class_ids = [int(class_id) for class_id in class_ids]
         self.class_names = list(class_names)
         self.backend = backend
         self.max_detections = [limit for limit in (1, 10) if limit < max_detections] + [max_detections]
         self._ground_truth = _lean_copy(ground_truth, self.class_ids)
         self._image_ids = {image["id"] for image in self._ground_truth["images"]}
-        self._results: dict[int, list[dict[str, Any]]] = {}
+        self._found: dict[int, Found] = {}
 
     def add(self, image_id: int, detections: Detections) -> None:
         """Take the detections of one image.
@@ -99,37 +103,43 @@ class CocoEvaluator:
                 not finite or out of range. A NaN score would sort anywhere, and give an AP of 100 to a broken model.
         """
         self._check_new(image_id)
-        boxes, scores, labels = (values.detach().cpu() for values in (detections.boxes_xyxy, detections.scores, detections.labels))
-        _check_detections(image_id, boxes, scores, labels, len(self.class_ids))
-        boxes = boxes.double()
-        boxes_xywh = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
-        self._results[int(image_id)] = [
-            {"image_id": int(image_id), "category_id": self.class_ids[label], "bbox": box, "score": score}
-            for label, box, score in zip(labels.tolist(), boxes_xywh.tolist(), scores.double().tolist(), strict=True)
-        ]
+        check_form(image_id, detections)
+        boxes, scores = (values.detach().cpu().double().numpy() for values in (detections.boxes_xyxy, detections.scores))
+        labels = detections.labels.cpu().long().numpy()
+        check_values(image_id, boxes, scores, labels, len(self.class_ids))
+        self._found[int(image_id)] = labels, np.concatenate((boxes[:, :2], boxes[:, 2:] - boxes[:, :2]), axis=1), scores
 
-    def state(self) -> dict[str, list]:
-        """What was added so far, in plain Python objects that can be sent to another process."""
-        return {"image_ids": list(self._results), "results": self.coco_results()}
+    def state(self) -> dict[int, Found]:
+        """What was added so far, by image id, which can be sent to another process."""
+        return dict(self._found)
 
-    def merge(self, state: dict[str, list]) -> None:
+    def merge(self, state: dict[int, Found]) -> None:
         """Take what another evaluator of the same ground truth has collected.
 
         Raises:
             ValueError: an image that is unknown or was added before.
         """
-        for image_id in state["image_ids"]:
+        for image_id in state:
             self._check_new(image_id)
-        self._results.update({image_id: [] for image_id in state["image_ids"]})
-        for result in state["results"]:
-            self._results[result["image_id"]].append(dict(result))
+        self._found.update(state)
 
     def coco_results(self) -> list[dict[str, Any]]:
         """The detections in the results format of COCO: category ids as in the file, boxes xywh.
 
         They are in the order of the images in the ground truth, whichever process saw them.
         """
-        return [dict(result) for image in self._ground_truth["images"] for result in self._results.get(image["id"], ())]
+        return [{"image_id": i, "category_id": c, "bbox": box, "score": score} for i, c, box, score in self._rows()]
+
+    def _rows(self) -> Iterator[tuple[int, int, list[float], float]]:
+        """Image id, category id, box xywh and score of every detection, in the order of the images in the ground truth."""
+        image_ids = [image["id"] for image in self._ground_truth["images"] if image["id"] in self._found]
+        found = [self._found[image_id] for image_id in image_ids]
+        if not found:
+            return iter(())
+        labels, boxes, scores = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        image_of = np.repeat(image_ids, [len(part) for part, *_ in found])
+        columns = (image_of, np.array(self.class_ids)[labels], boxes, scores)
+        return zip(*(column.tolist() for column in columns), strict=True)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Compare what was added with the ground truth.
@@ -139,13 +149,18 @@ class CocoEvaluator:
             limits of AR follow ``max_detections``), "ARs", "ARm", "ARl" and "AP-<class name>" of each class. A figure
             is NaN if there is no ground truth for it, and 0 if there is some but no detection.
         """
-        precision, recall = _match(self.backend, self._ground_truth, self.coco_results(), self.max_detections)
+        with _no_garbage_collection():
+            detected = [
+                {"id": n, "image_id": i, "category_id": c, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, "score": score}
+                for n, (i, c, box, score) in enumerate(self._rows(), start=1)
+            ]
+            precision, recall = _match(self.backend, self._ground_truth, detected, self.max_detections)
         return {"bbox": _figures(precision, recall, self.class_ids, self.class_names, self.max_detections)}
 
     def _check_new(self, image_id: int) -> None:
         if image_id not in self._image_ids:
             raise ValueError(f"image id {image_id!r} is not in the ground truth of {len(self._image_ids)} images")
-        if image_id in self._results:
+        if image_id in self._found:
             raise ValueError(f"the detections of image id {image_id!r} were added before; add every image once")
 
 
@@ -196,36 +211,6 @@ def _write_json(value: Any, path: str | os.PathLike[str], indent: int | None) ->
         temporary.unlink(missing_ok=True)
 
 
-def _check_classes(class_ids: Sequence[int], class_names: Sequence[str]) -> None:
-    if len(class_ids) == 0 or len(class_ids) != len(class_names):
-        raise ValueError(f"expected one name for each class id, got {len(class_ids)} ids and {len(class_names)} names")
-    for kind, values in (("id", list(class_ids)), ("name", list(class_names))):
-        twice = [value for value in values if values.count(value) > 1]
-        if twice:
-            raise ValueError(f"class {kind} {twice[0]!r} is given to more than one class")
-
-
-def _check_detections(image_id: int, boxes: Tensor, scores: Tensor, labels: Tensor, num_classes: int) -> None:
-    """Refuse detections that cannot be scored, naming their image."""
-    where = f"the detections of image id {image_id!r}"
-    count = scores.numel()
-    if scores.ndim != 1 or boxes.shape != (count, 4) or labels.shape != (count,):
-        shapes = ", ".join(str(tuple(values.shape)) for values in (boxes, scores, labels))
-        raise ValueError(f"{where}: expected boxes (n, 4), scores (n,) and labels (n,), got {shapes}")
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"{where}: labels must be integers, got {labels.dtype}")
-    for name, values in (("scores", scores), ("boxes", boxes)):
-        bad = int((~values.isfinite()).reshape(count, -1).any(dim=1).sum()) if count else 0
-        if bad:
-            raise ValueError(f"{where}: {bad} of {count} {name} are not finite; the weights are probably broken")
-    outside = labels[(labels < 0) | (labels >= num_classes)]
-    if len(outside):
-        raise ValueError(f"{where}: label {int(outside[0])} is not in [0, {num_classes})")
-    inverted = boxes[(boxes[:, 2:] < boxes[:, :2]).any(dim=1)]
-    if len(inverted):
-        raise ValueError(f"{where}: box {inverted[0].tolist()} is not xyxy, its right or bottom lies before its start")
-
-
 def _lean_copy(ground_truth: dict[str, Any], class_ids: list[int]) -> dict[str, list[dict[str, Any]]]:
     """What box evaluation needs, for the backends to write into; numbered from 1, as id 0 means "no match" to them."""
     image_ids = [image["id"] for image in ground_truth["images"]]
@@ -251,20 +236,30 @@ def _lean_copy(ground_truth: dict[str, Any], class_ids: list[int]) -> dict[str, 
     }
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Dicts by the million are made, none in a cycle; looking through them for cycles is a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _match(
-    backend: str, ground_truth: dict[str, list], results: list[dict[str, Any]], max_detections: list[int]
+    backend: str, ground_truth: dict[str, list], detected: list[dict[str, Any]], max_detections: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Precision (10 IoUs, 101 recalls, K, 4 areas, limits) and recall (10, K, 4, limits), classes by rising id.
 
-    -1 stands where there is no ground truth.
+    -1 stands where there is no ground truth. The detections are annotations, ids from 1; the backends write into them.
     """
     coco_class, eval_class = BACKENDS[backend]()
-    for number, result in enumerate(results, start=1):
-        result.update(id=number, area=result["bbox"][2] * result["bbox"][3], iscrowd=0)
     sides = []
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # pycocotools on numpy 2
-        for annotations in (ground_truth["annotations"], results):
+        for annotations in (ground_truth["annotations"], detected):
             # not by loadRes, which fails on an empty list in pycocotools
             side = coco_class()
             side.dataset = {**ground_truth, "annotations": annotations}

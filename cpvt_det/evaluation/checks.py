@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the evaluator refuses, each with the image's id."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cpvt_det.structures import Detections
+
+
+def check_classes(class_ids: Sequence[int], class_names: Sequence[str]) -> None:
+    if len(class_ids) == 0 or len(class_ids) != len(class_names):
+        raise ValueError(f"expected one name for each class id, got {len(class_ids)} ids and {len(class_names)} names")
+    for kind, values in (("id", list(class_ids)), ("name", list(class_names))):
+        twice = [value for value in values if values.count(value) > 1]
+        if twice:
+            raise ValueError(f"class {kind} {twice[0]!r} is given to more than one class")
+
+
+def check_form(image_id: int, detections: Detections) -> None:
+    """Refuse detections whose tensors do not fit together, naming their image."""
+    where = f"the detections of image id {image_id!r}"
+    boxes, scores, labels = detections.boxes_xyxy, detections.scores, detections.labels
+    if scores.ndim != 1 or boxes.shape != (len(scores), 4) or labels.shape != scores.shape:
+        shapes = ", ".join(str(tuple(values.shape)) for values in (boxes, scores, labels))
+        raise ValueError(f"{where}: expected boxes (n, 4), scores (n,) and labels (n,), got {shapes}")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"{where}: labels must be integers, got {labels.dtype}")
+
+
+def check_values(image_id: int, boxes: np.ndarray, scores: np.ndarray, labels: np.ndarray, num_classes: int) -> None:
+    """Refuse detections that cannot be scored, naming their image."""
+    where = f"the detections of image id {image_id!r}"
+    for name, values in (("scores", scores[:, None]), ("boxes", boxes)):
+        bad = int((~np.isfinite(values)).any(axis=1).sum())
+        if bad:
+            raise ValueError(f"{where}: {bad} of {len(scores)} {name} are not finite; the weights are probably broken")
+    outside = labels[(labels < 0) | (labels >= num_classes)]
+    if len(outside):
+        raise ValueError(f"{where}: label {int(outside[0])} is not in [0, {num_classes})")
+    inverted = boxes[(boxes[:, 2:] < boxes[:, :2]).any(axis=1)]
+    if len(inverted):
+        raise ValueError(f"{where}: box {inverted[0].tolist()} is not xyxy, its right or bottom lies before its start")
