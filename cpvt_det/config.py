@@ -140,10 +140,7 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.WEIGHT_DECAY = 1e-4
     solver.WEIGHT_DECAY_NORM = None  # None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # None: as its parameters would have elsewhere
-    solver.CLIP_GRADIENTS = CfgNode()
-    solver.CLIP_GRADIENTS.ENABLED = True
-    solver.CLIP_GRADIENTS.CLIP_TYPE = "full_model"
-    solver.CLIP_GRADIENTS.CLIP_VALUE = 0.1  # of the norm of all gradients together
+    solver.CLIP_NORM = 0.1  # bound on the norm of all gradients together; 0: none
     solver.AMP = CfgNode()
     solver.AMP.ENABLED = False
     solver.AMP.DTYPE = "bfloat16"  # or float16

@@ -125,6 +125,8 @@ class Levels:
     def from_masks(cls, padding_masks: Sequence[Tensor], dtype: torch.dtype) -> "Levels":
         """From the (B, H_l, W_l) masks of images that lie in the top left corner of the maps."""
         shapes = [tuple(mask.shape[1:]) for mask in padding_masks]
+        if torch.jit.is_tracing():  # there they are tensors: tools that count operations trace
+            shapes = [(int(height), int(width)) for height, width in shapes]
         valid = torch.stack([torch.stack(((~mask[:, 0]).sum(1), (~mask[:, :, 0]).sum(1)), -1) for mask in padding_masks], 1)
         # By `full`: it copies nothing to a GPU, and takes the symbolic sizes of an export.
         sides = [torch.full((), side, dtype=dtype, device=valid.device) for height, width in shapes for side in (width, height)]

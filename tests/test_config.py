@@ -12,6 +12,7 @@ from cpvt_det.config import config_root, find_config, get_cfg, load_cfg, merge_o
 from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
 
 CONFIGS = sorted(str(path.relative_to(config_root())) for path in config_root().rglob("*.yaml"))
+OURS = [name for name in CONFIGS if not name.startswith("plug/")]  # those are of detectron2's own models
 TABLE = [
     *(f"coco/detr_r50_{encoding}_50ep.yaml" for encoding in ("none", "sine", "learned", "peg", "sine+peg")),
     *(f"coco/deformable_detr_r50_{encoding}_50ep.yaml" for encoding in ("none", "sine_offset", "peg", "sine_offset+peg")),
@@ -28,7 +29,7 @@ def write(folder, text, name="run.yaml"):
 # The files of the package
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", OURS)
 def test_every_config_of_the_package_loads_and_builds(name):
     """Detector, criterion and post-processing; on the meta device, so without memory or time for the weights."""
     cfg = load_cfg(name)
@@ -62,7 +63,7 @@ def test_configs_of_the_table_differ_in_one_key(name):
     solver = cfg.SOLVER
     assert (solver.EPOCHS, tuple(solver.STEP_EPOCHS), solver.GAMMA, solver.IMS_PER_BATCH) == (50, (40,), 0.1, 32)
     assert (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY) == (1e-4, 2e-5, 1e-4)
-    assert solver.CLIP_GRADIENTS.CLIP_VALUE == 0.1
+    assert solver.CLIP_NORM == 0.1
     assert tuple(cfg.DATASETS.TRAIN) == ("coco_2017_train",)
 
 
@@ -87,16 +88,16 @@ def test_official_deformable_recipe_is_the_authors():
 
 def test_config_is_found_by_path_and_by_name_below_the_package_s(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # anywhere
-    name = CONFIGS[0]
+    name = OURS[-1]
     for spelling in (str(config_root() / name), name, f"configs/{name}"):
         assert find_config(spelling).samefile(config_root() / name)
 
 
 def test_a_file_in_the_working_directory_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / CONFIGS[0]).parent.mkdir()
-    write(tmp_path, "SEED: 77", CONFIGS[0])
-    assert load_cfg(CONFIGS[0]).SEED == 77
+    (tmp_path / OURS[-1]).parent.mkdir()
+    write(tmp_path, "SEED: 77", OURS[-1])
+    assert load_cfg(OURS[-1]).SEED == 77
 
 
 def test_configs_inside_the_package_come_before_those_beside_it(tmp_path, monkeypatch):

@@ -284,11 +284,12 @@ def test_ground_truth_used_as_detections_scores_100(drawn_coco, backend):
 
 def test_builtin_names_lie_below_the_variable(monkeypatch):
     monkeypatch.setenv("DETECTRON2_DATASETS", "/data/sets")
-    train, val = builtin_datasets()
+    train, val, shapes, _ = builtin_datasets()
     assert train == DatasetFiles(
         "coco_2017_train", Path("/data/sets/coco/annotations/instances_train2017.json"), Path("/data/sets/coco/train2017")
     )
     assert val.annotations == Path("/data/sets/coco/annotations/instances_val2017.json")
+    assert shapes == DatasetFiles("shapes_train", Path("/data/sets/shapes/annotations/train.json"), Path("/data/sets/shapes/train"))
     monkeypatch.delenv("DETECTRON2_DATASETS")
     assert builtin_datasets()[0].image_root == Path("datasets/coco/train2017")
 
@@ -323,7 +324,7 @@ def test_registered_names_are_found_beside_the_builtin_ones():
 
 
 def test_unknown_data_set_lists_the_known():
-    with pytest.raises(UnknownNameError, match=r"data set.*'min' \(did you mean 'mine'\?\); known: .*coco_2017_val, mine"):
+    with pytest.raises(UnknownNameError, match=r"data set.*'min' \(did you mean 'mine'\?\); known: .*_val, mine, shapes_train"):
         find_datasets(["min"], [["mine", "a.json", "images"]])
 
 

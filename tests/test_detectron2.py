@@ -192,6 +192,9 @@ def test_targets_of_instances_are_normalised_centres(d2):
 def test_a_backbone_of_detectron2s_registry_by_name(d2, runs):
     more = {"MODEL__BACKBONE__NAME": "build_resnet_backbone", "MODEL__BACKBONE__MASK_PADDING": False, "DATASETS__TEST": ()}
     more |= {"MODEL__RESNETS__DEPTH": 18, "MODEL__RESNETS__RES2_OUT_CHANNELS": 64, "MODEL__RESNETS__NORM": "BN"}
+    with pytest.raises(ConfigError, match=r"stage 3 needs one map of stride 8; ResNet gives res4 16"):
+        runs("detectron2", "no_map", **more)
+    more |= {"MODEL__RESNETS__OUT_FEATURES": ["res3", "res5"]}
     folder = runs("detectron2", "foreign", SOLVER__MAX_ITER=2, **more)
     assert len(losses_of(folder)) == 2
     with pytest.raises(ConfigError, match="MASK_PADDING"):
@@ -213,7 +216,7 @@ def test_no_detections_are_ap_0(d2, drawn_coco, tmp_path):
     from detectron2.structures import Boxes, Instances
 
     cfg = d2.run.load_cfg("", overrides(drawn_coco.files, tmp_path))
-    d2.run.share_catalogs(cfg)
+    d2.run.find_registered(cfg)
     dataset = build.load_datasets(cfg, "TEST")[0]
     evaluator = d2.trainer.CleanCOCOEvaluator(cfg, dataset, str(tmp_path / "inference"))
     evaluator.reset()
@@ -234,7 +237,7 @@ def test_detectron2s_own_evaluator_takes_our_model(d2, drawn_coco, tmp_path):
     drawn_coco.content["annotations"] = [a for a in drawn_coco.content["annotations"] if a["bbox"] not in bad]
     drawn_coco.files.annotations.write_text(json.dumps({**drawn_coco.content, "info": {}}))
     cfg = d2.run.load_cfg("", overrides(drawn_coco.files, tmp_path, MODEL__NUM_CLASSES=3))
-    d2.run.share_catalogs(cfg)
+    d2.run.find_registered(cfg)
     dataset = build.load_datasets(cfg, "TEST")[0]
     model, loader = build_model(cfg), build.build_test_loader(cfg, dataset.records)
     for parameter in model.bbox_embed.layers[-1].parameters():
@@ -255,7 +258,7 @@ def test_data_sets_registered_in_detectron2_are_found(d2, drawn_coco, tmp_path):
     register_coco_instances("mine", {}, str(drawn_coco.files.annotations), str(drawn_coco.files.image_root))
     try:
         cfg = d2.run.load_cfg("", overrides(drawn_coco.files, tmp_path, DATASETS__TRAIN=("mine",)))
-        d2.run.share_catalogs(cfg)
+        d2.run.find_registered(cfg)
         assert len(build.load_datasets(cfg, "TRAIN")[0].records) == 5
     finally:
         DatasetCatalog.remove("mine")

@@ -67,18 +67,16 @@ def build_step(
     Raises:
         ConfigError: settings that cannot be had.
     """
-    solver, clip = cfg.SOLVER, cfg.SOLVER.CLIP_GRADIENTS
-    if clip.ENABLED and clip.CLIP_TYPE != "full_model":
-        raise ConfigError(
-            f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE is {clip.CLIP_TYPE!r}; gradients are clipped by their norm in the full_model"
-        )
+    solver = cfg.SOLVER
+    if solver.CLIP_NORM < 0:
+        raise ConfigError(f"SOLVER.CLIP_NORM must be 0, for no clipping, or more, got {solver.CLIP_NORM}")
     if solver.AMP.DTYPE not in AMP_DTYPES:
         raise UnknownNameError("SOLVER.AMP.DTYPE", solver.AMP.DTYPE, AMP_DTYPES)
     for key in ("ACCUMULATE", "CHECKPOINT_PERIOD", "LOG_PERIOD"):
         if solver[key] < 1:
             raise ConfigError(f"SOLVER.{key} must be at least 1, got {solver[key]}")
     options = StepOptions(
-        clip_norm=clip.CLIP_VALUE if clip.ENABLED else None,
+        clip_norm=solver.CLIP_NORM or None,
         accumulate=solver.ACCUMULATE,
         amp_dtype=AMP_DTYPES[solver.AMP.DTYPE] if solver.AMP.ENABLED else None,
     )

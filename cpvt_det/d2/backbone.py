@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backbones both ways: detectron2's in our detectors, ours in detectron2's registry."""
 
+import math
+from collections.abc import Sequence
+
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
@@ -11,19 +14,37 @@ from cpvt_det.models.backbone import DEPTHS, ResNetBackbone
 
 
 class Detectron2Backbone(nn.Module):
-    """A backbone of detectron2's registry with the interface of ours: maps from the finest to the coarsest.
+    """A backbone of detectron2 with the interface of ours: maps from the finest to the coarsest.
 
     Args:
         body: with an ``output_shape`` that knows strides and channels.
+        stages: whose maps are used: that of stage n has the stride 2 ** n, whatever its name (``res5``, ``p5``, ``scale5``).
+
+    Raises:
+        ValueError: a stage that not exactly one map belongs to.
     """
 
-    def __init__(self, body: Backbone):
+    def __init__(self, body: Backbone, stages: Sequence[int] = (5,)):
         super().__init__()
         self.body = body
-        shapes = sorted(body.output_shape().items(), key=lambda item: item[1].stride)
-        self.names = [name for name, _ in shapes]
-        self.strides = [shape.stride for _, shape in shapes]
-        self.channels = [shape.channels for _, shape in shapes]
+        shapes = body.output_shape()
+        self.names, self.strides, self.channels = [], [], []
+        for stage in sorted(stages):
+            names = [name for name, shape in shapes.items() if shape.stride == 2**stage]
+            if len(names) != 1:
+                found = ", ".join(f"{name} {shape.stride}" for name, shape in shapes.items())
+                raise ValueError(
+                    f"stage {stage} needs one map of stride {2**stage}; {type(body).__name__} gives {found}: "
+                    "set its output features, or MODEL.BACKBONE.STAGES"
+                )
+            self.names.append(names[0])
+            self.strides.append(2**stage)
+            self.channels.append(shapes[names[0]].channels)
+
+    @property
+    def size_divisibility(self) -> int:
+        """Images should have sides that are multiples of this: of the largest stride, and of what ``body`` asks for."""
+        return math.lcm(max(self.strides), self.body.size_divisibility or 1)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """(B, 3, H, W) images -> maps over levels; the backbone does not see the padding mask."""
@@ -35,14 +56,15 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     """The backbone where ``MODEL.BACKBONE.NAME`` is one of detectron2's registry; ``None`` where it is one of ours.
 
     Raises:
-        ConfigError: ``MASK_PADDING`` on a backbone that cannot keep its padding zero.
+        ConfigError: ``MASK_PADDING`` on a backbone that cannot keep its padding zero, or stages that it has no map of.
     """
-    name = cfg.MODEL.BACKBONE.NAME
-    if name in DEPTHS or name not in BACKBONE_REGISTRY:
+    node = cfg.MODEL.BACKBONE
+    if node.NAME in DEPTHS or node.NAME not in BACKBONE_REGISTRY:
         return None
-    if cfg.MODEL.BACKBONE.MASK_PADDING:
-        raise ConfigError(f"backbone {name} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING False")
-    return Detectron2Backbone(build_backbone(cfg))
+    if node.MASK_PADDING:
+        raise ConfigError(f"backbone {node.NAME} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING False")
+    with config_errors("MODEL.BACKBONE"):
+        return Detectron2Backbone(build_backbone(cfg), node.STAGES)
 
 
 class _OurBackbone(Backbone):

@@ -8,7 +8,21 @@ from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
+from cpvt_det.d2.data import register_datasets
 from cpvt_det.d2.peg_backbone import add_peg_config
+from cpvt_det.data.catalog import builtin_datasets
+
+
+def setup_environment() -> None:
+    """What ``DETECTRON2_ENV_MODULE=cpvt_det.d2`` makes detectron2 call when it is imported: our keys in its own ``get_cfg()``.
+
+    Keys that detectron2 has keep its values, so that its own models stay as they are; our YAML states them
+    (``configs/_detectron2.yaml``). The shapes data set is registered too, as detectron2 registers COCO.
+    """
+    from detectron2.config.defaults import _C
+
+    _add(core.get_cfg(), _C, with_known=False)
+    register_datasets(builtin_datasets())
 
 
 def add_cpvt_det_config(cfg: CfgNode) -> None:
@@ -16,8 +30,7 @@ def add_cpvt_det_config(cfg: CfgNode) -> None:
 
     ``MODEL.DEVICE`` becomes what ``auto`` means on this machine, since detectron2 hands it to torch as it is.
     """
-    _copy(core.get_cfg(), cfg)
-    add_peg_config(cfg)
+    _add(core.get_cfg(), cfg, with_known=True)
     cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -56,11 +69,16 @@ def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:
     return kept
 
 
-def _copy(source: CoreCfgNode, target: CfgNode) -> None:
+def _add(source: CoreCfgNode, target: CfgNode, with_known: bool) -> None:
+    _copy(source, target, with_known)
+    add_peg_config(target)
+
+
+def _copy(source: CoreCfgNode, target: CfgNode, with_known: bool) -> None:
     for key, value in source.items():
         if isinstance(value, CoreCfgNode):
             if key not in target:
                 target[key] = CfgNode(new_allowed=value.is_new_allowed())
-            _copy(value, target[key])
-        else:
+            _copy(value, target[key], with_known)
+        elif with_known or key not in target:
             target[key] = value

@@ -1,31 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets known to both sides: ours in detectron2's catalogs, those registered there in our config."""
 
+import json
+from collections.abc import Iterable
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
+from detectron2.structures import BoxMode
+from detectron2.utils import comm
 
-from cpvt_det.data.catalog import registered_datasets
+from cpvt_det.data.catalog import DatasetFiles, registered_datasets
 from cpvt_det.data.coco import CocoDataset
+from cpvt_det.errors import ConfigError, DataError, UnknownNameError
 
 
-def share_catalogs(cfg: CfgNode) -> None:
-    """Register ``DATASETS.REGISTER`` in detectron2, and add to it the COCO data sets that were registered there.
+def register_datasets(datasets: Iterable[DatasetFiles]) -> None:
+    """Register data sets in detectron2.
 
-    Raises:
-        ConfigError: entries that are not triples.
+    One takes the place of an earlier one of other files; a name of detectron2's own stays detectron2's.
     """
-    for files in registered_datasets(cfg.DATASETS.REGISTER):
+    for files in datasets:
+        annotations, root = str(files.annotations), str(files.image_root)
         if files.name in DatasetCatalog.list():
+            metadata = MetadataCatalog.get(files.name)
+            if not metadata.get("from_cpvt_det") or (metadata.json_file, metadata.image_root) == (annotations, root):
+                continue
             DatasetCatalog.remove(files.name)
             MetadataCatalog.remove(files.name)
-        register_coco_instances(files.name, {}, str(files.annotations), str(files.image_root))
+        register_coco_instances(files.name, {"from_cpvt_det": True}, annotations, root)
+
+
+def find_registered(cfg: CfgNode) -> None:
+    """Register ``DATASETS.REGISTER``, and add to it those of the run's data sets that only detectron2's catalogs know.
+
+    One in COCO format stays where it is; of any other (LVIS, Pascal VOC, a function of the user's) a COCO JSON is written to
+    ``OUTPUT_DIR/datasets/``.
+
+    Raises:
+        ConfigError: entries that are not triples, a data set without class names, or an image without a size.
+    """
+    register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
     known = {entry[0] for entry in cfg.DATASETS.REGISTER}
-    for name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST):
-        if name not in known and name in DatasetCatalog.list():
-            metadata = MetadataCatalog.get(name)
-            if metadata.get("json_file") and metadata.get("image_root"):
-                cfg.DATASETS.REGISTER.append([name, metadata.json_file, metadata.image_root])
+    found = []
+    for name in dict.fromkeys((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)):
+        if name in known or name not in DatasetCatalog.list():
+            continue
+        metadata = MetadataCatalog.get(name)
+        if metadata.get("evaluator_type") == "coco" and metadata.get("json_file"):
+            found.append([name, metadata.json_file, metadata.image_root])
+        else:
+            path = Path(cfg.OUTPUT_DIR) / "datasets" / f"{name}.json"
+            if comm.is_main_process():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(to_coco(name)), encoding="utf-8")
+            comm.synchronize()
+            found.append([name, str(path), ""])
+    cfg.DATASETS.REGISTER = [*cfg.DATASETS.REGISTER, *found]
+
+
+def to_coco(name: str) -> dict[str, Any]:
+    """A data set of detectron2's catalogs as a COCO dict.
+
+    File names are as registered; image ids that are no whole numbers (Pascal VOC) are counted from 1; category ids are those of
+    the data where detectron2 knows them, else labels + 1.
+
+    Raises:
+        ConfigError: as :func:`find_registered`.
+    """
+    records = _read(name)
+    metadata = MetadataCatalog.get(name)
+    names = class_names(name)
+    ids = list(range(1, len(names) + 1))
+    for category_id, label in metadata.get("thing_dataset_id_to_contiguous_id", {}).items():
+        ids[label] = category_id
+    images, annotations = [], []
+    for number, record in enumerate(records, start=1):
+        image_id = record.get("image_id", number)
+        image_id = int(image_id) if isinstance(image_id, Integral) else number
+        if "height" not in record or "width" not in record:
+            raise ConfigError(f"data set {name}: {record['file_name']} has no height and width")
+        image = {"id": image_id, "file_name": str(Path(record["file_name"]).absolute())}
+        images.append({**image, "height": record["height"], "width": record["width"]})
+        for annotation in record.get("annotations", ()):
+            box = BoxMode.convert(annotation["bbox"], annotation["bbox_mode"], BoxMode.XYWH_ABS)
+            place = {"bbox": [float(side) for side in box], "iscrowd": int(annotation.get("iscrowd", 0))}
+            annotations.append({"image_id": image_id, "category_id": ids[annotation["category_id"]], **place})
+    categories = [{"id": category_id, "name": name} for category_id, name in zip(ids, names, strict=True)]
+    numbered = [{"id": number, **annotation} for number, annotation in enumerate(annotations, start=1)]
+    return {"images": images, "annotations": numbered, "categories": categories}
+
+
+def class_names(name: str) -> list[str]:
+    """The classes of a data set in detectron2's catalogs, which is read where they are not known before.
+
+    Raises:
+        ConfigError: none are known even then, or it cannot be read.
+    """
+    metadata = MetadataCatalog.get(name)
+    if not metadata.get("thing_classes"):
+        _read(name)
+    if not metadata.get("thing_classes"):
+        raise ConfigError(f"data set {name} has no class names: MetadataCatalog.get({name!r}).thing_classes says them")
+    return list(metadata.thing_classes)
+
+
+def _read(name: str) -> list[dict]:
+    try:
+        return DatasetCatalog.get(name)
+    except KeyError as error:
+        raise UnknownNameError("data set (DATASETS.REGISTER adds your own)", name, DatasetCatalog.list()) from error
+    except ModuleNotFoundError as error:  # LVIS
+        raise ConfigError(f"data set {name} needs the package {error.name}, which is not installed") from error
+    except OSError as error:
+        raise DataError(f"data set {name}: {error}") from error
 
 
 def describe_classes(dataset: CocoDataset) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from cpvt_det import build
 from cpvt_det.boxes import xyxy_to_cxcywh
 from cpvt_det.d2.backbone import build_detector_backbone
+from cpvt_det.d2.data import class_names, register_datasets
+from cpvt_det.data.catalog import registered_datasets
 from cpvt_det.losses import SetCriterion
 from cpvt_det.models import DETR, DeformableDETR
 from cpvt_det.postprocess import PostProcessor
@@ -28,7 +30,13 @@ class Detectron2Protocol:
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        """A config -> the constructor's arguments."""
+        """A config -> the constructor's arguments.
+
+        ``DATASETS.REGISTER`` is registered: detectron2's own scripts build the model first, then the data. Where
+        ``MODEL.NUM_CLASSES`` is 0, detectron2's catalog says how many classes the first data set has.
+        """
+        register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
+        cfg = _with_classes(cfg)
         _, arguments = build.detector_arguments(cfg, build_detector_backbone(cfg))
         return {**arguments, "criterion": build.build_criterion(cfg), "postprocessor": build.build_postprocessor(cfg)}
 
@@ -71,36 +79,50 @@ class Detectron2Protocol:
 
 @META_ARCH_REGISTRY.register()
 class CPVTDetr(Detectron2Protocol, DETR):
-    """:class:`cpvt_det.models.DETR` in detectron2.
+    """:class:`cpvt_det.models.DETR` in detectron2, from a config or by keyword.
 
     Args:
         criterion: its set loss.
-        postprocessor: its decoding.
-        arguments: of :class:`DETR`.
+        postprocessor: its decoding; by default the best 100.
+        arguments: of :class:`DETR`; ``num_logits`` and ``prior_probability`` are by default what the criterion needs.
     """
 
     @configurable
-    def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor, **arguments: Any):
-        super().__init__(**arguments)
+    def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor | None = None, **arguments: Any):
+        super().__init__(**_heads(criterion) | arguments)
         self.criterion = criterion
-        self.postprocessor = postprocessor
+        self.postprocessor = postprocessor or PostProcessor(criterion.classification)
 
 
 @META_ARCH_REGISTRY.register()
 class CPVTDeformableDetr(Detectron2Protocol, DeformableDETR):
-    """:class:`cpvt_det.models.DeformableDETR` in detectron2.
+    """:class:`cpvt_det.models.DeformableDETR` in detectron2, from a config or by keyword.
 
     Args:
         criterion: its set loss.
-        postprocessor: its decoding.
-        arguments: of :class:`DeformableDETR`.
+        postprocessor: its decoding; by default the best 100.
+        arguments: of :class:`DeformableDETR`; ``num_logits`` and ``prior_probability`` are by default what the criterion needs.
     """
 
     @configurable
-    def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor, **arguments: Any):
-        super().__init__(**arguments)
+    def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor | None = None, **arguments: Any):
+        super().__init__(**_heads(criterion) | arguments)
         self.criterion = criterion
-        self.postprocessor = postprocessor
+        self.postprocessor = postprocessor or PostProcessor(criterion.classification)
+
+
+def _heads(criterion: SetCriterion) -> dict[str, Any]:
+    classification = criterion.classification
+    return {"num_logits": classification.num_logits, "prior_probability": classification.prior_probability}
+
+
+def _with_classes(cfg: CfgNode) -> CfgNode:
+    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
+    if cfg.MODEL.NUM_CLASSES == 0 and names:
+        cfg = cfg.clone()
+        cfg.defrost()
+        cfg.MODEL.NUM_CLASSES = len(class_names(names[0]))
+    return cfg
 
 
 def _to_targets(instances: Instances) -> Targets:

@@ -13,7 +13,7 @@ from detectron2.utils.logger import setup_logger
 from cpvt_det import build, distributed
 from cpvt_det.checkpoint.run import last_checkpoint
 from cpvt_det.d2.config import load_cfg, without_untouched
-from cpvt_det.d2.data import describe_classes, share_catalogs
+from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
 from cpvt_det.evaluation.pictures import draw_curves
 from cpvt_det.runner.evaluate import draw_pictures
@@ -26,10 +26,10 @@ logger = logging.getLogger("cpvt_det")
 
 def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False) -> dict[str, Any]:
     """Train and evaluate, or only evaluate; as :func:`cpvt_det.runner.train.run`, with a config of :func:`load_cfg`."""
-    if distributed.is_initialized():
+    if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch has made the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
     cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
-    share_catalogs(cfg)
+    find_registered(cfg)
     return _evaluate_only(cfg, resume) if eval_only else _train(cfg, resume)
 
 

@@ -22,7 +22,7 @@ from cpvt_det.d2.evaluation import CleanCOCOEvaluator
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import TrainLoader
 from cpvt_det.data.mapper import Sample
-from cpvt_det.errors import UnknownNameError, config_errors
+from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.evaluation.coco import write_results
 from cpvt_det.runner.train import flatten, is_due
 from cpvt_det.solver.step import TrainingModel, TrainStep, wrap_for_processes
@@ -81,10 +81,15 @@ class Trainer(DefaultTrainer):
         cfg: the run's config; ``MODEL.NUM_CLASSES`` is set from ``datasets``.
         datasets, tests: as :func:`cpvt_det.build.load_splits` gives them.
         seed: of the run, unless it is resumed.
+
+    Raises:
+        ConfigError: what the config asks for cannot be had.
     """
 
     def __init__(self, cfg: CfgNode, datasets: list[CocoDataset], tests: list[CocoDataset], seed: int):
         TrainerBase.__init__(self)
+        if cfg.SOLVER.CLIP_GRADIENTS.ENABLED:
+            raise ConfigError("SOLVER.CLIP_GRADIENTS is for detectron2's own trainer; this one clips to SOLVER.CLIP_NORM")
         self.cfg = cfg
         self.tests = tests
         self.results: dict[str, Any] = {}

@@ -19,7 +19,7 @@ class DatasetFiles:
 
 
 def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[DatasetFiles]:
-    """Look names up among those of the config and the builtin ``coco_2017_train`` and ``coco_2017_val``.
+    """Look names up among those of the config and the builtin ones: ``coco_2017_`` and ``shapes_``, ``train`` and ``val``.
 
     The builtin ones lie below the folder in ``DETECTRON2_DATASETS``, by default ``./datasets``.
 
@@ -39,11 +39,15 @@ def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()
 
 
 def builtin_datasets() -> list[DatasetFiles]:
-    """COCO 2017 in its standard layout."""
-    root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).expanduser() / "coco"
+    """COCO 2017 in its standard layout, and the shapes data set as ``cpvt-det shapes datasets/shapes`` draws it."""
+    root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).expanduser()
+    coco, shapes = root / "coco", root / "shapes"
     return [
-        DatasetFiles(f"coco_2017_{split}", root / f"annotations/instances_{split}2017.json", root / f"{split}2017")
-        for split in ("train", "val")
+        *(
+            DatasetFiles(f"coco_2017_{split}", coco / f"annotations/instances_{split}2017.json", coco / f"{split}2017")
+            for split in ("train", "val")
+        ),
+        *(DatasetFiles(f"shapes_{split}", shapes / f"annotations/{split}.json", shapes / split) for split in ("train", "val")),
     ]
 
 

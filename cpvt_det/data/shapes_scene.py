@@ -263,7 +263,7 @@ def _clip_path(path: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def _one_polygon(paths: Sequence[np.ndarray], width: int, height: int) -> np.ndarray:
-    """The part of an outline inside the image, less its holes, each reached by a cut along which the polygon goes there and back."""
+    """The part of an outline inside the image less its holes, each reached by a cut that the polygon goes there and back."""
     outline, *holes = (_clip_path(path, width, height) for path in paths)
     for hole in holes:
         if len(hole):

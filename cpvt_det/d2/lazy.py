@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our models by LazyConfig (``configs/lazy/``): what such a config needs beside the classes, and the script that trains one."""
+
+import argparse
+import builtins
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import LazyConfig, instantiate
+from detectron2.engine import AMPTrainer, SimpleTrainer, default_setup, default_writers, hooks
+from detectron2.engine.defaults import create_ddp_model
+from detectron2.evaluation import inference_on_dataset, print_csv_format
+from detectron2.utils import comm
+from omegaconf import DictConfig
+from torch import nn
+
+from cpvt_det.checkpoint.load import load_backbone_weights
+from cpvt_det.config import config_root
+from cpvt_det.errors import ConfigError, first_line
+from cpvt_det.models import ResNetBackbone
+
+logger = logging.getLogger("detectron2")
+
+
+def load_lazy_config(config_file: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """Load a LazyConfig and apply ``key=value`` words.
+
+    detectron2's own loading replaces Python's import for the while, and leaves it replaced where the config fails; this one
+    does not.
+
+    Args:
+        config_file: a path, or a name below ``configs/lazy``.
+        overrides: as in ``train.max_iter=100``.
+
+    Raises:
+        ConfigError: no such file, one that cannot be run, or words that fit no key.
+    """
+    path = config_root() / "lazy" / config_file
+    path = str(path) if path.is_file() else config_file
+    imported = builtins.__import__
+    try:
+        return LazyConfig.apply_overrides(LazyConfig.load(path), list(overrides))
+    except Exception as error:  # a config is code
+        raise ConfigError(f"LazyConfig {config_file}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        builtins.__import__ = imported
+
+
+def pretrained_resnet(name: str, weights: str, **options: Any) -> ResNetBackbone:
+    """A :class:`ResNetBackbone` with trained weights.
+
+    Args:
+        name: of the ResNet.
+        weights: of torchvision's by name (``IMAGENET1K_V1``), or a local file; empty: random ones.
+        options: of :class:`ResNetBackbone`.
+
+    Raises:
+        WeightsError: weights that cannot be had or do not fit.
+    """
+    backbone = ResNetBackbone(name, **options)
+    if weights:
+        load_backbone_weights(backbone, weights, name)
+    return backbone
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    """AdamW that bounds the norm of all gradients together before every step; detectron2's trainers have no other place for it.
+
+    Args:
+        params: parameters or groups of them.
+        clip_norm: the bound; 0: none.
+        options: of ``torch.optim.AdamW``.
+    """
+
+    def __init__(self, params: Iterable, clip_norm: float = 0.1, **options: Any):
+        super().__init__(params, **options)
+        self.clip_norm = clip_norm
+
+    def step(self, closure: Any = None) -> Any:
+        """Clip, then step."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, self.clip_norm or math.inf)
+        return super().step(closure)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, or evaluate, in this process.
+
+    Args:
+        args: of detectron2's ``default_argument_parser``.
+
+    Raises:
+        ConfigError: as :func:`load_lazy_config`.
+    """
+    cfg = load_lazy_config(args.config_file, args.opts)
+    default_setup(cfg, args)
+    model = instantiate(cfg.model).to(cfg.train.device)
+    if args.eval_only:
+        DetectionCheckpointer(model).load(cfg.train.init_checkpoint)
+        return evaluate(cfg, model)
+    return train(cfg, model, args.resume)
+
+
+def train(cfg: DictConfig, model: nn.Module, resume: bool = False) -> dict[str, Any]:
+    """Train as detectron2's ``lazyconfig_train_net.py`` does; the results of the last evaluation."""
+    cfg.optimizer.params.model = model
+    optimizer = instantiate(cfg.optimizer)
+    wrapped = create_ddp_model(model, **cfg.train.ddp)
+    trainer = (AMPTrainer if cfg.train.amp.enabled else SimpleTrainer)(wrapped, instantiate(cfg.dataloader.train), optimizer)
+    checkpointer = DetectionCheckpointer(wrapped, cfg.train.output_dir, trainer=trainer)
+    results: dict[str, Any] = {}
+
+    def test() -> dict[str, Any]:
+        results.update(evaluate(cfg, wrapped))
+        return results
+
+    main = comm.is_main_process()
+    writers = default_writers(cfg.train.output_dir, cfg.train.max_iter) if main else []
+    trainer.register_hooks(
+        [
+            hooks.IterationTimer(),
+            hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
+            hooks.PeriodicCheckpointer(checkpointer, **cfg.train.checkpointer) if main else None,
+            hooks.EvalHook(cfg.train.eval_period, test),
+            hooks.PeriodicWriter(writers, period=cfg.train.log_period) if main else None,
+        ]
+    )
+    checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
+    start = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
+    trainer.train(start, cfg.train.max_iter)
+    return results
+
+
+def evaluate(cfg: DictConfig, model: nn.Module) -> dict[str, Any]:
+    """Evaluate with ``dataloader.test`` and ``dataloader.evaluator``."""
+    results = inference_on_dataset(model, instantiate(cfg.dataloader.test), instantiate(cfg.dataloader.evaluator))
+    print_csv_format(results)
+    return results

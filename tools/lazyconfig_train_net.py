@@ -1,0 +1,19 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""Train and evaluate a LazyConfig (``configs/lazy/``), with the options of detectron2's script of this name."""
+
+from detectron2.engine import default_argument_parser, launch
+
+from cpvt_det.cli import told_in_one_line
+from cpvt_det.d2.lazy import run
+
+
+@told_in_one_line
+def main() -> None:
+    """Parse the command line and start ``--num-gpus`` processes."""
+    args = default_argument_parser(epilog=None).parse_args()
+    launch(run, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
+
+
+if __name__ == "__main__":
+    main()
