@@ -257,14 +257,15 @@ def test_mask_of_another_shape_is_refused():
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnet101"])
 def test_backbone_without_padding_is_torchvision_s(name):
     """The same names and, on images without padding, the same numbers."""
-    backbone = ResNetBackbone(name, norm="BN", stages=(2, 3, 4, 5)).eval()
-    reference = getattr(torchvision.models, name)(weights=None).eval()
+    backbone = ResNetBackbone(name, norm="BN", stages=(2, 3, 4, 5)).eval().double()
+    reference = getattr(torchvision.models, name)(weights=None).eval().double()
     missing, unexpected = backbone.body.load_state_dict(reference.state_dict(), strict=False)
     assert missing == []
     assert unexpected == ["fc.weight", "fc.bias"]
     nodes = {f"layer{stage - 1}": str(stage) for stage in (2, 3, 4, 5)}
-    expected = torchvision.models._utils.IntermediateLayerGetter(reference, nodes)(torch.ones(1, 3, 64, 96))
-    found = backbone(torch.ones(1, 3, 64, 96), torch.zeros(1, 64, 96, dtype=torch.bool))
+    images = torch.ones(1, 3, 64, 96, dtype=torch.float64)
+    expected = torchvision.models._utils.IntermediateLayerGetter(reference, nodes)(images)
+    found = backbone(images, torch.zeros(1, 64, 96, dtype=torch.bool))
     for own, other, channels in zip(found, expected.values(), backbone.channels, strict=True):
         assert own.shape[1] == channels
         assert torch.equal(own, other)

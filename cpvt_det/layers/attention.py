@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
+from cpvt_det.layers.products import Linear, linear
 from cpvt_det.structures import Levels, require_bool
 
 
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.in_proj_weight = nn.Parameter(torch.empty(3 * channels, channels))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * channels))
-        self.out_proj = nn.Linear(channels, channels)
+        self.out_proj = Linear(channels, channels)
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
 
@@ -59,15 +60,15 @@ class Attention(nn.Module):
     def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         if queries is keys and keys is values:
-            return F.linear(queries, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+            return linear(queries, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         channels = queries.shape[-1]
         if queries is keys:
-            shared = F.linear(queries, self.in_proj_weight[: 2 * channels], self.in_proj_bias[: 2 * channels])
-            return *shared.chunk(2, dim=-1), F.linear(values, weights[2], biases[2])
+            shared = linear(queries, self.in_proj_weight[: 2 * channels], self.in_proj_bias[: 2 * channels])
+            return *shared.chunk(2, dim=-1), linear(values, weights[2], biases[2])
         if keys is values:
-            shared = F.linear(keys, self.in_proj_weight[channels:], self.in_proj_bias[channels:])
-            return F.linear(queries, weights[0], biases[0]), *shared.chunk(2, dim=-1)
-        return tuple(F.linear(x, w, b) for x, w, b in zip((queries, keys, values), weights, biases, strict=True))
+            shared = linear(keys, self.in_proj_weight[channels:], self.in_proj_bias[channels:])
+            return linear(queries, weights[0], biases[0]), *shared.chunk(2, dim=-1)
+        return tuple(linear(x, w, b) for x, w, b in zip((queries, keys, values), weights, biases, strict=True))
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, N, C) -> (B, M, N, C / M)
@@ -101,10 +102,10 @@ class DeformableAttention(nn.Module):
         self.samples = (num_heads, num_levels, num_points)
         self.implementation = implementation
         count = num_heads * num_levels * num_points
-        self.sampling_offsets = nn.Linear(channels, 2 * count)
-        self.attention_weights = nn.Linear(channels, count)
-        self.value_proj = nn.Linear(channels, channels)
-        self.output_proj = nn.Linear(channels, channels)
+        self.sampling_offsets = Linear(channels, 2 * count)
+        self.attention_weights = Linear(channels, count)
+        self.value_proj = Linear(channels, channels)
+        self.output_proj = Linear(channels, channels)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -14,6 +14,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.norm import MaskedGroupNorm, MaskedSyncBatchNorm2d, group_count
+from cpvt_det.layers.products import convolve
 from cpvt_det.structures import level_padding_mask
 
 NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
@@ -84,6 +85,11 @@ class ResNetBackbone(nn.Module):
             module.requires_grad_(False)
         self.train(self.training)
 
+    @property
+    def size_divisibility(self) -> int:
+        """Images should have sides that are multiples of this: the largest stride."""
+        return max(self.strides)
+
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """Extract features.
 
@@ -94,9 +100,9 @@ class ResNetBackbone(nn.Module):
         Returns:
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
-        valid = _ValidCells(padding_mask, images.dtype) if self.mask_padding else _AllCells()
+        valid = _ValidCells(padding_mask, images.dtype) if self.mask_padding and _may_be_padded(padding_mask) else _AllCells()
         body = self.body
-        x = valid.keep(body.relu(valid.normalise(body.bn1, body.conv1(images), 2)), 2)
+        x = valid.keep(valid.convolve(body.conv1, body.bn1, images, 2), 2).relu_()
         x = valid.keep(body.maxpool(x), 4)  # the first padded cells' windows reach back into the image
         stride, features = 4, []
         for stage in range(2, self.stages[-1] + 1):
@@ -120,7 +126,24 @@ class ResNetBackbone(nn.Module):
         return stem + [getattr(body, f"layer{stage - 1}") for stage in stages]
 
 
-class _ValidCells:
+class _AllCells:
+    """No cell is masked: nothing is padded, or the padding carries what the convolutions put there, as in the official code."""
+
+    def keep(self, x: Tensor, stride: int) -> Tensor:
+        """``x`` (B, C, H, W), in place, with zeros under the padding."""
+        return x
+
+    def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
+        """``norm(convolution(x))``, of this stride, in memory that nobody else needs."""
+        if isinstance(norm, FrozenBatchNorm2d):
+            return convolve(convolution, x, norm)
+        return self._normalise(norm, convolve(convolution, x), stride)
+
+    def _normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
+        return norm(x)
+
+
+class _ValidCells(_AllCells):
     """The valid cells of every stride, made once a batch."""
 
     def __init__(self, padding_mask: Tensor, dtype: torch.dtype):
@@ -128,11 +151,10 @@ class _ValidCells:
         self._by_stride: dict[int, Tensor] = {}
 
     def keep(self, x: Tensor, stride: int) -> Tensor:
-        """``x`` (B, C, H, W) with zeros under the padding."""
-        return x * self._at(stride).to(x.dtype)
+        return x.mul_(self._at(stride).to(x.dtype))
 
-    def normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
-        """``norm(x)``; statistics that each image has of its own come from its valid cells."""
+    def _normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
+        """Statistics that each image has of its own come from its valid cells."""
         return norm(x, self._at(stride)) if isinstance(norm, MaskedGroupNorm) else norm(x)
 
     def _at(self, stride: int) -> Tensor:
@@ -142,31 +164,27 @@ class _ValidCells:
         return self._by_stride[stride]
 
 
-class _AllCells:
-    """No cell is masked: the padding carries whatever the convolutions put there, as in the official code."""
-
-    def keep(self, x: Tensor, stride: int) -> Tensor:
-        return x
-
-    def normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
-        return norm(x)
+def _may_be_padded(padding_mask: Tensor) -> bool:
+    """Asked where the answer costs no waiting for a device and no break of a compiled graph."""
+    is_at_hand = padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    return not is_at_hand or bool(padding_mask.any())
 
 
-def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _ValidCells | _AllCells) -> tuple[Tensor, int]:
+def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _AllCells) -> tuple[Tensor, int]:
     """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it."""
     out_stride = stride * block.stride
     shortcut = x
     if block.downsample is not None:
-        convolution, norm = block.downsample
-        shortcut = valid.normalise(norm, convolution(x), out_stride)
+        shortcut = valid.convolve(*block.downsample, x, out_stride)
+    # What is masked before the ReLU is zero after it too, and both can be done in place.
     if isinstance(block, Bottleneck):
-        x = valid.keep(block.relu(valid.normalise(block.bn1, block.conv1(x), stride)), stride)
-        x = block.relu(valid.normalise(block.bn2, block.conv2(x), out_stride))
-        x = valid.normalise(block.bn3, block.conv3(x), out_stride)
+        x = valid.keep(valid.convolve(block.conv1, block.bn1, x, stride), stride).relu_()
+        x = valid.convolve(block.conv2, block.bn2, x, out_stride).relu_()
+        x = valid.convolve(block.conv3, block.bn3, x, out_stride)
     else:
-        x = valid.keep(block.relu(valid.normalise(block.bn1, block.conv1(x), out_stride)), out_stride)
-        x = valid.normalise(block.bn2, block.conv2(x), out_stride)
-    return valid.keep(block.relu(x + shortcut), out_stride), out_stride
+        x = valid.keep(valid.convolve(block.conv1, block.bn1, x, out_stride), out_stride).relu_()
+        x = valid.convolve(block.conv2, block.bn2, x, out_stride)
+    return valid.keep(x.add_(shortcut), out_stride).relu_(), out_stride
 
 
 def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) -> ResNet:

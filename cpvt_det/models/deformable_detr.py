@@ -4,6 +4,7 @@
 On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``postprocess.py`` in evaluation.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from cpvt_det.boxes import inverse_sigmoid
 from cpvt_det.layers.norm import MaskedGroupNorm, group_count
 from cpvt_det.layers.position import PositionEncoding
+from cpvt_det.layers.products import Conv2d
 from cpvt_det.models.deformable_queries import LearnedQueries, ProposedQueries
 from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector, box_head, class_head, full_precision
@@ -87,8 +89,8 @@ class DeformableDETR(Detector):
 
     @property
     def size_divisibility(self) -> int:
-        """Canvases are padded to a multiple of this: the largest stride."""
-        return max(self.strides)
+        """Canvases are padded to a multiple of this: the largest stride, or what the backbone needs."""
+        return math.lcm(max(self.strides), self.backbone.size_divisibility)
 
     def _detect(self, maps: list[Tensor], padding_mask: Tensor) -> Predictions:
         masks = [level_padding_mask(padding_mask, stride) for stride in self.strides]
@@ -133,9 +135,9 @@ def _projections(map_channels: Sequence[int], channels: int, num_levels: int) ->
     projections = []
     for index, width in enumerate(inputs):
         if index < len(map_channels):
-            convolution = nn.Conv2d(width, channels, kernel_size=1)
+            convolution = Conv2d(width, channels, kernel_size=1)
         else:
-            convolution = nn.Conv2d(width, channels, kernel_size=3, stride=2, padding=1)
+            convolution = Conv2d(width, channels, kernel_size=3, stride=2, padding=1)
         nn.init.xavier_uniform_(convolution.weight)
         nn.init.zeros_(convolution.bias)
         projections.append(nn.Sequential(convolution, MaskedGroupNorm(group_count(channels), channels)))

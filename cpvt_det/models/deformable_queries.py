@@ -14,6 +14,7 @@ from torchvision.ops import batched_nms
 
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.layers.position import sines
+from cpvt_det.layers.products import Linear
 from cpvt_det.models.detector import box_head, class_head, full_precision
 from cpvt_det.structures import Levels, Predictions
 
@@ -50,7 +51,7 @@ class LearnedQueries(nn.Module):
     def __init__(self, channels: int, num_queries: int):
         super().__init__()
         self.query_embed = nn.Embedding(num_queries, 2 * channels)
-        self.reference_points = nn.Linear(channels, 2)
+        self.reference_points = Linear(channels, 2)
         nn.init.xavier_uniform_(self.reference_points.weight)
         nn.init.zeros_(self.reference_points.bias)
 
@@ -89,11 +90,11 @@ class ProposedQueries(nn.Module):
             raise ValueError(f"two stages need channels in multiples of 4, for the sines of a box's four numbers; got {channels}")
         self.num_queries = num_queries
         self.nms_threshold = nms_threshold
-        self.enc_output = nn.Linear(channels, channels)
+        self.enc_output = Linear(channels, channels)
         self.enc_output_norm = nn.LayerNorm(channels)
         self.class_embed = class_head(channels, num_logits, prior_probability)
         self.bbox_embed = box_head(channels, 0.0)
-        self.pos_trans = nn.Linear(2 * channels, 2 * channels)
+        self.pos_trans = Linear(2 * channels, 2 * channels)
         self.pos_trans_norm = nn.LayerNorm(2 * channels)
         for layer in (self.enc_output, self.pos_trans):
             nn.init.xavier_uniform_(layer.weight)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention, DeformableAttention
+from cpvt_det.layers.products import Linear
 from cpvt_det.models.detector import flatten_levels
 from cpvt_det.models.transformer import Inject
 from cpvt_det.structures import Levels, Predictions
@@ -44,8 +45,8 @@ class DeformableEncoderLayer(nn.Module):
         super().__init__()
         self.self_attn = DeformableAttention(channels, num_heads, num_levels, num_points, implementation)
         self.norm1 = nn.LayerNorm(channels)
-        self.linear1 = nn.Linear(channels, ffn_channels)
-        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.linear1 = Linear(channels, ffn_channels)
+        self.linear2 = Linear(ffn_channels, channels)
         self.norm2 = nn.LayerNorm(channels)
         self.dropout = nn.Dropout(dropout)
 
@@ -121,8 +122,8 @@ class DeformableDecoderLayer(nn.Module):
         self.norm1 = nn.LayerNorm(channels)
         self.self_attn = Attention(channels, num_heads, dropout)
         self.norm2 = nn.LayerNorm(channels)
-        self.linear1 = nn.Linear(channels, ffn_channels)
-        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.linear1 = Linear(channels, ffn_channels)
+        self.linear2 = Linear(ffn_channels, channels)
         self.norm3 = nn.LayerNorm(channels)
         self.dropout = nn.Dropout(dropout)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cpvt_det.layers.products import Linear
 from cpvt_det.structures import PaddedBatch, Predictions, require_bool
 
 
@@ -18,7 +19,8 @@ class Detector(nn.Module):
     """A backbone, and whatever a subclass does with its maps.
 
     Args:
-        backbone: a module with ``strides``, ``channels`` and ``forward(images, padding_mask) -> list of maps``.
+        backbone: a module with ``strides``, ``channels``, ``size_divisibility`` and
+            ``forward(images, padding_mask) -> list of maps``.
         num_queries: Q.
         pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
 
@@ -37,8 +39,8 @@ class Detector(nn.Module):
 
     @property
     def size_divisibility(self) -> int:
-        """Canvases are padded to a multiple of this: the largest stride."""
-        return max(self.backbone.strides)
+        """Canvases are padded to a multiple of this: the largest stride, or what the backbone needs."""
+        return self.backbone.size_divisibility
 
     def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
         """Images as the mapper gives them -> one normalised, padded batch on the detector's device.
@@ -83,7 +85,7 @@ class MLP(nn.Module):
 
     def __init__(self, *channels: int):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(channels))
+        self.layers = nn.ModuleList(Linear(a, b) for a, b in itertools.pairwise(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., first width) -> (..., last width)."""
@@ -97,7 +99,7 @@ def class_head(channels: int, num_logits: int, prior_probability: float | None) 
 
     So the many negatives do not swamp the first steps.
     """
-    head = nn.Linear(channels, num_logits)
+    head = Linear(channels, num_logits)
     if prior_probability is not None:
         nn.init.constant_(head.bias, math.log(prior_probability / (1 - prior_probability)))
     return head

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.layers.position import PositionEncoding
+from cpvt_det.layers.products import Conv2d
 from cpvt_det.models.detector import MLP, Detector, class_head, flatten_levels, full_precision
 from cpvt_det.models.transformer import Transformer
 from cpvt_det.structures import Predictions, level_padding_mask
@@ -49,7 +50,7 @@ class DETR(Detector):
         pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
     ):
         super().__init__(backbone, num_queries, pixel_mean, pixel_std)
-        self.input_proj = nn.Conv2d(backbone.channels[-1], channels, kernel_size=1)
+        self.input_proj = Conv2d(backbone.channels[-1], channels, kernel_size=1)
         self.position = position
         self.decoder_same = decoder_position == "same"
         self.decoder_position = None if self.decoder_same else decoder_position

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention
+from cpvt_det.layers.products import Linear
 from cpvt_det.structures import Size
 
 Inject = Callable[[Tensor, Tensor, Sequence[Size], int], Tensor]
@@ -31,8 +32,8 @@ class EncoderLayer(nn.Module):
         super().__init__()
         self.pre_norm = pre_norm
         self.self_attn = Attention(channels, num_heads, dropout)
-        self.linear1 = nn.Linear(channels, ffn_channels)
-        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.linear1 = Linear(channels, ffn_channels)
+        self.linear2 = Linear(ffn_channels, channels)
         self.norm1 = nn.LayerNorm(channels)
         self.norm2 = nn.LayerNorm(channels)
         self.dropout = nn.Dropout(dropout)
@@ -110,8 +111,8 @@ class DecoderLayer(nn.Module):
         self.pre_norm = pre_norm
         self.self_attn = Attention(channels, num_heads, dropout)
         self.multihead_attn = Attention(channels, num_heads, dropout)
-        self.linear1 = nn.Linear(channels, ffn_channels)
-        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.linear1 = Linear(channels, ffn_channels)
+        self.linear2 = Linear(ffn_channels, channels)
         self.norm1 = nn.LayerNorm(channels)
         self.norm2 = nn.LayerNorm(channels)
         self.norm3 = nn.LayerNorm(channels)

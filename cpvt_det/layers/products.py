@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers and 1x1 convolutions that take the faster of a CPU's two ways to multiply matrices.
+
+torch gives float32 products to MKL and convolutions to oneDNN. MKL keeps to AVX2 on AMD's processors, oneDNN does not, and is
+about twice as fast where there is AVX-512. On one thread torch gives 1x1 convolutions to MKL too, unless they are strided or
+dilated: so they are dilated here, which on a kernel of one cell means nothing.
+"""
+
+import functools
+import platform
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``: (..., C) float, (C', C) and (C',) to (..., C')."""
+    if not _takes_onednn(x):
+        return F.linear(x, weight, bias)
+    rows = x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)  # (..., C) -> (1, C, rows, 1), channels last
+    out = F.conv2d(rows, weight[:, :, None, None], bias, dilation=2)
+    return out.permute(0, 2, 3, 1).reshape(*x.shape[:-1], -1)
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` by :func:`linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C')."""
+        return linear(x, self.weight, self.bias)
+
+
+class Conv2d(nn.Conv2d):
+    """``nn.Conv2d`` by :func:`convolve`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C', H', W')."""
+        return convolve(self, x)
+
+
+def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None = None) -> Tensor:
+    """``convolution(x)``, with the frozen norm after it, if any, as part of its weight; gradients reach that all the same.
+
+    Args:
+        convolution: with zeros for padding.
+        x: (B, C, H, W) float.
+        norm: of the convolution's output.
+    """
+    weight, bias, dilation = convolution.weight, convolution.bias, convolution.dilation
+    if norm is not None:
+        scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+        shift = norm.bias - norm.running_mean * scale
+        weight, bias = weight * scale[:, None, None, None], shift if bias is None else shift + bias * scale
+    if convolution.kernel_size == (1, 1) and _takes_onednn(x):
+        dilation = 2
+    return F.conv2d(x, weight, bias, convolution.stride, convolution.padding, dilation, convolution.groups)
+
+
+def _takes_onednn(x: Tensor) -> bool:
+    is_plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
+    return is_plain and _mkl_is_slower() and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+
+
+@functools.cache
+def _mkl_is_slower() -> bool:
+    """On AMD's processors with AVX-512."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX512")):
+        return False
+    processor = Path("/proc/cpuinfo")
+    return "AuthenticAMD" in (processor.read_text(encoding="utf-8") if processor.is_file() else platform.processor())

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers and convolutions on the faster library: the same numbers and gradients, wherever they run."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
+
+from cpvt_det.layers import products
+from cpvt_det.layers.products import Conv2d, Linear, convolve, linear
+
+
+@pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"])
+def library(request, monkeypatch):
+    """Both ways on every processor."""
+    monkeypatch.setattr(products, "_mkl_is_slower", lambda: request.param)
+    return request.param
+
+
+def gradients(call, *inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = call(*inputs)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return out, *torch.autograd.grad((out * weights).sum(), inputs)
+
+
+def assert_near(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 5, 48), (1, 300, 48), (2, 3, 4, 48), (0, 48)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_linear_is_torch_s(library, shape, dtype):
+    x, weight, bias = torch.randn(shape, dtype=dtype), torch.randn(33, 48, dtype=dtype), torch.randn(33, dtype=dtype)
+    if not x.numel():
+        assert linear(x, weight, bias).shape == (0, 33)
+        return
+    out = linear(x, weight, bias)
+    assert out.is_contiguous()
+    assert_near(gradients(linear, x, weight, bias), gradients(F.linear, x, weight, bias))
+    assert_near(gradients(linear, x, weight), gradients(F.linear, x, weight))
+
+
+def test_linear_takes_a_view(library):
+    x, weight = torch.randn(2, 48, 9).transpose(1, 2), torch.randn(99, 48)[33:66]
+    assert_near(gradients(linear, x, weight), gradients(F.linear, x, weight))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "bias"), [(1, 1, 0, False), (1, 2, 0, True), (3, 1, 1, False), (3, 2, 1, True)]
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_convolution_with_its_norm_is_torch_s(library, kernel, stride, padding, bias, layout):
+    convolution = nn.Conv2d(24, 16, kernel, stride, padding, bias=bias)
+    norm = FrozenBatchNorm2d(16)
+    for buffer in norm.buffers():
+        buffer.uniform_(0.5, 1.5)
+    x = torch.randn(2, 24, 9, 7).to(memory_format=layout)
+    for found, expected in (
+        (lambda x: convolve(convolution, x), convolution),
+        (lambda x: convolve(convolution, x, norm), lambda x: norm(convolution(x))),
+    ):
+        steps = []
+        for call in (found, expected):
+            convolution.zero_grad()
+            out = call(x)
+            out.square().mean().backward()
+            steps.append((out, *(parameter.grad.clone() for parameter in convolution.parameters())))
+        assert_near(*steps)
+    before = convolve(convolution, x, norm)
+    norm.bias += 1
+    torch.testing.assert_close(convolve(convolution, x, norm), before + 1)  # no folded weight was kept
+
+
+def test_half_precision_stays_with_torch_s_own_product(library):
+    layer, x = Linear(48, 32), torch.randn(5, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_an_exported_program_holds_plain_layers(library):
+    model = nn.Sequential(Conv2d(3, 8, 1), nn.Flatten(2), Linear(20, 6)).eval()
+    program = torch.export.export(model, (torch.randn(1, 3, 4, 5),))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert sum("linear" in target for target in targets) == 1
+    (node,) = (node for node in program.graph.nodes if "conv2d" in str(node.target))
+    assert 2 not in [number for argument in node.args[3:] for number in (argument if isinstance(argument, list) else [argument])]
+
+
+def test_state_dicts_are_those_of_torch_s_layers():
+    for ours, torch_s in ((Linear(4, 6), nn.Linear(4, 6)), (Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3))):
+        ours.load_state_dict(torch_s.state_dict())
+        assert isinstance(copy.deepcopy(ours), type(torch_s))
