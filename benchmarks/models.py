@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deformable-DETR three times: ours, the official one and transformers', of one recipe, with the same weights, called the same way.
+"""DETR and Deformable-DETR three times: ours, the official one and transformers', with the same weights, called the same way.
 
-Of transformers 5 two things are set. It freezes all of its own ResNet where it means the first stages, and its dropout of attention
-and activations is 0 by default; here both are as in the others.
+Of transformers 5 three things are set. It freezes all of its own ResNet where it means the first stages, and its dropout of
+attention and activations is 0 by default; here both are as in the others. Its DETR with auxiliary losses feeds every decoder layer
+the normed output of the one before, so there the layers' outputs are taken with hooks.
 """
 
 import argparse
 import contextlib
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +18,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import official_deformable_detr
+from benchmarks.peers import official_deformable_detr, official_detr
 from cpvt_det.build import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict
 from cpvt_det.config import load_cfg
 from cpvt_det.structures import PaddedBatch, Targets
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs/coco"
-FEED_FORWARD = 4  # times the channels
+FEED_FORWARD = {"DETR": 8, "Deformable-DETR": 4}  # times the channels
+SINE = {"DETR": "sine", "Deformable-DETR": "sine_offset"}  # the encodings of the official code, which our configs are named by
+PEERS = {"DETR": "detr", "Deformable-DETR": "deformable_detr"}  # checkouts by the names of the command line
 DRAWN_WIDE = re.compile(r"(attention_weights|reference_points|class_embed(\.\d+)?|bbox_embed\.(\d+\.)?layers\.2)\.weight$")
 
 
@@ -32,18 +36,24 @@ class Recipe:
     """What all are made of; the rest is the official recipe, but for the class loss's weight, which is 1 as in transformers.
 
     Args:
+        detector: ``DETR`` or ``Deformable-DETR``.
         channels: C.
         layers: of the encoder, and of the decoder.
         queries: Q.
-        classes: K, logits of a query.
+        classes: K; DETR has a logit more.
         two_stage: with box refinement, queries from the encoder's proposals.
     """
 
+    detector: str = "Deformable-DETR"
     channels: int = 256
     layers: int = 6
     queries: int = 300
     classes: int = 91
     two_stage: bool = False
+
+    @property
+    def ffn_channels(self) -> int:
+        return self.channels * FEED_FORWARD[self.detector]
 
 
 @dataclass(frozen=True)
@@ -61,21 +71,24 @@ class Model:
     learn: Callable[[PaddedBatch, Sequence[Targets]], tuple[Tensor, Tensor, Tensor]]
 
 
-def our_model(recipe: Recipe, device: str = "cpu", position: str = "sine_offset", mask_padding: bool = True) -> Model:
+def our_model(
+    recipe: Recipe, device: str = "cpu", position: str = "", mask_padding: bool = True, checkpointing: bool = False
+) -> Model:
     """Ours, as its config ships it; with weights that look about, where freshly initialised ones hardly do.
 
     Args:
         recipe: of the model.
         device: where to.
-        position: the encoding, ``MODEL.POSITION.NAME``.
+        position: the encoding, ``MODEL.POSITION.NAME``; the official one by default.
         mask_padding: the default; ``False`` is the arithmetic of the others.
+        checkpointing: ``MODEL.CHECKPOINTING``.
     """
     keys = {
-        "POSITION.NAME": position,
         "NUM_CLASSES": recipe.classes,
+        **({"CHECKPOINTING": True} if checkpointing else {}),
         "BACKBONE.MASK_PADDING": mask_padding,
         "DETR.HIDDEN_DIM": recipe.channels,
-        "DETR.DIM_FEEDFORWARD": recipe.channels * FEED_FORWARD,
+        "DETR.DIM_FEEDFORWARD": recipe.ffn_channels,
         "DETR.ENC_LAYERS": recipe.layers,
         "DETR.DEC_LAYERS": recipe.layers,
         "DETR.NUM_OBJECT_QUERIES": recipe.queries,
@@ -84,7 +97,8 @@ def our_model(recipe: Recipe, device: str = "cpu", position: str = "sine_offset"
         "CRITERION.CLASS_WEIGHT": 1.0,
     }
     overrides = [text for key, value in keys.items() for text in (f"MODEL.{key}", str(value))]
-    cfg = load_cfg(str(CONFIGS / "deformable_detr_r50_sine_offset_50ep.yaml"), overrides)
+    config = f"{PEERS[recipe.detector]}_r50_{position or SINE[recipe.detector]}_50ep.yaml"
+    cfg = load_cfg(str(CONFIGS / config), overrides)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         detector, criterion = build_detector(cfg), build_criterion(cfg)
@@ -118,19 +132,20 @@ def draw_weights(detector: nn.Module) -> None:
 
 
 def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
-    """Of a checkout of fundamentalvision/Deformable-DETR, with our weights ``state``."""
-    official = official_deformable_detr(folder)
+    """Of a checkout of facebookresearch/detr or fundamentalvision/Deformable-DETR, with our weights ``state``."""
+    deformable = recipe.detector == "Deformable-DETR"
+    official = official_deformable_detr(folder) if deformable else official_detr(folder)
     words = {"dataset_file": "coco", "device": device, "masks": False, "frozen_weights": None, "aux_loss": True}
     words |= {"backbone": "resnet50", "lr_backbone": 2e-5, "dilation": False, "position_embedding": "sine", "num_feature_levels": 4}
-    words |= {"hidden_dim": recipe.channels, "dim_feedforward": recipe.channels * FEED_FORWARD, "nheads": 8, "dropout": 0.1}
+    words |= {"hidden_dim": recipe.channels, "dim_feedforward": recipe.ffn_channels, "nheads": 8, "dropout": 0.1, "pre_norm": False}
     words |= {"enc_layers": recipe.layers, "dec_layers": recipe.layers, "enc_n_points": 4, "dec_n_points": 4}
     words |= {"num_queries": recipe.queries, "with_box_refine": recipe.two_stage, "two_stage": recipe.two_stage}
-    words |= {"set_cost_class": 2, "set_cost_bbox": 5, "set_cost_giou": 2, "focal_alpha": 0.25}
-    words |= {"cls_loss_coef": 1, "bbox_loss_coef": 5, "giou_loss_coef": 2}
+    words |= {"set_cost_class": 2 if deformable else 1, "set_cost_bbox": 5, "set_cost_giou": 2}
+    words |= {"cls_loss_coef": 1, "bbox_loss_coef": 5, "giou_loss_coef": 2, "focal_alpha": 0.25, "eos_coef": 0.1}
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The parameter 'pretrained'|Arguments other than a weight enum")
         module, criterion, _ = official.build(argparse.Namespace(**words))
-    give_weights(module, state, "deformable_detr")
+    give_weights(module, state, "deformable_detr" if deformable else "facebook_detr")
     module.to(device)
 
     def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
@@ -147,27 +162,30 @@ def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str
 
 
 def hf_model(recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
-    """``DeformableDetrForObjectDetection`` of transformers, with our weights ``state``; one stage only."""
+    """``DetrForObjectDetection`` or ``DeformableDetrForObjectDetection`` of transformers, with our weights ``state``; one stage."""
     import transformers
 
-    stages = ["stage2", "stage3", "stage4"]
-    config = transformers.DeformableDetrConfig(
-        backbone_config=transformers.ResNetConfig(downsample_in_bottleneck=False, out_features=stages),
-        num_labels=recipe.classes,
-        d_model=recipe.channels,
-        num_queries=recipe.queries,
-        encoder_layers=recipe.layers,
-        decoder_layers=recipe.layers,
-        encoder_ffn_dim=recipe.channels * FEED_FORWARD,
-        decoder_ffn_dim=recipe.channels * FEED_FORWARD,
-        class_cost=2,
-        auxiliary_loss=True,
-    )
+    deformable = recipe.detector == "Deformable-DETR"
+    stages = ["stage2", "stage3", "stage4"] if deformable else ["stage4"]
+    words = {
+        "backbone_config": transformers.ResNetConfig(downsample_in_bottleneck=False, out_features=stages),
+        "num_labels": recipe.classes,
+        "d_model": recipe.channels,
+        "num_queries": recipe.queries,
+        "encoder_layers": recipe.layers,
+        "decoder_layers": recipe.layers,
+        "encoder_ffn_dim": recipe.ffn_channels,
+        "decoder_ffn_dim": recipe.ffn_channels,
+    }
     with torch.random.fork_rng():
-        module = transformers.DeformableDetrForObjectDetection(config)
+        if deformable:
+            config = transformers.DeformableDetrConfig(**words, class_cost=2, auxiliary_loss=True)
+            module = transformers.DeformableDetrForObjectDetection(config)
+        else:
+            module = transformers.DetrForObjectDetection(transformers.DetrConfig(**words))
     for name, parameter in module.model.backbone.named_parameters():
         parameter.requires_grad_(any(f".stages.{stage}." in name for stage in (1, 2, 3)))
-    give_weights(module, state, "hf_deformable_detr")
+    give_weights(module, state, "hf_deformable_detr" if deformable else "hf_detr")
     module.to(device)
 
     def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
@@ -176,10 +194,29 @@ def hf_model(recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
 
     def learn(batch: PaddedBatch, targets: Sequence[Targets]) -> tuple[Tensor, Tensor, Tensor]:
         labels = [{"class_labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets]
+        if not deformable:
+            return _learn_hf_detr(module, batch, labels)
         output = module(batch.images, pixel_mask=~batch.padding_mask, labels=labels)
         return output.logits, output.pred_boxes, output.loss
 
     return Model(module, predict, learn)
+
+
+def _learn_hf_detr(module: nn.Module, batch: PaddedBatch, labels: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """The model as it predicts, and its own loss over all decoder layers' outputs."""
+    decoded: list[Tensor] = []
+    hooks = [layer.register_forward_hook(lambda _, __, out: decoded.append(out)) for layer in module.model.decoder.layers]
+    try:
+        module.model(batch.images, pixel_mask=~batch.padding_mask)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    queries = module.model.decoder.layernorm(torch.stack(decoded))
+    logits, boxes = module.class_labels_classifier(queries), module.bbox_predictor(queries).sigmoid()
+    config = copy.copy(module.config)
+    config.auxiliary_loss = True
+    total, _, _ = module.loss_function(logits[-1], labels, batch.images.device, boxes[-1], config, logits, boxes)
+    return logits[-1], boxes[-1], total
 
 
 @torch.no_grad()

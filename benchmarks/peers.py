@@ -230,6 +230,27 @@ def official_cuda_op(folder: Path) -> Callable[..., Any] | None:
     return module.MSDeformAttnFunction.apply if hasattr(module.MSDA, "ms_deform_attn_forward") else None
 
 
+@functools.cache
+def detectron2_data(folder: Path | None) -> types.SimpleNamespace:
+    """detectron2's mapper and what goes with it, of a checkout or, for None, as installed.
+
+    Raises:
+        BadInputError: files that cannot be imported, as where what detectron2 needs is not installed.
+    """
+    before = sys.path[:]
+    sys.path[:0] = [str(folder)] if folder else []
+    try:
+        data, structures = importlib.import_module("detectron2.data"), importlib.import_module("detectron2.structures")
+        transforms = importlib.import_module("detectron2.data.transforms")
+    except ImportError as error:
+        raise BadInputError(f"peer detectron2: its mapper cannot be imported: {error}") from error
+    finally:
+        sys.path[:] = before
+    return types.SimpleNamespace(
+        DatasetMapper=data.DatasetMapper, T=transforms, BoxMode=structures.BoxMode, ImageList=structures.ImageList
+    )
+
+
 def detectron2_coco_eval() -> type | None:
     """``COCOeval_opt`` of an installed detectron2; None where its compiled part is missing."""
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models: Deformable-DETR-R50 with four levels, 300 queries and 91 logits, inference and training steps.
+"""Whole models: DETR-R50 and Deformable-DETR-R50, inference and training steps, and DETR's encoder with PEG and with sine.
 
-Our sine_offset model does the work of the official one and of transformers', to the same outputs: without dropout, logits and
-boxes of the last layer, the total loss and the norm of all gradients are compared. Then all are timed with a dropout of 0.1
-everywhere. Ours with PEG does other work and is timed beside them.
+Our sine model does the work of the official one and of transformers', to the same outputs: without dropout, logits and boxes
+of the last layer, the total loss and the norm of all gradients are compared. Then all are timed with a dropout of 0.1
+everywhere. Ours with PEG, as it ships, does other work and is timed beside them.
 
 A training step here sets gradients to None, runs the model, the criterion with matcher and auxiliary losses, and backward. Clipping
 and the optimiser's step are left out: they are the same few passes over the parameters for all.
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import Case, Contender, Plan, Work
-from benchmarks.models import Model, Recipe, hf_model, official_model, our_model, set_dropout, without_dropout
+from benchmarks.models import PEERS, Model, Recipe, hf_model, official_model, our_model, set_dropout, without_dropout
 from benchmarks.suites import Options
-from cpvt_det.structures import PaddedBatch, Size, Targets
+from cpvt_det.models.detector import flatten_levels
+from cpvt_det.structures import PaddedBatch, Size, Targets, level_padding_mask
 
-TITLE = "Deformable-DETR-R50, whole model"
+TITLE = "DETR-R50 and Deformable-DETR-R50, whole models"
 PLANS = {"quick": Plan(warm_up=0, rounds=2, most_rounds=2), "full": Plan(rounds=3, most_rounds=9, seconds=60.0)}
 
 IMAGES: dict[str, Size] = {"quick": (256, 256), "cpu": (640, 640), "cuda": (800, 1333)}
@@ -32,10 +33,12 @@ TINY: Size = (64, 64)
 STRIDE = 64  # canvases are multiples of it
 OBJECTS = 26
 PASSES = ("inference", "training step")
-SMALL = Recipe(channels=64, layers=3)
+DETR, DEFORMABLE = Recipe("DETR", queries=100), Recipe()
+SMALL = (Recipe("DETR", channels=64, layers=3, queries=100), Recipe(channels=64, layers=3))
 DROPOUT = 0.1
 FLOAT_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
 PEG = "another position encoding, and padding masked in the backbone: ours as it ships"
+ENCODING = "another position encoding"
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Shape:
     passes: str
 
     @property
-    def stages(self) -> str:
-        return "two stages" if self.recipe.two_stage else "one stage"
+    def model(self) -> str:
+        return self.recipe.detector + (", two stages" if self.recipe.two_stage else "")
 
     @property
     def image(self) -> str:
@@ -57,7 +60,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return f"{self.stages} {self.image} b{self.batch} {self.passes}"
+        return f"{self.model} {self.image} b{self.batch} {self.passes}"
 
     @property
     def is_padded(self) -> bool:
@@ -65,34 +68,75 @@ class Shape:
 
 
 def shapes(size: str, device: str) -> list[Shape]:
-    """What is timed: ``quick`` a small model, ``default`` one image, ``all`` also two images (eight on a GPU) and two stages.
+    """What is timed: ``quick`` small models, ``default`` DETR with two images and Deformable-DETR with one, ``all`` also
+    Deformable-DETR with two and with two stages; eight images on a GPU.
 
     A GPU does everything in less time, so there ``default`` is all.
     """
     image = IMAGES["quick" if size == "quick" else device]
+    several = 8 if device == "cuda" else 2
     if size == "quick":
-        kinds = [(SMALL, image, 1)]
+        kinds = [(recipe, image, 1) for recipe in SMALL]
     elif size == "default" and device == "cpu":
-        kinds = [(Recipe(), image, 1)]
+        kinds = [(DETR, image, several), (DEFORMABLE, image, 1)]
     else:
         # Padded tokens are proposals in the official code and not in ours, so with two stages nothing is padded.
         canvas = (-(-image[0] // STRIDE) * STRIDE, -(-image[1] // STRIDE) * STRIDE)
-        kinds = [(Recipe(), image, 1), (Recipe(), image, 8 if device == "cuda" else 2), (Recipe(two_stage=True), canvas, 1)]
+        two_stage = Recipe(two_stage=True)
+        kinds = [(DETR, image, several), (DEFORMABLE, image, 1), (DEFORMABLE, image, several), (two_stage, canvas, 1)]
     return [Shape(*kind, passes) for kind, passes in product(kinds, PASSES)]
 
 
 def cases(options: Options) -> list[Case]:
-    return [make_case(shape, options) for shape in shapes(options.size, options.device)]
+    found = [make_case(shape, options) for shape in shapes(options.size, options.device)]
+    return found + [make_encoder_case(shape, options) for shape in shapes(options.size, options.device)[: len(PASSES)]]
 
 
 def make_case(shape: Shape, options: Options) -> Case:
     return Case(
         name=shape.name,
-        about={"model": shape.stages, "image": shape.image, "images": shape.batch, "pass": shape.passes},
+        about={"model": shape.model, "image": shape.image, "images": shape.batch, "pass": shape.passes},
         build=partial(make_work, shape, shape.size, options),
         memory=options.device == "cuda" or (options.size != "quick" and shape.passes == PASSES[1]),
         warm=partial(make_work, shape, TINY, options),
     )
+
+
+def make_encoder_case(shape: Shape, options: Options) -> Case:
+    """DETR's encoder alone: what one encoding costs where the other does."""
+    return Case(
+        name=f"encoder of {shape.name}",
+        about={"model": f"encoder of {shape.model}", "image": shape.image, "images": shape.batch, "pass": shape.passes},
+        build=partial(make_encoder_work, shape, options),
+    )
+
+
+def make_encoder_work(shape: Shape, options: Options) -> Work:
+    """Position encoding and encoder layers, on the same features."""
+    batch, _ = make_inputs(shape.size, shape.batch, options.device)
+    mask = level_padding_mask(batch.padding_mask, 32)
+    features = torch.randn(shape.batch, shape.recipe.channels, *mask.shape[1:], device=options.device)
+    contenders = []
+    for name, position in (("sine", ""), ("PEG", "peg")):
+        model = our_model(shape.recipe, options.device, position)
+        model.module.train(shape.passes == PASSES[1])
+        call = partial(encode, model, features, mask, shape.passes == PASSES[1])
+        contenders.append(Contender(f"cpvt_det {name}", call, other_work=ENCODING if position else ""))
+    return Work(contenders)
+
+
+def encode(model: Model, features: Tensor, mask: Tensor, backward: bool) -> Tensor:
+    """The memory; in training its gradients too."""
+    detector = model.module
+    detector.zero_grad(set_to_none=True)
+    with torch.set_grad_enabled(backward):
+        additive = detector.position([features], [mask])
+        positions = additive and flatten_levels(additive)
+        shapes, inject = [tuple(features.shape[-2:])], detector.position.inject
+        memory = detector.transformer.encoder(flatten_levels([features]), positions, mask.flatten(1), shapes, inject)
+    if backward:
+        memory.square().mean().backward()
+    return memory.detach()
 
 
 def make_inputs(size: Size, batch: int, device: str) -> tuple[PaddedBatch, list[Targets]]:
@@ -102,7 +146,7 @@ def make_inputs(size: Size, batch: int, device: str) -> tuple[PaddedBatch, list[
     for _ in range(batch):
         sides = 0.05 + 0.4 * torch.rand(OBJECTS, 2, generator=generator)
         centres = sides / 2 + torch.rand(OBJECTS, 2, generator=generator) * (1 - sides)
-        labels = torch.randint(SMALL.classes, (OBJECTS,), generator=generator)
+        labels = torch.randint(DETR.classes, (OBJECTS,), generator=generator)
         targets.append(Targets(labels, torch.cat((centres, sides), 1)).to(device))
     images = [torch.randn(3, *size, generator=generator).to(device) for _ in range(batch)]
     return PaddedBatch.from_images(images, STRIDE), targets
@@ -114,7 +158,8 @@ def make_work(shape: Shape, size: Size, options: Options) -> Work:
     left_out: dict[str, str] = {}
     same = our_model(shape.recipe, options.device, mask_padding=False)
     shipped = our_model(shape.recipe, options.device)
-    peg = our_model(shape.recipe, options.device, position="peg")
+    peg = our_model(shape.recipe, options.device, "peg")
+    frugal = our_model(shape.recipe, options.device, "peg", checkpointing=True)
     masked = "padding masked in the backbone" if shape.is_padded else ""
     # Which of two proposals that nearly tie comes first, half precision cannot say.
     rounded = "in half precision other proposals are chosen" if shape.recipe.two_stage else ""
@@ -127,15 +172,18 @@ def make_work(shape: Shape, size: Size, options: Options) -> Work:
         make("cpvt_det PEG", peg, other_work=PEG),
         make("cpvt_det PEG bf16", peg, bf16=True, other_work=PEG),
     ]
+    if shape.passes == PASSES[1]:
+        contenders.append(make("cpvt_det PEG, checkpointing", frugal, other_work=PEG))
     return Work(contenders, FLOAT_TOLERANCE, left_out)
 
 
 def _peers(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, str]) -> list[tuple[str, Model]]:
     found: list[tuple[str, Model]] = []
     state = ours.module.state_dict()
-    checkout = options.peers.get("deformable_detr")
+    peer = PEERS[recipe.detector]
+    checkout = options.peers.get(peer)
     if checkout is None:
-        left_out["official"] = "no checkout given: --peer deformable_detr=PATH"
+        left_out["official"] = f"no checkout given: --peer {peer}=PATH"
     else:
         found.append(("official", official_model(checkout, recipe, options.device, state)))
     if "transformers" not in options.peers:

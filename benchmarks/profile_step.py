@@ -1,0 +1,59 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""Where a training step's CPU time goes, operation by operation: ``python benchmarks/profile_step.py``."""
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
+
+from benchmarks.threads import thread_environment
+from cpvt_det.cli import debug_option, told_in_one_line
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--bf16", is_flag=True, help="Under autocast.")
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Operations a table.")
+@debug_option
+@told_in_one_line
+def main(threads: int, bf16: bool, top: int) -> None:
+    """Print, for DETR-R50 and Deformable-DETR-R50 with PEG, the operations that a training step spends most time in itself."""
+    os.environ.update(thread_environment(threads))
+    import torch
+
+    from benchmarks.suites.model import shapes
+
+    torch.set_num_threads(threads)
+    for shape in shapes("default", "cpu"):
+        if shape.passes == "training step":
+            click.echo(_profile(shape, bf16, top))
+
+
+def _profile(shape, bf16: bool, top: int) -> str:
+    """A Markdown table of one step, after one that is not counted."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from benchmarks.models import our_model
+    from benchmarks.suites.model import make_contender, make_inputs
+
+    inputs = make_inputs(shape.size, shape.batch, "cpu")
+    step = make_contender(shape, *inputs, "step", our_model(shape.recipe, "cpu", "peg"), bf16=bf16)
+    step.call()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        step.call()
+    events = sorted(recorded.key_averages(), key=lambda event: event.self_cpu_time_total, reverse=True)
+    total = sum(event.self_cpu_time_total for event in events)
+    lines = [f"{shape.name}{', bf16' if bf16 else ''}: {total / 1e3:.0f} ms", ""]
+    lines += ["| operation | calls | ms | share |", "|---|---|---|---|"]
+    for event in events[:top]:
+        own = event.self_cpu_time_total
+        lines.append(f"| {event.key} | {event.count} | {own / 1e3:.0f} | {own / total:.1%} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main(prog_name="benchmarks/profile_step.py")
