@@ -85,7 +85,7 @@ def our_model(
     """
     keys = {
         "NUM_CLASSES": recipe.classes,
-        **({"CHECKPOINTING": True} if checkpointing else {}),
+        "CHECKPOINTING": checkpointing,
         "BACKBONE.MASK_PADDING": mask_padding,
         "DETR.HIDDEN_DIM": recipe.channels,
         "DETR.DIM_FEEDFORWARD": recipe.ffn_channels,

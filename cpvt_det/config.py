@@ -39,6 +39,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.META_ARCHITECTURE = "CPVTDetr"
     model.DEVICE = "auto"  # cuda where there is one, else cpu
     model.WEIGHTS = ""  # start from these; heads of other classes are made anew
+    model.CHECKPOINTING = False  # True: backbone and encoder are computed twice a step, for about half the memory
     model.NUM_CLASSES = 0  # 0: what the training data has; otherwise it is checked against the data
     model.PIXEL_MEAN = [123.675, 116.280, 103.530]  # RGB, 0 to 255
     model.PIXEL_STD = [58.395, 57.120, 57.375]

@@ -67,7 +67,7 @@ def _detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.Module], di
     return DETR, {
         **_shared_arguments(cfg, backbone, num_levels=1),
         "transformer": Transformer(
-            **_transformer_arguments(detr),
+            **_transformer_arguments(cfg),
             pre_norm=detr.PRE_NORM,
         ),
         "decoder_position": _decoder_position(cfg, detr.HIDDEN_DIM),
@@ -87,7 +87,7 @@ def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.
     return DeformableDETR, {
         **_shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
         "transformer": DeformableTransformer(
-            **_transformer_arguments(detr),
+            **_transformer_arguments(cfg),
             num_levels=deformable.NUM_LEVELS,
             encoder_points=deformable.ENC_POINTS,
             decoder_points=deformable.DEC_POINTS,
@@ -101,7 +101,8 @@ def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.
     }
 
 
-def _transformer_arguments(detr: CfgNode) -> dict[str, Any]:
+def _transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
+    detr = cfg.MODEL.DETR
     return {
         "encoder_layers": detr.ENC_LAYERS,
         "decoder_layers": detr.DEC_LAYERS,
@@ -109,6 +110,7 @@ def _transformer_arguments(detr: CfgNode) -> dict[str, Any]:
         "num_heads": detr.NHEADS,
         "ffn_channels": detr.DIM_FEEDFORWARD,
         "dropout": detr.DROPOUT,
+        "checkpointing": cfg.MODEL.CHECKPOINTING,
     }
 
 
@@ -141,6 +143,7 @@ def build_backbone(cfg: CfgNode) -> ResNetBackbone:
         freeze_at=backbone.FREEZE_AT,
         mask_padding=backbone.MASK_PADDING,
         width=backbone.WIDTH,
+        checkpointing=cfg.MODEL.CHECKPOINTING,
     )
 
 

@@ -5,6 +5,7 @@ On the road of one image: the first part of ``models/detr.py``.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torchvision
@@ -13,6 +14,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.errors import UnknownNameError
+from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import MaskedGroupNorm, MaskedSyncBatchNorm2d, group_count
 from cpvt_det.layers.products import convolve
 from cpvt_det.structures import level_padding_mask
@@ -46,6 +48,7 @@ class ResNetBackbone(nn.Module):
             GN's statistics. The padding then looks like the convolution's own zero padding, and an image's features do not
             depend on what it is batched with.
         width: channels of the stem; those of all stages are in proportion.
+        checkpointing: blocks are computed again in the backward pass instead of kept.
 
     Raises:
         UnknownNameError: another name or norm.
@@ -61,6 +64,7 @@ class ResNetBackbone(nn.Module):
         freeze_at: int = 2,
         mask_padding: bool = True,
         width: int = STEM_WIDTH,
+        checkpointing: bool = False,
     ):
         super().__init__()
         if name not in DEPTHS:
@@ -76,6 +80,7 @@ class ResNetBackbone(nn.Module):
         self.stages = sorted(stages)
         self.mask_padding = mask_padding
         self.freeze_at = freeze_at
+        self.checkpointing = checkpointing
         self.body = _trunk(name, norm, dilation, last_stage=self.stages[-1], width=width)
         strides = {2: 4, 3: 8, 4: 16, 5: 16 if dilation else 32}
         expansion = DEPTHS[name][0].expansion
@@ -104,10 +109,11 @@ class ResNetBackbone(nn.Module):
         body = self.body
         x = valid.keep(valid.convolve(body.conv1, body.bn1, images, 2), 2).relu_()
         x = valid.keep(body.maxpool(x), 4)  # the first padded cells' windows reach back into the image
+        run_block = partial(recomputed, _run_block) if self.checkpointing else _run_block
         stride, features = 4, []
         for stage in range(2, self.stages[-1] + 1):
             for block in getattr(body, f"layer{stage - 1}"):
-                x, stride = _run_block(block, x, stride, valid)
+                x, stride = run_block(block, x, stride, valid)
             if stage in self.stages:
                 features.append(x)
         return features

@@ -5,12 +5,14 @@ Source: arXiv 2010.04159, sections 4 and A.4; names of parameters as in fundamen
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention, DeformableAttention
+from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.products import Linear
 from cpvt_det.models.detector import flatten_levels
 from cpvt_det.models.transformer import Inject
@@ -73,10 +75,12 @@ class DeformableEncoder(nn.Module):
     Args:
         num_layers: how many; 0 passes the tokens on.
         layer: arguments of :class:`DeformableEncoderLayer`.
+        checkpointing: layers are computed again in the backward pass instead of kept.
     """
 
-    def __init__(self, num_layers: int, *layer):
+    def __init__(self, num_layers: int, *layer, checkpointing: bool = False):
         super().__init__()
+        self.checkpointing = checkpointing
         self.layers = nn.ModuleList(DeformableEncoderLayer(*layer) for _ in range(num_layers))
 
     def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, inject: Inject) -> Tensor:
@@ -94,7 +98,8 @@ class DeformableEncoder(nn.Module):
         reference_points = levels.place(levels.centers())
         tokens = inject(tokens, levels.padding_mask, levels.shapes, -1)
         for index, layer in enumerate(self.layers):
-            tokens = layer(tokens, positions, reference_points, levels)
+            run_layer = partial(recomputed, layer) if self.checkpointing else layer
+            tokens = run_layer(tokens, positions, reference_points, levels)
             tokens = inject(tokens, levels.padding_mask, levels.shapes, index)
         return tokens
 
@@ -198,6 +203,7 @@ class DeformableTransformer(nn.Module):
         decoder_layers: layers of the decoder, D.
         channels, num_heads, ffn_channels, dropout, num_levels, implementation: as in :class:`DeformableEncoderLayer`.
         encoder_points, decoder_points: P of each.
+        checkpointing: of the encoder, as in :class:`DeformableEncoder`.
     """
 
     def __init__(
@@ -212,10 +218,11 @@ class DeformableTransformer(nn.Module):
         encoder_points: int = 4,
         decoder_points: int = 4,
         implementation: str = "auto",
+        checkpointing: bool = False,
     ):
         super().__init__()
         shared = (channels, num_heads, ffn_channels, dropout, num_levels)
-        self.encoder = DeformableEncoder(encoder_layers, *shared, encoder_points, implementation)
+        self.encoder = DeformableEncoder(encoder_layers, *shared, encoder_points, implementation, checkpointing=checkpointing)
         self.decoder = DeformableDecoder(decoder_layers, *shared, decoder_points, implementation)
         self.level_embed = nn.Parameter(torch.empty(num_levels, channels))
         nn.init.normal_(self.level_embed)

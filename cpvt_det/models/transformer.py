@@ -5,12 +5,14 @@ Source: arXiv 2005.12872, section 3.2 and appendix A.3; names of parameters as i
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention
+from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.products import Linear
 from cpvt_det.structures import Size
 
@@ -70,10 +72,21 @@ class Encoder(nn.Module):
         num_layers: how many; 0 passes the tokens on.
         pre_norm: a last norm follows the layers.
         channels, num_heads, ffn_channels, dropout: as in :class:`EncoderLayer`.
+        checkpointing: layers are computed again in the backward pass instead of kept.
     """
 
-    def __init__(self, num_layers: int, channels: int, num_heads: int, ffn_channels: int, dropout: float, pre_norm: bool):
+    def __init__(
+        self,
+        num_layers: int,
+        channels: int,
+        num_heads: int,
+        ffn_channels: int,
+        dropout: float,
+        pre_norm: bool,
+        checkpointing: bool = False,
+    ):
         super().__init__()
+        self.checkpointing = checkpointing
         self.layers = nn.ModuleList(EncoderLayer(channels, num_heads, ffn_channels, dropout, pre_norm) for _ in range(num_layers))
         self.norm = nn.LayerNorm(channels) if pre_norm else None
 
@@ -94,7 +107,8 @@ class Encoder(nn.Module):
         """
         tokens = inject(tokens, padding_mask, level_shapes, -1)
         for index, layer in enumerate(self.layers):
-            tokens = layer(tokens, positions, padding_mask)
+            run_layer = partial(recomputed, layer) if self.checkpointing else layer
+            tokens = run_layer(tokens, positions, padding_mask)
             tokens = inject(tokens, padding_mask, level_shapes, index)
         return tokens if self.norm is None else self.norm(tokens)
 
@@ -195,6 +209,7 @@ class Transformer(nn.Module):
         encoder_layers: layers of the encoder.
         decoder_layers: layers of the decoder, D.
         channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`EncoderLayer`.
+        checkpointing: of the encoder, as in :class:`Encoder`.
     """
 
     def __init__(
@@ -206,10 +221,11 @@ class Transformer(nn.Module):
         ffn_channels: int = 2048,
         dropout: float = 0.1,
         pre_norm: bool = False,
+        checkpointing: bool = False,
     ):
         super().__init__()
         shared = (channels, num_heads, ffn_channels, dropout, pre_norm)
-        self.encoder = Encoder(encoder_layers, *shared)
+        self.encoder = Encoder(encoder_layers, *shared, checkpointing)
         self.decoder = Decoder(decoder_layers, *shared)
         for parameter in self.parameters():
             if parameter.dim() > 1:
