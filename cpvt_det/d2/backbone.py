@@ -44,7 +44,9 @@ class Detectron2Backbone(nn.Module):
     @property
     def size_divisibility(self) -> int:
         """Images should have sides that are multiples of this: of the largest stride, and of what ``body`` asks for."""
-        return math.lcm(max(self.strides), self.body.size_divisibility or 1)
+        # detectron2's Swin fails to tell, and its ViT pyramid tells it in other letters.
+        asked = getattr(self.body, "size_divisibility", 0) or self.body.padding_constraints.get("size_divisiblity", 0)
+        return math.lcm(max(self.strides), asked or 1)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """(B, 3, H, W) images -> maps over levels; the backbone does not see the padding mask."""

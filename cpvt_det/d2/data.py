@@ -41,7 +41,8 @@ def find_registered(cfg: CfgNode) -> None:
     ``OUTPUT_DIR/datasets/``.
 
     Raises:
-        ConfigError: entries that are not triples, a data set without class names, or an image without a size.
+        ConfigError: entries that are not triples, a data set without class names, an image without a size, a label beyond the
+            classes.
     """
     register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
     known = {entry[0] for entry in cfg.DATASETS.REGISTER}
@@ -86,9 +87,12 @@ def to_coco(name: str) -> dict[str, Any]:
         image = {"id": image_id, "file_name": str(Path(record["file_name"]).absolute())}
         images.append({**image, "height": record["height"], "width": record["width"]})
         for annotation in record.get("annotations", ()):
+            label = annotation["category_id"]
+            if not 0 <= label < len(ids):
+                raise ConfigError(f"data set {name}: {record['file_name']} has category_id {label}; there are {len(ids)} classes")
             box = BoxMode.convert(annotation["bbox"], annotation["bbox_mode"], BoxMode.XYWH_ABS)
             place = {"bbox": [float(side) for side in box], "iscrowd": int(annotation.get("iscrowd", 0))}
-            annotations.append({"image_id": image_id, "category_id": ids[annotation["category_id"]], **place})
+            annotations.append({"image_id": image_id, "category_id": ids[label], **place})
     categories = [{"id": category_id, "name": name} for category_id, name in zip(ids, names, strict=True)]
     numbered = [{"id": number, **annotation} for number, annotation in enumerate(annotations, start=1)]
     return {"images": images, "annotations": numbered, "categories": categories}
