@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ran the benchmark, and what it could do at best: versions, processor, memory, and limits measured in the same run."""
 
+import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import time
@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.clocks import clock_of
 
-LIBRARIES = ("torch", "torchvision", "numpy", "numba", "triton")
+LIBRARIES = ("torch", "torchvision", "numpy", "scipy", "numba", "triton", "pillow", "pycocotools", "faster-coco-eval")
 COPIES = {"copy_in_cache_gb_per_s": 4, "copy_in_memory_gb_per_s": 512}
 """Megabytes of source and copy together: what stays in a cache of any processor and GPU of our day, and what does not."""
 SECONDS = 0.3  # to look for the best in
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
     """By name; a library that is not installed is not named."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
-        if importlib.util.find_spec(name) is not None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     found["torch"] = torch.__version__  # with what it was built for
     if torch.version.cuda:

@@ -49,8 +49,8 @@ def find_peers(given: Iterable[str]) -> dict[str, Path | None]:
     for text in given:
         name, _, path = text.partition("=")
         if name not in (*CHECKOUTS, *IMPORTED):
-            raise UnknownNameError("peer", name, (*CHECKOUTS, *IMPORTED))
-        if name in CHECKOUTS and (path or name not in IMPORTED):
+            raise UnknownNameError("peer", name, {*CHECKOUTS, *IMPORTED})
+        if name in CHECKOUTS and (path or name not in found):
             found[name] = _checkout(name, path)
         elif path:
             raise BadInputError(f"peer {name} is a library and has no path; give --peer {name}")

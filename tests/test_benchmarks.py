@@ -350,8 +350,11 @@ def test_a_case_that_is_left_out_as_a_whole_has_its_line(tmp_path, small_limits)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--suite", "opp"), "unknown suite 'opp' (did you mean 'op'?); known: model, op"),
-        (("--peer", "detrr=x"), "unknown peer 'detrr' (did you mean 'detr'?); known: deformable_detr, detr, detrex, transformers"),
+        (("--suite", "opp"), "unknown suite 'opp' (did you mean 'op'?); known: data, eval, loss, model, op"),
+        (
+            ("--peer", "detrr=x"),
+            "unknown peer 'detrr' (did you mean 'detr'?); known: deformable_detr, detectron2, detr, detrex, transformers",
+        ),
         (("--peer", "detr"), "--peer detr=PATH"),
         (("--peer", "detr=/nowhere"), "/nowhere is no checkout of facebookresearch/detr: there is no models/detr.py"),
         (("--peer", "transformers=/nowhere"), "is a library and has no path"),

@@ -3,16 +3,19 @@
 
 import itertools
 import math
+import types
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import generalized_box_iou
 
 from cpvt_det import distributed
-from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
+from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou, pairwise_generalized_iou
 from cpvt_det.build import build_criterion
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import UnknownNameError
@@ -282,6 +285,39 @@ def test_step_copies_to_the_host_once(classification, monkeypatch):
     assert [name for name, _ in copies if name != "numpy"] == ["cpu"]
 
 
+class Crossings(TorchDispatchMode):
+    """Writes down every copy between devices that the host waits for; fake tensors refuse to tell the host a value themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        waits = not (kwargs or {}).get("non_blocking", False)
+        devices = {tensor.device.type for tensor in (*args, out) if isinstance(tensor, torch.Tensor)}
+        if waits and devices == {"cpu", "cuda"} and "copy" in str(func):
+            self.found.append((tuple(args[0].shape), out.device.type))
+        return out
+
+
+def test_on_a_gpu_the_host_waits_once_in_a_step(classification, monkeypatch):
+    """A GPU that computes nothing, but whose tensors know where they are: the only wait is for the (D, B, T + 1, Q) cost."""
+
+    def fetch(tensor):
+        tensor.to("cpu")
+        return types.SimpleNamespace(numpy=lambda: np.zeros(tuple(tensor.shape), dtype=np.float32))
+
+    monkeypatch.setattr(torch.Tensor, "cpu", fetch)
+    with FakeTensorMode(), Crossings() as crossings:
+        logits, boxes = (torch.zeros(D, B, Q, width, device="cuda") for width in (classification.num_logits, 4))
+        labels = [torch.zeros(count, dtype=torch.int64, device="cuda") for count in COUNTS]
+        targets = [Targets(label, torch.zeros(len(label), 4, device="cuda")) for label in labels]
+        result = make_criterion(classification)(Predictions(logits, boxes), targets)
+    assert crossings.found == [((D, B, max(COUNTS) + 1, Q), "cpu")]
+    assert {value.device.type for value in (*result.losses.values(), *result.metrics.values())} == {"cuda"}
+
+
 # Normalisers
 
 
@@ -446,3 +482,19 @@ def test_generalized_iou_is_finite_bounded_and_symmetric(values):
     assert -1 - 1e-9 <= giou.item() <= 1 + 1e-9
     assert giou.item() == pytest.approx(generalized_iou(second, first).item())
     assert torch.isfinite(boxes.grad).all()
+
+
+def test_pairwise_generalized_iou_is_that_of_each_pair():
+    """Of boxes of any size, with some that have no width, no height, neither, or are the same."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.rand(2, n, 4, generator=generator, dtype=torch.float64) for n in (40, 30))
+    first[:, ::3, 2], first[:, ::4, 3] = 0, 0
+    second[:, :20] = first[:, :20]
+    first, second = cxcywh_to_xyxy(first), cxcywh_to_xyxy(second)
+    expected = generalized_iou(first[:, :, None], second[:, None])
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        found = pairwise_generalized_iou(first.to(dtype), second.to(dtype))
+        assert found.shape == (2, 40, 30)
+        assert (found - expected).abs().max() < tolerance
+    assert pairwise_generalized_iou(first[:, :0], second).shape == (2, 0, 30)
+    assert pairwise_generalized_iou(torch.full_like(first, torch.nan), second).isnan().all()

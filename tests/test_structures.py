@@ -41,6 +41,16 @@ def test_batch_keeps_dtype():
     assert PaddedBatch.from_images([torch.zeros(3, 2, 2, dtype=torch.float64)]).images.dtype == torch.float64
 
 
+def test_images_are_normalised_on_the_canvas_and_the_padding_stays_zero():
+    images = [torch.randint(256, (3, 4, 6), dtype=torch.uint8), torch.randint(256, (3, 5, 2), dtype=torch.uint8)]
+    mean, std = torch.tensor([100.0, 110, 120])[:, None, None], torch.tensor([50.0, 60, 70])[:, None, None]
+    batch = PaddedBatch.from_images(images, 4, mean, std)
+    expected = PaddedBatch.from_images([(image - mean) / std for image in images], 4)
+    assert batch.images.dtype == torch.float32
+    assert torch.equal(batch.images, expected.images)
+    assert torch.equal(batch.padding_mask, expected.padding_mask)
+
+
 @pytest.mark.parametrize("shape", [(1, 5, 5), (3, 5), (3, 0, 5), (3, 5, 0), (2, 3, 5, 5)])
 def test_what_is_no_image_is_refused(shape):
     with pytest.raises(ValueError, match=r"images of shape \(3, h, w\) with h, w >= 1, got"):
