@@ -197,6 +197,12 @@ def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
     return padding_mask[:, ::stride, ::stride]
 
 
+def may_be_padded(padding_mask: Tensor) -> bool:
+    """Whether any cell of a mask is padded; yes where the answer would wait for a device or break a compiled graph."""
+    is_at_hand = padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    return not is_at_hand or bool(padding_mask.any())
+
+
 def require_bool(padding_mask: Tensor) -> None:
     """Refuse a padding mask that is not bool.
 

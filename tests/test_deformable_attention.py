@@ -14,6 +14,7 @@ from torch.export import Dim
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers import deformable_attention as module
 from cpvt_det.layers import deformable_numba as numba_kernels
+from cpvt_det.layers import kernels
 from cpvt_det.layers.deformable_attention import ms_deform_attn
 
 IMPLEMENTATIONS = ["numba", "eager", "export"]
@@ -103,7 +104,7 @@ def implementation(request):
 def threads(monkeypatch):
     """Sets the number of torch's threads, for work however small."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(numba_kernels, "SMALL_WORK", 1)
+    monkeypatch.setattr(kernels, "SMALL_WORK", 1)
     yield torch.set_num_threads
     torch.set_num_threads(before)
 

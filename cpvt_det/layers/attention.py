@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
+from cpvt_det.layers.dropout import dropout
 from cpvt_det.layers.products import Linear, linear
-from cpvt_det.structures import Levels, require_bool
+from cpvt_det.structures import Levels, may_be_padded, require_bool
 
 
 class Attention(nn.Module):
@@ -52,9 +53,12 @@ class Attention(nn.Module):
             (B, Q, C).
         """
         q, k, v = (self._split_heads(x) for x in self._project(queries, keys, values))
-        attend = None if padding_mask is None else ~padding_mask[:, None, None, :]
-        dropout = self.dropout if self.training else 0.0
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attend, dropout_p=dropout)
+        attend = None if padding_mask is None or not may_be_padded(padding_mask) else ~padding_mask[:, None, None, :]
+        probability = self.dropout if self.training else 0.0
+        if probability and q.device.type == "cpu":  # torch's own is not fused either, and draws more slowly
+            attended = _attend(q, k, v, attend, probability)
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attend, dropout_p=probability)
         return self.out_proj(attended.transpose(1, 2).flatten(2))  # (B, M, Q, C / M) -> (B, Q, C)
 
     def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -72,6 +76,14 @@ class Attention(nn.Module):
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, N, C) -> (B, M, N, C / M)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None, probability: float) -> Tensor:
+    """``scaled_dot_product_attention``, step by step."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if attend is not None:
+        scores = scores.masked_fill(~attend, -math.inf)
+    return dropout(scores.softmax(-1), probability) @ v
 
 
 class DeformableAttention(nn.Module):
@@ -143,7 +155,9 @@ class DeformableAttention(nn.Module):
         """
         self._check(queries, reference_points, tokens, levels.padding_mask)
         heads, num_levels, points = self.samples
-        values = self.value_proj(tokens).masked_fill(levels.padding_mask[..., None], 0)
+        values = self.value_proj(tokens)
+        if may_be_padded(levels.padding_mask):
+            values = values.masked_fill(levels.padding_mask[..., None], 0)
         offsets = self.sampling_offsets(queries).unflatten(-1, (heads, num_levels, points, 2))
         weights = self.attention_weights(queries).unflatten(-1, (heads, num_levels * points)).softmax(-1)
         centers = reference_points[:, :, None, :, None, :2]  # (B, Q, 1, L, 1, 2)

@@ -5,19 +5,14 @@ The channels of one head at one token are one record, so that the width of a hea
 compiled for its width at first use, and kept on disk. Records are added and multiplied as vectors of the processor; nothing
 else about the arithmetic is relaxed.
 
-Kernels release the interpreter lock and run on a small pool of Python threads: numba's own threading layers do not survive a
-fork, or may not be called from two threads at once. The forward pass is cut over queries, the backward pass over heads, so
-that no two threads add to the same number: results do not depend on the thread count.
+The forward pass is cut over queries, the backward pass over heads, so that no two threads add to the same number: results do
+not depend on the thread count.
 
 Long for one file, because numba looks at the time of this file alone to tell whether a kernel kept on disk is still the same.
 """
 
 import functools
-import logging
-import os
-import pickle
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 import numba
 import numpy as np
@@ -27,34 +22,10 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from cpvt_det.errors import first_line
+from cpvt_det.layers.kernels import Kernel, cut, run
 
-logger = logging.getLogger("cpvt_det")
 QUERY_BLOCK = 64  # queries that one head serves before the next does: their samples overlap, and still lie in the cache
-SMALL_WORK = 1 << 18  # multiplications, below which handing work to a thread costs more than it saves
 SUMS = ("contract", "reassoc", "nsz")  # sums over channels may be reordered to fill a register; NaN and infinity are kept
-
-
-class _Kernel:
-    """A function compiled at its first call. The result is kept on disk, where that can be done and read back."""
-
-    def __init__(self, function: Callable):
-        self.function = function
-        try:
-            self.compiled = self._compile(cache=True)
-        except RuntimeError:  # there is no folder that could be written to
-            self.compiled = self._compile(cache=False)
-
-    def __call__(self, *args):
-        try:
-            return self.compiled(*args)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:  # of the files; the compiled code raises nothing
-            logger.warning("The kernel of deformable attention is compiled anew, its cache cannot be used: %s", first_line(error))
-            self.compiled = self._compile(cache=False)
-            return self.compiled(*args)
-
-    def _compile(self, cache: bool) -> Callable:
-        return numba.njit(cache=cache, nogil=True, error_model="numpy")(self.function)
 
 
 def _record(context, builder, pointer_type, pointer, index):
@@ -167,7 +138,7 @@ def _push(grad, row, value, grad_value, a, right, down, inside, x, y, weight, on
     return at_a, at_b, at_c, at_d
 
 
-@_Kernel
+@Kernel
 def _forward(value, steps, levels, locations, weights, out, start, stop):
     """Queries ``start`` to ``stop`` of B * Q. Returns whether all their locations are finite."""
     value, out = _memory(value), _memory(out)
@@ -198,7 +169,7 @@ def _forward(value, steps, levels, locations, weights, out, start, stop):
     return finite
 
 
-@_Kernel
+@Kernel
 def _backward(grad, value, steps, levels, locations, weights, grad_value, grad_locations, grad_weights, start, stop):
     """Heads ``start`` to ``stop`` of B * M; ``grad_value`` comes in as zeros."""
     grad, value, grad_value = _memory(grad), _memory(value), _memory(grad_value)
@@ -251,8 +222,8 @@ def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tens
     head_major = _is_head_major(value, queries)
     records, steps = _value_records(value, dtype, head_major), _steps(value, head_major)
     arrays = _level_table(tuple(level_shapes)), _array(sampling_locations, dtype), _array(attention_weights, dtype)
-    pieces = _cut(batch * queries, out.numel() * points)
-    finite = _run(_forward, (records, steps, *arrays, _records(out.numpy(), width)), pieces)
+    pieces = cut(batch * queries, out.numel() * points)
+    finite = run(_forward, (records, steps, *arrays, _records(out.numpy(), width)), pieces)
     if not all(finite):
         return None
     return out if dtype == value.dtype else out.to(value.dtype)
@@ -284,7 +255,7 @@ def backward(
         grads[1].numpy(),
         grads[2].numpy(),
     )
-    _run(_backward, arrays, _cut(batch * heads, grad_output.numel() * points))
+    run(_backward, arrays, cut(batch * heads, grad_output.numel() * points))
     if head_major:
         grads = grads[0].transpose(1, 2).contiguous(), *grads[1:]  # (B, M, N, D) -> (B, N, M, D)
     return tuple(grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True))
@@ -328,28 +299,3 @@ def _level_table(level_shapes: tuple[int, ...]) -> np.ndarray:
     table[:, 0], table[:, 1] = level_shapes[0::2], level_shapes[1::2]
     table[:, 2] = np.cumsum(table[:, 0] * table[:, 1]) - table[:, 0] * table[:, 1]
     return table
-
-
-def _cut(length: int, work: int) -> list[tuple[int, int]]:
-    """Cut ``range(length)`` into a piece for each thread that torch may use, or leave it whole where the work is small."""
-    pieces = min(torch.get_num_threads(), length, max(1, work // SMALL_WORK))
-    if pieces == 1:
-        return [(0, length)]
-    return [(length * i // pieces, length * (i + 1) // pieces) for i in range(pieces)]
-
-
-def _run(kernel: Callable, arrays: tuple, pieces: list[tuple[int, int]]) -> list:
-    """Call the kernel on every piece, the first of them on this thread."""
-    if len(pieces) == 1:
-        return [kernel(*arrays, *pieces[0])]
-    others = [_pool().submit(kernel, *arrays, *piece) for piece in pieces[1:]]
-    return [kernel(*arrays, *pieces[0]), *(other.result() for other in others)]
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="cpvt_det")
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not live on in a child

@@ -17,7 +17,7 @@ from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import MaskedGroupNorm, MaskedSyncBatchNorm2d, group_count
 from cpvt_det.layers.products import convolve
-from cpvt_det.structures import level_padding_mask
+from cpvt_det.structures import level_padding_mask, may_be_padded
 
 NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "FrozenBN": FrozenBatchNorm2d,
@@ -105,7 +105,7 @@ class ResNetBackbone(nn.Module):
         Returns:
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
-        valid = _ValidCells(padding_mask, images.dtype) if self.mask_padding and _may_be_padded(padding_mask) else _AllCells()
+        valid = _ValidCells(padding_mask, images.dtype) if self.mask_padding and may_be_padded(padding_mask) else _AllCells()
         body = self.body
         x = valid.keep(valid.convolve(body.conv1, body.bn1, images, 2), 2).relu_()
         x = valid.keep(body.maxpool(x), 4)  # the first padded cells' windows reach back into the image
@@ -168,12 +168,6 @@ class _ValidCells(_AllCells):
             valid = ~level_padding_mask(self._padding_mask, stride)
             self._by_stride[stride] = valid[:, None].to(self._dtype)
         return self._by_stride[stride]
-
-
-def _may_be_padded(padding_mask: Tensor) -> bool:
-    """Asked where the answer costs no waiting for a device and no break of a compiled graph."""
-    is_at_hand = padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
-    return not is_at_hand or bool(padding_mask.any())
 
 
 def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _AllCells) -> tuple[Tensor, int]:

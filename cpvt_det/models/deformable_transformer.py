@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.layers.checkpointing import recomputed
+from cpvt_det.layers.dropout import Dropout
 from cpvt_det.layers.products import Linear
 from cpvt_det.models.detector import flatten_levels
 from cpvt_det.models.transformer import Inject
@@ -50,7 +50,7 @@ class DeformableEncoderLayer(nn.Module):
         self.linear1 = Linear(channels, ffn_channels)
         self.linear2 = Linear(ffn_channels, channels)
         self.norm2 = nn.LayerNorm(channels)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor, reference_points: Tensor, levels: Levels) -> Tensor:
         """One layer.
@@ -66,7 +66,7 @@ class DeformableEncoderLayer(nn.Module):
         """
         attended = self.self_attn(tokens + positions, reference_points, tokens, levels)
         tokens = self.norm1(tokens + self.dropout(attended))
-        return self.norm2(tokens + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(tokens))))))
+        return self.norm2(tokens + self.dropout(self.linear2(self.dropout.after_relu(self.linear1(tokens)))))
 
 
 class DeformableEncoder(nn.Module):
@@ -130,7 +130,7 @@ class DeformableDecoderLayer(nn.Module):
         self.linear1 = Linear(channels, ffn_channels)
         self.linear2 = Linear(ffn_channels, channels)
         self.norm3 = nn.LayerNorm(channels)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, queries: Tensor, positions: Tensor, reference_points: Tensor, memory: Tensor, levels: Levels) -> Tensor:
         """One layer.
@@ -149,7 +149,7 @@ class DeformableDecoderLayer(nn.Module):
         queries = self.norm2(queries + self.dropout(self.self_attn(placed, placed, queries)))
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
         queries = self.norm1(queries + self.dropout(attended))
-        return self.norm3(queries + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(queries))))))
+        return self.norm3(queries + self.dropout(self.linear2(self.dropout.after_relu(self.linear1(queries)))))
 
 
 class DeformableDecoder(nn.Module):

@@ -13,7 +13,7 @@ from cpvt_det.layers.position import PositionEncoding
 from cpvt_det.layers.products import Conv2d
 from cpvt_det.models.detector import MLP, Detector, class_head, flatten_levels, full_precision
 from cpvt_det.models.transformer import Transformer
-from cpvt_det.structures import Predictions, level_padding_mask
+from cpvt_det.structures import Predictions, level_padding_mask, may_be_padded
 
 
 class DETR(Detector):
@@ -63,7 +63,8 @@ class DETR(Detector):
         features = self.input_proj(maps[-1])
         mask = level_padding_mask(padding_mask, self.backbone.strides[-1])
         # Padded tokens are never seen again; zero keeps a non-finite one out of 0 * value in the attention.
-        features = features.masked_fill(mask[:, None], 0)
+        if may_be_padded(mask):
+            features = features.masked_fill(mask[:, None], 0)
         return self._heads(self._transform(features, mask))
 
     def _transform(self, features: Tensor, mask: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention
 from cpvt_det.layers.checkpointing import recomputed
+from cpvt_det.layers.dropout import Dropout
 from cpvt_det.layers.products import Linear
 from cpvt_det.structures import Size
 
@@ -38,7 +38,7 @@ class EncoderLayer(nn.Module):
         self.linear2 = Linear(ffn_channels, channels)
         self.norm1 = nn.LayerNorm(channels)
         self.norm2 = nn.LayerNorm(channels)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor | None, padding_mask: Tensor) -> Tensor:
         """One layer.
@@ -62,7 +62,7 @@ class EncoderLayer(nn.Module):
         return self.self_attn(placed, placed, x, padding_mask)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.dropout(F.relu(self.linear1(x))))
+        return self.linear2(self.dropout.after_relu(self.linear1(x)))
 
 
 class Encoder(nn.Module):
@@ -130,7 +130,7 @@ class DecoderLayer(nn.Module):
         self.norm1 = nn.LayerNorm(channels)
         self.norm2 = nn.LayerNorm(channels)
         self.norm3 = nn.LayerNorm(channels)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, queries: Tensor, query_positions: Tensor, memory: Tensor, keys: Tensor, padding_mask: Tensor) -> Tensor:
         """One layer.
@@ -160,7 +160,7 @@ class DecoderLayer(nn.Module):
         return self.self_attn(placed, placed, x)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.dropout(F.relu(self.linear1(x))))
+        return self.linear2(self.dropout.after_relu(self.linear1(x)))
 
 
 class Decoder(nn.Module):
