@@ -352,6 +352,35 @@ def test_lazy_config_trains_and_evaluates_in_one_process_or_two(drawn_coco, tmp_
     assert "criterion" not in " ".join(state["model"])
 
 
+LAUNCHED = """
+import json, sys
+from detectron2.engine import launch
+from cpvt_det.d2.run import load_cfg, run
+
+def start(words):
+    run(load_cfg("", words))
+
+if __name__ == "__main__":
+    launch(start, 2, dist_url="auto", args=(json.loads(sys.argv[1]),))
+"""
+
+
+def test_our_runner_in_two_processes_of_detectron2s_launch(drawn_coco, tmp_path):
+    script = tmp_path / "launched.py"
+    script.write_text(LAUNCHED)
+    words = overrides(drawn_coco.files, tmp_path / "run", SOLVER__MAX_ITER=2, MODEL__BACKBONE__NORM="GN")
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 0 <= json.loads((tmp_path / "run/results.json").read_text())["bbox"]["AP"] <= 100
+    assert "2 process(es)" in done.stderr
+
+
 # Its backbones and data sets
 
 
