@@ -100,11 +100,11 @@ train = dict(
     output_dir="output/plug/vitdet_tiny",
     init_checkpoint="",
     seed=0,
-    max_iter=2000,
+    max_iter=1200,
     amp=dict(enabled=False),
     ddp=dict(broadcast_buffers=False),
     checkpointer=dict(period=10000, max_to_keep=1),
-    eval_period=2000,
+    eval_period=1200,
     log_period=20,
     device="cpu",
 )
