@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``docs/reliability.md`` from the modules beside this file."""
+
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+from tabulate import tabulate
+
+import faults
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+NOT_AREAS = {"case", "report"}
+HEAD = """\
+# What happens on a bad day
+
+Every row is a test: `tests/test_faults.py` makes the fault, runs the command and looks for exit code and message; "..." stands
+for what differs from machine to machine. Exit code 0 is a run that works, 2 is bad input that the user can mend, told without a
+traceback. This file is written by `PYTHONPATH=tests python -m faults.report` from the tables in `tests/faults/`.
+"""
+
+
+def areas() -> list[ModuleType]:
+    """The modules of this package that hold a section, by name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(faults.__path__) if module.name not in NOT_AREAS)
+    return [importlib.import_module(f"faults.{name}") for name in names]
+
+
+def section(area: ModuleType) -> str:
+    """An area's docstring under its title, and its table."""
+    title, _, text = inspect.getdoc(area).partition("\n")
+    parts = [f"## {title.rstrip('.')}", text.strip()]
+    rows = [(_cell(case.what), case.code, _cell(case.says)) for case in getattr(area, "CASES", ())]
+    if rows:
+        parts.append(tabulate(rows, ("input", "exit code", "message"), tablefmt="pipe", disable_numparse=True))
+    return "\n\n".join(part for part in parts if part)
+
+
+def report() -> str:
+    """The whole document."""
+    return "\n\n".join([HEAD.strip(), *map(section, areas())]) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(report(), encoding="utf-8")
