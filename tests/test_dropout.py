@@ -10,7 +10,7 @@ from torch import nn
 
 from cpvt_det.layers import attention, kernels
 from cpvt_det.layers import dropout as module
-from cpvt_det.layers.dropout import Dropout, dropout, relu_dropout
+from cpvt_det.layers.dropout import Dropout, add_dropout, dropout, relu_dropout
 
 pytest.importorskip("numba")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -76,6 +76,30 @@ def test_gradients(function):
 
     assert torch.autograd.gradcheck(call, x)
     assert torch.autograd.gradgradcheck(lambda x: call(x).square(), x)
+
+
+def test_gradients_of_the_sum():
+    def call(residual, x):
+        torch.manual_seed(3)
+        return add_dropout(residual, x, 0.4)
+
+    inputs = torch.randn(2, 9, dtype=torch.float64, requires_grad=True), torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(lambda *inputs: call(*inputs).square(), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["same", "float32"])
+def test_the_sum_in_one(dtype, kind):
+    residual = torch.randn(3, 700, dtype=torch.float32 if kind == "float32" else dtype, requires_grad=True)
+    x, found = torch.randn(3, 700, dtype=dtype, requires_grad=True), []
+    for call in (lambda: residual + dropout(x, 0.25), lambda: add_dropout(residual, x, 0.25)):
+        torch.manual_seed(2)
+        out = call()
+        found.append((out, *torch.autograd.grad(out.float().square().sum(), (residual, x))))
+    for expected, actual in zip(*found, strict=True):
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

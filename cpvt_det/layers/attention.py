@@ -158,21 +158,25 @@ class DeformableAttention(nn.Module):
         values = self.value_proj(tokens)
         if may_be_padded(levels.padding_mask):
             values = values.masked_fill(levels.padding_mask[..., None], 0)
-        offsets = self.sampling_offsets(queries).unflatten(-1, (heads, num_levels, points, 2))
+        offsets = self.sampling_offsets(queries).unflatten(-1, (heads, -1))  # (B, Q, M, L * P * 2)
         weights = self.attention_weights(queries).unflatten(-1, (heads, num_levels * points)).softmax(-1)
-        centers = reference_points[:, :, None, :, None, :2]  # (B, Q, 1, L, 1, 2)
+        centers = self._at_points(reference_points[..., :2])
         if reference_points.shape[-1] == 2:
-            units = 1 / levels.sizes[:, None]
+            units = self._at_points(1 / levels.sizes)
         else:
-            units = reference_points[:, :, None, :, None, 2:] * (0.5 / points)
+            units = self._at_points(reference_points[..., 2:] * (0.5 / points))
         attended = ms_deform_attn(
             values.unflatten(-1, (heads, -1)),
             levels.shapes,
-            centers + offsets * units,
+            torch.addcmul(centers, offsets, units).unflatten(-1, (num_levels, points, 2)),
             weights.unflatten(-1, (num_levels, points)),
             self.implementation,
         )
         return self.output_proj(attended)
+
+    def _at_points(self, x: Tensor) -> Tensor:
+        """(..., L, 2) -> (..., 1, L * P * 2): of every point, for all heads, in rows that are quick to add and multiply."""
+        return x[..., None, :].expand(*x.shape[:-1], self.samples[2], 2).flatten(-3)[..., None, :]
 
     def _check(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, padding_mask: Tensor) -> None:
         require_bool(padding_mask)

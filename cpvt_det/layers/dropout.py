@@ -29,8 +29,15 @@ def relu_dropout(x: Tensor, probability: float, training: bool = True) -> Tensor
     return _ReluDropout.apply(x, probability, _draw_seed())
 
 
+def add_dropout(residual: Tensor, x: Tensor, probability: float, training: bool = True) -> Tensor:
+    """``residual + F.dropout(x)``, in one new tensor; both are of one shape."""
+    if not training or not _takes_kernel(x, probability):
+        return residual + F.dropout(x, probability, training)
+    return _AddDropout.apply(residual, x, probability, _draw_seed())
+
+
 class Dropout(nn.Dropout):
-    """``nn.Dropout`` by :func:`dropout`."""
+    """``nn.Dropout`` by :func:`dropout`, and what stands around it in a transformer."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the input's shape."""
@@ -39,6 +46,10 @@ class Dropout(nn.Dropout):
     def after_relu(self, x: Tensor) -> Tensor:
         """Of the input's ReLU."""
         return relu_dropout(x, self.p, self.training)
+
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Of ``x``, added to ``residual``."""
+        return add_dropout(residual, x, self.p, self.training)
 
 
 class _Dropout(torch.autograd.Function):
@@ -50,6 +61,19 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return _Dropout.apply(grad, *ctx.arguments), None, None
+
+
+class _AddDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, residual, x, probability, seed):
+        ctx.arguments, ctx.dtypes = (probability, seed), (residual.dtype, x.dtype)
+        dropped = _kernel().drop(x, probability, seed, rectify=False)
+        return dropped.add_(residual) if x.dtype == residual.dtype else residual + dropped
+
+    @staticmethod
+    def backward(ctx, grad):
+        grads = [grad.to(dtype) for dtype in ctx.dtypes]
+        return grads[0], _Dropout.apply(grads[1], *ctx.arguments), None, None
 
 
 class _ReluDropout(torch.autograd.Function):

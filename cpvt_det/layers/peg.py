@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, make_norm
-from cpvt_det.structures import Size, require_bool
+from cpvt_det.structures import Size, may_be_padded, require_bool
 
 
 class PEGDetection(nn.Module):
@@ -88,17 +88,18 @@ class PEGDetection(nn.Module):
             TypeError: a mask that is not bool.
         """
         self._check(tokens, padding_mask, level_shapes)
-        padded = padding_mask[..., None]
-        x = tokens.masked_fill(padded, 0) if self.mask_input else tokens
+        padded = padding_mask[..., None] if may_be_padded(padding_mask) else None
+        is_masked = self.mask_input and padded is not None
+        x = tokens.masked_fill(padded, 0) if is_masked else tokens
         maps = x.split([height * width for height, width in level_shapes], dim=1)
         branches = [self._convolve(level, shape) for level, shape in zip(maps, level_shapes, strict=True)]
         branch = branches[0] if len(branches) == 1 else torch.cat(branches, dim=1)
         branch = branch.transpose(1, 2)[..., None]  # (B, N, C) -> (B, C, N, 1), a map for the norm
-        branch = self.norm(branch, ~padded[:, None] if self.mask_input else None)
+        branch = self.norm(branch, ~padded[:, None] if is_masked else None)
         branch = F.relu(branch[..., 0].transpose(1, 2))  # (B, C, N, 1) -> (B, N, C)
         if self.scale is not None:
             branch = branch * self.scale
-        return torch.where(padded, tokens, tokens + branch)
+        return tokens + branch if padded is None else torch.where(padded, tokens, tokens + branch)
 
     def _convolve(self, tokens: Tensor, shape: Size) -> Tensor:
         """(B, H * W, C) -> the same; batch-first tokens are the channels-last view of their map, so without a copy."""

@@ -65,8 +65,8 @@ class DeformableEncoderLayer(nn.Module):
             (B, N, C).
         """
         attended = self.self_attn(tokens + positions, reference_points, tokens, levels)
-        tokens = self.norm1(tokens + self.dropout(attended))
-        return self.norm2(tokens + self.dropout(self.linear2(self.dropout.after_relu(self.linear1(tokens)))))
+        tokens = self.norm1(self.dropout.add(tokens, attended))
+        return self.norm2(self.dropout.add(tokens, self.linear2(self.dropout.after_relu(self.linear1(tokens)))))
 
 
 class DeformableEncoder(nn.Module):
@@ -146,10 +146,10 @@ class DeformableDecoderLayer(nn.Module):
             (B, Q, C).
         """
         placed = queries + positions
-        queries = self.norm2(queries + self.dropout(self.self_attn(placed, placed, queries)))
+        queries = self.norm2(self.dropout.add(queries, self.self_attn(placed, placed, queries)))
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
-        queries = self.norm1(queries + self.dropout(attended))
-        return self.norm3(queries + self.dropout(self.linear2(self.dropout.after_relu(self.linear1(queries)))))
+        queries = self.norm1(self.dropout.add(queries, attended))
+        return self.norm3(self.dropout.add(queries, self.linear2(self.dropout.after_relu(self.linear1(queries)))))
 
 
 class DeformableDecoder(nn.Module):

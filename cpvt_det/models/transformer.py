@@ -52,10 +52,10 @@ class EncoderLayer(nn.Module):
             (B, N, C).
         """
         if self.pre_norm:
-            tokens = tokens + self.dropout(self._attend(self.norm1(tokens), positions, padding_mask))
-            return tokens + self.dropout(self._feed_forward(self.norm2(tokens)))
-        tokens = self.norm1(tokens + self.dropout(self._attend(tokens, positions, padding_mask)))
-        return self.norm2(tokens + self.dropout(self._feed_forward(tokens)))
+            tokens = self.dropout.add(tokens, self._attend(self.norm1(tokens), positions, padding_mask))
+            return self.dropout.add(tokens, self._feed_forward(self.norm2(tokens)))
+        tokens = self.norm1(self.dropout.add(tokens, self._attend(tokens, positions, padding_mask)))
+        return self.norm2(self.dropout.add(tokens, self._feed_forward(tokens)))
 
     def _attend(self, x: Tensor, positions: Tensor | None, padding_mask: Tensor) -> Tensor:
         placed = _add(x, positions)
@@ -146,14 +146,14 @@ class DecoderLayer(nn.Module):
             (B, Q, C).
         """
         if self.pre_norm:
-            queries = queries + self.dropout(self._attend_queries(self.norm1(queries), query_positions))
+            queries = self.dropout.add(queries, self._attend_queries(self.norm1(queries), query_positions))
             placed = self.norm2(queries) + query_positions
-            queries = queries + self.dropout(self.multihead_attn(placed, keys, memory, padding_mask))
-            return queries + self.dropout(self._feed_forward(self.norm3(queries)))
-        queries = self.norm1(queries + self.dropout(self._attend_queries(queries, query_positions)))
+            queries = self.dropout.add(queries, self.multihead_attn(placed, keys, memory, padding_mask))
+            return self.dropout.add(queries, self._feed_forward(self.norm3(queries)))
+        queries = self.norm1(self.dropout.add(queries, self._attend_queries(queries, query_positions)))
         placed = queries + query_positions
-        queries = self.norm2(queries + self.dropout(self.multihead_attn(placed, keys, memory, padding_mask)))
-        return self.norm3(queries + self.dropout(self._feed_forward(queries)))
+        queries = self.norm2(self.dropout.add(queries, self.multihead_attn(placed, keys, memory, padding_mask)))
+        return self.norm3(self.dropout.add(queries, self._feed_forward(queries)))
 
     def _attend_queries(self, x: Tensor, query_positions: Tensor) -> Tensor:
         placed = x + query_positions
