@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision.ops import generalized_box_iou
+from torchvision.ops import generalized_box_iou, sigmoid_focal_loss
 
 from cpvt_det import distributed
 from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou, pairwise_generalized_iou
@@ -382,6 +382,18 @@ def test_focal_cost_is_what_the_loss_gains_by_a_match():
         as_class = torch.stack([classification.loss(logits[:, [b]], torch.full((1, 1, 1), k)) for b in range(7)])
         cost = classification.cost(logits, torch.full((7, 1), k))
         assert (cost.flatten() - (as_class - nothing).flatten()).abs().max() < 1e-6  # the cost's logarithms have an epsilon
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0])
+def test_focal_gradient_is_that_of_its_definition(gamma):
+    logits = torch.linspace(-30, 30, 60, dtype=torch.float64).view(1, 4, 5, K).requires_grad_()
+    classes = torch.arange(20).view(1, 4, 5) % (K + 1)
+    found = FocalClassification(K, gamma=gamma).loss(logits, classes)
+    expected = sigmoid_focal_loss(logits, torch.nn.functional.one_hot(classes, K + 1)[..., :K].double(), 0.25, gamma).sum((1, 2, 3))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    gradients = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (found, expected)]
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-10
+    assert torch.autograd.gradcheck(lambda x: FocalClassification(K, gamma=gamma).loss(x, classes), logits / 5)
 
 
 def test_cheaper_means_a_higher_score(classification):

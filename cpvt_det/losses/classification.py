@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax and sigmoid classification. Each owns its loss, its matching cost and its score decoding, which have to agree."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cpvt_det.errors import UnknownNameError
 
@@ -109,15 +112,14 @@ class FocalClassification:
 
         Nearly all are negatives: first every one is taken for such, then the few that are not are set right.
         """
-        label = classes.clamp(max=self.num_classes - 1)[..., None]
-        own = logits.gather(-1, label)[..., 0]  # (D, B, Q)
-        change = self._side(-own, self.alpha) - self._side(own, 1 - self.alpha)
+        own = logits.gather(-1, classes.clamp(max=self.num_classes - 1)[..., None])[..., 0]  # (D, B, Q)
+        change = self.alpha * self._negative(-own) - (1 - self.alpha) * self._negative(own)
         change = torch.where(classes < self.num_classes, change, 0)
-        return self._side(logits, 1 - self.alpha).sum((1, 2, 3)) + change.sum((1, 2))
+        return (1 - self.alpha) * self._negative(logits).sum((1, 2, 3)) + change.sum((1, 2))
 
-    def _side(self, x: Tensor, weight: float) -> Tensor:
-        """What a negative of logit x adds to the loss; of a positive with logit -x it is the same, with its own weight."""
-        return weight * x.sigmoid() ** self.gamma * F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)
+    def _negative(self, x: Tensor) -> Tensor:
+        """What a negative of logit x adds to the loss, or a positive of logit -x; before its weight."""
+        return FocalOfNegative.apply(x, self.gamma)
 
     def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
         """The number of boxes."""
@@ -132,6 +134,28 @@ class FocalClassification:
     def predicted_object(self, logits: Tensor) -> Tensor:
         """Whether a query claims an object: (..., K) -> (...) bool."""
         return (logits > 0).any(-1)
+
+
+class FocalOfNegative(torch.autograd.Function):
+    """p^gamma * -log(1 - p) for p = sigmoid(x), with its gradient written out: a third fewer passes over memory.
+
+    The gradient is p^gamma * (p + gamma * (1 - p) * -log(1 - p)).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: float) -> Tensor:
+        probability, entropy = x.sigmoid(), F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)
+        factor = probability**gamma
+        loss = factor * entropy
+        if ctx.needs_input_grad[0]:
+            entropy.mul_(gamma)
+            ctx.save_for_backward(torch.addcmul(entropy, entropy, probability, value=-1).add_(probability).mul_(factor))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
 
 
 Classification = SoftmaxClassification | FocalClassification
