@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of the processes of ``scaling.py --processes``: whole training steps through DDP; the first prints images a second of all."""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.models import CONFIGS, PEERS
+from cpvt_det import build
+from cpvt_det.config import load_cfg
+from cpvt_det.solver.step import TrainingModel, wrap_for_processes
+from cpvt_det.structures import Targets
+
+SIDE, BATCH, STEPS = 480, 2, 4  # of each process
+
+
+def main(detector_name: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    words = ["MODEL.NUM_CLASSES", "80", "SOLVER.IMS_PER_BATCH", str(BATCH * dist.get_world_size())]
+    cfg = load_cfg(str(CONFIGS / f"{PEERS[detector_name]}_r50_peg_50ep.yaml"), words)
+    detector = build.build_detector(cfg)
+    model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
+    step = build.build_step(cfg, model, build.build_optimizer(cfg, detector), build.build_length(cfg, 1000), seed=0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    samples = [
+        {
+            "image": torch.randint(256, (3, SIDE, SIDE), dtype=torch.uint8, generator=generator),
+            "image_id": number,
+            "targets": Targets(torch.randint(80, (10,), generator=generator), 0.2 + 0.2 * torch.rand(10, 4, generator=generator)),
+        }
+        for number in range(BATCH)
+    ]
+    step(samples, 0)
+    dist.barrier()
+    start = time.perf_counter()
+    for iteration in range(1, STEPS + 1):
+        step(samples, iteration)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(STEPS * BATCH * dist.get_world_size() / (time.perf_counter() - start))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

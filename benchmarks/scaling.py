@@ -1,0 +1,249 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""How time and memory of a training step grow: with the image, the batch, the queries, the objects and the processes.
+
+``python benchmarks/scaling.py``. Every point is a process of its own, which takes a tiny step first; time is CPU seconds
+of one thread, its memory the peak above what the process held before. ``--processes`` compares two DDP processes with one.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
+
+from benchmarks.threads import thread_environment
+from cpvt_det.cli import debug_option, told_in_one_line
+
+ROOT = Path(__file__).resolve().parent.parent
+QUERIES = {"DETR": 100, "Deformable-DETR": 300}
+MOST_SECONDS = 6.0  # a point is repeated until this many are spent, five times at most
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training step's work.
+
+    Args:
+        detector: ``DETR`` or ``Deformable-DETR``, with ResNet-50.
+        position: ``sine``, which is the official encoding of the detector, or ``peg``.
+        side: of the square images, pixels.
+        batch: images.
+        queries: Q; 0 for the detector's own.
+        objects: in each image.
+    """
+
+    detector: str
+    position: str
+    side: int = 320
+    batch: int = 1
+    queries: int = 0
+    objects: int = 10
+
+
+SWEEPS: dict[str, tuple[Point, tuple[int, ...]]] = {
+    "side": (Point("", "", batch=1), (320, 480, 640, 960, 1280, 1600)),
+    "batch": (Point("", "", side=320), (1, 2, 4, 8, 16, 32)),
+    "queries": (Point("", "", side=320), (100, 300, 500, 900)),
+    "objects": (Point("", "", side=320, batch=4), (1, 10, 30, 100)),
+}
+"""What is varied -> everything else, and its values."""
+EXPECTED = {
+    "side": "2: every part is linear in the area, but DETR's self-attention, which is 4",
+    "batch": "1",
+    "queries": "under 1: the backbone has no queries; the decoder's self-attention is 2",
+    "objects": "0: the matcher's and the losses' share is small",
+}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=Path("output/benchmarks"), show_default=True)
+@click.option("--quick", is_flag=True, help="The two smallest values of each sweep.")
+@click.option("--processes", is_flag=True, help="Two DDP processes of one thread against one process, instead of the sweeps.")
+@click.option("--point", hidden=True, help="Measure one point and print it as JSON.")
+@debug_option
+@told_in_one_line
+def main(output: Path, quick: bool, processes: bool, point: str | None) -> None:
+    """Measure how a training step of DETR-R50 and Deformable-DETR-R50 grows, PEG beside sine; write a table, JSON and a figure."""
+    os.environ.update(thread_environment(1))
+    if point:
+        click.echo(json.dumps(measure(Point(**json.loads(point)))))
+    elif processes:
+        click.echo(compare_processes(rounds=1 if quick else 3))
+    else:
+        rows = sweep(quick)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "scaling_cpu.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        (output / "scaling_cpu.md").write_text(tables(rows), encoding="utf-8")
+        draw(rows, output / "scaling_cpu.png")
+        click.echo(tables(rows))
+
+
+def sweep(quick: bool) -> list[dict]:
+    """All points, each in a process of its own: their fields, ``varied``, ``seconds`` and ``megabytes``."""
+    rows = []
+    for varied, (rest, values) in SWEEPS.items():
+        for value in values[:2] if quick else values:
+            for detector in QUERIES:
+                for position in ("sine", "peg"):
+                    chosen = replace(rest, detector=detector, position=position, **{varied: value})
+                    found = _in_process("--point", json.dumps(asdict(chosen)))
+                    rows.append({**asdict(chosen), "varied": varied, **json.loads(found)})
+                    click.echo(json.dumps(rows[-1]), err=True)
+    return rows
+
+
+def measure(point: Point) -> dict[str, float]:
+    """CPU seconds of a step, the median, and the peak megabytes of one."""
+    import torch
+
+    from benchmarks.memory import _forget_peak, _give_back, _peak, _resident
+
+    step, tiny = make_step(point), make_step(replace(point, side=64, batch=1))
+    torch.set_num_threads(1)
+    tiny()
+    _give_back()
+    _forget_peak()
+    before = _resident()
+    seconds = [_cpu_seconds(step)]
+    peak = _peak() - before
+    while sum(seconds) < MOST_SECONDS and len(seconds) < 5:
+        seconds.append(_cpu_seconds(step))
+    return {"seconds": statistics.median(seconds), "megabytes": peak / 1e6}
+
+
+def make_step(point: Point) -> Callable[[], None]:
+    """A training step on noise: gradients to None, forward, criterion, backward."""
+    import torch
+
+    from benchmarks.models import Recipe, our_model
+    from cpvt_det.structures import PaddedBatch, Targets
+
+    recipe = Recipe(point.detector, queries=point.queries or QUERIES[point.detector])
+    model = our_model(recipe, position="peg" if point.position == "peg" else "")
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randn(3, point.side, point.side, generator=generator) for _ in range(point.batch)]
+    batch = PaddedBatch.from_images(images, 64)
+    targets = [
+        Targets(torch.randint(recipe.classes, (point.objects,), generator=generator), 0.2 + 0.2 * torch.rand(point.objects, 4))
+        for _ in range(point.batch)
+    ]
+
+    def step() -> None:
+        model.module.zero_grad(set_to_none=True)
+        model.learn(batch, targets)[2].backward()
+
+    return step
+
+
+def _cpu_seconds(call: Callable[[], None]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def exponents(rows: list[dict]) -> dict[tuple[str, str, str, str], tuple[float, float]]:
+    """(varied, detector, position, figure) -> the exponent fitted over all values, and that of the last two."""
+    groups = defaultdict(list)
+    for row in rows:
+        value = row["queries"] or QUERIES[row["detector"]] if row["varied"] == "queries" else row[row["varied"]]
+        for figure in ("seconds", "megabytes"):
+            groups[row["varied"], row["detector"], row["position"], figure].append((math.log(value), math.log(row[figure])))
+    fitted = {}
+    for key, points in groups.items():
+        x, y = zip(*points, strict=True)
+        (x1, y1), (x2, y2) = points[-2:]
+        fitted[key] = (statistics.linear_regression(x, y).slope, (y2 - y1) / (x2 - x1))
+    return fitted
+
+
+def tables(rows: list[dict]) -> str:
+    """A Markdown table for each sweep, and one of the exponents."""
+    from tabulate import tabulate
+
+    from benchmarks.machine import machine, versions
+
+    told = "; ".join(f"{name} {value}" for name, value in {**machine("cpu"), **versions()}.items())
+    parts = ["# How a training step grows, cpu, 1 thread", "`python benchmarks/scaling.py`", told]
+    columns = [(detector, position) for detector in QUERIES for position in ("sine", "peg")]
+    for varied, (rest, values) in SWEEPS.items():
+        fixed = {name: value for name, value in asdict(rest).items() if value and name != varied}
+        parts.append(f"## {varied}; " + ", ".join(f"{name} {value}" for name, value in fixed.items()))
+        found = {(row[varied], row["detector"], row["position"]): row for row in rows if row["varied"] == varied}
+        body = []
+        for value in values:
+            cells = [found.get((value, *column)) for column in columns]
+            if all(cells):
+                body.append([value, *(f"{c['seconds']:.2f} s, {c['megabytes']:.0f} MB" for c in cells)])
+        parts.append(tabulate(body, [varied, *(" ".join(column) for column in columns)], tablefmt="pipe"))
+    fitted, body = exponents(rows), []
+    for varied in SWEEPS:
+        for figure in ("seconds", "megabytes"):
+            slopes = [fitted[(varied, *column, figure)] for column in columns]
+            body.append([varied, figure, *(f"{whole:.2f} ({last:.2f})" for whole, last in slopes), EXPECTED[varied]])
+    parts.append("## Exponents, fitted over all values (of the last two)")
+    parts.append(tabulate(body, ["varied", "figure", *(" ".join(c) for c in columns), "expected of time"], tablefmt="pipe"))
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Time above, memory below, one column for each sweep."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(SWEEPS), figsize=(16, 7))
+    for column, varied in enumerate(SWEEPS):
+        for line, (name, unit) in enumerate((("seconds", "CPU s a step"), ("megabytes", "peak MB"))):
+            axis = axes[line][column]
+            for detector, colour in zip(QUERIES, ("tab:blue", "tab:orange"), strict=True):
+                for position, style in (("sine", "--"), ("peg", "-")):
+                    chosen = [r for r in rows if (r["varied"], r["detector"], r["position"]) == (varied, detector, position)]
+                    x, y = [r[varied] for r in chosen], [r[name] for r in chosen]
+                    axis.plot(x, y, style, color=colour, marker=".", label=f"{detector}, {position}")
+            axis.set(xscale="log", yscale="log", xlabel=varied, ylabel=unit if column == 0 else "")
+            axis.grid(True, which="both", alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+
+
+def compare_processes(rounds: int) -> str:
+    """Images a second, by wall clock, of one process and of two with DDP (gloo), one thread each, by turns."""
+    lines = ["| detector | images/s, 1 process | images/s, 2 processes | share of twice one, by round |", "|---|---|---|---|"]
+    for detector in QUERIES:
+        one, two = zip(*((_images_per_second(detector, 1), _images_per_second(detector, 2)) for _ in range(rounds)), strict=True)
+        shares = ", ".join(f"{b / (2 * a):.2f}" for a, b in zip(one, two, strict=True))
+        lines.append(f"| {detector} | {statistics.median(one):.3f} | {statistics.median(two):.3f} | {shares} |")
+    return "\n".join(lines)
+
+
+def _images_per_second(detector: str, count: int) -> float:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command += ["-m", "benchmarks.ddp_steps", detector]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{count} processes of {detector}: {done.stderr.strip().splitlines()[-1]}")
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def _in_process(*words: str) -> str:
+    done = subprocess.run([sys.executable, str(Path(__file__)), *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {(done.stderr.strip() or 'killed').splitlines()[-1]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+if __name__ == "__main__":
+    main(prog_name="benchmarks/scaling.py")
