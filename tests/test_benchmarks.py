@@ -15,7 +15,7 @@ from click.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is no part of the installed package
 
 import cpvt_det
-from benchmarks import machine, memory, models, peers, report, runner, suites
+from benchmarks import machine, memory, models, peers, profile_step, report, runner, suites
 from benchmarks.clocks import Command, CommandRun, ProcessClock, Sample, fixed_threads
 from benchmarks.equal import difference
 from benchmarks.gather import corner_rows, make_gather
@@ -427,14 +427,15 @@ def test_packages_of_one_name_come_from_their_own_checkout_and_are_gone_after(tm
     assert torchvision.__version__ != "0.9.0"
 
 
-TINY_RECIPE = models.Recipe(channels=32, layers=2, queries=5, classes=91)
+TINY_RECIPES = {name: models.Recipe(name, channels=32, layers=2, queries=5, classes=91) for name in ("DETR", "Deformable-DETR")}
 
 
-def test_transformers_gets_our_weights_frozen_layers_and_dropout():
+@pytest.mark.parametrize(("name", "source"), [("DETR", "hf_detr"), ("Deformable-DETR", "hf_deformable_detr")])
+def test_transformers_gets_our_weights_frozen_layers_and_dropout(name, source):
     pytest.importorskip("transformers")
-    ours = models.our_model(TINY_RECIPE).module
-    theirs = models.hf_model(TINY_RECIPE, "cpu", ours.state_dict()).module
-    state, converted = ours.state_dict(), convert_state_dict(theirs.state_dict(), "hf_deformable_detr")
+    ours = models.our_model(TINY_RECIPES[name]).module
+    theirs = models.hf_model(TINY_RECIPES[name], "cpu", ours.state_dict()).module
+    state, converted = ours.state_dict(), convert_state_dict(theirs.state_dict(), source)
     assert converted.keys() == state.keys()
     assert all(torch.equal(converted[name], state[name]) for name in state)
     sizes = [sum(p.numel() for p in module.parameters() if p.requires_grad) for module in (ours, theirs)]
@@ -453,12 +454,13 @@ def dropouts(module):
     return found | {value for value in values if isinstance(value, float)}
 
 
-def test_models_of_one_recipe_do_the_same_work_and_peg_is_told_apart(tmp_path, small_limits, monkeypatch):
+@pytest.mark.parametrize("name", TINY_RECIPES)
+def test_models_of_one_recipe_do_the_same_work_and_peg_is_told_apart(name, tmp_path, small_limits, monkeypatch):
     monkeypatch.setattr(model, "IMAGES", {"quick": (64, 128)})
-    monkeypatch.setattr(model, "SMALL", TINY_RECIPE)
+    monkeypatch.setattr(model, "SMALL", (TINY_RECIPES[name],))
     monkeypatch.setattr(model, "PLANS", {"quick": ONCE})
     monkeypatch.setattr(peers, "IMPORTED", ())
-    result = call("--suite", "model", "--quick", "--case", "*training step", "--output", tmp_path)
+    result = call("--suite", "model", "--quick", "--case", f"{name}*training step", "--output", tmp_path)
     assert result.exit_code == 0, result.output
     (case,) = json.loads((tmp_path / "model_cpu.json").read_text())["cases"]
     assert case["left_out"].keys() == {"official", "transformers"}
@@ -466,6 +468,34 @@ def test_models_of_one_recipe_do_the_same_work_and_peg_is_told_apart(tmp_path, s
     assert differences["cpvt_det, padding masked"] < 1e-4
     assert differences["cpvt_det PEG"] is differences["cpvt_det PEG bf16"] is None
     assert model.PEG in result.output
+
+
+def test_detr_of_transformers_does_our_work(small_limits, monkeypatch):
+    """Its own loss over all layers, which are taken with hooks."""
+    pytest.importorskip("transformers")
+    shape = model.Shape(TINY_RECIPES["DETR"], (64, 128), 2, "training step")
+    work = model.make_work(shape, shape.size, Options(peers={"transformers": None}))
+    assert [contender.name for contender in work.contenders[:2]] == ["transformers", "cpvt_det"]
+    assert difference(work.contenders[1].output(), work.contenders[0].output()) < 1e-4
+
+
+@pytest.mark.parametrize("passes", model.PASSES)
+def test_encoders_with_and_without_sine_are_timed(passes):
+    shape = model.Shape(TINY_RECIPES["DETR"], (64, 128), 1, passes)
+    sine, peg = model.make_encoder_work(shape, Options()).contenders
+    assert sine.call().shape == peg.call().shape == (1, 8, 32)
+    assert peg.other_work
+    assert not sine.other_work
+
+
+def test_a_step_is_profiled_operation_by_operation(monkeypatch):
+    monkeypatch.setattr(model, "IMAGES", {"cpu": (64, 64)})
+    monkeypatch.setattr(model, "DETR", TINY_RECIPES["DETR"])
+    monkeypatch.setattr(model, "DEFORMABLE", TINY_RECIPES["Deformable-DETR"])
+    result = CliRunner().invoke(profile_step.main, ["--top", "3"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("| operation | calls | ms | share |") == 2
+    assert len(result.output.splitlines()) == 2 * 8
 
 
 def test_cases_of_models_are_unique_and_default_is_a_part_of_all():

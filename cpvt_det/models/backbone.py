@@ -112,8 +112,10 @@ class ResNetBackbone(nn.Module):
         run_block = partial(recomputed, _run_block) if self.checkpointing else _run_block
         stride, features = 4, []
         for stage in range(2, self.stages[-1] + 1):
-            for block in getattr(body, f"layer{stage - 1}"):
-                x, stride = run_block(block, x, stride, valid)
+            blocks = getattr(body, f"layer{stage - 1}")
+            for block in blocks:
+                is_returned = stage in self.stages and block is blocks[-1]
+                x, stride = run_block(block, x, stride, valid, is_returned)
             if stage in self.stages:
                 features.append(x)
         return features
@@ -170,9 +172,13 @@ class _ValidCells(_AllCells):
         return self._by_stride[stride]
 
 
-def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _AllCells) -> tuple[Tensor, int]:
-    """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it."""
+def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _AllCells, is_returned: bool) -> tuple[Tensor, int]:
+    """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it.
+
+    Between two bottlenecks nothing looks across cells, unless a norm counts them: there the wide map is left as it is.
+    """
     out_stride = stride * block.stride
+    is_looked_across = is_returned or isinstance(block, BasicBlock) or not isinstance(block.bn1, FrozenBatchNorm2d)
     shortcut = x
     if block.downsample is not None:
         shortcut = valid.convolve(*block.downsample, x, out_stride)
@@ -184,7 +190,8 @@ def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _A
     else:
         x = valid.keep(valid.convolve(block.conv1, block.bn1, x, out_stride), out_stride).relu_()
         x = valid.convolve(block.conv2, block.bn2, x, out_stride)
-    return valid.keep(x.add_(shortcut), out_stride).relu_(), out_stride
+    x = x.add_(shortcut)
+    return (valid.keep(x, out_stride) if is_looked_across else x).relu_(), out_stride
 
 
 def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) -> ResNet:
