@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every config key and its default, once. Names and meanings are detectron2's where detectron2 has the key."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.DATASETS.TRAIN = ()
     cfg.DATASETS.TEST = ()
     cfg.DATASETS.REGISTER = []  # [name, COCO JSON, image folder] each; coco_2017_train and _val are there already
+    cfg.DATASETS.ON_BAD = "error"  # faults in the data end the run, all listed; drop: these images and boxes are left out
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4
@@ -148,8 +150,36 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.EMA = CfgNode()
     solver.EMA.ENABLED = False
     solver.EMA.DECAY = 0.9997
+    solver.MAX_BAD_STEPS = 10  # steps in a row that are not finite: they are skipped, and this many end the run
     solver.CHECKPOINT_PERIOD = 5000  # iterations
+    solver.CHECKPOINT_KEEP = 3  # of those every period, the last ones; the best and the final one stay too
     solver.LOG_PERIOD = 20  # iterations
+
+
+SAME_RUN = re.compile(
+    r"VERSION$|OUTPUT_DIR$|MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|TEST\.|"
+    r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER)$|SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS)$"
+)
+"""Keys that a run may be resumed with other values of: it takes the same steps."""
+
+
+def changed_keys(before: str, now: str) -> list[str]:
+    """Which keys that matter to a run's steps differ between two configs.
+
+    Args:
+        before, now: YAML of :meth:`CfgNode.dump`.
+
+    Returns:
+        For each "KEY was X, is Y".
+    """
+    old, new = (dict(_flat(CfgNode.load_cfg(text))) for text in (before, now))
+    keys = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not SAME_RUN.match(key)]
+    return [f"{key} was {old[key]!r}, is {new[key]!r}" for key in keys]
+
+
+def _flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        yield from _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
 
 def config_root() -> Path:

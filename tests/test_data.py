@@ -17,12 +17,14 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.build import build_test_loader, build_train_loader, load_datasets, set_classes, training_records
+from cpvt_det.build import build_test_loader, build_train_loader, load_splits, load_tests, set_classes, training_records
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles, builtin_datasets, find_datasets
 from cpvt_det.data.coco import ImageRecord, load_coco, require_same_classes
+from cpvt_det.data.images import read_image
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
-from cpvt_det.data.mapper import Mapper, evaluation_transform, read_image, train_transform
+from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
+from cpvt_det.data.rules import CLIPPED, OUTSIDE, WITHOUT_AREA
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError
 from cpvt_det.evaluation.coco import CocoEvaluator
 from cpvt_det.structures import Detections, PaddedBatch
@@ -92,15 +94,13 @@ def test_boxes_outside_or_without_area_are_left_out_and_others_clipped_in_both(d
     truth = [a for a in dataset.ground_truth["annotations"] if a["image_id"] == 30]
     assert [(a["bbox"], a["area"], a["iscrowd"]) for a in truth] == [([80, 0, 10, 16], 160, 0)]
     assert not any(0 in a["bbox"][2:] for a in dataset.ground_truth["annotations"])
-    assert dataset.left_out == Counter(
-        {"boxes without area left out": 1, "boxes outside the image left out": 1, "boxes partly outside the image clipped": 1}
-    )
+    assert dataset.findings.counts() == {WITHOUT_AREA: 1, CLIPPED: 1, OUTSIDE: 1}
 
 
 def test_faults_are_told_in_one_line(drawn_coco):
     assert load_coco(drawn_coco.files).describe() == (
-        "drawn: 5 images, 1 of them without objects, 5 boxes, 3 classes; 1 boxes outside the image left out; "
-        "1 boxes partly outside the image clipped; 1 boxes without area left out"
+        "drawn: 5 images, 1 of them without objects, 5 boxes, 3 classes; boxes outside the image, left out: 1; "
+        "boxes partly outside the image, clipped: 1; boxes without area, left out: 1"
     )
 
 
@@ -112,13 +112,13 @@ def test_box_without_a_pixel_in_the_image_is_left_out_of_both(tmp_path, box):
     dataset = load_changed(tmp_path, lambda content: content["annotations"][0].update(bbox=box))
     assert boxes_of(dataset, 1) == {}
     assert dataset.ground_truth["annotations"] == []
-    assert sum(dataset.left_out.values()) == 1
+    assert sum(group.count for heading, group in dataset.findings.notes.items() if heading in (WITHOUT_AREA, OUTSIDE)) == 1
 
 
 def test_box_up_to_the_border_is_not_clipped(tmp_path):
     dataset = load_changed(tmp_path, lambda content: content["annotations"][0].update(bbox=[0, 0, 20, 10]))
     assert boxes_of(dataset, 1) == {0: [0, 0, 20, 10]}
-    assert not dataset.left_out
+    assert CLIPPED not in dataset.findings.notes
 
 
 def test_area_and_iscrowd_may_be_missing_or_null(tmp_path):
@@ -139,7 +139,7 @@ def test_area_of_the_file_is_kept_where_nothing_is_clipped(tmp_path):
 def test_category_ids_of_any_numbering_are_mapped_to_and_back(tmp_path, ids):
     def change(content):
         content["categories"] = [{"id": i, "name": f"class {i}"} for i in reversed(ids)]
-        content["annotations"] = [{"id": 0, "image_id": 1, "category_id": i, "bbox": [i % 7, 1, 2, 2]} for i in ids]
+        content["annotations"] = [{"image_id": 1, "category_id": i, "bbox": [i % 7, 1, 2, 2]} for i in ids]
 
     dataset = load_changed(tmp_path, change)
     assert dataset.records[0].labels.tolist() == [0, 1, 2]
@@ -155,11 +155,11 @@ def test_image_id_zero_is_an_id(tmp_path):
 
 
 def test_annotation_ids_do_not_matter(tmp_path):
-    """Missing, double and zero ids occur; evaluation gets ids from 1, as 0 would count as unmatched there."""
+    """Missing and zero ids occur; evaluation gets ids from 1, as 0 would count as unmatched there."""
 
     def change(content):
         box = {"image_id": 1, "category_id": 3, "bbox": [1, 2, 3, 4]}
-        content["annotations"] = [{**box, "id": 0}, {**box, "id": 0}, box]
+        content["annotations"] = [{**box, "id": 0}, box, box]
 
     assert [a["id"] for a in load_changed(tmp_path, change).ground_truth["annotations"]] == [1, 2, 3]
 
@@ -191,48 +191,89 @@ FAULTS = {
     "empty categories": (lambda content: content.update(categories=[]), "it has no 'categories'"),
     "no images": (lambda content: content.pop("images"), "it has no 'images'"),
     "images are an object": (lambda content: content.update(images={"1": {}}), "it has no 'images'"),
-    "image is a number": (lambda content: content.update(images=[5]), r"images\[0\] has no 'id'"),
-    "image without id": (remove_from("images", "id"), r"images\[0\] has no 'id'"),
-    "image without file name": (remove_from("images", "file_name"), r"images\[0\] has no 'file_name'"),
-    "image without height": (remove_from("images", "height"), r"images\[0\] has no 'height'"),
+    "image is a number": (lambda content: content["images"].append(5), r"entries that are no objects: images\[1\]: 5"),
+    "image without id": (remove_from("images", "id"), r"images\[0\]: no 'id'"),
+    "image without file name": (remove_from("images", "file_name"), r"images\[0\]: no 'file_name'"),
+    "image without height": (remove_from("images", "height"), r"images\[0\]: no 'height'"),
     "file name is a number": (set_in("images", file_name=5), r"file_name 5"),
-    "height is text": (set_in("images", height="10"), "image 1 has size 10 x 20"),
-    "height is zero": (set_in("images", height=0), "image 1 has size 0 x 20"),
-    "height is infinite": (set_in("images", height=float("inf")), "image 1 has size inf x 20"),
-    "category without name": (remove_from("categories", "name"), r"categories\[0\] has no 'name'"),
-    "category id is null": (set_in("categories", id=None), r"categories\[0\] has id None"),
-    "category ids of two kinds": (append_to("categories", id="x", name="y"), r"categories\[1\] has id 'x'"),
-    "image id is a list": (set_in("images", id=[1]), r"images\[0\] has id \[1\]"),
-    "double category id": (append_to("categories", name="other"), r"category ids are not unique: \[3\]"),
-    "double category name": (append_to("categories", id=4), r"category names are not unique: \['cell'\]"),
-    "double image id": (append_to("images", file_name="b.png"), r"image ids are not unique: \[1\]"),
+    "height is text": (set_in("images", height="10"), r"image 1 \(a\.png\) has size '10' x 20"),
+    "height is zero": (set_in("images", height=0), r"image 1 \(a\.png\) has size 0 x 20"),
+    "height is infinite": (set_in("images", height=float("inf")), r"image 1 \(a\.png\) has size inf x 20"),
+    "category without name": (remove_from("categories", "name"), r"categories\[0\]: no 'name'"),
+    "category id is null": (set_in("categories", id=None), r"categories\[0\]: id None"),
+    "category ids of two kinds": (append_to("categories", id="x", name="y"), r"categories\[1\]: id 'x'"),
+    "image id is a list": (set_in("images", id=[1]), r"images\[0\]: id \[1\]"),
+    "double category id": (append_to("categories", name="other"), "category ids that are not unique: id 3"),
+    "double category name": (append_to("categories", id=4), "category names that are not unique: name cell"),
+    "double image id": (
+        append_to("images", file_name="b.png"),
+        r"image ids that are not unique: 2.*1 \(a\.png\).*1 \(b\.png\)",
+    ),
     "annotations are null": (lambda content: content.update(annotations=None), "annotations"),
     "annotations are a number": (lambda content: content.update(annotations=5), "annotations"),
-    "annotation is text": (lambda content: content.update(annotations=["box"]), r"annotations\[0\] is not an object"),
-    "unknown image": (set_in("annotations", image_id=7), r"\(id 5\) has image_id 7, which is not the id of one of the images"),
-    "image_id is a list": (set_in("annotations", image_id=[1]), r"\(id 5\) has image_id \[1\]"),
-    "no image_id": (remove_from("annotations", "image_id"), r"\(id 5\) has image_id None"),
-    "unknown category": (set_in("annotations", category_id=0), r"\(id 5\) has category_id 0.*one of the categories"),
-    "no box": (remove_from("annotations", "bbox"), r"\(id 5\) has bbox None"),
+    "annotation is text": (
+        lambda content: content.update(annotations=["box"]),
+        r"annotations\[0\]: 'box'",
+    ),
+    "unknown image": (
+        set_in("annotations", image_id=7),
+        r"\(id 5, image 7\): image_id 7, which is not the id of one of",
+    ),
+    "image_id is a list": (set_in("annotations", image_id=[1]), r"\(id 5, image \[1\]\): image_id \[1\]"),
+    "no image_id": (remove_from("annotations", "image_id"), r"\(id 5, image None\): image_id None"),
+    "unknown category": (set_in("annotations", category_id=0), r"\(id 5, image 1\): category_id 0.*one of the categories"),
+    "no box": (remove_from("annotations", "bbox"), r"\(id 5, image 1\): bbox None"),
     "three numbers": (
         set_in("annotations", bbox=[1, 2, 3]),
-        r"\(id 5\) has bbox \[1, 2, 3\]; expected \[x, y, width, height\]",
+        r"\(id 5, image 1\): bbox \[1, 2, 3\]; expected \[x, y, width, height\]",
     ),
-    "text in the box": (set_in("annotations", bbox=[1, 2, 3, "4"]), r"\(id 5\) has bbox"),
-    "NaN in the box": (set_in("annotations", bbox=[1, 2, float("nan"), 4]), r"\(id 5\) has a bbox that is not finite"),
-    "infinite box": (set_in("annotations", bbox=[1, 2, float("inf"), 4]), r"\(id 5\) has a bbox that is not finite"),
-    "area is text": (set_in("annotations", area="large"), r"\(id 5\) has area 'large'"),
-    "area is NaN": (set_in("annotations", area=float("nan")), r"\(id 5\) has area nan"),
-    "iscrowd is text": (set_in("annotations", iscrowd="no"), r"\(id 5\) has iscrowd 'no'"),
+    "text in the box": (set_in("annotations", bbox=[1, 2, 3, "4"]), r"\(id 5, image 1\): bbox"),
+    "NaN in the box": (set_in("annotations", bbox=[1, 2, float("nan"), 4]), r"not finite: .*\(id 5, image 1\): bbox"),
+    "infinite box": (set_in("annotations", bbox=[1, 2, float("inf"), 4]), r"not finite: .*\(id 5, image 1\): bbox"),
+    "double annotation id": (
+        append_to("annotations"),
+        r"annotations\[1\] \(id 5, image 1\): .*has the same id",
+    ),
+    "height is not whole": (set_in("images", height=10.5), "has size 10.5 x 20"),
+    "id of 64 bits": (set_in("categories", id=2**63), "ids that are no whole numbers"),
+    "bbox of huge numbers": (set_in("annotations", bbox=[0, 0, 10**400, 1]), "not finite"),
+    "image_id is text": (set_in("annotations", image_id="1"), "image_id '1', .*; it is text"),
+    "category name is a list": (set_in("categories", name=["a"]), "category names that are no text"),
+    "area is text": (set_in("annotations", area="large"), r"\(id 5, image 1\): area 'large'"),
+    "area is NaN": (set_in("annotations", area=float("nan")), r"\(id 5, image 1\): area nan"),
+    "iscrowd is text": (set_in("annotations", iscrowd="no"), r"\(id 5, image 1\): iscrowd 'no'"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_json_that_is_not_coco_names_file_and_entry(tmp_path, fault):
     change, message = FAULTS[fault]
-    with pytest.raises(DataError, match=rf"faulty\.json.*{message}") as caught:
+    with pytest.raises(DataError, match=rf"(?s)faulty\.json.*{message}"):
         load_changed(tmp_path, change)
-    assert "\n" not in str(caught.value)
+
+
+def test_one_fault_is_one_line_and_several_have_one_each(tmp_path):
+    with pytest.raises(DataError) as caught:
+        load_changed(tmp_path, set_in("annotations", area="large"))
+    assert str(caught.value) == (
+        f"faulty ({tmp_path / 'faulty.json'}): annotations whose area is no number: annotations[0] (id 5, image 1): area 'large'; "
+        "DATASETS.ON_BAD drop leaves out these images and boxes"
+    )
+
+    def change(content):
+        box = {**content["annotations"][0], "bbox": []}
+        content["annotations"] = [{**box, "id": number} for number in range(23)]
+        content["images"].append({"id": "\ud800\n"})
+
+    with pytest.raises(DataError) as caught:
+        load_changed(tmp_path, change)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("24 faults in the data; ")
+    assert lines[1] == f"faulty ({tmp_path / 'faulty.json'}):"
+    assert lines[2:4] == ["  entries without a field: 1", "    images[1]: no 'file_name'"]
+    assert lines[4] == "  boxes that are not four numbers: 23"
+    assert lines[24] == "    annotations[19] (id 19, image 1): bbox []; expected [x, y, width, height] in pixels"
+    assert lines[25:] == ["    and 3 more"]
 
 
 @pytest.mark.parametrize(
@@ -313,8 +354,8 @@ def test_real_microscope_images_lose_their_two_boxes_without_area(shared_data):
     left_out = Counter()
     for split in ("train", "val", "test"):
         root = shared_data / "bccd"
-        left_out += load_coco(DatasetFiles(split, root / "annotations" / f"{split}.json", root / "images")).left_out
-    assert left_out["boxes without area left out"] == 2
+        left_out.update(load_coco(DatasetFiles(split, root / "annotations" / f"{split}.json", root / "images")).findings.counts())
+    assert left_out[WITHOUT_AREA] == 2
 
 
 def test_registered_names_are_found_beside_the_builtin_ones():
@@ -347,7 +388,8 @@ def drawn_cfg(drawn_coco, **solver):
 
 def test_number_of_classes_comes_from_the_data_and_is_checked(drawn_coco):
     cfg = drawn_cfg(drawn_coco)
-    (dataset,) = load_datasets(cfg, "TRAIN")
+    (dataset,) = load_tests(cfg)
+    cfg.MODEL.NUM_CLASSES = 0
     set_classes(cfg, dataset.classes)
     assert cfg.MODEL.NUM_CLASSES == 3
     set_classes(cfg, dataset.classes)
@@ -358,16 +400,23 @@ def test_number_of_classes_comes_from_the_data_and_is_checked(drawn_coco):
 
 def test_images_without_objects_are_kept_unless_the_config_says_so(drawn_coco):
     cfg = drawn_cfg(drawn_coco)
-    datasets = load_datasets(cfg, "TRAIN")
+    datasets, _ = load_splits(cfg)
     assert [record.image_id for record in training_records(cfg, datasets)] == [7, 12, 30, 41, 5]
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = True
     assert [record.image_id for record in training_records(cfg, datasets)] == [7, 12, 30, 5]
 
 
-def test_data_without_any_object_to_learn_is_refused(tmp_path, drawn_coco):
+@pytest.mark.parametrize("split", ["TRAIN", "TEST"])
+def test_split_without_any_object_is_refused(drawn_coco, split):
     cfg = drawn_cfg(drawn_coco)
-    with pytest.raises(ConfigError, match="faulty: no image has an object to learn"):
-        training_records(cfg, [load_changed(tmp_path, lambda content: content.update(annotations=[]))])
+    path = drawn_coco.files.annotations.with_name("empty.json")
+    path.write_text(json.dumps({**drawn_coco.content, "annotations": []}), encoding="utf-8")
+    cfg.DATASETS.REGISTER.append(["empty", str(path), str(drawn_coco.files.image_root)])
+    cfg.DATASETS[split] = ("empty",)
+    with pytest.raises(DataError, match="empty: no image has an object"):
+        load_splits(cfg)
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("drawn", "empty"), ("drawn",)  # backgrounds beside others may be learned from
+    assert len(load_splits(cfg)[0]) == 2
 
 
 @pytest.mark.parametrize("names", [(), "drawn"])
@@ -375,7 +424,7 @@ def test_split_without_data_sets_is_refused(drawn_coco, names):
     cfg = drawn_cfg(drawn_coco)
     cfg.DATASETS.TRAIN = names
     with pytest.raises(ConfigError, match=r"DATASETS\.TRAIN should list data sets, as in"):
-        load_datasets(cfg, "TRAIN")
+        load_splits(cfg)
 
 
 # Reading images
@@ -713,7 +762,7 @@ def test_evaluation_sees_every_image_once(drawn_coco, world_size):
 
 def test_loaders_of_the_config_give_batches_a_detector_takes(drawn_coco):
     cfg = drawn_cfg(drawn_coco)
-    (data,) = load_datasets(cfg, "TRAIN")
+    (data,), _ = load_splits(cfg)
     for batch in islice(build_train_loader(cfg, training_records(cfg, [data]), seed=0), 5):
         sizes = {sample["image"].shape[1] < sample["image"].shape[2] for sample in batch}
         assert len(sizes) == 1  # grouped by aspect ratio
@@ -736,4 +785,4 @@ def test_settings_of_the_loader_that_cannot_be_had_are_config_errors(drawn_coco,
     cfg = drawn_cfg(drawn_coco)
     cfg.merge_from_list([key, value])
     with pytest.raises(ConfigError, match=message):
-        build_train_loader(cfg, training_records(cfg, load_datasets(cfg, "TRAIN")), seed=0)
+        build_train_loader(cfg, training_records(cfg, load_splits(cfg)[0]), seed=0)

@@ -531,8 +531,8 @@ def test_pascal_voc_trains_in_our_runner(voc, drawn_coco, tmp_path):
     cfg = runner.load_cfg("", words)
     results = runner.run(cfg)
     assert 0 <= results["bbox"]["AP"] <= 100
-    (dataset,) = build.load_datasets(cfg, "TRAIN")
-    expected = build.load_datasets(runner.load_cfg("", overrides(drawn_coco.files, tmp_path)), "TRAIN")[0]
+    (dataset,) = build.load_splits(cfg)[0]
+    expected = build.load_splits(runner.load_cfg("", overrides(drawn_coco.files, tmp_path)))[0][0]
     assert dataset.classes.names == tuple(category["name"] for category in drawn_coco.content["categories"])
     assert [record.image_id for record in dataset.records] == [1, 2, 3, 4, 5]
     for record, other in zip(dataset.records, expected.records, strict=True):

@@ -1,61 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DATASETS``, ``INPUT``, ``DATALOADER`` and ``TEST`` -> data sets, loaders, evaluator."""
 
+from collections.abc import Sequence
+
 import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det import distributed
 from cpvt_det.build.detector import build_device, build_postprocessor
-from cpvt_det.data.catalog import find_datasets
-from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord, load_coco, require_same_classes
+from cpvt_det.data.catalog import DatasetFiles, find_datasets
+from cpvt_det.data.check import CheckedData, check_data
+from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord
+from cpvt_det.data.findings import POLICIES, require_no_errors
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
-from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
+from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
 
 
-def load_datasets(cfg: CfgNode, split: str) -> list[CocoDataset]:
-    """Read the data sets of ``DATASETS.TRAIN`` or ``DATASETS.TEST``.
+def check_datasets(cfg: CfgNode, splits: Sequence[str] = ("TRAIN", "TEST"), decode: bool = False) -> CheckedData:
+    """Read and check the data sets of a config, and compare their classes with ``MODEL.NUM_CLASSES``, which is set.
 
     Args:
         cfg: the config.
-        split: ``TRAIN`` or ``TEST``.
+        splits: which of ``DATASETS.TRAIN`` and ``DATASETS.TEST``.
+        decode: as in :func:`cpvt_det.data.check.check_data`.
+
+    Returns:
+        The data sets without what has faults, and the faults, whatever ``DATASETS.ON_BAD`` is.
 
     Raises:
-        BadInputError: no data set, an unknown one, or one that cannot be read.
+        ConfigError: names that cannot be looked up, or an unknown policy.
     """
-    names = cfg.DATASETS[split]
-    if isinstance(names, str) or not names:
-        raise ConfigError(f"DATASETS.{split} should list data sets, as in DATASETS.{split} \"('coco_2017_train',)\"; got {names!r}")
-    return [load_coco(files) for files in find_datasets(names, cfg.DATASETS.REGISTER)]
+    if cfg.DATASETS.ON_BAD not in POLICIES:
+        raise UnknownNameError("DATASETS.ON_BAD", cfg.DATASETS.ON_BAD, POLICIES)
+    train, tests = ([] if split not in splits else _find(cfg, split) for split in ("TRAIN", "TEST"))
+    data = check_data(train, tests, cfg.MODEL.DETR.NUM_OBJECT_QUERIES, decode)
+    for dataset in (data.train + data.tests)[:1]:
+        try:
+            set_classes(cfg, dataset.classes)
+        except ConfigError as error:
+            data.findings[-1].add_fatal("classes", str(error))
+    return data
 
 
 def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
-    """Read training and test sets, compare their classes, and set ``MODEL.NUM_CLASSES``.
+    """Read and check training and test sets, and set ``MODEL.NUM_CLASSES``.
 
     Returns:
         The training sets, and the test sets; the latter may be none.
 
     Raises:
-        BadInputError: data that cannot be read, or classes that differ between sets or from the config's number.
+        BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop; classes that differ between sets or
+            from the config's number; settings of the evaluation.
     """
-    train = load_datasets(cfg, "TRAIN")
-    test = load_datasets(cfg, "TEST") if cfg.DATASETS.TEST else []
-    for other in train[1:] + test:
-        require_same_classes(train[0].classes, other.classes, f"data sets {train[0].name} and {other.name}")
-    set_classes(cfg, train[0].classes)
-    check_evaluation(cfg)
-    return train, test
+    _require_names(cfg, "TRAIN")
+    return _load(cfg, ("TRAIN", "TEST"))
 
 
 def load_tests(cfg: CfgNode) -> list[CocoDataset]:
-    """Read the test sets alone, compare their classes, and set ``MODEL.NUM_CLASSES``; errors as in :func:`load_splits`."""
-    tests = load_datasets(cfg, "TEST")
-    for other in tests[1:]:
-        require_same_classes(tests[0].classes, other.classes, f"data sets {tests[0].name} and {other.name}")
-    set_classes(cfg, tests[0].classes)
+    """Read and check the test sets alone, and set ``MODEL.NUM_CLASSES``; errors as in :func:`load_splits`."""
+    _require_names(cfg, "TEST")
+    return _load(cfg, ("TEST",))[1]
+
+
+def _load(cfg: CfgNode, splits: Sequence[str]) -> tuple[list[CocoDataset], list[CocoDataset]]:
+    data = check_datasets(cfg, splits)
+    try:
+        require_no_errors(data.findings, cfg.DATASETS.ON_BAD)
+    except DataError as error:
+        if distributed.rank() == 0:
+            raise
+        raise DataError(first_line(error)) from error  # once is enough for the list
     check_evaluation(cfg)
-    return tests
+    return data.train, data.tests
+
+
+def _find(cfg: CfgNode, split: str) -> list[DatasetFiles]:
+    names = cfg.DATASETS[split]
+    if isinstance(names, str):
+        _require_names(cfg, split)
+    return find_datasets(names, cfg.DATASETS.REGISTER)
+
+
+def _require_names(cfg: CfgNode, split: str) -> None:
+    names = cfg.DATASETS[split]
+    if isinstance(names, str) or not names:
+        raise ConfigError(f"DATASETS.{split} should list data sets, as in DATASETS.{split} \"('coco_2017_train',)\"; got {names!r}")
 
 
 def set_classes(cfg: CfgNode, classes: Classes) -> None:
@@ -73,16 +104,9 @@ def set_classes(cfg: CfgNode, classes: Classes) -> None:
 
 
 def training_records(cfg: CfgNode, datasets: list[CocoDataset]) -> list[ImageRecord]:
-    """The images to train on; without those without objects under ``DATALOADER.FILTER_EMPTY_ANNOTATIONS``.
-
-    Raises:
-        ConfigError: no object in any image.
-    """
+    """The images to train on; without those without objects under ``DATALOADER.FILTER_EMPTY_ANNOTATIONS``."""
     records = [record for dataset in datasets for record in dataset.records]
-    filled = [record for record in records if len(record.labels)]
-    if not filled:
-        raise ConfigError(f"{', '.join(d.name for d in datasets)}: no image has an object to learn; is it the right JSON?")
-    return filled if cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS else records
+    return [record for record in records if len(record.labels)] if cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS else records
 
 
 def build_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> TrainLoader:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """COCO JSON -> records of images with boxes that can be learned from, and the ground truth that evaluation compares with.
 
-The start of the road of one image; ``data/mapper.py`` comes next. Training and evaluation leave out the same boxes: those without
-area or outside their image. Boxes partly outside are clipped in both.
+The start of the road of one image; ``data/mapper.py`` comes next. What is left out of the records is left out of the ground truth
+too; ``data/rules.py`` says what that is.
 """
 
+import gc
 import json
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.findings import Findings, require_no_errors
+from cpvt_det.data.rules import Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError
 
 
@@ -64,55 +67,66 @@ class CocoDataset:
         classes: ids and names.
         records: one for each image, images without objects too.
         ground_truth: a COCO dict of the boxes that count, crowds included, with ``area`` and ``iscrowd`` filled in.
-        left_out: reason -> number of annotations not used, or used after clipping.
+        findings: what is wrong with the file; images and boxes with faults are in neither of the two above.
     """
 
     name: str
     classes: Classes
     records: list[ImageRecord]
     ground_truth: dict[str, Any]
-    left_out: Counter = field(default_factory=Counter)
+    findings: Findings = field(default_factory=Findings)
 
     def describe(self) -> str:
         """A line for the log."""
         boxes = sum(len(record.labels) for record in self.records)
         empty = sum(not len(record.labels) for record in self.records)
-        faults = "".join(f"; {count} {reason}" for reason, count in sorted(self.left_out.items()))
+        found = "".join(f"; {heading}: {count}" for heading, count in sorted(self.findings.counts().items()))
         images = f"{len(self.records)} images, {empty} of them without objects"
-        return f"{self.name}: {images}, {boxes} boxes, {len(self.classes)} classes{faults}"
+        return f"{self.name}: {images}, {boxes} boxes, {len(self.classes)} classes{found}"
+
+    def leave_out(self, image_ids: Container[Id]) -> None:
+        """Forget images and their boxes, in the records and in the ground truth."""
+        truth = self.ground_truth
+        self.records = [record for record in self.records if record.image_id not in image_ids]
+        truth["images"] = [image for image in truth["images"] if image["id"] not in image_ids]
+        truth["annotations"] = [box for box in truth["annotations"] if box["image_id"] not in image_ids]
 
 
 def load_coco(files: DatasetFiles) -> CocoDataset:
-    """Read a data set.
+    """Read a data set that has no faults.
 
     Args:
         files: its COCO JSON and its image folder; images are not opened.
 
     Raises:
-        DataError: a missing file, JSON that is not COCO, an annotation that fits no image or category; naming the file and the
-            image or annotation.
+        DataError: a file that is missing or not COCO; images, annotations or categories with faults, all of them in one message.
     """
-    content = _read_json(files.annotations)
-    if not isinstance(content.setdefault("annotations", []), list):
-        raise DataError(f"{files.annotations} is not COCO: its 'annotations' are no list")
-    categories = sorted(_section(content, "categories", files), key=lambda category: category["id"])
-    classes = Classes(tuple(c["id"] for c in categories), tuple(str(c["name"]) for c in categories))
-    for values, what in ((classes.ids, "ids"), (classes.names, "names")):
-        _require_unique(values, f"category {what}", files)
-    label_of = {category_id: label for label, category_id in enumerate(classes.ids)}
-    images = _section(content, "images", files)
-    _require_unique([image["id"] for image in images], "image ids", files)
-    left_out: Counter = Counter()
-    kept: dict[Any, list[dict]] = {image["id"]: [] for image in images}
-    sizes = {image["id"]: (int(image["height"]), int(image["width"])) for image in images}
-    for number, annotation in enumerate(content["annotations"]):
-        _check_annotation(annotation, number, kept, label_of, files)
-        clean = _clean(annotation, sizes[annotation["image_id"]], left_out)
-        if clean is not None:
-            kept[clean["image_id"]].append({**clean, "id": number + 1})  # 0 would count as unmatched in COCO's evaluation
-    records = [_record(image, kept[image["id"]], label_of, files.image_root) for image in images]
-    truth = {"images": images, "categories": categories, "annotations": [a for group in kept.values() for a in group]}
-    return CocoDataset(files.name, classes, records, truth, left_out)
+    dataset = read_coco(files)
+    require_no_errors([dataset.findings], "error")
+    return dataset
+
+
+def read_coco(files: DatasetFiles) -> CocoDataset:
+    """Read a data set, and leave out what has faults; ``findings`` tells them.
+
+    Args:
+        files: its COCO JSON and its image folder; images are not opened.
+
+    Raises:
+        DataError: a file that is missing or not COCO.
+    """
+    with _no_garbage_collection():
+        content = _read_json(files.annotations)
+        findings = Findings(f"{files.name} ({files.annotations})")
+        categories = _read_categories(_section(content, "categories", files), findings)
+        classes = Classes(tuple(c["id"] for c in categories), tuple(str(c["name"]) for c in categories))
+        label_of = {category_id: label for label, category_id in enumerate(classes.ids)}
+        images = _read_images(_section(content, "images", files), findings)
+        kept = _read_annotations(content, images, label_of, findings)
+        records = [_record(image, kept[image["id"]], label_of, files.image_root) for image in images.values()]
+        annotations = [annotation for group in kept.values() for annotation in group]
+        truth = {"images": list(images.values()), "categories": categories, "annotations": annotations}
+    return CocoDataset(files.name, classes, records, truth, findings)
 
 
 def require_same_classes(first: Classes, second: Classes, what: str) -> None:
@@ -137,94 +151,131 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         hint = "DATASETS.REGISTER, or DETECTRON2_DATASETS for COCO itself, says where they are"
         raise DataError(f"cannot read annotations {path}: {error.strerror}; {hint}") from error
-    except ValueError as error:  # bad JSON and bad UTF-8
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, lists a thousand deep
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise DataError(
             f"{path} is not COCO: expected an object with images, annotations, categories, got a {type(content).__name__}"
         )
+    if not isinstance(content.setdefault("annotations", []), list):
+        raise DataError(f"{path} is not COCO: its 'annotations' are no list")
     return content
 
 
-_FIELDS = {"categories": ("id", "name"), "images": ("id", "file_name", "height", "width")}
-
-
-def _section(content: dict[str, Any], name: str, files: DatasetFiles) -> list[dict]:
-    """A list of objects that have the fields we read."""
+def _section(content: dict[str, Any], name: str, files: DatasetFiles) -> list:
     section = content.get(name)
     if not isinstance(section, list) or not section:
         raise DataError(f"{files.annotations} is not COCO: it has no {name!r}")
-    for number, entry in enumerate(section):
-        missing = [key for key in _FIELDS[name] if not isinstance(entry, dict) or key not in entry]
-        if missing:
-            raise DataError(f"{files.annotations}: {name}[{number}] has no {missing[0]!r}")
-        if type(entry["id"]) is not int:  # evaluation takes no other
-            raise DataError(f"{files.annotations}: {name}[{number}] has id {entry['id']!r}; expected a whole number")
-    if name == "images":
-        for entry in section:
-            if not isinstance(entry["file_name"], str):
-                raise DataError(f"{files.annotations}: image {entry['id']} has file_name {entry['file_name']!r}; expected text")
-            if not all(_is_number(entry[side]) and entry[side] >= 1 for side in ("height", "width")):
-                raise DataError(f"{files.annotations}: image {entry['id']} has size {entry['height']} x {entry['width']}")
     return section
 
 
-def _require_unique(values: Sequence, what: str, files: DatasetFiles) -> None:
-    double = [value for value, count in Counter(values).items() if count > 1]
-    if double:
-        raise DataError(f"{files.annotations}: {what} are not unique: {double[:5]}")
+def _read_categories(section: list, findings: Findings) -> list[dict]:
+    """Those without faults, by rising id. A fault is fatal: without its category, a box would be no object."""
+    faults = ((number, category_fault(category)) for number, category in enumerate(section))
+    faulty = {number: fault for number, fault in faults if fault}
+    for number, (heading, detail) in faulty.items():
+        findings.add_fatal(heading, f"categories[{number}]: {detail}")
+    good = [category for number, category in enumerate(section) if number not in faulty]
+    for heading, key in (("category ids that are not unique", "id"), ("category names that are not unique", "name")):
+        for value in _double(str(category[key]) for category in good):
+            findings.add_fatal(heading, f"{key} {value}")
+    return sorted(good, key=lambda category: category["id"])
 
 
-def _check_annotation(annotation: Any, number: int, images: dict, labels: dict, files: DatasetFiles) -> None:
-    where = f"{files.annotations}: annotations[{number}]"
-    if not isinstance(annotation, dict):
-        raise DataError(f"{where} is not an object")
-    where += f" (id {annotation.get('id')})"
-    for key, known, section in (("image_id", images, "images"), ("category_id", labels, "categories")):
-        value = annotation.get(key)
-        if not isinstance(value, (int, str)) or value not in known:
-            raise DataError(f"{where} has {key} {value!r}, which is not the id of one of the {section}")
-    box = annotation.get("bbox")
-    if not isinstance(box, list) or len(box) != 4 or not all(isinstance(side, (int, float)) for side in box):
-        raise DataError(f"{where} has bbox {box!r}; expected [x, y, width, height] in pixels")
-    if not all(math.isfinite(side) for side in box):
-        raise DataError(f"{where} has a bbox that is not finite: {box}")
-    for key in ("area", "iscrowd"):
-        value = annotation.get(key)
-        if value is not None and not _is_number(value):
-            raise DataError(f"{where} has {key} {value!r}; expected a number")
+def _read_images(section: list, findings: Findings) -> dict[Id, dict]:
+    """Those without faults, by id. Where several have one id, its boxes might be of any of them, so all are left out."""
+    good: list[dict] = []
+    for number, image in enumerate(section):
+        fault = image_fault(image)
+        if fault:
+            findings.add_fault(fault[0], f"images[{number}]: {fault[1]}")
+        else:
+            good.append(image)
+    double = _double(image["id"] for image in good)
+    for image in good if double else ():
+        if image["id"] in double:
+            findings.add_fault("image ids that are not unique", f"image {image['id']} ({image['file_name']})")
+    return {image["id"]: image for image in good if image["id"] not in double}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def _read_annotations(content: dict, images: dict[Id, dict], label_of: dict[Id, int], findings: Findings) -> dict[Id, list[dict]]:
+    """Those that count, as training and evaluation take them, by image."""
+    kept: dict[Id, list[dict]] = {image_id: [] for image_id in images}
+    sizes = {image_id: (float(image["height"]), float(image["width"])) for image_id, image in images.items()}
+    left_out = {i["id"] for i in content["images"] if isinstance(i, dict) and type(i.get("id")) is int} - images.keys()
+    seen: set[int | str] = set()
+    for number, annotation in enumerate(content["annotations"]):
+        fault = _repeated_id(annotation, seen) or annotation_fault(annotation, sizes, label_of)
+        if not fault:
+            clean = _clean(annotation, number, sizes[annotation["image_id"]], findings)
+            if clean is not None:
+                kept[clean["image_id"]].append(clean)
+        elif type(annotation) is dict and type(annotation.get("image_id")) is int and annotation["image_id"] in left_out:
+            findings.add_note("boxes of images that have faults themselves", _where(annotation, number))
+        else:
+            findings.add_fault(fault[0], f"{_where(annotation, number)}: {fault[1]}")
+    return kept
 
 
-def _clean(annotation: dict, size: tuple[int, int], left_out: Counter) -> dict | None:
-    """The annotation as both training and evaluation take it, or ``None``."""
-    height, width = size
-    x, y, w, h = annotation["bbox"]
-    if w <= 0 or h <= 0:
-        left_out["boxes without area left out"] += 1
+def _repeated_id(annotation: Any, seen: set[int | str]) -> Fault | None:
+    """Whether an annotation before had this id; it is added to the ids seen. None at all is fine."""
+    annotation_id = annotation.get("id") if type(annotation) is dict else None
+    if type(annotation_id) not in (int, str):
         return None
-    x0, y0, x1, y1 = max(x, 0.0), max(y, 0.0), min(x + w, float(width)), min(y + h, float(height))
-    if x1 <= x0 or y1 <= y0:
-        left_out["boxes outside the image left out"] += 1
+    if annotation_id in seen:
+        return "annotation ids that are not unique", "an annotation before it has the same id"
+    seen.add(annotation_id)
+    return None
+
+
+def _where(annotation: Any, number: int) -> str:
+    if type(annotation) is not dict:
+        return f"annotations[{number}]"
+    return f"annotations[{number}] (id {annotation.get('id')!r}, image {annotation.get('image_id')!r})"
+
+
+def _clean(annotation: dict, number: int, size: Size, findings: Findings) -> dict | None:
+    """The annotation as both training and evaluation take it, or ``None``; without faults, but perhaps of a box outside."""
+    box, why = clip_box(annotation["bbox"], size)
+    if why is not None:
+        findings.add_note(why, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
+    if box is None:
         return None
-    area = annotation.get("area")
-    area = w * h if area is None else float(area)
-    box = [x, y, w, h]
-    if x < 0 or y < 0 or x + w > width or y + h > height:
-        left_out["boxes partly outside the image clipped"] += 1
-        box = [x0, y0, x1 - x0, y1 - y0]
-        area = min(area, box[2] * box[3])
-    keys = {"image_id": annotation["image_id"], "category_id": annotation["category_id"]}
-    return {**keys, "bbox": box, "area": area, "iscrowd": int(annotation.get("iscrowd") or 0)}
+    area, crowd = annotation.get("area"), annotation.get("iscrowd")
+    if area is None or crowd is None:
+        findings.add_note("annotations without area or iscrowd, filled in", _where(annotation, number))
+    box_area = box[2] * box[3]
+    area = box_area if area is None else float(area) if why is None else min(area, box_area)
+    return {
+        "image_id": annotation["image_id"],
+        "category_id": annotation["category_id"],
+        "bbox": box,
+        "area": area,
+        "iscrowd": int(crowd or 0),
+        "id": number + 1,  # 0 would count as unmatched in COCO's evaluation
+    }
 
 
-def _record(image: dict, annotations: list[dict], label_of: dict, root: Path) -> ImageRecord:
+def _record(image: dict, annotations: list[dict], label_of: dict[Id, int], root: Path) -> ImageRecord:
     objects = [annotation for annotation in annotations if not annotation["iscrowd"]]
     boxes = np.array([annotation["bbox"] for annotation in objects], dtype=np.float64).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]  # xywh -> xyxy
     labels = np.array([label_of[annotation["category_id"]] for annotation in objects], dtype=np.int64)
     path = str(root / image["file_name"])
     return ImageRecord(path, image["id"], int(image["height"]), int(image["width"]), boxes.astype(np.float32), labels)
+
+
+def _double(values: Iterable) -> set:
+    return {value for value, count in Counter(values).items() if count > 1}
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Dicts by the million are made, none in a cycle; looking through them for cycles is a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -4,53 +4,23 @@
 On the road of one image: after ``data/coco.py``, before ``structures.PaddedBatch``.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision import tv_tensors
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
 from cpvt_det.boxes import xyxy_to_cxcywh
 from cpvt_det.data.coco import ImageRecord
-from cpvt_det.errors import DataError, first_line
+from cpvt_det.data.images import read_image
+from cpvt_det.errors import DataError
 from cpvt_det.structures import Targets
 
 Sample = dict[str, Any]
 """``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, and in training ``targets``."""
-
-# Pillow does the rest: torchvision leaves WebP as the camera was held, and gives every frame of a GIF.
-DECODED_BY_TORCHVISION = (".jpg", ".jpeg", ".png")
-
-
-def read_image(path: str) -> Tensor:
-    """Decode an image file to RGB, turned as its EXIF data says.
-
-    Returns:
-        (3, H, W) uint8.
-
-    Raises:
-        DataError: a file that cannot be read, by name.
-    """
-    if not os.path.isfile(path):
-        raise DataError(f"cannot read image {path}: no such file")
-    try:
-        if path.lower().endswith(DECODED_BY_TORCHVISION):
-            decoded = decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)[:3]
-            return decoded if decoded.dtype == torch.uint8 else (decoded.to(torch.int32) >> 8).to(torch.uint8)  # 16 bits
-        with Image.open(path) as image:
-            turned = ImageOps.exif_transpose(image)
-            if turned.mode.startswith("I;16"):  # converting would make all but the darkest white
-                turned = Image.fromarray((np.array(turned) >> 8).astype(np.uint8))
-            return torch.from_numpy(np.array(turned.convert("RGB"))).permute(2, 0, 1).contiguous()
-    except (RuntimeError, OSError, ValueError) as error:
-        raise DataError(f"cannot read image {path}: {first_line(error)}") from error
 
 
 class RandomShortSide(v2.Transform):

@@ -15,7 +15,9 @@ from tqdm import tqdm
 from cpvt_det import distributed
 from cpvt_det.build import build_evaluator, build_postprocessor, build_test_loader
 from cpvt_det.data.coco import CocoDataset, ImageRecord
-from cpvt_det.data.mapper import Mapper, Sample, evaluation_transform, read_image
+from cpvt_det.data.images import read_image
+from cpvt_det.data.loader import dead_workers_named
+from cpvt_det.data.mapper import Mapper, Sample, evaluation_transform
 from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_detections, write_results
 from cpvt_det.evaluation.pictures import draw_comparison, save_contact_sheet
 from cpvt_det.postprocess import PostProcessor
@@ -61,6 +63,7 @@ def _evaluate_one(cfg: CfgNode, detector: nn.Module, dataset: CocoDataset, folde
     loader = build_test_loader(cfg, dataset.records)
     quiet = distributed.rank() != 0
     with (
+        dead_workers_named(loader.dataset),
         evaluation_mode(detector),
         tqdm(
             total=len(loader.dataset.records),

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a check of data finds, grouped and counted, with the first few of each kind by name."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cpvt_det.errors import DataError
+
+EXAMPLES = 20
+"""Of each kind; the rest is counted."""
+POLICIES = ("error", "drop")
+"""Of ``DATASETS.ON_BAD``."""
+
+
+@dataclass
+class Group:
+    """Findings of one kind.
+
+    Attributes:
+        count: how many there are.
+        examples: where the first ``EXAMPLES`` of them are, and what is wrong there.
+    """
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+Groups = dict[str, Group]
+"""By heading."""
+
+
+class Findings:
+    """What was found in one place.
+
+    Args:
+        source: the place, a data set with its JSON say; empty where the findings say it themselves.
+
+    Attributes:
+        fatal: nothing can be left out to mend these.
+        faults: ``DATASETS.ON_BAD drop`` leaves out these images and boxes.
+        notes: dealt with by a rule, always and everywhere: counted, and no reason to stop.
+    """
+
+    def __init__(self, source: str = ""):
+        self.source = source
+        self.fatal: Groups = {}
+        self.faults: Groups = {}
+        self.notes: Groups = {}
+
+    def add_fatal(self, heading: str, where: str) -> None:
+        """Take something that a run cannot go on with."""
+        _add(self.fatal, heading, where)
+
+    def add_fault(self, heading: str, where: str) -> None:
+        """Take an image or a box that has to be left out."""
+        _add(self.faults, heading, where)
+
+    def add_note(self, heading: str, where: str) -> None:
+        """Take something that is only counted."""
+        _add(self.notes, heading, where)
+
+    def has_errors(self, on_bad: str) -> bool:
+        """Whether a run has to stop, under a policy of ``POLICIES``."""
+        return bool(self.fatal) or (on_bad == "error" and bool(self.faults))
+
+    def counts(self) -> dict[str, int]:
+        """How many of each kind; nothing but numbers, for a line of the log."""
+        return {heading: group.count for groups in (self.fatal, self.faults, self.notes) for heading, group in groups.items()}
+
+    def lines(self, *parts: Groups) -> list[str]:
+        """Source, headings and examples of some of the three groups, indented; nothing where they are empty."""
+        lines = [f"{self.source}:"] if self.source and any(parts) else []
+        for heading, group in (item for groups in parts for item in groups.items()):
+            lines += [f"  {heading}: {group.count}", *(f"    {example}" for example in group.examples)]
+            lines += [f"    and {group.count - len(group.examples)} more"] if group.count > len(group.examples) else []
+        return lines
+
+
+def require_no_errors(found: Iterable[Findings], on_bad: str) -> None:
+    """Refuse data with faults, all of them in one message.
+
+    Args:
+        found: of all data sets.
+        on_bad: one of ``POLICIES``.
+
+    Raises:
+        DataError: one line for one fault; else a line of advice, and below it a line for each.
+    """
+    bad = [findings for findings in found if findings.has_errors(on_bad)]
+    if not bad:
+        return
+    kinds = [(findings, *item) for findings in bad for item in [*findings.fatal.items(), *findings.faults.items()]]
+    if sum(group.count for *_, group in kinds) == 1:
+        ((findings, heading, group),) = kinds
+        raise DataError(": ".join(part for part in (findings.source, heading, group.examples[0]) if part) + _advice(bad))
+    lines = [line for findings in bad for line in findings.lines(findings.fatal, findings.faults)]
+    raise DataError("\n".join([summary(bad), *lines]))
+
+
+def summary(found: Iterable[Findings]) -> str:
+    """How many faults there are, and what to do about them."""
+    found = list(found)
+    number = sum(group.count for one in found for groups in (one.fatal, one.faults) for group in groups.values())
+    return f"{number} fault{'s' * (number != 1)} in the data{_advice(found)}"
+
+
+def _advice(found: Iterable[Findings]) -> str:
+    return "" if any(one.fatal for one in found) else "; DATASETS.ON_BAD drop leaves out these images and boxes"
+
+
+def _add(groups: Groups, heading: str, where: str) -> None:
+    group = groups.setdefault(heading, Group())
+    group.count += 1
+    if len(group.examples) < EXAMPLES:
+        group.examples.append(_printable(where))
+
+
+def _printable(text: str) -> str:
+    """Names from JSON may hold line breaks, and halves of characters that no terminal takes."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules for entries of COCO JSON, in one place: what is a fault, and what counts of a box.
+
+A fault is a pair of heading and detail. Training and evaluation leave out the same boxes: those without area or outside their
+image. Boxes partly outside are clipped in both.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import numpy as np
+
+Fault = tuple[str, str]
+"""What is wrong, as a heading in the plural; and with this one entry."""
+Id = int
+Size = tuple[float, float]
+"""(height, width) in pixels."""
+
+WITHOUT_AREA = "boxes without area, left out"
+OUTSIDE = "boxes outside the image, left out"
+CLIPPED = "boxes partly outside the image, clipped"
+LARGEST_ID = 2**63 - 1
+LARGEST_NUMBER = 1e15
+LARGEST_SIDE = 10**6  # pixels
+SMALL = 0.1  # pixels; below, a side may vanish in the float32 of the records
+
+
+def category_fault(category: Any) -> Fault | None:
+    """What is wrong with an entry of ``categories``, if anything."""
+    missing = _missing(category, ("id", "name"))
+    if missing:
+        return missing
+    if not is_id(category["id"]):
+        return "ids that are no whole numbers", f"id {category['id']!r}"
+    if not isinstance(category["name"], (str, int, float)):
+        return "category names that are no text", f"category {category['id']} has name {category['name']!r}"
+    return None
+
+
+def image_fault(image: Any) -> Fault | None:
+    """What is wrong with an entry of ``images``, if anything."""
+    missing = _missing(image, ("id", "file_name", "height", "width"))
+    if missing:
+        return missing
+    if not is_id(image["id"]):
+        return "ids that are no whole numbers", f"id {image['id']!r}"
+    where = f"image {image['id']}"
+    if not isinstance(image["file_name"], str):
+        return "file names that are no text", f"{where} has file_name {image['file_name']!r}"
+    if not all(_is_side(image[side]) for side in ("height", "width")):
+        return "images of an impossible size", f"{where} ({image['file_name']}) has size {image['height']!r} x {image['width']!r}"
+    return None
+
+
+def annotation_fault(annotation: Any, sizes: Mapping[Id, Size], categories: Container[Id]) -> Fault | None:
+    """What is wrong with an entry of ``annotations``, if anything.
+
+    Args:
+        annotation: the entry.
+        sizes: of the images, by id.
+        categories: ids of the categories.
+    """
+    if type(annotation) is not dict:
+        return "annotations that are no objects", repr(annotation)[:80]
+    for key, known, section in (("image_id", sizes, "images"), ("category_id", categories, "categories")):
+        value = annotation.get(key)
+        if type(value) is not int or value not in known:
+            why = f"which is not the id of one of the {section}"
+            return f"annotations of unknown {section}", f"{key} {value!r}, {why}{'; it is text' * isinstance(value, str)}"
+    box = annotation.get("bbox")
+    if type(box) is not list or len(box) != 4 or not all(type(side) in (int, float) for side in box):
+        return "boxes that are not four numbers", f"bbox {box!r}; expected [x, y, width, height] in pixels"
+    if not all(map(is_number, box)):
+        return "boxes that are not finite", f"bbox {box!r}"
+    for key in ("area", "iscrowd"):
+        value = annotation.get(key)
+        if value is not None and not is_number(value):
+            return f"annotations whose {key} is no number", f"{key} {value!r}"
+    return None
+
+
+def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | None]:
+    """What counts of a box, and why that is not all of it.
+
+    Args:
+        box: xywh in pixels, finite.
+        size: of its image.
+
+    Returns:
+        The box, or the part of it in the image, or ``None``; and where it is not as it was one of ``WITHOUT_AREA``, ``OUTSIDE``
+        and ``CLIPPED``.
+    """
+    x, y, w, h = box
+    if w <= 0 or h <= 0:
+        return None, WITHOUT_AREA
+    height, width = size
+    if x >= 0 and y >= 0 and x + w <= width and y + h <= height:
+        return (None, WITHOUT_AREA) if _vanishes(x, y, x + w, y + h) else (box, None)
+    x0, y0, x1, y1 = max(x, 0.0), max(y, 0.0), min(x + w, width), min(y + h, height)
+    if x1 <= x0 or y1 <= y0 or _vanishes(x0, y0, x1, y1):
+        return None, OUTSIDE
+    return [x0, y0, x1 - x0, y1 - y0], CLIPPED
+
+
+def is_id(value: Any) -> bool:
+    """Whether evaluators take it as an id."""
+    return type(value) is int and abs(value) <= LARGEST_ID
+
+
+def is_number(value: Any) -> bool:
+    """A finite number of a size that pixels may have."""
+    return isinstance(value, (int, float)) and -LARGEST_NUMBER < value < LARGEST_NUMBER
+
+
+def _is_side(value: Any) -> bool:
+    return is_number(value) and value % 1 == 0 and 1 <= value <= LARGEST_SIDE
+
+
+def _vanishes(x0: float, y0: float, x1: float, y1: float) -> bool:
+    """Whether rounding to float32 leaves no area."""
+    if x1 - x0 > SMALL and y1 - y0 > SMALL:
+        return False
+    corners = np.array((x0, y0, x1, y1), dtype=np.float32)
+    return bool((corners[2:] <= corners[:2]).any())
+
+
+def _missing(entry: Any, keys: tuple[str, ...]) -> Fault | None:
+    if type(entry) is not dict:
+        return "entries that are no objects", repr(entry)[:80]
+    missing = [key for key in keys if key not in entry]
+    return ("entries without a field", f"no {missing[0]!r}") if missing else None
