@@ -302,7 +302,7 @@ class Crossings(TorchDispatchMode):
 
 
 def test_on_a_gpu_the_host_waits_once_in_a_step(classification, monkeypatch):
-    """A GPU that computes nothing, but whose tensors know where they are: the only wait is for the (D, B, T + 1, Q) cost."""
+    """A GPU that computes nothing, but whose tensors know where they are: the only wait is for the costs of all layers."""
 
     def fetch(tensor):
         tensor.to("cpu")
@@ -314,7 +314,8 @@ def test_on_a_gpu_the_host_waits_once_in_a_step(classification, monkeypatch):
         labels = [torch.zeros(count, dtype=torch.int64, device="cuda") for count in COUNTS]
         targets = [Targets(label, torch.zeros(len(label), 4, device="cuda")) for label in labels]
         result = make_criterion(classification)(Predictions(logits, boxes), targets)
-    assert crossings.found == [((D, B, max(COUNTS) + 1, Q), "cpu")]
+    ((shape, device),) = crossings.found
+    assert (shape[0], device) == (D, "cpu")
     assert {value.device.type for value in (*result.losses.values(), *result.metrics.values())} == {"cuda"}
 
 

@@ -113,13 +113,13 @@ class FocalClassification:
         Nearly all are negatives: first every one is taken for such, then the few that are not are set right.
         """
         own = logits.gather(-1, classes.clamp(max=self.num_classes - 1)[..., None])[..., 0]  # (D, B, Q)
-        change = self.alpha * self._negative(-own) - (1 - self.alpha) * self._negative(own)
-        change = torch.where(classes < self.num_classes, change, 0)
-        return (1 - self.alpha) * self._negative(logits).sum((1, 2, 3)) + change.sum((1, 2))
+        without = classes == self.num_classes
+        as_positive, as_negative = (self._negatives(x.masked_fill(without, -torch.inf)) for x in (-own, own))
+        return self.alpha * as_positive + (1 - self.alpha) * (self._negatives(logits) - as_negative)
 
-    def _negative(self, x: Tensor) -> Tensor:
-        """What a negative of logit x adds to the loss, or a positive of logit -x; before its weight."""
-        return FocalOfNegative.apply(x, self.gamma)
+    def _negatives(self, x: Tensor) -> Tensor:
+        """What negatives of logits x (D, ...) add to each layer's loss, or positives of logits -x; before their weight."""
+        return FocalOfNegatives.apply(x, self.gamma)
 
     def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
         """The number of boxes."""
@@ -136,26 +136,30 @@ class FocalClassification:
         return (logits > 0).any(-1)
 
 
-class FocalOfNegative(torch.autograd.Function):
-    """p^gamma * -log(1 - p) for p = sigmoid(x), with its gradient written out: a third fewer passes over memory.
+class FocalOfNegatives(torch.autograd.Function):
+    """The sum of p^gamma * -log(1 - p) for p = sigmoid(x) over all but the first dimension; x = -inf adds nothing.
 
-    The gradient is p^gamma * (p + gamma * (1 - p) * -log(1 - p)).
+    Its gradient, p^gamma * (p + gamma * (1 - p) * -log(1 - p)), is worked out on the way, layer by layer: what one layer needs
+    stays in a cache.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: float) -> Tensor:
-        probability, entropy = x.sigmoid(), F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)
-        factor = probability**gamma
-        loss = factor * entropy
-        if ctx.needs_input_grad[0]:
+        sums, slopes = x.new_empty(len(x)), torch.empty_like(x)
+        for layer, total, slope in zip(x, sums, slopes, strict=True):
+            probability, entropy = layer.sigmoid(), F.softplus(layer, threshold=SOFTPLUS_IS_LINEAR)
+            factor = probability**gamma
+            total.copy_((factor * entropy).sum())
             entropy.mul_(gamma)
-            ctx.save_for_backward(torch.addcmul(entropy, entropy, probability, value=-1).add_(probability).mul_(factor))
-        return loss
+            torch.addcmul(entropy, entropy, probability, value=-1, out=slope).add_(probability).mul_(factor)
+        ctx.save_for_backward(slopes)
+        return sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.saved_tensors[0], None
+        (slopes,) = ctx.saved_tensors
+        return slopes * gradient.view(-1, *[1] * (slopes.ndim - 1)), None
 
 
 Classification = SoftmaxClassification | FocalClassification
