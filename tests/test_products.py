@@ -83,6 +83,12 @@ def test_half_precision_stays_with_torch_s_own_product(library):
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
+def test_a_library_that_is_switched_off_stays_off(library):
+    layer, x = Linear(48, 32), torch.randn(5, 48)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
 def test_an_exported_program_holds_plain_layers(library):
     model = nn.Sequential(Conv2d(3, 8, 1), nn.Flatten(2), Linear(20, 6)).eval()
     program = torch.export.export(model, (torch.randn(1, 3, 4, 5),))

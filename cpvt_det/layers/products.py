@@ -61,7 +61,8 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
 
 def _takes_onednn(x: Tensor) -> bool:
     is_plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
-    return is_plain and _mkl_is_slower() and not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+    is_open = not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling() and torch.backends.mkldnn.enabled
+    return is_plain and is_open and _mkl_is_slower()
 
 
 @functools.cache
