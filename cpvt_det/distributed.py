@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -33,6 +34,15 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 def all_reduce_mean(values: Tensor) -> Tensor:
     """The elementwise mean of a tensor over all processes, without a gradient."""
     return all_reduce_sum(values) / world_size()
+
+
+def all_reduce_max(value: int) -> int:
+    """The largest of the processes' numbers, on the host: gloo carries it beside NCCL."""
+    if not is_initialized():
+        return value
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def gather_objects(value: Any) -> list[Any]:

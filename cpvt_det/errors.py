@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of bad input: what a user can mend, told in one line. The command line exits with code 2 on them.
 
+Two others end a run whose input was right: :class:`RunStoppedError` with code 1, :class:`InterruptedRun` with that of its signal.
 Tensors of a wrong shape or dtype, handed to a layer by hand, meet plain ``ValueError`` and ``TypeError``.
 """
 
 import contextlib
 import difflib
+import signal
 from collections.abc import Iterable, Iterator
 
 
@@ -25,6 +27,23 @@ class WeightsError(BadInputError):
     """Weights that cannot be read or do not fit."""
 
 
+class RunStoppedError(RuntimeError):
+    """A run that cannot go on though its input was right; the message says why, and what is left of it."""
+
+
+class InterruptedRun(KeyboardInterrupt):
+    """A run that a signal ended, after it saved.
+
+    Args:
+        signum: the signal.
+        message: what was saved, and how to go on.
+    """
+
+    def __init__(self, signum: int, message: str):
+        super().__init__(f"interrupted by {signal.Signals(signum).name}: {message}")
+        self.exit_code = exit_code(signum)
+
+
 class UnknownNameError(ConfigError, KeyError):
     """A name that nothing is registered under; the message lists what is known.
 
@@ -41,6 +60,11 @@ class UnknownNameError(ConfigError, KeyError):
         super().__init__(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}")
 
     __str__ = ValueError.__str__  # KeyError would print the repr
+
+
+def exit_code(signum: int) -> int:
+    """What a shell reports of a process that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
+    return 128 + signum
 
 
 def first_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from cpvt_det.build import build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_backbone_weights, load_weights, read_weights
 from cpvt_det.checkpoint.convert import CONVERSIONS, detect_source
-from cpvt_det.checkpoint.files import atomic_file, read_checkpoint, state_dict_of, write_atomically
+from cpvt_det.checkpoint.files import atomic_file, read_checkpoint, state_dict_of, write_checkpoint
 from cpvt_det.cli.convert_weights import convert_weights
 from cpvt_det.config import get_cfg
 from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
@@ -110,7 +110,7 @@ FOREIGN = {
 @pytest.mark.parametrize("suffix", [".pth", ".bin", ".safetensors"])
 def test_what_was_written_is_read(tmp_path, suffix):
     weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1, 2])}
-    write_atomically(weights, tmp_path / f"x{suffix}")
+    write_checkpoint(weights, tmp_path / f"x{suffix}")
     assert same(read_checkpoint(tmp_path / f"x{suffix}"), weights)
 
 
@@ -169,7 +169,7 @@ def test_plain_pickles_are_refused_and_not_run(tmp_path, name):
 @pytest.mark.parametrize("content", ["empty", "garbage", "truncated", "folder"])
 def test_damaged_files_are_named_in_one_line(tmp_path, suffix, content):
     path = tmp_path / f"damaged{suffix}"
-    write_atomically({"a": torch.ones(1000)}, path)
+    write_checkpoint({"a": torch.ones(1000)}, path)
     whole = path.read_bytes()
     path.unlink()
     if content == "folder":
@@ -210,14 +210,14 @@ def test_what_holds_no_weights_is_refused(checkpoint):
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "x.pth"
-    write_atomically({"a": torch.ones(1)}, path)
+    write_checkpoint({"a": torch.ones(1)}, path)
     before = path.read_bytes()
     with pytest.raises(OSError, match="full"):
         write_half(path)
     with pytest.raises(AttributeError):
-        write_atomically({"a": lambda: None}, path)  # does not pickle
+        write_checkpoint({"a": lambda: None}, path)  # does not pickle
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x.pth"]
+    assert sorted(os.listdir(tmp_path)) == ["x.pth", "x.pth.sha256"]
 
 
 def test_a_file_appears_only_when_it_is_whole(tmp_path):

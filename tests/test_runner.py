@@ -101,6 +101,7 @@ def test_a_resumed_run_is_the_run_never_interrupted(train, detector, stop):
         "SOLVER__ACCUMULATE": 2,
         "SOLVER__STEPS": (4,),
         "SOLVER__CHECKPOINT_PERIOD": 1,
+        "SOLVER__CHECKPOINT_KEEP": 6,
         "DATASETS__TEST": (),
     }
     whole = train("whole", **same)

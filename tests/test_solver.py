@@ -10,7 +10,7 @@ from tiny import MODEL
 from cpvt_det import build
 from cpvt_det.config import get_cfg, merge_overrides
 from cpvt_det.errors import ConfigError, UnknownNameError
-from cpvt_det.solver.ema import make_ema
+from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
 from cpvt_det.solver.schedule import LearningRate, Length, length_in_epochs
 from cpvt_det.solver.step import StepOptions, TrainingModel, TrainStep
@@ -167,7 +167,7 @@ def test_bf16_autocast_trains_and_keeps_boxes_in_float32():
 
 def test_ema_is_the_recurrence():
     model = torch.nn.Linear(2, 2)
-    ema = make_ema(model, 0.9)
+    ema = MovingAverage(model, 0.9)
     expected = None
     for _ in range(3):
         with torch.no_grad():

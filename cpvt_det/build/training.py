@@ -11,7 +11,7 @@ from cpvt_det.checkpoint import load_backbone_weights, load_weights
 from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError, config_errors
-from cpvt_det.solver.ema import AveragedModel, make_ema
+from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
 from cpvt_det.solver.schedule import LearningRate, Length, length_in_epochs
 from cpvt_det.solver.step import StepOptions, TrainStep
@@ -40,10 +40,10 @@ def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
         return make_optimizer(parameter_groups(detector, *rates, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG))
 
 
-def build_ema(cfg: CfgNode, detector: nn.Module) -> AveragedModel | None:
+def build_ema(cfg: CfgNode, detector: nn.Module) -> MovingAverage | None:
     """The moving average of ``SOLVER.EMA``, where it is on."""
     with config_errors("SOLVER.EMA"):
-        return make_ema(detector, cfg.SOLVER.EMA.DECAY) if cfg.SOLVER.EMA.ENABLED else None
+        return MovingAverage(detector, cfg.SOLVER.EMA.DECAY) if cfg.SOLVER.EMA.ENABLED else None
 
 
 def build_step(
@@ -52,7 +52,7 @@ def build_step(
     optimizer: torch.optim.Optimizer,
     length: Length,
     seed: int,
-    ema: AveragedModel | None = None,
+    ema: MovingAverage | None = None,
 ) -> TrainStep:
     """The training step of ``SOLVER``.
 
@@ -72,21 +72,31 @@ def build_step(
         raise ConfigError(f"SOLVER.CLIP_NORM must be 0, for no clipping, or more, got {solver.CLIP_NORM}")
     if solver.AMP.DTYPE not in AMP_DTYPES:
         raise UnknownNameError("SOLVER.AMP.DTYPE", solver.AMP.DTYPE, AMP_DTYPES)
-    for key in ("ACCUMULATE", "CHECKPOINT_PERIOD", "LOG_PERIOD"):
+    for key in ("ACCUMULATE", "CHECKPOINT_PERIOD", "CHECKPOINT_KEEP", "LOG_PERIOD", "MAX_BAD_STEPS"):
         if solver[key] < 1:
             raise ConfigError(f"SOLVER.{key} must be at least 1, got {solver[key]}")
     options = StepOptions(
         clip_norm=solver.CLIP_NORM or None,
         accumulate=solver.ACCUMULATE,
         amp_dtype=AMP_DTYPES[solver.AMP.DTYPE] if solver.AMP.ENABLED else None,
+        max_bad_steps=solver.MAX_BAD_STEPS,
     )
     with config_errors("SOLVER"):
         learning_rate = LearningRate(length, solver.SCHEDULE, solver.GAMMA)
     return TrainStep(model, optimizer, learning_rate, options, seed, ema)
 
 
-def load_initial_weights(cfg: CfgNode, detector: nn.Module, classes: Classes, for_evaluation: bool = False) -> None:
+def load_initial_weights(
+    cfg: CfgNode, detector: nn.Module, classes: Classes, for_evaluation: bool = False, allow_partial: bool = False
+) -> None:
     """Load ``MODEL.WEIGHTS``, or else ``MODEL.BACKBONE.WEIGHTS``, and log what became of them.
+
+    Args:
+        cfg: the config.
+        detector: changed in place.
+        classes: what its labels mean.
+        for_evaluation: the model has to be what the weights are.
+        allow_partial: but not all of it.
 
     Raises:
         WeightsError: weights that cannot be had, or are of another shape but for classes and queries; in evaluation also none, or
@@ -102,8 +112,11 @@ def load_initial_weights(cfg: CfgNode, detector: nn.Module, classes: Classes, fo
                     f"{cfg.MODEL.WEIGHTS} is of another shape than the config's model: {name} is {shapes}; "
                     "set the keys of MODEL that it was trained with"
                 )
-        if for_evaluation and report.is_partial:
-            raise WeightsError(f"{cfg.MODEL.WEIGHTS} fits the config's model in part only, evaluation needs all of it: {report}")
+        if for_evaluation and report.is_partial and not allow_partial:
+            raise WeightsError(
+                f"{cfg.MODEL.WEIGHTS} fits the config's model in part only, evaluation needs all of it: {report}; "
+                "--allow-partial evaluates it with the rest random"
+            )
     elif for_evaluation:
         raise WeightsError("evaluation needs weights: set MODEL.WEIGHTS to a checkpoint, or --resume the run in OUTPUT_DIR")
     elif backbone.WEIGHTS:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint files: read without running code, written all or nothing."""
+"""Checkpoint files: read without running code, written all or nothing, with a checksum beside each."""
 
 import argparse
 import contextlib
+import hashlib
 import os
 import re
 import uuid
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,38 +17,71 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from cpvt_det.errors import WeightsError, first_line
+from cpvt_det.checkpoint.pickles import read_pickle
+from cpvt_det.errors import RunStoppedError, WeightsError, first_line
 
 
 def read_checkpoint(path: str | Path) -> Any:
-    """Read a file that ``torch.save`` or safetensors wrote, onto the CPU.
+    """Read a file that ``torch.save`` or safetensors wrote, or a pickle of arrays, onto the CPU.
 
-    Unpickling is torch's restricted one: beside tensors and plain containers it makes ``argparse.Namespace`` and numpy arrays
-    and numbers, which official DETR checkpoints hold, and nothing else.
+    No code of the file's runs. Unpickling is torch's restricted one: beside tensors and plain containers it makes
+    ``argparse.Namespace`` and numpy arrays and numbers, which official DETR checkpoints hold, and nothing else.
 
     Args:
-        path: the suffix ``.safetensors`` means that format, any other torch's.
+        path: the suffix ``.safetensors`` means that format, ``.pkl`` a pickle of arrays (detectron2's model zoo), others
+            torch's.
 
     Returns:
         What was saved; a dict in any checkpoint.
 
     Raises:
-        WeightsError: a file that is missing, damaged or no checkpoint, one that holds other objects, a ``.pkl``.
+        WeightsError: a file that is missing, no checkpoint, or damaged, be it by one byte; one that holds other objects.
     """
     if str(path).startswith(("http:/", "https:/")):  # one slash: pathlib folds two
         raise WeightsError(f"{path} is an address; download the file and give its path")
     path = Path(path).expanduser()
     if not path.is_file():
         raise WeightsError(f"no weights file {path}")
-    if path.suffix == ".pkl":
-        raise WeightsError(f"{path}: a .pkl is not read, because unpickling runs code; torch.save its tensors as a .pth")
     try:
+        _require_whole(path)
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
+        if path.suffix == ".pkl":
+            return read_pickle(path)
         with torch.serialization.safe_globals(_allowed_globals()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what zip, pickle and file systems raise has no common base
         raise WeightsError(f"{path}: {_why(error)}") from error
+
+
+def checksum_of(path: Path) -> Path:
+    """The file beside ``path`` that holds its checksum, as ``sha256sum`` writes and checks it."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _require_whole(path: Path) -> None:
+    """Compare with the checksum beside the file; without one, with those that torch's zip files have of their parts.
+
+    Raises:
+        WeightsError: they differ.
+    """
+    beside = checksum_of(path)
+    if beside.is_file():
+        if beside.read_text(encoding="utf-8").split()[:1] != [_sha256(path)]:
+            raise WeightsError(f"damaged: it is not what its checksum {beside.name} was made of; get it again")
+    elif zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise WeightsError(f"damaged: the checksum of its part {damaged} is wrong; get it again")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, Tensor]:
@@ -79,21 +114,45 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, T
     return dict(found)
 
 
-def write_atomically(obj: Any, path: str | Path) -> None:
-    """Save ``obj`` so that ``path`` holds the old content or all of the new, whatever happens on the way.
+def not_finite(state_dict: dict[str, Tensor]) -> str:
+    """The names of up to three tensors that hold a NaN or an infinity; empty where all are finite."""
+    floats = {name: tensor for name, tensor in state_dict.items() if tensor.is_floating_point() and tensor.numel()}
+    if not floats or all(torch.stack([tensor.sum().float() for tensor in floats.values()]).isfinite().tolist()):
+        return ""  # a sum is finite where all its terms are; and if it were too large, the next line would tell
+    return ", ".join([name for name, tensor in floats.items() if not tensor.isfinite().all()][:3])
+
+
+def write_checkpoint(obj: Any, path: str | Path) -> None:
+    """Save ``obj`` so that ``path`` holds the old content or all of the new, whatever happens on the way; and its checksum.
 
     Args:
         obj: what ``torch.save`` takes; for a path that ends in ``.safetensors``, a dict of tensors.
         path: in a folder that exists.
 
     Raises:
-        OSError: a folder that is missing or full.
+        RunStoppedError: it cannot be written, because the disk is full, say.
     """
-    with atomic_file(path) as file:
-        if Path(path).suffix == ".safetensors":
-            file.write(safetensors.torch.save({name: tensor.contiguous() for name, tensor in obj.items()}))
-        else:
-            torch.save(obj, file)
+    path = Path(path)
+    try:
+        with atomic_file(path) as file:
+            if path.suffix == ".safetensors":
+                file.write(safetensors.torch.save({name: tensor.contiguous() for name, tensor in obj.items()}))
+            else:
+                torch.save(obj, file)
+            file.flush()
+            checksum = _sha256(Path(file.name))
+            checksum_of(path).unlink(missing_ok=True)  # whatever comes between, no file stands beside another's checksum
+        with atomic_file(checksum_of(path)) as file:
+            file.write(f"{checksum}  {path.name}\n".encode())
+    except (OSError, RuntimeError) as error:
+        kept = "; what was there before is whole" if path.exists() else ""
+        raise RunStoppedError(f"cannot write {path}: {_why_unwritten(error)}{kept}") from error
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a file and its checksum."""
+    for file in (checksum_of(path), path):
+        file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -129,8 +188,17 @@ def _allowed_globals() -> list[Any]:
     return [argparse.Namespace, np.ndarray, np.dtype, *dtypes, *named]
 
 
+def _why_unwritten(error: BaseException) -> str:
+    """What the file system said: torch hides it behind an error of its own."""
+    while not isinstance(error, OSError) and error.__context__ is not None:
+        error = error.__context__
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+
+
 def _why(error: Exception) -> str:
     """One line for what torch, safetensors or the file system raised."""
+    if isinstance(error, WeightsError):
+        return str(error)
     if isinstance(error, PermissionError):
         return "no permission to read it"
     refused = re.search(r"GLOBAL (\S+)", str(error))

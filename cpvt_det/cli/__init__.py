@@ -2,6 +2,7 @@
 """The command ``cpvt-det``: one file for each subcommand, imported when it is called, so that help is quick."""
 
 import importlib
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from typing import Any
 import click
 
 import cpvt_det
-from cpvt_det.errors import BadInputError, first_line
+from cpvt_det.errors import BadInputError, DataError, InterruptedRun, RunStoppedError, exit_code, first_line
 
 COMMANDS = {
+    "check-data": "Find the faults of data sets.",
     "convert-weights": "Turn other projects' DETR weights into ours.",
     "eval": "Evaluate weights on a data set.",
     "plug-matrix": "Check PEG in the models of other projects.",
@@ -63,7 +65,7 @@ def main() -> None:
 def told_in_one_line(command: Callable) -> Callable:
     """Bad input ends with one line and code 2, a failed run with one line and code 1, an interrupted one with 130.
 
-    ``--debug`` anywhere on the command line adds the traceback.
+    Of faults in the data, every one has a line. ``--debug`` anywhere on the command line adds the traceback.
     """
 
     @wraps(command)
@@ -72,10 +74,14 @@ def told_in_one_line(command: Callable) -> Callable:
             return command(*args, **kwargs)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except InterruptedRun as error:
+            _end(str(error), error.exit_code)
         except KeyboardInterrupt:
-            _end("interrupted", 130)
+            _end("interrupted", exit_code(signal.SIGINT))
         except BadInputError as error:
-            _end(f"error: {first_line(error)}", 2)
+            _end(f"error: {error if isinstance(error, DataError) else first_line(error)}", 2)
+        except RunStoppedError as error:
+            _end(f"stopped: {first_line(error)}", 1)
         except Exception as error:
             _end(f"failed: {type(error).__name__}: {first_line(error)} (--debug shows the traceback)", 1)
 

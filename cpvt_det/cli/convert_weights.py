@@ -6,10 +6,10 @@ from pathlib import Path
 import click
 
 from cpvt_det.checkpoint.convert import CONVERSIONS
-from cpvt_det.checkpoint.files import write_atomically
+from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.cli import debug_option
-from cpvt_det.errors import WeightsError, first_line
+from cpvt_det.errors import RunStoppedError, WeightsError, first_line
 
 
 @click.command()
@@ -38,9 +38,9 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
         )
     bare = output.suffix == ".safetensors"
     try:
-        write_atomically(weights.state_dict if bare else weights.as_checkpoint(), output)
-    except (OSError, RuntimeError) as error:  # torch.save raises the latter on a full disk
-        raise WeightsError(f"cannot write {output}: {first_line(error)}") from error
+        write_checkpoint(weights.state_dict if bare else weights.as_checkpoint(), output)
+    except RunStoppedError as error:  # there is another place to write to
+        raise WeightsError(first_line(error)) from error
     numbers = sum(tensor.numel() for tensor in weights.state_dict.values())
     classes = "classes unknown" if weights.classes is None else f"{len(weights.classes)} class rows"
     click.echo(f"{output}: {len(weights.state_dict)} tensors ({numbers / 1e6:.1f} M numbers) of {weights.source}, {classes}")

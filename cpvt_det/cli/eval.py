@@ -3,14 +3,17 @@
 
 import click
 
-from cpvt_det.cli.train import RUN_CONTEXT, choose_runner, device_of, run_config, run_options
+from cpvt_det.cli.train import RUN_CONTEXT, allow_partial_option, choose_runner, device_of, run_config, run_options
 from cpvt_det.runner.launch import launch
 
 
 @click.command(context_settings=RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
 @run_options
-def eval(weights: str, config_file: str, num_gpus: int | None, runner: str, overrides: tuple[str, ...]) -> None:
+@allow_partial_option
+def eval(
+    weights: str, config_file: str, num_gpus: int | None, runner: str, overrides: tuple[str, ...], allow_partial: bool
+) -> None:
     """Evaluate a file of weights on DATASETS.TEST; KEY VALUE pairs override the config.
 
     \b
@@ -18,4 +21,4 @@ def eval(weights: str, config_file: str, num_gpus: int | None, runner: str, over
       cpvt-det eval output/model_best.pth --config-file output/config.yaml OUTPUT_DIR output/eval
     """
     overrides = (*overrides, "MODEL.WEIGHTS", weights)
-    launch(run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), False, True)
+    launch(run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), False, True, allow_partial)

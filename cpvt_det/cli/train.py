@@ -2,6 +2,7 @@
 """``cpvt-det train``, and ``tools/train_net.py``, which is the same function: the command line of both runners."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 
 import click
@@ -30,12 +31,26 @@ def run_options(command: Callable) -> Callable:
     return command
 
 
+allow_partial_option = click.option(
+    "--allow-partial", is_flag=True, help="Evaluate weights that fit the model in part, with the rest random."
+)
+
+
 @click.command(context_settings=RUN_CONTEXT)
 @run_options
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in OUTPUT_DIR.")
 @click.option("--eval-only", is_flag=True, help="Evaluate MODEL.WEIGHTS, or with --resume the last checkpoint.")
+@allow_partial_option
 @told_in_one_line
-def train(config_file: str, num_gpus: int | None, runner: str, overrides: tuple[str, ...], resume: bool, eval_only: bool) -> None:
+def train(
+    config_file: str,
+    num_gpus: int | None,
+    runner: str,
+    overrides: tuple[str, ...],
+    resume: bool,
+    eval_only: bool,
+    allow_partial: bool,
+) -> None:
     """Train a detector and evaluate it; KEY VALUE pairs override the config.
 
     \b
@@ -43,14 +58,26 @@ def train(config_file: str, num_gpus: int | None, runner: str, overrides: tuple[
       cpvt-det train --config-file coco/detr_r50_peg_50ep.yaml --num-gpus 8 OUTPUT_DIR output/peg
       torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/deformable_peg.yaml --num-gpus 0
     """
-    launch(run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only)
+    launch(
+        run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only, allow_partial
+    )
 
 
 @told_in_one_line
 def run_config(
-    config_file: str, overrides: tuple[str, ...], device: str | None, runner: str, resume: bool, eval_only: bool
+    config_file: str,
+    overrides: tuple[str, ...],
+    device: str | None,
+    runner: str,
+    resume: bool,
+    eval_only: bool,
+    allow_partial: bool,
 ) -> dict:
-    """Load a config and run it, in one process of the run; the results of the last evaluation."""
+    """Load a config and run it, in one process of the run; the results of the last evaluation.
+
+    A process that torchrun started anew (``--max-restarts``) goes on from the last checkpoint.
+    """
+    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if device is not None:
         overrides = (*overrides, "MODEL.DEVICE", device)
     if runner == "detectron2":
@@ -58,7 +85,7 @@ def run_config(
     else:
         from cpvt_det.config import load_cfg
         from cpvt_det.runner.train import run
-    return run(load_cfg(config_file, overrides), resume=resume, eval_only=eval_only)
+    return run(load_cfg(config_file, overrides), resume, eval_only, allow_partial)
 
 
 def device_of(num_gpus: int | None) -> str | None:

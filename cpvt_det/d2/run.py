@@ -15,33 +15,36 @@ from cpvt_det.checkpoint.run import last_checkpoint
 from cpvt_det.d2.config import load_cfg, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
+from cpvt_det.data.check import log_data
 from cpvt_det.evaluation.pictures import draw_curves
 from cpvt_det.runner.evaluate import draw_pictures
-from cpvt_det.runner.setup import choose_seed, describe_model, setup_run
+from cpvt_det.runner.setup import choose_seed, describe_model, only_run_in, setup_run
 
 __all__ = ["load_cfg", "run"]
 
 logger = logging.getLogger("cpvt_det")
 
 
-def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False) -> dict[str, Any]:
+def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False) -> dict[str, Any]:
     """Train and evaluate, or only evaluate; as :func:`cpvt_det.runner.train.run`, with a config of :func:`load_cfg`."""
     if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch has made the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
     cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
     find_registered(cfg)
-    return _evaluate_only(cfg, resume) if eval_only else _train(cfg, resume)
+    with only_run_in(cfg):
+        return _evaluate_only(cfg, resume, allow_partial) if eval_only else _train(cfg, resume)
 
 
-def _evaluate_only(cfg: CfgNode, resume: bool) -> dict[str, Any]:
+def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> dict[str, Any]:
     tests = build.load_tests(cfg)
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
     output = _setup(cfg, keep_config=True)
     for dataset in tests:
         describe_classes(dataset)
+    log_data(tests)
     model = build_detector(cfg)
-    build.load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True)
+    build.load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     results = evaluate(cfg, model, tests)
     draw_pictures(cfg, model, tests[0], output / "pictures" / "detections.png")
     return results
@@ -52,7 +55,7 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     output = _setup(cfg)
     for dataset in datasets + tests:
         describe_classes(dataset)
-        logger.info(dataset.describe())
+    log_data(datasets + tests)
     logger.info(build.build_length(cfg, len(build.training_records(cfg, datasets))).arithmetic)
     trainer = Trainer(cfg, datasets, tests, choose_seed(cfg))
     trainer.resume_or_load(resume)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """detectron2's trainer with the parts that both runners share: loader, parameter groups, step, checkpoints, evaluator."""
 
+import math
 import time
 import weakref
 from pathlib import Path
@@ -20,10 +21,11 @@ from cpvt_det.checkpoint.run import RunCheckpointer, RunState
 from cpvt_det.d2.config import without_untouched
 from cpvt_det.d2.evaluation import CleanCOCOEvaluator
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.loader import TrainLoader
+from cpvt_det.data.loader import TrainLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.evaluation.coco import write_results
+from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.train import flatten, is_due
 from cpvt_det.solver.step import TrainingModel, TrainStep, wrap_for_processes
 
@@ -61,9 +63,9 @@ class StepTrainer(SimpleTrainer):
         data_time = time.perf_counter() - start
         record = self.step(samples, self.iter)
         values = torch.stack([value.double() for value in record.values()])
-        means = distributed.all_reduce_mean(values).tolist()
+        means = dict(zip(record, distributed.all_reduce_mean(values).tolist(), strict=True))
         storage = get_event_storage()
-        storage.put_scalars(**dict(zip(record, means, strict=True)), data_time=data_time)
+        storage.put_scalars(**{name: value for name, value in means.items() if math.isfinite(value)}, data_time=data_time)
         storage.put_scalar("lr", self.step.lr, smoothing_hint=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +105,9 @@ class Trainer(DefaultTrainer):
         optimizer = build.build_optimizer(cfg, detector)
         step = build.build_step(cfg, model, optimizer, length, seed, self.state.ema)
         self._trainer = StepTrainer(step, build.build_train_loader(cfg, self._records, seed))
-        self.checkpointer = RunCheckpointer(detector, cfg.OUTPUT_DIR, trainer=weakref.proxy(self), cpvt_det=self.state)
+        self.checkpointer = RunCheckpointer(
+            detector, cfg.OUTPUT_DIR, cfg.SOLVER.CHECKPOINT_KEEP, trainer=weakref.proxy(self), cpvt_det=self.state
+        )
         self.register_hooks(self.build_hooks())
 
     @property
@@ -131,7 +135,7 @@ class Trainer(DefaultTrainer):
         period = self.cfg.SOLVER.LOG_PERIOD
         return [
             hooks.IterationTimer(),
-            hooks.PeriodicCheckpointer(self.checkpointer, self.cfg.SOLVER.CHECKPOINT_PERIOD) if main else None,
+            hooks.CallbackHook(after_step=lambda trainer: trainer.guard.after_step(trainer.iter)),
             hooks.EvalHook(self._length.eval_period, self._test_and_keep_best) if self.tests else None,
             hooks.PeriodicWriter(self.build_writers(), period=period) if main else None,
         ]
@@ -140,9 +144,14 @@ class Trainer(DefaultTrainer):
         """Train; the results of the last evaluation.
 
         detectron2's loop, less its log of the traceback and less what it does after a failure: evaluate.
+
+        Raises:
+            RunStoppedError, InterruptedRun: as :class:`RunGuard`.
         """
         self.iter = self.start_iter
-        with EventStorage(self.start_iter) as self.storage:
+        self.guard = RunGuard(self.cfg, self.checkpointer, self._trainer.step, self.start_iter, self.max_iter)
+        watched = dead_workers_named(self._trainer.data_loader.dataset)
+        with EventStorage(self.start_iter) as self.storage, self.guard, watched:
             self.before_train()
             if self.tests and 0 < self.start_iter < self.max_iter and is_due(self.start_iter - 1, self._length):
                 self._test_and_keep_best()  # the checkpoint is older than its evaluation
@@ -155,7 +164,8 @@ class Trainer(DefaultTrainer):
         return self.results
 
     def _test_and_keep_best(self) -> dict[str, Any]:
-        self.results = evaluate(self.cfg, self.evaluated, self.tests)
+        with self.guard.evaluation():
+            self.results = evaluate(self.cfg, self.evaluated, self.tests)
         if comm.is_main_process():
             done = min(self.iter, self.max_iter - 1)  # after training it is one more
             self.checkpointer.keep_best(flatten(self.results, first_only=True)["bbox/AP"], done)
@@ -173,7 +183,8 @@ def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[s
     for dataset in tests:
         folder = Path(cfg.OUTPUT_DIR) / "inference" / ("" if len(tests) == 1 else dataset.name)
         loader = build.build_test_loader(cfg, dataset.records)
-        results[dataset.name] = inference_on_dataset(model, loader, CleanCOCOEvaluator(cfg, dataset, str(folder)))
+        with dead_workers_named(loader.dataset):
+            results[dataset.name] = inference_on_dataset(model, loader, CleanCOCOEvaluator(cfg, dataset, str(folder)))
     merged = results[tests[0].name] if len(tests) == 1 else results
     if comm.is_main_process():
         write_results(merged, Path(cfg.OUTPUT_DIR) / "results.json")

@@ -5,14 +5,19 @@ A sample's random state depends on (seed, epoch, image) alone, a batch on (seed,
 stopped once it knows its iteration.
 """
 
+import contextlib
+import os
+import re
+import signal
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.mapper import Mapper, Sample
+from cpvt_det.errors import RunStoppedError
 
 Draw = tuple[int, int]
 """(epoch, index of the record)."""
@@ -25,22 +30,59 @@ class MappedDataset(Dataset):
         records: of one or more data sets.
         mapper: record -> sample.
         seed: of the run.
+
+    Attributes:
+        at_work: (workers, 2) int64 in shared memory, each one's process id and the index of the record it is reading, or -1.
     """
 
     def __init__(self, records: Sequence[ImageRecord], mapper: Mapper, seed: int = 0):
         self.records = records
         self.mapper = mapper
         self.seed = seed
+        self.at_work = torch.zeros(0, 2, dtype=torch.int64)
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, draw: Draw) -> Sample:
         epoch, index = draw
-        with torch.random.fork_rng(devices=[]):  # in the main process the model's dropout draws from the same state
+        with (
+            self._noted(index),
+            torch.random.fork_rng(devices=[]),
+        ):  # in the main process the model's dropout draws from the same state
             # Not torch.manual_seed: it would reseed the GPUs too, whose states stay outside of this fork.
             torch.default_generator.manual_seed(mix_seed(self.seed, epoch, index))
             return self.mapper(self.records[index])
+
+    @contextlib.contextmanager
+    def _noted(self, index: int) -> Iterator[None]:
+        worker = get_worker_info()
+        if worker is not None:
+            self.at_work[worker.id] = torch.tensor([os.getpid(), index])
+        yield
+        if worker is not None:
+            self.at_work[worker.id, 1] = -1
+
+
+@contextlib.contextmanager
+def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
+    """Within this block the death of a data worker, which torch tells of wherever it meets the program, says what it was reading.
+
+    Raises:
+        RunStoppedError: a worker died.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        told = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", str(error))
+        if told is None:
+            raise
+        dead = [int(pid) for pid in told[1].split(",")]
+        images = [dataset.records[index].file_name for pid, index in dataset.at_work.tolist() if pid in dead and index >= 0]
+        reading = f"while reading {', '.join(images)}" if images else "between two images"
+        raise RunStoppedError(
+            f"a data worker (pid {told[1]}) {told[2].rstrip('.')} {reading}; --resume goes on from the last checkpoint"
+        ) from error
 
 
 class TrainBatches(Sampler[list[Draw]]):
@@ -133,6 +175,7 @@ def evaluation_loader(dataset: MappedDataset, batch_size: int, num_workers: int,
 
 
 def _data_loader(dataset: MappedDataset, batches: Sampler | list, num_workers: int, pin_memory: bool) -> DataLoader:
+    dataset.at_work = torch.full((num_workers, 2), -1, dtype=torch.int64).share_memory_()
     return DataLoader(
         dataset,
         batch_sampler=batches,
@@ -142,7 +185,14 @@ def _data_loader(dataset: MappedDataset, batches: Sampler | list, num_workers: i
         persistent_workers=False,
         # Its own generator: the loader would draw a base seed from the global state, and dropout would change with workers.
         generator=torch.Generator().manual_seed(dataset.seed % 2**63),
+        worker_init_fn=_leave_signals_to_the_run,
     )
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """Ctrl-C in a terminal, and many a SIGTERM, goes to the workers too; the run still needs them for the step at hand."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _as_list(samples: list[Sample]) -> list[Sample]:

@@ -47,7 +47,8 @@ def ms_deform_attn(
             and ``export`` during ``torch.export``.
 
     Returns:
-        (B, Q, M * D) of value's dtype.
+        (B, Q, M * D) of value's dtype; NaN for a query with a location that is NaN, and on a CPU also with an infinite one, which
+        on a GPU lies outside.
 
     Raises:
         ValueError: shapes that disagree, levels without a pixel, no points, tensors on several devices, or an implementation
@@ -55,8 +56,6 @@ def ms_deform_attn(
         TypeError: what is no tensor, dtypes that are not float or do not go together, or level shapes that are no integers.
         ImportError: an implementation whose package cannot be imported.
         UnknownNameError: an implementation of another name.
-        FloatingPointError: NaN or infinite locations, on the CPU. A GPU would have to be waited for: there a NaN gives NaN, and
-            what is infinite lies outside.
 
     Source: arXiv 2010.04159, equation 3; fundamentalvision/Deformable-DETR ``models/ops``.
     """
@@ -75,7 +74,6 @@ def ms_deform_attn(
         _check_fused(implementation, device.type)
         flat = [n for shape in level_shapes for n in shape]
         return torch.ops.cpvt_det.ms_deform_attn(value, flat, sampling_locations, attention_weights)
-    _check_finite(sampling_locations)
     attend = embedding_bag_attention if implementation == "eager" else gather_attention
     return attend(value, level_shapes, sampling_locations, attention_weights)
 
@@ -179,25 +177,6 @@ def _check_fused(implementation: str, device_type: str) -> None:
         raise ImportError(f"{needs}; use 'auto' or 'eager'") from error
 
 
-def _check_finite(locations: Tensor) -> None:
-    """Of tensors that hold numbers now, and can be read without waiting for a device."""
-    tracing = torch.compiler.is_compiling() or type(locations) not in (Tensor, torch.nn.Parameter)
-    if tracing or locations.device.type != "cpu" or not locations.numel():
-        return
-    low, high = torch.aminmax(locations.detach())  # NaN wins both
-    if not (low.isfinite() and high.isfinite()):
-        raise FloatingPointError(_describe_bad_location(locations))
-
-
-def _describe_bad_location(locations: Tensor) -> str:
-    """The first NaN or infinity and where it stands, as one line."""
-    where = tuple((~locations.isfinite()).nonzero()[0].tolist())
-    return (
-        f"sampling_locations holds {locations[where].item()} at {where} of (B, Q, M, L, P, 2); "
-        "the layer that made it, or its input, has diverged"
-    )
-
-
 NAME = "cpvt_det::ms_deform_attn"
 INPUTS = "Tensor value, SymInt[] level_shapes, Tensor sampling_locations, Tensor attention_weights"
 torch.library.define(NAME, f"({INPUTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
@@ -208,10 +187,7 @@ torch.library.define(
 
 @torch.library.impl(NAME, "CPU")
 def _forward_cpu(value, level_shapes, sampling_locations, attention_weights):
-    out = _kernels("numba").forward(value, level_shapes, sampling_locations, attention_weights)
-    if out is None:
-        raise FloatingPointError(_describe_bad_location(sampling_locations))
-    return out
+    return _kernels("numba").forward(value, level_shapes, sampling_locations, attention_weights)
 
 
 @torch.library.impl(NAME, "CUDA")

@@ -207,11 +207,11 @@ def is_available() -> bool:
     return True
 
 
-def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tensor, attention_weights: Tensor) -> Tensor | None:
+def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tensor, attention_weights: Tensor) -> Tensor:
     """``ms_deform_attn`` of inputs already checked, with level shapes as flat (h0, w0, h1, w1, ...).
 
     Returns:
-        (B, Q, M * D) of value's dtype, or None where a location is NaN or infinite.
+        (B, Q, M * D) of value's dtype; NaN for queries with a location that is NaN or infinite.
     """
     batch, _, heads, width = value.shape
     queries, points = attention_weights.shape[1], attention_weights.shape[3] * attention_weights.shape[4]
@@ -225,7 +225,7 @@ def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tens
     pieces = cut(batch * queries, out.numel() * points)
     finite = run(_forward, (records, steps, *arrays, _records(out.numpy(), width)), pieces)
     if not all(finite):
-        return None
+        out[~sampling_locations.isfinite().flatten(2).all(-1)] = torch.nan
     return out if dtype == value.dtype else out.to(value.dtype)
 
 

@@ -5,7 +5,7 @@ On the road of one image: after ``losses/matcher.py``, the end of training.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ class Losses:
     Attributes:
         losses: name -> scalar, weighted and summed over layers; their sum is the objective.
         metrics: name -> scalar, only to be watched.
+        finite: (B,) bool, whether all predictions for an image are finite. Where one is not, the losses mean nothing.
     """
 
     losses: dict[str, Tensor]
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor]
+    finite: Tensor
 
 
 @dataclass
@@ -83,18 +85,17 @@ class SetCriterion:
             ``loss_class``, ``loss_l1``, ``loss_giou``; of proposals, where there are any, ``loss_proposal_class`` and so on, with
             every object of class 0; and ``metric_class_error`` (percent of matched queries with the wrong class),
             ``metric_cardinality_error`` (mean difference of the counts of objects), both of the last layer.
-
-        Raises:
-            FloatingPointError: non-finite predictions.
         """
         padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
         matches = self.matcher(predictions, padded)
         if normalizers is None:
             normalizers = self.normalizers(targets, predictions.logits.shape[2])
         losses = self._weighted(self.losses_by_layer(predictions, padded, matches, normalizers))
+        finite = _finite_images(predictions)
         if predictions.proposals is not None:
             losses |= self._of_proposals(predictions.proposals, targets, normalizers)
-        return Losses(losses, self._metrics(predictions, padded, matches))
+            finite = finite & _finite_images(predictions.proposals)
+        return Losses(losses, self._metrics(predictions, padded, matches), finite)
 
     def normalizers(self, targets: Sequence[Targets], num_queries: int) -> Normalizers:
         """The divisors for the images of one step, of which each process calls with its own.
@@ -162,3 +163,9 @@ class SetCriterion:
             "metric_class_error": 100 * wrong.sum() / max(1, len(wrong)),
             "metric_cardinality_error": (claimed - counts).abs().to(logits.dtype).mean(),
         }
+
+
+@torch.no_grad()
+def _finite_images(predictions: Predictions) -> Tensor:
+    """(B,) bool; a sum is finite where all its terms are."""
+    return (predictions.logits.sum((0, 2, 3)) + predictions.boxes.sum((0, 2, 3))).isfinite()

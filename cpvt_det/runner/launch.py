@@ -3,13 +3,14 @@
 
 import logging
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, RunStoppedError, exit_code
 
 
 def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
@@ -27,6 +28,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
 
     Raises:
         ConfigError: more GPUs than there are.
+        RunStoppedError: one of the processes was killed; the others end too.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus is not None and num_gpus > available:
@@ -35,6 +37,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
         return _run_in_group(main, args)
     if num_gpus is None or num_gpus < 2:
         return main(*args)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -42,8 +45,14 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
     config = LaunchConfig(1, 1, num_gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)  # else it starts anew
     try:
         return elastic_launch(config, _run_in_group)(main, args)[0]
-    except ChildFailedError as error:  # the process has said what is wrong
-        raise SystemExit(error.get_first_failure()[1].exitcode) from None
+    except SignalException as error:  # the processes have had their time to save
+        raise SystemExit(exit_code(error.sigval)) from None
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:  # the process has said what is wrong
+            raise SystemExit(failure.exitcode) from None
+        name = signal.Signals(-failure.exitcode).name
+        raise RunStoppedError(f"process {rank} of the run (pid {failure.pid}) was ended by {name}; the others were ended") from None
 
 
 def _run_in_group(main: Callable[..., Any], args: tuple) -> Any:

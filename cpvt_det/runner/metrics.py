@@ -49,7 +49,7 @@ class MetricsWriter:
         """Take the scalars of one iteration; write where a line is due."""
         self._records.append(record)
         if (iteration + 1) % self.period == 0 or iteration + 1 == self.max_iter:
-            scalars = self._means()
+            scalars = self._summary()
             elapsed, self._last_time = time.perf_counter() - self._last_time, time.perf_counter()
             per_iter = elapsed / len(self._records)
             scalars |= {"lr": lr, "time": per_iter, "images_per_second": self.images_per_iter / per_iter}
@@ -89,8 +89,12 @@ class MetricsWriter:
             self._json.close()
             self._tensorboard.close()
 
-    def _means(self) -> dict[str, float]:
-        """Over the collected iterations and all processes."""
+    def _summary(self) -> dict[str, float]:
+        """Means over the collected iterations and all processes, but for steps that were skipped: how many those were."""
         names = sorted(self._records[0])
-        values = torch.stack([torch.stack([record[name].double() for name in names]) for record in self._records]).mean(0)
-        return dict(zip(names, distributed.all_reduce_mean(values).tolist(), strict=True))
+        values = torch.stack([torch.stack([record[name].double() for name in names]) for record in self._records])
+        skipped = values[:, names.index("skipped")]
+        taken = (skipped == 0)[:, None]
+        means = torch.where(taken, values, 0).sum(0) / taken.sum()  # NaN where none was taken
+        means[names.index("skipped")] = skipped.sum()
+        return dict(zip(names, distributed.all_reduce_mean(means).tolist(), strict=True))

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run does before its first iteration: folder, log, seed."""
 
+import contextlib
 import logging
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,9 +18,47 @@ import cpvt_det
 from cpvt_det import distributed
 from cpvt_det.errors import ConfigError
 
+try:
+    import fcntl
+except ImportError:  # on Windows, where nothing is locked
+    fcntl = None
+
 logger = logging.getLogger("cpvt_det")
 METRICS_LOGGER = "cpvt_det.metrics"
 """Its lines go to the file alone: on the screen the progress bar says the same."""
+
+
+@contextlib.contextmanager
+def only_run_in(cfg: CfgNode) -> Iterator[None]:
+    """Make ``OUTPUT_DIR`` this run's alone within the block.
+
+    The lock is on the file ``.lock`` in it and belongs to this process: forked data workers do not hold it, and it ends with the
+    process, however that ends.
+
+    Raises:
+        ConfigError: another run lives there; a folder that cannot be made or written to.
+    """
+    if distributed.rank() != 0 or fcntl is None:
+        yield
+        return
+    output = Path(cfg.OUTPUT_DIR).expanduser()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / ".lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise ConfigError(
+                f"another run, process {file.read().strip()}, is using OUTPUT_DIR {output}; end it, or give this one another folder"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}")
+        file.flush()
+        yield
 
 
 def setup_run(cfg: CfgNode, keep_config: bool = False) -> Path:

@@ -4,46 +4,53 @@
 import logging
 
 import torch
-from fvcore.common.checkpoint import PeriodicCheckpointer
 from fvcore.common.config import CfgNode
 
 from cpvt_det import build, distributed
 from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState, last_checkpoint
+from cpvt_det.data.check import log_data
+from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.evaluation.pictures import draw_curves
 from cpvt_det.runner.evaluate import Results, draw_pictures, evaluate
+from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
-from cpvt_det.runner.setup import choose_seed, describe_model, setup_run
+from cpvt_det.runner.setup import choose_seed, describe_model, only_run_in, setup_run
 from cpvt_det.solver.schedule import Length
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 
 logger = logging.getLogger("cpvt_det")
 
 
-def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False) -> Results:
+def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False) -> Results:
     """Train and evaluate, or only evaluate.
 
     Args:
         cfg: the run's config; ``MODEL.NUM_CLASSES`` is filled in from the data.
         resume: go on from the last checkpoint in ``OUTPUT_DIR``, where there is one.
         eval_only: evaluate ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint.
+        allow_partial: evaluate also weights that fit the model in part; the rest of it is random.
 
     Returns:
         The results of the last evaluation.
 
     Raises:
-        BadInputError: config, data or weights that cannot be used.
+        BadInputError: config, data or weights that cannot be used; a folder that another run is using.
+        RunStoppedError: a run that cannot go on.
+        InterruptedRun: SIGTERM or Ctrl-C during training; the last step is saved.
     """
-    return evaluate_only(cfg, resume) if eval_only else train(cfg, resume)
+    with only_run_in(cfg):
+        return evaluate_only(cfg, resume, allow_partial) if eval_only else train(cfg, resume)
 
 
-def evaluate_only(cfg: CfgNode, resume: bool = False) -> Results:
+def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = False) -> Results:
     """Evaluate weights; arguments and result as in :func:`run`."""
     tests = build.load_tests(cfg)
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
     output = setup_run(cfg, keep_config=True)
+    log_data(tests)
     detector = build.build_detector(cfg).to(build.build_device(cfg))
-    build.load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True)
+    build.load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     results = evaluate(cfg, detector, tests, output)
     draw_pictures(cfg, detector, tests[0], output / "pictures" / "detections.png")
     return results
@@ -55,8 +62,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     records, classes = build.training_records(cfg, datasets), datasets[0].classes
     length = build.build_length(cfg, len(records))
     output = setup_run(cfg)
-    for dataset in datasets + tests:
-        logger.info(dataset.describe())
+    log_data(datasets + tests)
     logger.info(length.arithmetic)
 
     state = RunState(classes, cfg.dump(), choose_seed(cfg))
@@ -66,7 +72,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     state.ema = build.build_ema(cfg, detector)
     step = build.build_step(cfg, model, build.build_optimizer(cfg, detector), length, state.seed, state.ema)
     trainer = TrainerState(step)
-    checkpointer = RunCheckpointer(detector, output, trainer=trainer, cpvt_det=state)
+    checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
     start = checkpointer.resume() if resume else 0
     if start == 0:
         build.load_initial_weights(cfg, detector, classes)
@@ -75,13 +81,16 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(detector))
 
     evaluated = state.ema.module if state.ema else detector
-    periodic = PeriodicCheckpointer(checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD, length.max_iter)
     loader = build.build_train_loader(cfg, records, state.seed).from_iteration(start)
     results: Results = {}
-    with MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer:
+    with (
+        MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
+        RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
+        dead_workers_named(loader.dataset),
+    ):
 
         def evaluate_after(iteration: int) -> Results:
-            with writer.clock_stopped():
+            with writer.clock_stopped(), guard.evaluation():
                 results = evaluate(cfg, evaluated, tests, output)
                 writer.write(iteration, flatten(results))
                 checkpointer.keep_best(flatten(results, first_only=True)["bbox/AP"], iteration)
@@ -92,7 +101,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
         for iteration, samples in zip(range(start, length.max_iter), loader, strict=False):
             trainer.iteration = iteration
             writer.put(iteration, step(samples, iteration), step.lr)
-            periodic.step(iteration)
+            guard.after_step(iteration)
             if tests and is_due(iteration, length):
                 results = evaluate_after(iteration)
     if distributed.rank() == 0:

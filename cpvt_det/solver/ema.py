@@ -1,18 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """An exponential moving average of the weights, which evaluates better than the weights of the last step."""
 
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 
-def make_ema(model: nn.Module, decay: float) -> AveragedModel:
-    """An average of parameters and buffers, updated by ``update_parameters`` after every step.
+class MovingAverage(AveragedModel):
+    """An average of parameters and buffers; ``.module`` is the model of it.
 
     Args:
-        model: the detector itself, not a wrapper of it; ``.module`` of the result is its average.
+        model: the detector itself, not a wrapper of it.
         decay: the share of the old average, in [0, 1].
 
     Raises:
         ValueError: a decay outside [0, 1].
     """
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+
+    def __init__(self, model: nn.Module, decay: float):
+        if not 0 <= decay <= 1:
+            raise ValueError(f"the decay of a moving average must be from 0 to 1, got {decay}")
+        super().__init__(model, use_buffers=True)
+        self.decay = decay
+        self.n_averaged = self.n_averaged.to(next(model.parameters()).device)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module, good: Tensor | None = None) -> None:
+        """Move towards a model; the first time, onto it.
+
+        Args:
+            model: finite.
+            good: () bool on the model's device; where it is False the average stays, without waiting for the device to say so.
+        """
+        share = torch.where(self.n_averaged == 0, 1.0, 1.0 - self.decay)
+        if good is not None:
+            share = share * good
+        pairs = list(zip(_tensors(self.module), _tensors(model), strict=True))
+        averages, values = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
+        change = torch._foreach_sub(values, averages)
+        torch._foreach_mul_(change, share)
+        torch._foreach_add_(averages, change)
+        for average, value in pairs:
+            if not average.is_floating_point():  # counters
+                average.copy_(value)
+        self.n_averaged += 1 if good is None else good
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]

@@ -3,6 +3,9 @@
 
 The global random state is set from (seed, iteration, process) before every step, so dropout repeats in a resumed run, and in the
 other runner, without being saved.
+
+A step with anything that is not finite is not taken: weights, optimiser, running statistics and moving average stay. The device
+decides that, and the host does not wait for it.
 """
 
 import contextlib
@@ -14,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 from cpvt_det import distributed
 from cpvt_det.data.loader import mix_seed
 from cpvt_det.data.mapper import Sample
 from cpvt_det.losses import Losses, Normalizers, SetCriterion
+from cpvt_det.solver.bad_steps import BadSteps
+from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.schedule import LearningRate
 from cpvt_det.structures import Targets
 
@@ -76,11 +80,13 @@ class StepOptions:
         accumulate: parts that a process's samples are worked through in; the result is that of one part, but for norms that look
             at the batch and for metrics, which are means over parts.
         amp_dtype: of autocast; ``None`` for full precision.
+        max_bad_steps: steps in a row that are not finite, after which a run ends.
     """
 
     clip_norm: float | None = 0.1
     accumulate: int = 1
     amp_dtype: torch.dtype | None = None
+    max_bad_steps: int = 10
 
 
 class TrainStep:
@@ -88,11 +94,14 @@ class TrainStep:
 
     Args:
         model: a :class:`TrainingModel`, or DDP around one.
-        optimizer: over the detector's parameters.
+        optimizer: over the detector's parameters; fused, which leaves all as it is where its ``found_inf`` says so.
         learning_rate: factor on the groups' learning rates at this point.
         options: clipping, accumulation, precision.
         seed: of the run.
         ema: updated after every step.
+
+    Attributes:
+        bad_steps: to be asked from time to time what it found.
     """
 
     def __init__(
@@ -102,7 +111,7 @@ class TrainStep:
         learning_rate: LearningRate,
         options: StepOptions,
         seed: int = 0,
-        ema: AveragedModel | None = None,
+        ema: MovingAverage | None = None,
     ):
         self.model = model
         self.training_model: TrainingModel = model.module if isinstance(model, DistributedDataParallel) else model
@@ -112,18 +121,25 @@ class TrainStep:
         self.seed = seed
         self.ema = ema
         device = self.training_model.detector.pixel_mean.device
+        self.bad_steps = BadSteps(options.max_bad_steps, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp_dtype == torch.float16)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser and scaler, under detectron2's names."""
-        return {"optimizer": self.optimizer.state_dict(), "grad_scaler": self.scaler.state_dict()}
+        """Optimiser and scaler, under detectron2's names, and the count of bad steps."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "grad_scaler": self.scaler.state_dict(),
+            "bad_steps": self.bad_steps.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take both; a run without a scaler may go on with one."""
+        """Take all three; a run without a scaler may go on with one."""
         self.optimizer.load_state_dict(state["optimizer"])
         if state.get("grad_scaler"):
             self.scaler.load_state_dict(state["grad_scaler"])
+        if "bad_steps" in state:  # not in checkpoints of before they were counted
+            self.bad_steps.load_state_dict(state["bad_steps"])
 
     @property
     def lr(self) -> float:
@@ -138,7 +154,8 @@ class TrainStep:
             iteration: from 0.
 
         Returns:
-            ``total_loss``, every loss, every metric and ``grad_norm``: detached scalars on the device, of this process.
+            ``total_loss``, every loss, every metric, ``grad_norm``, and ``skipped``, 1 for a step that was not taken: detached
+            scalars on the device, of this process.
         """
         self.model.train()
         torch.manual_seed(mix_seed(self.seed, iteration, distributed.rank()))
@@ -146,20 +163,32 @@ class TrainStep:
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
         self.optimizer.zero_grad(set_to_none=True)
-        record = self._backward(samples)
+        statistics = _running_statistics(self.training_model.detector)
+        before = [buffer.clone() for buffer in statistics]
+        record, finite = self._backward(samples)
         record["grad_norm"] = self._clip()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        bad = self.bad_steps.judge(iteration, samples, finite, record["grad_norm"])
+        self._update(bad)
+        for buffer, old in zip(statistics, before, strict=True):
+            buffer.copy_(torch.where(bad, old, buffer))
         if self.ema is not None:
-            self.ema.update_parameters(self.training_model.detector)
-        return record
+            self.ema.update_parameters(self.training_model.detector, ~bad)
+        return {**record, "skipped": bad.float()}
 
-    def _backward(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
-        """Gradients of all parts; the sums of their losses, the means of their metrics."""
+    def _update(self, bad: Tensor) -> None:
+        """New weights; the old ones after a bad step, which also halves the scale of float16 losses."""
+        # Not scaler.step: it would look for what is not finite once more, and see this process's gradients alone.
+        self.optimizer.found_inf = bad.float()
+        self.optimizer.step()
+        self.scaler.update()
+
+    def _backward(self, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
+        """Gradients of all parts. The sums of their losses and means of their metrics; (B,) bool, whose predictions are finite."""
         parts = _split(samples, self.options.accumulate)
         normalizers = self._normalizers(samples) if len(parts) > 1 else None
         device = self.training_model.detector.pixel_mean.device
         record: dict[str, Tensor] = {}
+        finite = []
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             wait = contextlib.nullcontext() if last or not hasattr(self.model, "no_sync") else self.model.no_sync()
@@ -167,11 +196,12 @@ class TrainStep:
                 with torch.autocast(device.type, self.options.amp_dtype, enabled=self.options.amp_dtype is not None):
                     result = self.model(part, normalizers)
                 total = sum(result.losses.values())
-                self.scaler.scale(total).backward()
+                self.scaler.scale(_nan_unless_finite(total, result.finite)).backward()
             metrics = {name: value / len(parts) for name, value in result.metrics.items()}
             for name, value in {"total_loss": total, **result.losses, **metrics}.items():
                 record[name] = record.get(name, 0) + value.detach()
-        return record
+            finite.append(result.finite)
+        return record, torch.cat(finite)
 
     def _normalizers(self, samples: Sequence[Sample]) -> Normalizers:
         detector, criterion = self.training_model.detector, self.training_model.criterion
@@ -191,3 +221,17 @@ def _split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
     parts = min(parts, len(samples))
     borders = [round(number * len(samples) / parts) for number in range(parts + 1)]
     return [samples[start:end] for start, end in itertools.pairwise(borders)]
+
+
+def _nan_unless_finite(total: Tensor, finite: Tensor) -> Tensor:
+    """``total``; times NaN where it or a prediction is not finite.
+
+    Then all of this process's gradients are NaN, and after averaging those of every process: so all agree to skip the step.
+    """
+    return total * torch.where(finite.all() & total.detach().isfinite(), 1.0, torch.nan)
+
+
+def _running_statistics(model: nn.Module) -> list[Tensor]:
+    """What norms in training write: means and variances, which one NaN would spoil for ever."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False) if buffer.is_floating_point()]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM and Ctrl-C: the step at hand is finished and saved before a run ends."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from cpvt_det import distributed
+from cpvt_det.errors import exit_code
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME = 0.5  # seconds in which two signals are one: a terminal and torchrun both send the one that a user sent
+
+
+class Stopped(BaseException):
+    """A signal came where a run may stop at once."""
+
+
+class StopSignals:
+    """Within its ``with`` block, the first signal is noted and a second one ends the process at once, data workers included.
+
+    In threads other than the main one, which cannot have handlers, signals do what they did before.
+    """
+
+    def __init__(self) -> None:
+        self._signum = 0
+        self._time = 0.0
+        self._at_once = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def received(self) -> int:
+        """The signal that any process of the run got, 0 for none; every process has to ask after the same step."""
+        return distributed.all_reduce_max(self._signum)
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within this block the first signal raises :class:`Stopped` where it meets the program, also one that came before."""
+        self._at_once = True
+        try:
+            if self._signum:
+                raise Stopped
+            yield
+        finally:
+            self._at_once = False
+
+    @property
+    def signum(self) -> int:
+        """The signal that this process got."""
+        return self._signum
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if not self._signum:
+            self._signum, self._time = signum, time.monotonic()
+            if self._at_once:
+                raise Stopped
+        elif time.monotonic() - self._time > SAME:
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            os._exit(exit_code(signum))
