@@ -48,8 +48,7 @@ class Detector(nn.Module):
         Args:
             images: each (3, h, w), RGB in [0, 255], any dtype.
         """
-        normalised = [(image.to(self.pixel_mean.device, non_blocking=True) - self.pixel_mean) / self.pixel_std for image in images]
-        return PaddedBatch.from_images(normalised, self.size_divisibility)
+        return PaddedBatch.from_images(images, self.size_divisibility, self.pixel_mean, self.pixel_std)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> Predictions:
         """Detect.
