@@ -155,6 +155,12 @@ def remove_checkpoint(path: Path) -> None:
         file.unlink(missing_ok=True)
 
 
+def remove_unfinished(folder: str | Path) -> None:
+    """Remove what killed processes left of files they were writing; nobody may be writing there now."""
+    for path in Path(folder).glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write to, which takes its name only after the block, complete and on the disk.

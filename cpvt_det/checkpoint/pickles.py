@@ -57,11 +57,16 @@ def _bytes_of(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+def _no_bytes() -> bytes:
+    return b""
+
+
 _MAKERS: dict[tuple[str, str], Callable] = {
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
     ("collections", "OrderedDict"): dict,
     ("_codecs", "encode"): _bytes_of,
+    ("__builtin__", "bytes"): _no_bytes,  # before protocol 3
 }
 for _core in ("numpy.core", "numpy._core"):
     _MAKERS[f"{_core}.multiarray", "_reconstruct"] = _Array

@@ -15,7 +15,14 @@ from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from cpvt_det import distributed
-from cpvt_det.checkpoint.files import atomic_file, not_finite, read_checkpoint, remove_checkpoint, write_checkpoint
+from cpvt_det.checkpoint.files import (
+    atomic_file,
+    not_finite,
+    read_checkpoint,
+    remove_checkpoint,
+    remove_unfinished,
+    write_checkpoint,
+)
 from cpvt_det.config import changed_keys
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError
@@ -110,6 +117,8 @@ class RunCheckpointer(Checkpointer):
     def __init__(self, detector: nn.Module, folder: str | Path, keep: int, **checkpointables: Any):
         super().__init__(detector, str(folder), save_to_disk=distributed.rank() == 0, **checkpointables)
         self.keep = keep
+        if self.save_to_disk:
+            remove_unfinished(folder)
 
     def save(self, name: str, iteration: int) -> None:
         """Write ``<name>.pth``; all but the best become the last checkpoint, and push out the oldest.

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills a process that saves one checkpoint after another, again and again, and looks at what it left.
+
+Alone, for more kills than the tests take::
+
+    PYTHONPATH=tests python -m faults.kills 50
+"""
+
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from cpvt_det.checkpoint.files import read_checkpoint
+from cpvt_det.checkpoint.run import RunCheckpointer, RunState, last_checkpoint
+from cpvt_det.data.coco import Classes
+
+NUMBERS = 2_000_000  # in the checkpoint, 8 MB
+TESTS = Path(__file__).resolve().parents[1]
+LATEST = 0.3  # seconds after the first save: some saves later
+
+
+class Count(NamedTuple):
+    """How kills ended: in the middle of a save, without a checkpoint that loads, with one older than it had to be."""
+
+    kills: int
+    during_a_save: int
+    lost: int
+    outdated: int
+
+
+class _Iteration:
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+def save_for_ever(folder: str) -> None:
+    """Resume, and save iteration after iteration, each number in it being the iteration's; print every one that is saved."""
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(NUMBERS, 1, bias=False)
+    state = RunState(Classes((0,), ("cat",)), "VERSION: 2\n", seed=0)
+    checkpointer = RunCheckpointer(model, folder, 2, trainer=_Iteration(), cpvt_det=state)
+    iteration = checkpointer.resume()
+    while True:
+        model.weight.data.fill_(iteration)
+        checkpointer.save(f"model_{iteration:07d}", iteration)
+        checkpointer.save("model_final", iteration)  # the same name each time
+        print(iteration, flush=True)
+        iteration += 1
+
+
+def kill(kills: int, folder: Path, seed: int = 0) -> Count:
+    """Kill a process ``kills`` times at random moments; each goes on from what the one before left."""
+    draw, during, lost, outdated = random.Random(seed), 0, 0, 0
+    for _ in range(kills):
+        child = subprocess.Popen([sys.executable, "-m", "faults.kills", str(folder)], cwd=TESTS, stdout=subprocess.PIPE, text=True)
+        saved = int(child.stdout.readline())  # it is under way
+        time.sleep(draw.uniform(0, LATEST))
+        child.send_signal(signal.SIGKILL)
+        saved = max([saved, *map(int, child.stdout.read().split())])
+        child.wait()
+        child.stdout.close()
+        during += any(folder.glob(".*.tmp"))
+        try:
+            checkpoint = read_checkpoint(last_checkpoint(folder))
+            weight = checkpoint["model"]["weight"]
+            whole = bool((weight == checkpoint["iteration"]).all())
+        except ValueError:
+            lost += 1
+            continue
+        lost += not whole
+        outdated += checkpoint["iteration"] < saved
+    return Count(kills, during, lost, outdated)
+
+
+if __name__ == "__main__":
+    if sys.argv[1].isdigit():
+        with tempfile.TemporaryDirectory() as temporary:
+            print(kill(int(sys.argv[1]), Path(temporary)))
+    else:
+        save_for_ever(sys.argv[1])

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a run on bad days: a flipped byte, a full disk, the newest that is whole, pickles of arrays."""
+
+import errno
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from test_checkpoint import Payload, detector, same
+
+from cpvt_det.checkpoint import load_weights
+from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
+from cpvt_det.checkpoint.run import RunCheckpointer, RunState, last_checkpoint
+from cpvt_det.config import changed_keys, get_cfg
+from cpvt_det.data.coco import Classes
+from cpvt_det.errors import RunStoppedError, WeightsError
+
+WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.int64)}
+
+
+class Empty:
+    """A node of a checkpoint without content."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def checkpointer(folder, keep=3, model=None):
+    state = RunState(Classes((0,), ("cat",)), "VERSION: 2\n", seed=1)
+    return RunCheckpointer(model or torch.nn.Linear(2, 2), folder, keep, trainer=Empty(), cpvt_det=state)
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Checksums
+
+
+def test_the_checksum_is_that_of_sha256sum(tmp_path):
+    write_checkpoint(WEIGHTS, tmp_path / "x.pth")
+    assert checksum_of(tmp_path / "x.pth").name == "x.pth.sha256"
+    result = subprocess.run(["sha256sum", "--check", "x.pth.sha256"], cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "x.pth: OK\n")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_every_flipped_byte_is_found(tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    write_checkpoint(WEIGHTS, path)
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 97):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(WeightsError, match=r"damaged: it is not what its checksum x\.\w+\.sha256 was made of"):
+            read_checkpoint(path)
+    path.write_bytes(whole)
+    assert same(read_checkpoint(path), WEIGHTS)
+
+
+def test_without_a_checksum_flipped_weights_are_found_by_those_inside(tmp_path):
+    """As in files from elsewhere: torch writes checksums into its zip files, and does not look at them."""
+    path = tmp_path / "x.pth"
+    torch.save(WEIGHTS, path)
+    whole = path.read_bytes()
+    start = whole.index(WEIGHTS["a"].numpy().tobytes())
+    for position in range(start, start + 2400, 301):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 128]) + whole[position + 1 :])
+        with pytest.raises(WeightsError, match=r"the checksum of its part \S+/data/0 is wrong"):
+            read_checkpoint(path)
+    path.write_bytes(whole)
+    assert same(read_checkpoint(path), WEIGHTS)
+
+
+def test_a_kill_between_a_file_and_its_checksum_leaves_it_readable(tmp_path):
+    write_checkpoint(WEIGHTS, tmp_path / "x.pth")
+    checksum_of(tmp_path / "x.pth").unlink()
+    assert same(read_checkpoint(tmp_path / "x.pth"), WEIGHTS)
+
+
+# Disks
+
+
+@pytest.mark.parametrize("room", [0, 100, 1000, 3000])
+def test_a_full_disk_leaves_the_file_of_before_and_nothing_else(tmp_path, monkeypatch, room):
+    """Every write beyond some bytes fails, as on a full disk."""
+    path = tmp_path / "x.pth"
+    write_checkpoint(WEIGHTS, path)
+    before, left = path.read_bytes(), [room]
+    real_open = type(path).open
+
+    class Limited:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, data):
+            left[0] -= len(data)
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return self.file.write(data)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    monkeypatch.setattr(
+        type(path),
+        "open",
+        lambda self, mode="r", *a, **k: Limited(real_open(self, mode, *a, **k)) if mode == "xb" else real_open(self, mode, *a, **k),
+    )
+    with pytest.raises(RunStoppedError, match=r"cannot write \S+x\.pth: No space left on device; what was there before is whole"):
+        write_checkpoint({name: tensor + 1 for name, tensor in WEIGHTS.items()}, path)
+    assert path.read_bytes() == before
+    assert set(files(tmp_path)) <= {"x.pth", "x.pth.sha256"}
+    assert same(read_checkpoint(path), WEIGHTS)
+
+
+def test_the_largest_file_that_a_process_may_write_is_a_full_disk_too(tmp_path):
+    """RLIMIT_FSIZE, in a process of its own."""
+    script = (
+        "import resource, sys, torch; from cpvt_det.checkpoint.files import write_checkpoint\n"
+        "write_checkpoint({'a': torch.zeros(10)}, sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "write_checkpoint({'a': torch.zeros(100_000)}, sys.argv[1])\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script, str(tmp_path / "x.pth")], capture_output=True, text=True)
+    assert "RunStoppedError" in result.stderr
+    assert "x.pth: File too large; what was there before is whole" in result.stderr
+    assert files(tmp_path) == ["x.pth", "x.pth.sha256"]
+    assert len(read_checkpoint(tmp_path / "x.pth")["a"]) == 10
+
+
+# The checkpoints of a run
+
+
+def test_the_last_few_stay_with_the_best_and_the_final(tmp_path):
+    keeper = checkpointer(tmp_path, keep=2)
+    (tmp_path / "model_0000099.pth").write_bytes(b"of an earlier run")
+    for iteration in (3, 7, 11, 15):
+        keeper.save(f"model_{iteration:07d}", iteration)
+        keeper.keep_best(float(iteration == 7), iteration)
+    keeper.save("model_final", 16)
+    kept = [name for name in files(tmp_path) if name.endswith(".pth")]
+    assert kept == ["model_0000011.pth", "model_0000015.pth", "model_0000099.pth", "model_best.pth", "model_final.pth"]
+    assert len([name for name in files(tmp_path) if name.endswith(".sha256")]) == 4
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "checksum", "garbage"])
+def test_the_newest_whole_checkpoint_is_resumed_and_the_skipped_are_told(tmp_path, caplog, damage):
+    keeper = checkpointer(tmp_path)
+    for iteration in (3, 7):
+        keeper.save(f"model_{iteration:07d}", iteration)
+    newest = tmp_path / "model_0000007.pth"
+    whole = bytearray(newest.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    content = {"empty": b"", "truncated": whole[: len(whole) // 2], "flipped": bytes(whole), "garbage": b"?" * 99}
+    if damage == "checksum":
+        checksum_of(newest).write_text("0" * 64)
+    else:
+        newest.write_bytes(content[damage])
+    assert last_checkpoint(tmp_path).name == "model_0000003.pth"
+    assert checkpointer(tmp_path).resume() == 4
+    assert "Skipped a checkpoint:" in caplog.text
+    assert "model_0000007.pth: damaged" in caplog.text
+    os.truncate(tmp_path / "model_0000003.pth", 5)
+    with pytest.raises(WeightsError, match=r"no checkpoint in \S+ is whole \(model_000000[37]\.pth, model_000000[37]\.pth\)"):
+        checkpointer(tmp_path).resume()
+
+
+@pytest.mark.parametrize("tag", ["", "model_0000001.pth", "gone.pth"])
+def test_a_wrong_last_checkpoint_does_not_matter(tmp_path, tag):
+    keeper = checkpointer(tmp_path)
+    for iteration in (1, 2):
+        keeper.save(f"model_{iteration:07d}", iteration)
+    (tmp_path / "last_checkpoint").write_text(tag)
+    assert checkpointer(tmp_path).resume() == 3
+
+
+def test_checkpoints_that_are_gone_are_not_a_new_run(tmp_path):
+    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    with pytest.raises(WeightsError, match=r"names \S+model_0000001\.pth, which is not there"):
+        checkpointer(tmp_path).resume()
+
+
+def test_an_earlier_run_s_checkpoint_of_a_higher_iteration_is_not_the_newest(tmp_path):
+    keeper = checkpointer(tmp_path)
+    keeper.save("model_0000099", 99)
+    keeper.save("model_0000003", 3)
+    assert checkpointer(tmp_path).resume() == 4
+
+
+def test_a_damaged_best_checkpoint_is_forgotten(tmp_path, caplog):
+    keeper = checkpointer(tmp_path)
+    keeper.save("model_0000001", 1)
+    keeper.keep_best(5.0, 1)
+    os.truncate(tmp_path / "model_best.pth", 5)
+    again = checkpointer(tmp_path)
+    again.resume()
+    assert again.checkpointables["cpvt_det"].best is None
+    assert "The best checkpoint is lost" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, bad):
+    model = torch.nn.Linear(2, 2)
+    keeper = checkpointer(tmp_path, model=model)
+    keeper.save("model_0000001", 1)
+    model.weight.data[1, 1] = bad
+    with pytest.raises(RunStoppedError, match=r"the weights are not finite \(weight\) and are not saved"):
+        keeper.save("model_0000002", 2)
+    assert checkpointer(tmp_path).resume() == 2
+
+
+def test_large_weights_are_finite():
+    assert not_finite({"a": torch.full((9,), 3e38)}) == ""
+    assert not_finite({"a": torch.tensor([torch.inf, -torch.inf]), "b": torch.ones(1), "c": torch.zeros(0)}) == "a"
+
+
+def test_keys_that_matter_to_the_steps_are_compared():
+    one, two = get_cfg(), get_cfg()
+    two.SOLVER.BASE_LR, two.MODEL.DETR.NHEADS, two.INPUT.MIN_SIZE_TRAIN = 1e-3, 4, (480,)
+    two.OUTPUT_DIR, two.SOLVER.LOG_PERIOD, two.DATALOADER.NUM_WORKERS, two.TEST.PICTURES = "x", 7, 0, 0
+    found = changed_keys(one.dump(), two.dump())
+    assert [change.split()[0] for change in found] == ["INPUT.MIN_SIZE_TRAIN", "MODEL.DETR.NHEADS", "SOLVER.BASE_LR"]
+    assert found[1:] == ["MODEL.DETR.NHEADS was 8, is 4", "SOLVER.BASE_LR was 0.0001, is 0.001"]
+    assert changed_keys(one.dump(), one.dump()) == []
+
+
+# Pickles of arrays
+
+
+ARRAYS = {
+    "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "slice": np.arange(12)[::3],
+    "bytes": np.arange(4, dtype=np.uint8),
+    "flags": np.array([True, False]),
+    "other end": np.arange(3, dtype=">i4"),
+    "none": np.zeros((0, 4)),
+    "scalar": np.array(2.5),
+}
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_of_arrays_is_read(tmp_path, protocol):
+    content = {"model": OrderedDict(ARRAYS), "__author__": "somebody", "numbers": [1, 2.5, None, np.float64(0.5)], "pair": (1, 2)}
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(content, protocol))
+    read = read_checkpoint(tmp_path / "x.pkl")
+    assert read["__author__"] == "somebody"
+    assert read["numbers"] == [1, 2.5, None, 0.5]
+    for name, array in ARRAYS.items():
+        assert read["model"][name].dtype == torch.from_numpy(array.astype(array.dtype.newbyteorder("="))).dtype
+        assert read["model"][name].tolist() == array.tolist()
+
+
+def test_weights_of_a_model_zoo_load_from_a_pickle(tmp_path):
+    first, second = detector(), detector(seed=1)
+    arrays = {name: tensor.numpy() for name, tensor in first.state_dict().items()}
+    (tmp_path / "zoo.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "somebody"}, 2))
+    assert not load_weights(second, tmp_path / "zoo.pkl").is_partial
+    assert same(first.state_dict(), second.state_dict())
+
+
+class Evil(np.ndarray):
+    """An array whose pickle calls what it likes."""
+
+    def __reduce__(self):
+        return os.mkdir, (os.environ["RAN"],)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (lambda ran: Payload(ran), r"\w+\.mkdir"),
+        (lambda ran: {"model": {"a": Payload(ran)}}, r"\w+\.mkdir"),
+        (lambda ran: np.zeros(1).view(Evil), r"\w+\.mkdir"),
+        (lambda ran: {"model": torch.ones(1)}, r"torch\._utils\._rebuild_tensor"),
+        (lambda ran: np.array([{}], dtype=object), "an array of object is no array of numbers"),
+        (lambda ran: np.array(["text"]), "no array of numbers"),
+        (lambda ran: {1, 2}, r"\(\w+\.set\)|holds a set"),
+        (lambda ran: get_cfg, r"cpvt_det\.config\.get_cfg"),
+    ],
+)
+def test_a_pickle_of_anything_else_is_refused_and_runs_nothing(tmp_path, monkeypatch, content, match):
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+    for protocol in (2, 5):
+        (tmp_path / "x.pkl").write_bytes(pickle.dumps(content(tmp_path / "ran"), protocol))
+        with pytest.raises(WeightsError, match=match):
+            read_checkpoint(tmp_path / "x.pkl")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_that_grows_without_end_is_read_once_a_part(tmp_path):
+    bomb = [1]
+    for _ in range(60):
+        bomb = [bomb, bomb]  # 2 ** 60 numbers if each were converted for itself
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(bomb))
+    assert len(read_checkpoint(tmp_path / "x.pkl")) == 2
+    loop = []
+    loop.append(loop)
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(loop))
+    with pytest.raises(WeightsError, match="damaged, incomplete or no checkpoint"):
+        read_checkpoint(tmp_path / "x.pkl")
