@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "cpvt_det/__init__.py").read_text(encoding="utf-8"), re.M).group(1)
 
 # configs/ travels in the wheel as cpvt_det/configs/.
-CONFIG_FOLDERS = ["configs", *(f"configs/{path.name}" for path in sorted((ROOT / "configs").iterdir()) if path.is_dir())]
+FOLDERS = [path for path in sorted((ROOT / "configs").rglob("*")) if path.is_dir() and path.name != "__pycache__"]
+CONFIG_FOLDERS = ["configs", *(path.relative_to(ROOT).as_posix() for path in FOLDERS)]
 
 INSTALL = [
     "torch>=2.9",

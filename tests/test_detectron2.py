@@ -186,7 +186,7 @@ def test_targets_of_instances_are_normalised_centres(d2):
 
     truth = Instances((40, 60), gt_boxes=Boxes(torch.tensor([[6.0, 4.0, 30.0, 24.0]])), gt_classes=torch.tensor([2]))
     expected = torch.tensor([[18 / 60, 14 / 40, 24 / 60, 20 / 40]])
-    torch.testing.assert_close(_to_targets(truth).boxes_cxcywh, expected)
+    torch.testing.assert_close(_to_targets({"instances": truth}, 3).boxes_cxcywh, expected)
 
 
 def test_a_backbone_of_detectron2s_registry_by_name(d2, runs):

@@ -44,6 +44,7 @@ def small_words():
     """A small model, in key-value words for detectron2's ``merge_from_list``."""
     keys = {
         "MODEL.BACKBONE.NAME": "resnet10",
+        "MODEL.BACKBONE.WEIGHTS": "",
         "MODEL.BACKBONE.NORM": "BN",
         "MODEL.BACKBONE.FREEZE_AT": 0,
         "MODEL.BACKBONE.WIDTH": 16,
@@ -191,7 +192,7 @@ def test_operations_and_activations_are_counted():
 
     inputs = [{"image": torch.zeros(3, 64, 96), "height": 64, "width": 96}]
     for name, model_class in (("detr", CPVTDetr), ("deformable_detr", CPVTDeformableDetr)):
-        words = ["MODEL.NUM_CLASSES", "3", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.NAME", "resnet18"]
+        words = ["MODEL.NUM_CLASSES", "3", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.NAME", "resnet18", "MODEL.BACKBONE.WEIGHTS", ""]
         model = model_class(load_cfg(f"coco/{name}_r50_peg_50ep.yaml", words)).eval()
         total = FlopCountAnalysis(model, inputs).unsupported_ops_warnings(False).total()
         assert 0.9e9 < total < 10e9, name  # ResNet-18: 0.9 GFLOP at 64 x 96 with its stem
@@ -215,7 +216,9 @@ def test_lazy_config_builds_the_network_of_the_yaml(name):
     from cpvt_det.d2.lazy import load_lazy_config
 
     lazy = load_lazy_config(name, ["model.backbone.weights=''"])
-    cfg = load_cfg(f"coco/{Path(name).stem}.yaml", ["MODEL.NUM_CLASSES", "80", "MODEL.DEVICE", "meta"])
+    cfg = load_cfg(
+        f"coco/{Path(name).stem}.yaml", ["MODEL.NUM_CLASSES", "80", "MODEL.BACKBONE.WEIGHTS", "", "MODEL.DEVICE", "meta"]
+    )
     with torch.device("meta"):
         by_lazy, by_yaml = instantiate(lazy.model), build_model(cfg)
     assert str(by_lazy) == str(by_yaml)
@@ -229,7 +232,8 @@ def test_lazy_config_builds_the_network_of_the_yaml(name):
         for optimizer in (instantiate(lazy.optimizer), build.build_optimizer(cfg, by_yaml))
     ]
     assert rates[0] == rates[1]
-    assert lazy.train.max_iter == cfg.SOLVER.MAX_ITER
+    length = build.build_length(cfg, 118287)
+    assert (lazy.train.max_iter, lazy.train.eval_period) == (length.max_iter, length.eval_period)
     assert instantiate(lazy.optimizer).clip_norm == cfg.SOLVER.CLIP_NORM
     criterion, expected = by_lazy.criterion, build.build_criterion(cfg)
     assert criterion.weights == expected.weights
@@ -247,7 +251,7 @@ def test_lazy_config_draws_the_weights_of_the_yaml(name):
     from cpvt_det.d2.lazy import load_lazy_config
 
     lazy = load_lazy_config(name, ["model.backbone.weights=''"])
-    cfg = load_cfg(f"coco/{Path(name).stem}.yaml", ["MODEL.NUM_CLASSES", "80", "MODEL.DEVICE", "cpu"])
+    cfg = load_cfg(f"coco/{Path(name).stem}.yaml", ["MODEL.NUM_CLASSES", "80", "MODEL.BACKBONE.WEIGHTS", "", "MODEL.DEVICE", "cpu"])
     torch.manual_seed(0)
     by_lazy = instantiate(lazy.model).state_dict()
     torch.manual_seed(0)
@@ -629,3 +633,112 @@ def test_number_of_classes_comes_from_detectron2s_catalog(drawn_coco, tmp_path):
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("nothing",), ()
     with pytest.raises(ConfigError, match=r"unknown data set .*'nothing'"):
         build_model(cfg)
+
+
+# Found in review
+
+
+@pytest.mark.parametrize("first", ["cpvt_det.d2", "detectron2", "detectron2.config", "cpvt_det.d2.run", "cpvt_det.d2.lazy"])
+def test_the_variable_works_whichever_is_imported_first(first):
+    code = f"import {first}\nfrom detectron2.config import get_cfg\nimport cpvt_det.d2\nprint(get_cfg().MODEL.POSITION.NAME)"
+    assert run_python(code).split()[-1] == "peg"
+
+
+def test_our_script_runs_with_the_variable_set(drawn_coco, tmp_path):
+    words = overrides(drawn_coco.files, tmp_path / "run", SOLVER__MAX_ITER=1, DATASETS__TEST=())
+    config = ["--config-file", "coco/overfit_detr_r18_peg.yaml"]
+    command = [sys.executable, "tools/train_net.py", "--runner", "detectron2", *config, *words]
+    environment = {**os.environ, "DETECTRON2_ENV_MODULE": "cpvt_det.d2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_labels_of_a_users_data_set_stay_detectron2s():
+    """Ids that fall where labels rise would turn the classes round in our order, by id."""
+    from detectron2.data import DatasetCatalog, MetadataCatalog
+
+    from cpvt_det.d2.data import to_coco
+
+    DatasetCatalog.register("turned", lambda: [])
+    try:
+        MetadataCatalog.get("turned").set(
+            thing_classes=["dog", "cat", "bird"], thing_dataset_id_to_contiguous_id={18: 0, 17: 1, 16: 2}
+        )
+        assert [category["name"] for category in sorted(to_coco("turned")["categories"], key=lambda c: c["id"])] == [
+            "dog",
+            "cat",
+            "bird",
+        ]
+    finally:
+        DatasetCatalog.remove("turned")
+        MetadataCatalog.remove("turned")
+
+
+def test_a_registered_name_of_other_files_is_refused(drawn_coco, tmp_path):
+    import cpvt_det.d2.run as runner
+    from cpvt_det.d2.data import find_registered
+
+    entry = ["coco_2017_val", str(drawn_coco.files.annotations), str(drawn_coco.files.image_root)]
+    cfg = runner.load_cfg("", overrides(drawn_coco.files, tmp_path, DATASETS__REGISTER=[entry]))
+    with pytest.raises(ConfigError, match="take another name"):
+        find_registered(cfg)
+
+
+def test_a_label_beyond_the_classes_is_refused():
+    from detectron2.structures import Boxes, Instances
+
+    from cpvt_det.d2.meta_arch import _to_targets
+    from cpvt_det.errors import DataError
+
+    truth = Instances((40, 60), gt_boxes=Boxes(torch.tensor([[6.0, 4.0, 30.0, 24.0]])), gt_classes=torch.tensor([3]))
+    with pytest.raises(DataError, match=r"a\.jpg \(id 5\) has an object of class 3, the model has 3"):
+        _to_targets({"instances": truth, "file_name": "a.jpg", "image_id": 5}, 3)
+    with pytest.raises(DataError, match="no 'instances'"):
+        _to_targets({"file_name": "a.jpg", "image_id": 5}, 3)
+
+
+def test_backbone_weights_are_loaded_without_a_trainer_of_ours(tmp_path):
+    from detectron2.modeling import build_model
+
+    from cpvt_det.d2.config import load_cfg
+    from cpvt_det.errors import BadInputError
+    from cpvt_det.models import ResNetBackbone
+
+    other = ResNetBackbone("resnet18", norm="BN").body.state_dict()
+    torch.save(other, tmp_path / "weights.pth")
+    words = ["MODEL.NUM_CLASSES", "3", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.NAME", "resnet18", "MODEL.BACKBONE.NORM", "BN"]
+    model = build_model(load_cfg("", [*words, "MODEL.BACKBONE.WEIGHTS", str(tmp_path / "weights.pth")]))
+    assert torch.equal(model.backbone.body.conv1.weight, other["conv1.weight"])
+    with pytest.raises(BadInputError, match="nothing"):
+        build_model(load_cfg("", [*words, "MODEL.BACKBONE.WEIGHTS", "nothing.pth"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("SOLVER.CLIP_GRADIENTS.ENABLED", "True"), ("INPUT.CROP.ENABLED", "True"), ("TEST.AUG.ENABLED", "True")],
+)
+def test_settings_that_only_detectron2s_own_trainer_reads_are_refused(drawn_coco, tmp_path, key, value):
+    import cpvt_det.d2.run as runner
+
+    cfg = runner.load_cfg("", [*overrides(drawn_coco.files, tmp_path), key, value])
+    with pytest.raises(ConfigError, match=key.rpartition(".")[0]):
+        runner.run(cfg)
+
+
+def test_a_lazy_config_of_the_users_comes_before_ours_and_its_words_are_checked(tmp_path, monkeypatch):
+    from cpvt_det.d2.lazy import load_lazy_config
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / LAZY[0]).write_text("train = dict(max_iter=7)\n")
+    assert load_lazy_config(LAZY[0]).train.max_iter == 7
+    with pytest.raises(ConfigError, match=r"no key train\.max_itre"):
+        load_lazy_config(LAZY[0], ["train.max_itre=4"])
+    assert load_lazy_config(LAZY[0], ["+train.extra=4"]).train.extra == 4
+
+
+def test_clipped_adamw_refuses_what_would_not_clip():
+    from cpvt_det.d2.lazy import ClippedAdamW
+
+    for options in ({"clip_norm": -0.1}, {"fused": True}):
+        with pytest.raises(ValueError, match="clip_norm"):
+            ClippedAdamW([torch.nn.Parameter(torch.zeros(1))], **options)

@@ -128,6 +128,16 @@ def test_nine_terms_by_hand():
     assert encoded[1, :, 0].tolist() == [5, 5, 1, 5, 5, 1]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0), (1, 1)])
+def test_two_forward_passes_before_one_backward_pass(order):
+    """With padding and without: what one pass does to the running statistics must not disturb the other's gradients."""
+    peg = PEGDetection(4)
+    masks = [torch.zeros(2, 8, dtype=torch.bool), torch.arange(8).expand(2, -1) == 7]
+    total = sum(peg(torch.randn(2, 8, 4), masks[padded], (2, 4)).square().sum() for padded in order)
+    total.backward()
+    assert peg.norm.num_batches_tracked == 2
+
+
 def test_running_statistics_are_those_of_the_valid_tokens():
     """Momentum 0.1, and n / (n - 1) for the running variance, with n = 5 * 7 + 4 * 3 + 2 * 6 = 59 valid tokens."""
     peg = make_peg()

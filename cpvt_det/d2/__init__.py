@@ -1,11 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402
 """The detectors in detectron2: importing this folder registers them. No other folder imports detectron2."""
 
+
+def setup_environment() -> None:
+    """What ``DETECTRON2_ENV_MODULE=cpvt_det.d2`` makes detectron2 call while it is imported: our keys in its own ``get_cfg()``.
+
+    Before the imports below: where this folder comes first, they import detectron2, which asks for this function at once.
+    """
+    from cpvt_det.d2.config import add_new_keys
+
+    add_new_keys()
+
+
+from detectron2.data import DatasetCatalog
+
 from cpvt_det.d2.backbone import Detectron2Backbone
-from cpvt_det.d2.config import add_cpvt_det_config, setup_environment
+from cpvt_det.d2.config import add_cpvt_det_config
+from cpvt_det.d2.data import register_datasets
 from cpvt_det.d2.meta_arch import CPVTDeformableDetr, CPVTDetr
 from cpvt_det.d2.peg_backbone import add_peg_config, build_peg_backbone
 from cpvt_det.d2.trainer import Trainer
+from cpvt_det.data.catalog import builtin_datasets
+
+register_datasets(files for files in builtin_datasets() if files.name not in DatasetCatalog.list())
 
 __all__ = [
     "CPVTDeformableDetr",

@@ -9,7 +9,7 @@ from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
 from torch import Tensor, nn
 
-from cpvt_det.errors import ConfigError, config_errors
+from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.models.backbone import DEPTHS, ResNetBackbone
 
 
@@ -21,11 +21,13 @@ class Detectron2Backbone(nn.Module):
         stages: whose maps are used: that of stage n has the stride 2 ** n, whatever its name (``res5``, ``p5``, ``scale5``).
 
     Raises:
-        ValueError: a stage that not exactly one map belongs to.
+        ValueError: no stage, or one that not exactly one map belongs to.
     """
 
     def __init__(self, body: Backbone, stages: Sequence[int] = (5,)):
         super().__init__()
+        if not stages:
+            raise ValueError("stages must name one map at least")
         self.body = body
         shapes = body.output_shape()
         self.names, self.strides, self.channels = [], [], []
@@ -58,13 +60,20 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     """The backbone where ``MODEL.BACKBONE.NAME`` is one of detectron2's registry; ``None`` where it is one of ours.
 
     Raises:
-        ConfigError: ``MASK_PADDING`` on a backbone that cannot keep its padding zero, or stages that it has no map of.
+        ConfigError: ``MASK_PADDING`` or ``DC5`` on a backbone of detectron2, stages that it has no map of, or a name that neither
+            side knows.
     """
     node = cfg.MODEL.BACKBONE
-    if node.NAME in DEPTHS or node.NAME not in BACKBONE_REGISTRY:
+    if node.NAME in DEPTHS:
         return None
+    if node.NAME not in BACKBONE_REGISTRY:
+        raise UnknownNameError("backbone", node.NAME, [*DEPTHS, *(name for name, _ in BACKBONE_REGISTRY)])
     if node.MASK_PADDING:
         raise ConfigError(f"backbone {node.NAME} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING False")
+    if node.DC5 or cfg.MODEL.CHECKPOINTING:
+        raise ConfigError(
+            f"MODEL.BACKBONE.DC5 and MODEL.CHECKPOINTING are not for backbone {node.NAME} of detectron2: set them False"
+        )
     with config_errors("MODEL.BACKBONE"):
         return Detectron2Backbone(build_backbone(cfg), node.STAGES)
 
@@ -98,6 +107,12 @@ class _OurBackbone(Backbone):
         return [f"res{stage}" for stage in self._resnet[0].stages]
 
 
+def _stage(name: str) -> int:
+    if name not in ("res2", "res3", "res4", "res5"):
+        raise ConfigError(f"MODEL.RESNETS.OUT_FEATURES has {name!r}; there are res2, res3, res4, res5")
+    return int(name[-1])
+
+
 @BACKBONE_REGISTRY.register()
 def build_cpvt_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
     """torchvision's ResNet for detectron2's models: ``MODEL.RESNETS.DEPTH``, ``NORM`` and ``OUT_FEATURES`` say which.
@@ -110,7 +125,7 @@ def build_cpvt_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone
         resnet = ResNetBackbone(
             f"resnet{node.DEPTH}",
             norm=node.NORM,
-            stages=[int(name.removeprefix("res")) for name in node.OUT_FEATURES],
+            stages=[_stage(name) for name in node.OUT_FEATURES],
             freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
             mask_padding=False,  # detectron2's own models give no padding mask
         )

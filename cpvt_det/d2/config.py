@@ -8,21 +8,19 @@ from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
-from cpvt_det.d2.data import register_datasets
 from cpvt_det.d2.peg_backbone import add_peg_config
-from cpvt_det.data.catalog import builtin_datasets
+from cpvt_det.errors import ConfigError
 
 
-def setup_environment() -> None:
-    """What ``DETECTRON2_ENV_MODULE=cpvt_det.d2`` makes detectron2 call when it is imported: our keys in its own ``get_cfg()``.
+def add_new_keys() -> None:
+    """Add our keys to detectron2's defaults.
 
     Keys that detectron2 has keep its values, so that its own models stay as they are; our YAML states them
-    (``configs/_detectron2.yaml``). The shapes data set is registered too, as detectron2 registers COCO.
+    (``configs/_detectron2.yaml``).
     """
     from detectron2.config.defaults import _C
 
     _add(core.get_cfg(), _C, with_known=False)
-    register_datasets(builtin_datasets())
 
 
 def add_cpvt_det_config(cfg: CfgNode) -> None:
@@ -48,6 +46,19 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
     if cfg.MODEL.DEVICE == "auto":
         cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
     return cfg
+
+
+def refuse_ignored(cfg: CfgNode) -> None:
+    """Refuse settings of detectron2's own trainer, loader and evaluation, which our runner does not read.
+
+    Raises:
+        ConfigError: with the first of them.
+    """
+    changed, ours = without_untouched(cfg), core.get_cfg()
+    for group in ("SOLVER", "INPUT", "DATALOADER", "TEST"):
+        ignored = sorted(set(changed[group]) - set(ours[group]))
+        if ignored:
+            raise ConfigError(f"{group}.{ignored[0]} is for detectron2's own trainer and loader; this runner does not read it")
 
 
 def without_untouched(cfg: CfgNode) -> CfgNode:

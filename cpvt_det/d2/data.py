@@ -21,14 +21,20 @@ from cpvt_det.errors import ConfigError, DataError, UnknownNameError
 def register_datasets(datasets: Iterable[DatasetFiles]) -> None:
     """Register data sets in detectron2.
 
-    One takes the place of an earlier one of other files; a name of detectron2's own stays detectron2's.
+    One takes the place of an earlier one of ours; a name that detectron2 has in another format than COCO's stays detectron2's.
+
+    Raises:
+        ConfigError: a name that was registered in detectron2 with other COCO files.
     """
     for files in datasets:
         annotations, root = str(files.annotations), str(files.image_root)
         if files.name in DatasetCatalog.list():
             metadata = MetadataCatalog.get(files.name)
-            if not metadata.get("from_cpvt_det") or (metadata.json_file, metadata.image_root) == (annotations, root):
+            there = metadata.get("json_file"), metadata.get("image_root")
+            if there == (annotations, root) or metadata.get("evaluator_type") != "coco":
                 continue
+            if not metadata.get("from_cpvt_det"):
+                raise ConfigError(f"DATASETS.REGISTER: {files.name} is registered in detectron2 as {there[0]}; take another name")
             DatasetCatalog.remove(files.name)
             MetadataCatalog.remove(files.name)
         register_coco_instances(files.name, {"from_cpvt_det": True}, annotations, root)
@@ -66,18 +72,15 @@ def find_registered(cfg: CfgNode) -> None:
 def to_coco(name: str) -> dict[str, Any]:
     """A data set of detectron2's catalogs as a COCO dict.
 
-    File names are as registered; image ids that are no whole numbers (Pascal VOC) are counted from 1; category ids are those of
-    the data where detectron2 knows them, else labels + 1.
+    File names are as registered; image ids that are no whole numbers (Pascal VOC) are counted from 1. Category ids are those of
+    the data where detectron2 knows them and they rise with the label, else labels + 1: so our labels are detectron2's.
 
     Raises:
         ConfigError: as :func:`find_registered`.
     """
     records = _read(name)
-    metadata = MetadataCatalog.get(name)
     names = class_names(name)
-    ids = list(range(1, len(names) + 1))
-    for category_id, label in metadata.get("thing_dataset_id_to_contiguous_id", {}).items():
-        ids[label] = category_id
+    ids = _category_ids(name, len(names))
     images, annotations = [], []
     for number, record in enumerate(records, start=1):
         image_id = record.get("image_id", number)
@@ -87,6 +90,13 @@ def to_coco(name: str) -> dict[str, Any]:
         image = {"id": image_id, "file_name": str(Path(record["file_name"]).absolute())}
         images.append({**image, "height": record["height"], "width": record["width"]})
         for annotation in record.get("annotations", ()):
+            missing = {"category_id", "bbox", "bbox_mode"} - annotation.keys()
+            if missing:
+                raise ConfigError(f"data set {name}: an annotation of {record['file_name']} has no {missing.pop()!r}")
+            if annotation["bbox_mode"] == BoxMode.XYWHA_ABS:
+                raise ConfigError(
+                    f"data set {name}: the boxes of {record['file_name']} are rotated, which our models do not detect"
+                )
             label = annotation["category_id"]
             if not 0 <= label < len(ids):
                 raise ConfigError(f"data set {name}: {record['file_name']} has category_id {label}; there are {len(ids)} classes")
@@ -96,6 +106,13 @@ def to_coco(name: str) -> dict[str, Any]:
     categories = [{"id": category_id, "name": name} for category_id, name in zip(ids, names, strict=True)]
     numbered = [{"id": number, **annotation} for number, annotation in enumerate(annotations, start=1)]
     return {"images": images, "annotations": numbered, "categories": categories}
+
+
+def _category_ids(name: str, count: int) -> list[int]:
+    """The ids of the data by label, where they are known for every label and rise; else labels + 1."""
+    label_of = MetadataCatalog.get(name).get("thing_dataset_id_to_contiguous_id") or {}
+    rising = sorted(label_of)
+    return rising if [label_of[category_id] for category_id in rising] == list(range(count)) else list(range(1, count + 1))
 
 
 def class_names(name: str) -> list[str]:
@@ -124,8 +141,17 @@ def _read(name: str) -> list[dict]:
 
 
 def describe_classes(dataset: CocoDataset) -> None:
-    """Tell detectron2's catalog the classes of a data set as we number them."""
+    """Tell detectron2's catalog the classes of a data set as we number them.
+
+    Raises:
+        ConfigError: it has others.
+    """
     metadata = MetadataCatalog.get(dataset.name)
+    if metadata.get("thing_classes") and tuple(metadata.thing_classes) != dataset.classes.names:
+        raise ConfigError(
+            f"data set {dataset.name}: MetadataCatalog has the classes {', '.join(metadata.thing_classes[:5])}, "
+            f"its JSON has {', '.join(dataset.classes.names[:5])}, by rising id"
+        )
     if not metadata.get("thing_classes"):
         metadata.thing_classes = list(dataset.classes.names)
         metadata.thing_dataset_id_to_contiguous_id = {category: label for label, category in enumerate(dataset.classes.ids)}

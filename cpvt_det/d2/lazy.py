@@ -3,9 +3,9 @@
 
 import argparse
 import builtins
-import logging
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from detectron2.engine import AMPTrainer, SimpleTrainer, default_setup, default_
 from detectron2.engine.defaults import create_ddp_model
 from detectron2.evaluation import inference_on_dataset, print_csv_format
 from detectron2.utils import comm
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from cpvt_det.checkpoint.load import load_backbone_weights
@@ -23,7 +23,7 @@ from cpvt_det.config import config_root
 from cpvt_det.errors import ConfigError, first_line
 from cpvt_det.models import ResNetBackbone
 
-logger = logging.getLogger("detectron2")
+_ABSENT = object()
 
 
 def load_lazy_config(config_file: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -34,16 +34,21 @@ def load_lazy_config(config_file: str, overrides: Sequence[str] = ()) -> DictCon
 
     Args:
         config_file: a path, or a name below ``configs/lazy``.
-        overrides: as in ``train.max_iter=100``.
+        overrides: as in ``train.max_iter=100``; with a ``+`` before it, a key that is not there yet.
 
     Raises:
         ConfigError: no such file, one that cannot be run, or words that fit no key.
     """
-    path = config_root() / "lazy" / config_file
-    path = str(path) if path.is_file() else config_file
+    ours = config_root() / "lazy" / config_file
+    path = str(ours) if ours.is_file() and not Path(config_file).is_file() else config_file
     imported = builtins.__import__
     try:
-        return LazyConfig.apply_overrides(LazyConfig.load(path), list(overrides))
+        cfg = LazyConfig.load(path)
+        for word in overrides:
+            key = word.partition("=")[0]
+            if not word.startswith("+") and OmegaConf.select(cfg, key, default=_ABSENT) is _ABSENT:
+                raise KeyError(f"no key {key}; +{word} adds one")
+        return LazyConfig.apply_overrides(cfg, list(overrides))
     except Exception as error:  # a config is code
         raise ConfigError(f"LazyConfig {config_file}: {type(error).__name__}: {first_line(error)}") from error
     finally:
@@ -73,10 +78,15 @@ class ClippedAdamW(torch.optim.AdamW):
     Args:
         params: parameters or groups of them.
         clip_norm: the bound; 0: none.
-        options: of ``torch.optim.AdamW``.
+        options: of ``torch.optim.AdamW``, but for ``fused``, which under a gradient scaler would clip what is scaled.
+
+    Raises:
+        ValueError: a negative bound, or ``fused``.
     """
 
     def __init__(self, params: Iterable, clip_norm: float = 0.1, **options: Any):
+        if clip_norm < 0 or options.get("fused"):
+            raise ValueError(f"clip_norm must be 0, for no clipping, or more, without fused; got {clip_norm}, {options}")
         super().__init__(params, **options)
         self.clip_norm = clip_norm
 

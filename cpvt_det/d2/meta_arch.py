@@ -12,9 +12,11 @@ from torch import Tensor
 
 from cpvt_det import build
 from cpvt_det.boxes import xyxy_to_cxcywh
+from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.d2.backbone import build_detector_backbone
 from cpvt_det.d2.data import class_names, register_datasets
 from cpvt_det.data.catalog import registered_datasets
+from cpvt_det.errors import DataError
 from cpvt_det.losses import SetCriterion
 from cpvt_det.models import DETR, DeformableDETR
 from cpvt_det.postprocess import PostProcessor
@@ -28,16 +30,27 @@ class Detectron2Protocol:
     State-dict keys are the core's: criterion and post-processing have no parameters.
     """
 
+    def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor | None = None, **arguments: Any):
+        classification = criterion.classification
+        heads = {"num_logits": classification.num_logits, "prior_probability": classification.prior_probability}
+        super().__init__(**heads | arguments)
+        self.criterion = criterion
+        self.postprocessor = postprocessor or PostProcessor(classification)
+
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """A config -> the constructor's arguments.
 
-        ``DATASETS.REGISTER`` is registered: detectron2's own scripts build the model first, then the data. Where
-        ``MODEL.NUM_CLASSES`` is 0, detectron2's catalog says how many classes the first data set has.
+        ``DATASETS.REGISTER`` is registered: detectron2's trainers build the model first, then the data. Where
+        ``MODEL.NUM_CLASSES`` is 0, detectron2's catalog says how many classes the first data set has. Without ``MODEL.WEIGHTS``
+        the backbone has those of ``MODEL.BACKBONE.WEIGHTS``.
         """
         register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
         cfg = _with_classes(cfg)
         _, arguments = build.detector_arguments(cfg, build_detector_backbone(cfg))
+        backbone = cfg.MODEL.BACKBONE
+        if backbone.WEIGHTS and not cfg.MODEL.WEIGHTS:
+            load_backbone_weights(arguments["backbone"], backbone.WEIGHTS, backbone.NAME)
         return {**arguments, "criterion": build.build_criterion(cfg), "postprocessor": build.build_postprocessor(cfg)}
 
     @property
@@ -70,10 +83,12 @@ class Detectron2Protocol:
         return [{"instances": _to_instances(*pair)} for pair in zip(found, sizes, strict=True)]
 
     def _losses(self, inputs: list[dict]) -> dict[str, Tensor]:
-        samples = [sample if "targets" in sample else {**sample, "targets": _to_targets(sample["instances"])} for sample in inputs]
+        num_classes = self.criterion.classification.num_classes
+        samples = [sample if "targets" in sample else {**sample, "targets": _to_targets(sample, num_classes)} for sample in inputs]
         result = compute_losses(self, self.criterion, samples)
         if has_event_storage():
-            get_event_storage().put_scalars(**{name: value.item() for name, value in result.metrics.items()})
+            values = torch.stack([value.double() for value in result.metrics.values()]).tolist()
+            get_event_storage().put_scalars(**dict(zip(result.metrics, values, strict=True)))
         return result.losses
 
 
@@ -88,32 +103,17 @@ class CPVTDetr(Detectron2Protocol, DETR):
     """
 
     @configurable
-    def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor | None = None, **arguments: Any):
-        super().__init__(**_heads(criterion) | arguments)
-        self.criterion = criterion
-        self.postprocessor = postprocessor or PostProcessor(criterion.classification)
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
 
 
 @META_ARCH_REGISTRY.register()
 class CPVTDeformableDetr(Detectron2Protocol, DeformableDETR):
-    """:class:`cpvt_det.models.DeformableDETR` in detectron2, from a config or by keyword.
-
-    Args:
-        criterion: its set loss.
-        postprocessor: its decoding; by default the best 100.
-        arguments: of :class:`DeformableDETR`; ``num_logits`` and ``prior_probability`` are by default what the criterion needs.
-    """
+    """:class:`cpvt_det.models.DeformableDETR` in detectron2; arguments as of :class:`CPVTDetr`."""
 
     @configurable
-    def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor | None = None, **arguments: Any):
-        super().__init__(**_heads(criterion) | arguments)
-        self.criterion = criterion
-        self.postprocessor = postprocessor or PostProcessor(criterion.classification)
-
-
-def _heads(criterion: SetCriterion) -> dict[str, Any]:
-    classification = criterion.classification
-    return {"num_logits": classification.num_logits, "prior_probability": classification.prior_probability}
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
 
 
 def _with_classes(cfg: CfgNode) -> CfgNode:
@@ -125,10 +125,22 @@ def _with_classes(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
-def _to_targets(instances: Instances) -> Targets:
+def _to_targets(sample: dict, num_classes: int) -> Targets:
+    """Of a sample with ``instances``.
+
+    Raises:
+        DataError: none, or a label beyond the model's classes, which softmax would learn as "no object".
+    """
+    where = f"{sample.get('file_name', 'a training image')} (id {sample.get('image_id')})"
+    if "instances" not in sample:
+        raise DataError(f"{where} has no 'instances': a training mapper gives them, empty where there is no object")
+    instances: Instances = sample["instances"]
+    labels = instances.gt_classes
+    if labels.device.type == "cpu" and len(labels) and labels.max() >= num_classes:
+        raise DataError(f"{where} has an object of class {labels.max()}, the model has {num_classes}: set MODEL.NUM_CLASSES")
     height, width = instances.image_size
     boxes = instances.gt_boxes.tensor
-    return Targets(instances.gt_classes, xyxy_to_cxcywh(boxes) / boxes.new_tensor([width, height, width, height]))
+    return Targets(labels, xyxy_to_cxcywh(boxes) / boxes.new_tensor([width, height, width, height]))
 
 
 def _to_instances(found: Detections, size: tuple[int, int]) -> Instances:

@@ -12,7 +12,7 @@ from detectron2.utils.logger import setup_logger
 
 from cpvt_det import build, distributed
 from cpvt_det.checkpoint.run import last_checkpoint
-from cpvt_det.d2.config import load_cfg, without_untouched
+from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
 from cpvt_det.data.check import log_data
@@ -29,6 +29,7 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
     """Train and evaluate, or only evaluate; as :func:`cpvt_det.runner.train.run`, with a config of :func:`load_cfg`."""
     if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch has made the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
+    refuse_ignored(cfg)
     cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
     find_registered(cfg)
     with only_run_in(cfg):

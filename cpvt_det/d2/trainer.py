@@ -23,7 +23,7 @@ from cpvt_det.d2.evaluation import CleanCOCOEvaluator
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import TrainLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
-from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
+from cpvt_det.errors import UnknownNameError, config_errors
 from cpvt_det.evaluation.coco import write_results
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.train import flatten, is_due
@@ -40,6 +40,8 @@ def build_detector(cfg: CfgNode) -> nn.Module:
     known = [name for name, _ in build.DETECTOR_REGISTRY]
     if cfg.MODEL.META_ARCHITECTURE not in known:
         raise UnknownNameError("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, known)
+    cfg = cfg.clone()
+    cfg.MODEL.BACKBONE.WEIGHTS = ""  # load_initial_weights takes those, in a run that is not resumed
     with config_errors("MODEL"):
         return build_model(cfg)
 
@@ -90,8 +92,6 @@ class Trainer(DefaultTrainer):
 
     def __init__(self, cfg: CfgNode, datasets: list[CocoDataset], tests: list[CocoDataset], seed: int):
         TrainerBase.__init__(self)
-        if cfg.SOLVER.CLIP_GRADIENTS.ENABLED:
-            raise ConfigError("SOLVER.CLIP_GRADIENTS is for detectron2's own trainer; this one clips to SOLVER.CLIP_NORM")
         self.cfg = cfg
         self.tests = tests
         self.results: dict[str, Any] = {}

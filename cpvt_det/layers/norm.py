@@ -6,6 +6,7 @@ variance. The norms here count valid cells alone.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det import distributed
@@ -34,14 +35,27 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
         Returns:
             (B, C, H, W), every cell normalised, padded ones with the statistics of the valid.
         """
-        is_plain = valid is None and not self.synchronised and x[:, 0].numel() > 1
-        if not self.training or is_plain:
+        if not self.training:
             return super().forward(x)
+        if valid is None and not self.synchronised and x[:, 0].numel() > 1 and self.momentum is not None:
+            return self._over_all(x)
         mean, variance, count = self._statistics(x, valid)
         self._update_running(mean.detach(), variance.detach(), count)
         scale = self.weight * torch.rsqrt(variance + self.eps).to(x.dtype)
         shift = self.bias - mean.to(x.dtype) * scale
         return x * scale[:, None, None] + shift[:, None, None]
+
+    def _over_all(self, x: Tensor) -> Tensor:
+        """torch's own. Autograd keeps the running statistics that it is given, and those of ours change in place: so, copies."""
+        if not self.track_running_stats:
+            return super().forward(x)
+        mean, variance = self.running_mean.clone(), self.running_var.clone()
+        out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, self.momentum, self.eps)
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.copy_(mean)
+            self.running_var.copy_(variance)
+        return out
 
     def _statistics(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Mean (C,), biased variance (C,) and number of valid cells (), over all processes where synchronised."""

@@ -14,7 +14,7 @@ train = dict(
     amp=dict(enabled=False),
     ddp=dict(broadcast_buffers=False) if cuda else dict(broadcast_buffers=False, device_ids=None),
     checkpointer=dict(period=5000, max_to_keep=10),
-    eval_period=18482,
+    eval_period=18483,
     log_period=20,
     device="cuda" if cuda else "cpu",
 )
