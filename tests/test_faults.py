@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every row of ``tests/faults/`` ends as its table says, and the document holds every row."""
 
+import importlib
 import re
 
 import pytest
+import torch
 from faults.case import Case
+from faults.drawn import DataCase, call_on, draw
 from faults.report import DOCUMENT, areas, report
+from tiny import overrides
 
-ROWS = [
-    pytest.param(case, id=f"{area.__name__.split('.')[-1]}: {case.what}") for area in areas() for case in getattr(area, "CASES", ())
-]
+from cpvt_det import build
+from cpvt_det.errors import DataError
+from cpvt_det.structures import Detections
+
+ROWS = [pytest.param(case, id=f"{area.__name__.split('.')[-1]}: {case.what}") for area in areas() for case in area.CASES]
 
 
 @pytest.mark.parametrize("case", ROWS)
 def test_fault_ends_as_its_row_says(case: Case, tmp_path):
     ending = case.run(tmp_path)
     assert ending.code == case.code, ending.text
-    assert re.search(".*".join(map(re.escape, case.says.split("..."))), ending.text, re.DOTALL), ending.text
+    assert says(case, ending.text), ending.text
 
 
 def test_document_holds_every_row():
@@ -26,5 +32,57 @@ def test_document_holds_every_row():
 
 def test_rows_of_an_area_have_names_of_their_own():
     for area in areas():
-        names = [case.what for case in getattr(area, "CASES", ())]
+        names = [case.what for case in area.CASES]
         assert len(set(names)) == len(names)
+
+
+def data_rows(*codes):
+    """The rows of data sets that end with one of these exit codes, but for what only decoding finds."""
+    cases = [case for area in areas() for case in area.CASES if isinstance(case, DataCase) and not case.options]
+    cases = [case for case in cases if case.code in codes]
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.what) for case in cases])
+
+
+@pytest.mark.parametrize("runner", ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)])
+@pytest.mark.parametrize("words", [["train"], ["train", "--eval-only"]], ids=" ".join)
+@data_rows(2)
+def test_training_and_evaluation_stop_at_the_same_faults(case: DataCase, tmp_path, words, runner):
+    """Before anything is written down."""
+    ending = call_on(draw(tmp_path / "data", case.make), *words, runner=runner)
+    assert ending.code == 2, ending.text
+    assert says(case, ending.text), ending.text
+    assert not (tmp_path / "out" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("runner", ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)])
+@data_rows(0, 2)
+def test_ground_truth_used_as_detections_scores_100_after_dropping(case: DataCase, tmp_path, runner):
+    """What is left is the same images and boxes in training and evaluation, and every image of it can be decoded."""
+    drawn = draw(tmp_path / "data", case.make)
+    load_cfg = importlib.import_module("cpvt_det.d2.config" if runner == "detectron2" else "cpvt_det.config").load_cfg
+    cfg = load_cfg(
+        "", overrides(drawn.files, tmp_path, DATASETS__ON_BAD="error" if case.code == 0 else "drop", INPUT__MIN_SIZE_TEST=0)
+    )
+    if case.code == 2 and FATAL.search(case.says):
+        with pytest.raises(DataError):
+            build.load_splits(cfg)
+        return
+    (train,), (test,) = build.load_splits(cfg)
+    assert [record.image_id for record in train.records] == [image["id"] for image in test.ground_truth["images"]]
+    assert sum(len(record.labels) for record in train.records) == sum(not a["iscrowd"] for a in test.ground_truth["annotations"])
+    evaluator = build.build_evaluator(cfg, test)
+    boxes_of = {record.image_id: record for record in train.records}
+    for (sample,) in build.build_test_loader(cfg, test.records):
+        record = boxes_of[sample["image_id"]]
+        boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
+        evaluator.add(sample["image_id"], Detections(boxes, torch.ones(len(labels)), labels))
+    assert evaluator.evaluate()["bbox"]["AP"] == pytest.approx(100)
+
+
+FATAL = re.compile("not COCO|not JSON|read annotations|no image has an object|category (ids|names)|without a field: ...categories")
+"""What no image or box can be left out for."""
+
+
+def says(case: Case, text: str) -> bool:
+    """Whether a text holds what a row says."""
+    return re.search(".*".join(map(re.escape, case.says.split("..."))), text, re.DOTALL) is not None

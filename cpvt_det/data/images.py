@@ -6,24 +6,34 @@ range (floats, 32-bit integers) are refused.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
 from cpvt_det.errors import DataError, first_line
 
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
-# How a whole file ends, be it within padding; Pillow does the rest: torchvision leaves WebP as the camera was held, and gives every
-# frame of a GIF.
+# How a whole file ends, be it before padding.
 END_MARK = {JPEG: b"\xff\xd9", PNG: b"IEND"}
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
-PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # TIFF; Pillow minds it for 8 bits only
+WIDTH, LENGTH, PHOTOMETRIC = 256, 257, 262  # tags of TIFF
+WHITE_IS_ZERO = 0  # a value of the last; Pillow minds it for 8 bits only
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,9 @@ def read_header(path: str) -> ImageHeader:
         with file, Image.open(file) as image:
             _require_known_range(image)
             orientation = _orientation(image, kind)
-            width, height = image.size if orientation < 5 else image.size[::-1]
+            tags: Any = getattr(image, "tag_v2", {})  # TIFF's size as stored; Pillow's may be turned, which depends on the version
+            stored = tags.get(WIDTH, image.width), tags.get(LENGTH, image.height)
+            width, height = stored if orientation < 5 else stored[::-1]
             return ImageHeader(width, height, image.mode, orientation, kind is None or END_MARK[kind] in _tail(file))
     except Exception as error:
         raise _cannot_read(path, error) from error
@@ -78,13 +90,15 @@ def read_image(path: str) -> Tensor:
     file, kind = _open(path)
     try:
         with file:
-            if kind is not None:
-                decoded = decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)[:3]
-                return decoded if decoded.dtype == torch.uint8 else (decoded.to(torch.int32) >> 8).to(torch.uint8)  # 16 bits
+            if kind == JPEG:  # only these: a flipped byte in a PNG ends torchvision 0.29 with a segmentation fault
+                return decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)
             with Image.open(file) as image:
                 _require_known_range(image)
-                shown = ImageOps.exif_transpose(_to_eight_bits(image))
-                return torch.from_numpy(np.array(shown.convert("RGB"))).permute(2, 0, 1).contiguous()
+                orientation = _orientation(image, kind)
+                shown = _to_eight_bits(image).convert("RGB")
+                if orientation in TURNS and image.format != "TIFF":  # which Pillow turns itself
+                    shown = shown.transpose(TURNS[orientation])
+                return torch.from_numpy(np.array(shown)).permute(2, 0, 1).contiguous()
     except Exception as error:
         raise _cannot_read(path, error) from error
 
@@ -113,9 +127,8 @@ def _open(path: str) -> tuple[BinaryIO, bytes | None]:
 
 def _cannot_read(path: str, error: Exception) -> DataError:
     """For whatever a decoder raised: there is no common base, Pillow has ``SyntaxError`` and ``DecompressionBombError``."""
-    why = (
-        "it is no image, or of a format that is not known" if isinstance(error, Image.UnidentifiedImageError) else first_line(error)
-    )
+    told = re.sub(r"^.*\.cpp:\d+, ", "", first_line(error))  # torchvision says where in its code first
+    why = "it is no image, or of a format that is not known" if isinstance(error, Image.UnidentifiedImageError) else told
     return DataError(f"cannot read image {path}: {why}")
 
 
@@ -130,22 +143,19 @@ def _is_wide_portable(image: Image.Image) -> bool:
 
 
 def _to_eight_bits(image: Image.Image) -> Image.Image:
-    """The high byte of 16; Pillow's own conversion makes all but the darkest white. EXIF data is kept."""
+    """The high byte of 16; Pillow's own conversion makes all but the darkest white."""
     if image.mode not in SIXTEEN_BITS and not _is_wide_portable(image):
         return image
     high = (np.array(image) >> 8).astype(np.uint8)
     tags: Any = getattr(image, "tag_v2", {})
-    eight = Image.fromarray(255 - high if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else high)
-    eight.info = image.info
-    eight.getexif()[ExifTags.Base.Orientation] = _orientation(image, None)
-    return eight
+    return Image.fromarray(255 - high if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else high)
 
 
 def _orientation(image: Image.Image, kind: bytes | None) -> int:
-    """EXIF's, read as the decoder will: torchvision's looks at EXIF data alone, Pillow's at XMP too."""
+    """EXIF's of an image that is not decoded yet."""
     if kind is None:
         exif = image.getexif()
-    else:  # not getexif, which decodes a PNG
+    else:  # not getexif, which decodes a PNG, and minds XMP in a JPEG, where torchvision does not
         exif = Image.Exif()
         exif.load(image.info.get("exif", b""))
     value = exif.get(ExifTags.Base.Orientation, 1)

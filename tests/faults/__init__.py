@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad days, one module for each area: what goes in, the exit code and the message that come out.
 
-A module's docstring opens its section of ``docs/reliability.md``: a title on its first line, then text in Markdown. Its list
-``CASES``, where it has one, is the table, and ``tests/test_faults.py`` runs every row. ``report.py`` writes the document::
+A module with a list ``CASES`` is a section of ``docs/reliability.md``. Its docstring opens it, a title on the first line, then text
+in Markdown; the list, which may be empty, is the table, and ``tests/test_faults.py`` runs every row. The document is written by::
 
     PYTHONPATH=tests python -m faults.report
 """

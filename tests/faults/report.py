@@ -12,7 +12,6 @@ from tabulate import tabulate
 import faults
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
-NOT_AREAS = {"case", "report"}
 HEAD = """\
 # What happens on a bad day
 
@@ -23,16 +22,17 @@ traceback. This file is written by `PYTHONPATH=tests python -m faults.report` fr
 
 
 def areas() -> list[ModuleType]:
-    """The modules of this package that hold a section, by name."""
-    names = sorted(module.name for module in pkgutil.iter_modules(faults.__path__) if module.name not in NOT_AREAS)
-    return [importlib.import_module(f"faults.{name}") for name in names]
+    """The modules of this package that have ``CASES``, by name."""
+    names = sorted(module.name for module in pkgutil.iter_modules(faults.__path__))
+    modules = [importlib.import_module(f"faults.{name}") for name in names]
+    return [module for module in modules if hasattr(module, "CASES")]
 
 
 def section(area: ModuleType) -> str:
     """An area's docstring under its title, and its table."""
     title, _, text = inspect.getdoc(area).partition("\n")
     parts = [f"## {title.rstrip('.')}", text.strip()]
-    rows = [(_cell(case.what), case.code, _cell(case.says)) for case in getattr(area, "CASES", ())]
+    rows = [(_cell(case.what), case.code, _cell(case.says)) for case in area.CASES]
     if rows:
         parts.append(tabulate(rows, ("input", "exit code", "message"), tablefmt="pipe", disable_numparse=True))
     return "\n\n".join(part for part in parts if part)

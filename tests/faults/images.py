@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data: image files.
+
+The check before a run reads headers, 10,000 of them in about a second of CPU time, and decodes a file only where its end seems cut
+off; `check-data --decode` decodes all. Damage that a decoder does not mind, inside the scan of a JPEG say, is not found. Images are
+read as 8-bit RGB, turned as EXIF says, and boxes are taken as drawn on the turned image: where EXIF swaps the sides and the
+JSON does not, the sizes differ, which is an error; where it turns by 180 degrees, nothing tells, so such images are counted.
+Transparency is dropped, 16 bits keep their high byte.
+"""
+
+import unicodedata
+
+import numpy as np
+from PIL import Image
+
+from faults.drawn import DataCase, Drawn
+
+ORIENTATION = 0x0112
+
+
+def picture(mode: str = "RGB", size: tuple[int, int] = (60, 40)) -> Image.Image:
+    """Noise, (width, height) pixels."""
+    values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(values).convert(mode)
+
+
+def wide(dtype, scale: float = 257) -> Image.Image:
+    """A grey ramp of another pixel type."""
+    return Image.fromarray((np.tile(np.arange(60), (40, 1)) * scale).astype(dtype))
+
+
+def image(mode: str = "RGB", name: str = "a.png", size: tuple[int, int] = (60, 40), **options):
+    """A picture of a mode in place of the first."""
+    return lambda drawn: drawn.replace_image(1, picture(mode, size), name, **options)
+
+
+def pixels(dtype, name: str, scale: float = 257):
+    """A ramp of a pixel type in place of the first picture."""
+    return lambda drawn: drawn.replace_image(1, wide(dtype, scale), name)
+
+
+def cut(name: str, kept: float):
+    """A picture of which a part at the end is missing."""
+
+    def make(drawn: Drawn) -> None:
+        path = drawn.replace_image(1, picture(), name)
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * kept)])
+
+    return make
+
+
+def flip_bytes(drawn: Drawn) -> None:
+    data = bytearray(drawn.path(1).read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    drawn.path(1).write_bytes(data)
+
+
+def turned(orientation: int, swap: bool):
+    """A JPEG that EXIF turns; ``swap``: the JSON has the size after the turn."""
+
+    def make(drawn: Drawn) -> None:
+        exif = Image.Exif()
+        exif[ORIENTATION] = orientation
+        drawn.replace_image(1, picture(), "a.jpg", exif=exif)
+        if swap:
+            entry = drawn.content["images"][0]
+            entry["width"], entry["height"] = entry["height"], entry["width"]
+
+    return make
+
+
+def portable(drawn: Drawn) -> None:
+    values = (np.tile(np.arange(60), (40, 1)) * 1000).astype(">u2")
+    drawn.replace_image(1, picture(), "a.png")
+    (drawn.folder / "images/a.pgm").write_bytes(b"P5\n60 40\n65535\n" + values.tobytes())
+    drawn.content["images"][0]["file_name"] = "a.pgm"
+
+
+def other_form(drawn: Drawn) -> None:
+    drawn.replace_image(1, picture(), unicodedata.normalize("NFD", "früh/é.png"))
+    drawn.content["images"][0]["file_name"] = unicodedata.normalize("NFC", "früh/é.png")
+
+
+def renamed(name: str):
+    """A GIF under another name."""
+
+    def make(drawn: Drawn) -> None:
+        path = drawn.replace_image(1, picture("P"), "a.gif")
+        path.rename(path.with_name(name))
+        drawn.content["images"][0]["file_name"] = name
+
+    return make
+
+
+def folder(drawn: Drawn) -> None:
+    drawn.path(1).unlink()
+    drawn.path(1).mkdir()
+
+
+def size(**values):
+    """Another size in the JSON."""
+    return lambda drawn: drawn.content["images"][0].update(values)
+
+
+CANNOT = "image files that cannot be read: ...image 1: cannot read image .../images/"
+FINE = "drawn: 4 images, 0 of them without objects, "
+
+CASES = [
+    DataCase(
+        "missing image",
+        lambda d: d.path(1).unlink(),
+        "image files that are missing: ...image 1: cannot read image ...1.png: no such file",
+    ),
+    DataCase(
+        "image that is a folder", folder, "image files that are missing: ...image 1: cannot read image ...1.png: it is a folder"
+    ),
+    DataCase("empty file", lambda d: d.path(1).write_bytes(b""), f"{CANNOT}1.png: it is empty, 0 bytes"),
+    DataCase("text in an image file", lambda d: d.path(1).write_text("no image"), f"{CANNOT}1.png: it is no image"),
+    DataCase("half a JPEG", cut("a.jpg", 0.5), f"{CANNOT}a.jpg: Image is incomplete or truncated"),
+    DataCase("half a PNG", cut("a.png", 0.5), f"{CANNOT}a.png: "),
+    DataCase("the first 20 bytes of a PNG", lambda d: d.path(1).write_bytes(d.path(1).read_bytes()[:20]), f"{CANNOT}1.png: "),
+    DataCase("half a BMP, with --decode", cut("a.bmp", 0.5), f"{CANNOT}a.bmp: ", 2, ["--decode"]),
+    DataCase("damaged PNG, with --decode", flip_bytes, f"{CANNOT}1.png: ", 2, ["--decode"]),
+    DataCase("other size than the JSON says", size(width=61), "image 1: .../images/1.png is 60 x 40 pixels, the JSON says 61 x 40"),
+    DataCase(
+        "EXIF swaps the sides, the JSON does not",
+        turned(6, swap=False),
+        "a.jpg is 40 x 60 pixels, the JSON says 60 x 40; EXIF orientation 6 turns it, and the JSON has the size before that",
+    ),
+    DataCase(
+        "EXIF swaps the sides, the JSON too",
+        turned(6, swap=True),
+        "images turned as EXIF says; boxes are taken as drawn after that: 1",
+        0,
+    ),
+    DataCase(
+        "EXIF turns by 180 degrees", turned(3, swap=False), "images turned as EXIF says; boxes are taken as drawn after that: 1", 0
+    ),
+    DataCase("grey", image("L"), "images of mode L, converted to RGB: ...image 1: .../images/a.png", 0),
+    DataCase("grey with transparency", image("LA"), "images of mode LA, converted to RGB: 1", 0),
+    DataCase("RGBA", image("RGBA"), "images of mode RGBA, converted to RGB: 1", 0),
+    DataCase("CMYK JPEG", image("CMYK", "a.jpg"), "images of mode CMYK, converted to RGB: 1", 0),
+    DataCase("palette", image("P"), "images of mode P, converted to RGB: 1", 0),
+    DataCase("1 bit", image("1"), "images of mode 1, converted to RGB: 1", 0),
+    DataCase("16-bit PNG", pixels(np.uint16, "a.png"), "images of mode I;16, converted to RGB: 1", 0),
+    DataCase("16-bit TIFF", pixels(np.uint16, "a.tiff"), "images of mode I;16, converted to RGB: 1", 0),
+    DataCase("16-bit TIFF, big-endian", pixels(">u2", "a.tiff"), "images of mode I;16B, converted to RGB: 1", 0),
+    DataCase("16-bit PGM", portable, "images of mode I, converted to RGB: 1", 0),
+    DataCase(
+        "TIFF of floats",
+        pixels(np.float32, "a.tiff", 0.01),
+        f"{CANNOT}a.tiff: its pixels (mode F) cannot be turned into 8 bits of RGB",
+    ),
+    DataCase(
+        "TIFF of 32-bit integers",
+        pixels(np.int32, "a.tiff"),
+        f"{CANNOT}a.tiff: its pixels (mode I) cannot be turned into 8 bits of RGB",
+    ),
+    DataCase("GIF that is called .jpg", renamed("a.jpg"), "images of mode P, converted to RGB: 1", 0),
+    DataCase("1 x 1 image", image(size=(1, 1)), FINE.replace("0", "1"), 0),
+    DataCase("1 x 2000 image", image(size=(1, 2000)), FINE.replace("0", "1"), 0),
+    DataCase("2000 x 1 image", image(size=(2000, 1)), FINE.replace("0", "1"), 0),
+    DataCase(
+        "20,000 x 20,000 image",
+        lambda d: d.replace_image(1, Image.new("1", (20_000, 20_000)), "a.png"),
+        f"{CANNOT}a.png: Image size (400000000 pixels) exceeds limit",
+    ),
+    DataCase("name of other letters in a subfolder", image(name="früh/图片 🪲.png"), FINE, 0),
+    DataCase(
+        "name in another Unicode form than on the disk",
+        other_form,
+        "file names in another Unicode form than on the disk, resolved: 1",
+        0,
+    ),
+    DataCase(
+        "name that no file can have",
+        lambda d: d.content["images"][0].update(file_name="\0"),
+        "image files that are missing: ...image 1: ",
+    ),
+]
