@@ -471,3 +471,60 @@ def test_docs_have_every_family():
         assert all(f"`{ending}`" in text for ending in family.classes) and f"| {family.name} " in text
     for example in EXAMPLES:
         assert f"| {example.name} " in text
+
+
+def test_two_threads_in_one_model_are_an_error_and_never_a_wrong_answer():
+    """One after the other they may; a pass that another one broke into must not go on with its grid."""
+    import threading
+
+    from cpvt_det.plug.hooks import Watch
+
+    watch = Watch()
+    watch.tell(([(2, 3)], None))
+    assert watch.read() == ([(2, 3)], None)
+    other = threading.Thread(target=watch.tell, args=(([(4, 5)], None),))
+    other.start()
+    other.join()
+    with pytest.raises(PlugError, match="two threads"):
+        watch.read()
+    watch.tell(([(6, 7)], None))
+    assert watch.read() == ([(6, 7)], None)
+
+
+@pytest.mark.parametrize("grid", [8, (2,), (-2, -4), ("a", "b"), (2.0, 4.0), (2, 4, 1), (0, 8), (True, 8)])
+def test_a_grid_that_is_none_is_refused_and_nothing_changes(grid):
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    before = encoder.use_nested_tensor
+    with pytest.raises(PlugError, match="two whole numbers above 0"):
+        add_peg(encoder, grid=grid)
+    assert encoder.use_nested_tensor == before and not hasattr(encoder.layers[0], "peg")
+
+
+@pytest.mark.parametrize("after", [None, 0.0, [[0]], True, [], 5, -1])
+def test_a_place_that_is_none_is_refused(after):
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    with pytest.raises(PlugError, match=r"no layer|different layers"):
+        add_peg(encoder, after=after, grid=(2, 4))
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(PlugError, match=r"torch\.nn\.Module, got a str"):
+        add_peg("model")
+
+
+def test_an_encoding_that_is_not_handed_over_cannot_be_replaced_in_silence():
+    from cpvt_det.plug.hooks import ZeroArgument
+
+    hook = ZeroArgument("pos", 3)
+    assert hook(nn.Identity(), (1, 2, 3, torch.ones(2)), {})[0][3].sum() == 0
+    with pytest.raises(PlugError, match="without 'pos'"):
+        hook(nn.Identity(), (1, 2, 3), {"position": torch.ones(2)})
+
+
+def test_fold_checks_every_peg_before_the_first_changes():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    add_peg(encoder, after=[0, 1], grid=(2, 4)).eval()
+    encoder.layers[1].train()
+    with pytest.raises(ValueError, match="can be folded"):
+        fold_peg(encoder)
+    assert not isinstance(encoder.layers[0].peg.norm, nn.Identity)

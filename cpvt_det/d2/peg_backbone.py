@@ -11,7 +11,7 @@ from cpvt_det.plug.families import DetectronBackbone
 
 
 def add_peg_config(cfg: CfgNode) -> None:
-    """Add the node ``MODEL.PEG``."""
+    """Add the node ``MODEL.PEG``, which is read by ``MODEL.BACKBONE.NAME: build_peg_backbone`` alone."""
     cfg.MODEL.PEG = CfgNode()
     cfg.MODEL.PEG.BACKBONE = "build_resnet_fpn_backbone"  # what build_peg_backbone builds
     cfg.MODEL.PEG.IN_FEATURES = []  # names of its maps; none: all

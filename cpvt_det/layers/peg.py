@@ -115,15 +115,20 @@ class PEGDetection(nn.Module):
         Raises:
             ValueError: in training mode, or with a norm whose statistics depend on the input (GN).
         """
+        self.check_foldable()
         if isinstance(self.norm, NoNorm):
             return self
-        if self.training or not isinstance(self.norm, MaskedBatchNorm2d):
-            raise ValueError(f"only a batch norm in evaluation mode can be folded, got {type(self.norm).__name__}; call eval()")
         factor = self.norm.weight * torch.rsqrt(self.norm.running_var + self.norm.eps)
         self.conv.weight.mul_(factor[:, None, None, None])
         self.conv.bias = nn.Parameter(self.norm.bias - self.norm.running_mean * factor)
         self.norm = NoNorm()
         return self
+
+    def check_foldable(self) -> None:
+        """Raise what :meth:`fold` would, and change nothing."""
+        is_foldable = isinstance(self.norm, MaskedBatchNorm2d) and not self.training
+        if not is_foldable and not isinstance(self.norm, NoNorm):
+            raise ValueError(f"only a batch norm in evaluation mode can be folded, got {type(self.norm).__name__}; call eval()")
 
     @staticmethod
     def _check(tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> None:

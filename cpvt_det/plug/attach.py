@@ -3,8 +3,9 @@
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.errors import UnknownNameError, WeightsError
 from cpvt_det.layers.peg import PEGDetection
-from cpvt_det.plug.families import Family, find_owner
+from cpvt_det.plug.families import Family, checked_grid, find_owner
 from cpvt_det.plug.hooks import ApplyPEG, Close, Look, PlugError, Swap, Watch
 from cpvt_det.structures import Size
 
@@ -66,6 +67,8 @@ def add_peg(
         UnknownNameError: an option that PEG does not have.
         WeightsError: weights that do not fit the PEGs one to one. The model is then as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise PlugError(f"add_peg takes a torch.nn.Module, got a {type(model).__name__}")
     _refuse_wrapped(model)
     if _plugs(model):
         raise PlugError("the model already has a PEG; remove_peg first, or name all layers in one call: after=[0, 2]")
@@ -104,7 +107,10 @@ def fold_peg(model: nn.Module) -> nn.Module:
         PlugError: a model without a PEG.
         ValueError: as :meth:`~cpvt_det.layers.peg.PEGDetection.fold`.
     """
-    for _, peg in _named_pegs(model):
+    pegs = [peg for _, peg in _named_pegs(model)]
+    for peg in pegs:
+        peg.check_foldable()  # all, before the first changes
+    for peg in pegs:
         peg.fold()
     _forget_compiled()
     return model
@@ -143,6 +149,8 @@ def attach(
     names = _chosen(layers, after, family)
     if position not in ("keep", "replace"):
         raise PlugError(f"position must be 'keep' or 'replace', got {position!r}")
+    if grid is not None:
+        grid = checked_grid(grid)
     if (grid is None) == family.needs_grid:
         raise PlugError(f"{family.name} {'needs' if family.needs_grid else 'knows its own grid and takes no'} grid=(H, W)")
     if share_levels and family.levels(owner) is None:
@@ -156,7 +164,7 @@ def attach(
         raise PlugError(f"{family.name}: position='replace' has nothing to replace, the model has no encoding of its own there")
     undo += family.settle(owner)
     if grid is not None:
-        undo.append(Swap(owner, "peg_grid", tuple(grid)))
+        undo.append(Swap(owner, "peg_grid", grid))
     if layers[names[0]] is owner:  # the maps of a backbone
         owner.peg = nn.ModuleDict(pegs).train(owner.training)
     else:
@@ -168,7 +176,7 @@ def attach(
         watch, (path, when) = Watch(), family.watch
         watched = owner.get_submodule(path)
         register = watched.register_forward_pre_hook if when == "before" else watched.register_forward_hook
-        undo += [register(Look(family, watch), with_kwargs=True), owner.register_forward_hook(Close(watch))]
+        undo += [register(Look(family, watch), with_kwargs=True), owner.register_forward_hook(Close(watch), always_call=True)]
     for layer in plug.layers:
         apply = ApplyPEG(family, family.layout_of(owner), family.prefix(owner), watch)
         undo.append(layer.register_forward_hook(apply, with_kwargs=True))
@@ -177,13 +185,13 @@ def attach(
 
 def _chosen(layers: Mapping[str, nn.Module], after: int | str | Sequence[int | str], family: Family) -> list[str]:
     """The names of the layers that ``after`` means."""
-    wanted = [after] if isinstance(after, (int, str)) else list(after)
+    wanted = [after] if isinstance(after, (str, Integral)) or not isinstance(after, Iterable) else list(after)
     known = list(layers)
     names = []
     for one in wanted:
-        if isinstance(one, int) and 0 <= one < len(known):
+        if isinstance(one, Integral) and not isinstance(one, bool) and 0 <= one < len(known):
             names.append(known[one])
-        elif one in layers:
+        elif isinstance(one, str) and one in layers:
             names.append(one)
         else:
             raise PlugError(f"{family.name}: no layer {one!r}; there are 0 to {len(known) - 1}: {', '.join(known)}")
@@ -263,6 +271,8 @@ def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
 def _read(weights: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
     if isinstance(weights, Mapping):
         return state_dict_of(dict(weights), "the given weights")
+    if not isinstance(weights, (str, Path)):
+        raise WeightsError(f"weights must be a folder, a file or a state dict, got a {type(weights).__name__}")
     path = Path(weights).expanduser()
     if not path.is_dir():
         return state_dict_of(read_checkpoint(path), str(path))

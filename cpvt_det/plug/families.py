@@ -5,12 +5,14 @@ A family is a row of attributes and, where it needs them, a few lines. Classes a
 """
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cpvt_det.plug.hooks import PlugError, Sight, Swap, ZeroArgument, ZeroOutput
+from cpvt_det.structures import Size
 
 
 class Family:
@@ -73,6 +75,18 @@ def _padded(mask: Tensor | None, valid: bool = False) -> Tensor | None:
     if mask is not None and mask.dtype != torch.bool:
         raise PlugError(f"the padding mask must be bool, got {mask.dtype}: what its numbers mean cannot be told")
     return ~mask if valid and mask is not None else mask
+
+
+def checked_grid(grid: Any) -> Size:
+    """(H, W) as two whole numbers above 0.
+
+    Raises:
+        PlugError: anything else.
+    """
+    sides = tuple(grid) if isinstance(grid, (tuple, list)) else ()
+    if len(sides) != 2 or not all(isinstance(side, Integral) and not isinstance(side, bool) and side > 0 for side in sides):
+        raise PlugError(f"a grid is (H, W), two whole numbers above 0, got {grid!r}")
+    return int(sides[0]), int(sides[1])
 
 
 class DetectronViT(Family):
@@ -317,7 +331,7 @@ class TorchEncoder(Family):
         return "BNC" if owner.layers[0].self_attn.batch_first else "NBC"
 
     def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
-        return [tuple(module.peg_grid)], _padded(_argument(args, kwargs, 2, "src_key_padding_mask"))
+        return [checked_grid(module.peg_grid)], _padded(_argument(args, kwargs, 2, "src_key_padding_mask"))
 
     def settle(self, owner: nn.Module) -> list[Any]:
         return [Swap(owner, "use_nested_tensor", False)]  # which would pack the valid tokens, without a grid

@@ -4,6 +4,7 @@
 None of them is a closure, and none holds a PEG: they read ``layer.peg``, so a copy of a model uses its own.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,21 +29,40 @@ class PlugError(BadInputError):
 class Watch:
     """What one place of the model has seen and another one needs: shared by the callables of one plug.
 
-    A layer that is recomputed in the backward pass (gradient checkpointing) reads it after the forward pass has ended.
+    A layer that is recomputed in the backward pass (gradient checkpointing) reads it after the forward pass has ended: that of
+    the last forward pass, so two of them before one backward pass cannot be told apart.
     """
 
     def __init__(self) -> None:
         self.sight: Sight | None = None
+        self.thread = 0
         self.open = False
+
+    def tell(self, sight: Sight) -> None:
+        """What a forward pass sees at its beginning."""
+        self.sight, self.thread, self.open = sight, _thread(), True
 
     def read(self) -> Sight:
         """What the forward pass under way, or under recomputation, has told."""
-        if self.sight is None or not (self.open or torch._C._current_graph_task_id() != -1):
-            raise PlugError("the layer ran alone, so that nothing told its PEG the grid; call the model, or what holds its encoder")
-        return self.sight
+        if self.open and self.thread == _thread():
+            return self.sight
+        if self.sight is not None and torch._C._current_graph_task_id() != -1:  # in the backward pass
+            return self.sight
+        if self.open:
+            raise PlugError("two threads run one plugged model at once, on one grid; give each thread a copy of the model")
+        raise PlugError("the layer ran alone, so that nothing told its PEG the grid; call the model, or what holds its encoder")
+
+    def close(self) -> None:
+        """The forward pass is over, well or not."""
+        self.open = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"sight": None, "open": False}  # a copy sees for itself
+        return {"sight": None, "thread": 0, "open": False}  # a copy sees for itself
+
+
+def _thread() -> int:
+    """A compiled graph sees grid and layer in one piece, and cannot ask."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 class Look:
@@ -54,8 +74,7 @@ class Look:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         if getattr(module, "_is_replica", False):
             raise PlugError("DataParallel runs its replicas on one grid; use DistributedDataParallel")
-        self.watch.sight = self.family.see(module, args, kwargs, output)
-        self.watch.open = True
+        self.watch.tell(self.family.see(module, args, kwargs, output))
 
 
 class Close:
@@ -65,7 +84,7 @@ class Close:
         self.watch = watch
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.watch.open = False
+        self.watch.close()
 
 
 class ApplyPEG:
@@ -119,8 +138,8 @@ class ApplyPEG:
             return tokens.new_zeros(tokens.shape[:2], dtype=torch.bool)
         if padded.shape != tokens.shape[:2]:
             raise PlugError(f"{self.family.name}: a mask {tuple(padded.shape)} for tokens {tuple(tokens.shape)}")
-        # Once, and not while tracing: the answer depends on data, and on a GPU it waits for them.
-        if not self.mask_is_checked and not torch.compiler.is_compiling():
+        # Not while tracing, and on a GPU once: the answer depends on data, which it waits for.
+        if (not self.mask_is_checked or padded.device.type == "cpu") and not torch.compiler.is_compiling():
             self.mask_is_checked = True
             if padded[:, 0].any():
                 raise PlugError(
@@ -168,7 +187,10 @@ class ZeroArgument:
             return args, {**kwargs, self.name: _zeros(kwargs[self.name])}
         if len(args) > self.index:
             return (*args[: self.index], _zeros(args[self.index]), *args[self.index + 1 :]), kwargs
-        return args, kwargs
+        raise PlugError(
+            f"{type(module).__name__} was called without {self.name!r}, the encoding that position='replace' takes away; "
+            "this version of it is not known"
+        )
 
 
 class ZeroOutput:
