@@ -10,6 +10,8 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det.errors import ConfigError, UnknownNameError, first_line
 
+LARGEST_CONFIG = 100_000
+
 
 def get_cfg() -> CfgNode:
     """A new config with the defaults: DETR-R50 with PEG, the paper's 50-epoch recipe.
@@ -226,13 +228,27 @@ def read_config(config_file: str) -> CfgNode:
     path = find_config(config_file)
     try:
         loaded = CfgNode.load_yaml_with_base(str(path), allow_unsafe=False)
+        _require_size(loaded, path)
         return CfgNode(loaded)
+    except ConfigError:
+        raise
     except (TypeError, AttributeError) as error:  # fvcore looks for _BASE_ in whatever the YAML holds
         raise ConfigError(f"config {path} is not a YAML mapping of keys to values") from error
     except RecursionError as error:
-        raise ConfigError(f"config {path}: its _BASE_ leads back to itself") from error
+        raise ConfigError(f"config {path}: its _BASE_ leads back to itself, or it is nested too deeply") from error
     except Exception as error:  # what YAML and file systems raise has no common base
         raise ConfigError(f"cannot read config {path}: {first_line(error)}") from error
+
+
+def _require_size(tree: Any, path: Path) -> None:
+    """Refuse aliases that stand for more than can be copied: ten lines of YAML may mean a billion parts, or endless ones."""
+    parts = [tree]
+    for _ in range(LARGEST_CONFIG):
+        if not parts:
+            return
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    raise ConfigError(f"config {path} has more than {LARGEST_CONFIG} parts, its aliases (*name) written out")
 
 
 def merge_overrides(cfg: CfgNode, overrides: Sequence[str]) -> None:
@@ -247,7 +263,10 @@ def merge_overrides(cfg: CfgNode, overrides: Sequence[str]) -> None:
     if len(overrides) % 2:
         raise ConfigError(f"overrides are KEY VALUE pairs, got an odd number of words: {' '.join(overrides)}")
     for key, value in zip(overrides[::2], overrides[1::2], strict=True):
-        nested: Any = CfgNode._decode_cfg_value(value)
+        try:
+            nested: Any = CfgNode._decode_cfg_value(value)
+        except (TypeError, MemoryError, RecursionError) as error:  # a list as a key, a thousand brackets
+            raise ConfigError(f"the command line: {key} cannot be read: {first_line(error)}") from error
         for part in reversed(key.split(".")):
             nested = {part: nested}
         merge_checked(cfg, CfgNode(nested), "the command line")

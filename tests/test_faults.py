@@ -86,3 +86,29 @@ FATAL = re.compile("not COCO|not JSON|read annotations|no image has an object|ca
 def says(case: Case, text: str) -> bool:
     """Whether a text holds what a row says."""
     return re.search(".*".join(map(re.escape, case.says.split("..."))), text, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("runner", ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)])
+def test_training_goes_on_without_what_is_dropped_and_the_log_counts_it(tmp_path, runner):
+    """In training and in evaluation by either runner; more boxes than queries are a warning."""
+
+    def make(drawn):
+        drawn.path(1).write_bytes(b"")
+        drawn.content["annotations"][-1]["bbox"] = [1, 2, 3]
+        drawn.content["annotations"][-3]["bbox"] = [900, 1, 5, 5]
+
+    drawn = draw(tmp_path / "data", make)
+    more = {"DATASETS__ON_BAD": "drop", "MODEL__DETR__NUM_OBJECT_QUERIES": 1, "SOLVER__MAX_ITER": 2}
+    ending = call_on(drawn, "train", runner=runner, **more)
+    assert ending.code == 0, ending.text
+    log = (tmp_path / "out/log.txt").read_text(encoding="utf-8")
+    line = (
+        "drawn: 3 images, 0 of them without objects, 4 boxes, 2 classes; boxes outside the image, left out: 1; "
+        "boxes that are not four numbers: 1; image files that cannot be read: 1"
+    )
+    assert log.count(line) == 2, log
+    assert "WARNING: drawn: images with more boxes than queries, some of which no query can learn: 1; raise MODEL.DETR" in log
+    more["MODEL__WEIGHTS"] = tmp_path / "out/model_final.pth"
+    ending = call_on(drawn, "train", "--eval-only", runner=runner, OUTPUT_DIR=tmp_path / "eval", **more)
+    assert ending.code == 0, ending.text
+    assert line in (tmp_path / "eval/log.txt").read_text(encoding="utf-8")
