@@ -29,7 +29,7 @@ from cpvt_det.config import get_cfg, load_cfg, merge_overrides
 from cpvt_det.errors import BadInputError
 from cpvt_det.structures import Detections
 
-EXAMPLES = int(os.environ.get("CPVT_FUZZ_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("CPVT_FUZZ_EXAMPLES", "100"))
 fuzzed = settings(
     max_examples=EXAMPLES,
     derandomize=True,
