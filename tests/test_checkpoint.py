@@ -559,7 +559,7 @@ def test_the_command_says_what_it_cannot_do(tmp_path):
     torch.save(detector().state_dict(), tmp_path / "ours.pth")
     torch.save(to_facebook(detector().state_dict()), tmp_path / "theirs.pth")
     cases = {
-        ("ours.pth", "out.pth"): "needs no conversion",
+        ("ours.pth", "out.pth"): "is no checkpoint of cpvt_det",
         ("absent.pth", "out.pth"): "no weights file",
         ("theirs.pth", "no/folder/out.pth"): "cannot write",
         ("theirs.pth", "out.pth", "--source", "hf_detr"): r"theirs\.pth: not the names of hf_detr",
@@ -569,6 +569,16 @@ def test_the_command_says_what_it_cannot_do(tmp_path):
         assert isinstance(result.exception, WeightsError)
         assert re.search(message, str(result.exception))
     assert not (tmp_path / "out.pth").exists()
+
+
+def test_the_command_takes_the_average_out_of_a_run_with_one(tmp_path):
+    plain, averaged = detector(), detector(seed=1)
+    ema = {"n_averaged": torch.tensor(3), **{f"module.{name}": tensor for name, tensor in averaged.state_dict().items()}}
+    node = {"classes": {"ids": [1, 2, 3], "names": ["a", "b", "c"]}, "ema": ema}
+    torch.save({"model": plain.state_dict(), "cpvt_det": node}, tmp_path / "run.pth")
+    result = convert(tmp_path / "run.pth", tmp_path / "averaged.pth")
+    assert result.exit_code == 0, result.output
+    assert same(torch.load(tmp_path / "averaged.pth", weights_only=True)["model"], averaged.state_dict())
 
 
 def test_the_command_has_an_example_in_its_help():

@@ -24,7 +24,8 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
 
     INPUT is a file, or a folder of Hugging Face with model.safetensors or pytorch_model.bin. OUTPUT is a checkpoint that
     also tells the classes, or, where its name ends in .safetensors, the bare tensors. Converting beforehand is not
-    needed: MODEL.WEIGHTS takes INPUT itself.
+    needed: MODEL.WEIGHTS takes INPUT itself. Of a checkpoint of a run of ours, OUTPUT holds the weights alone, averaged
+    where the run had SOLVER.EMA.
 
     \b
     Example:
@@ -32,10 +33,8 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
       cpvt-det convert-weights hub/detr-resnet-50 detr_r50.safetensors --source hf_detr
     """
     weights = read_weights(source_path, source)
-    if weights.source is None:
-        raise WeightsError(
-            f"{source_path} has the names of none of {', '.join(CONVERSIONS)}; a checkpoint of cpvt_det needs no conversion"
-        )
+    if weights.source is None and weights.classes is None:
+        raise WeightsError(f"{source_path} has the names of none of {', '.join(CONVERSIONS)}, and is no checkpoint of cpvt_det")
     bare = output.suffix == ".safetensors"
     try:
         write_checkpoint(weights.state_dict if bare else weights.as_checkpoint(), output)
@@ -43,4 +42,4 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
         raise WeightsError(first_line(error)) from error
     numbers = sum(tensor.numel() for tensor in weights.state_dict.values())
     classes = "classes unknown" if weights.classes is None else f"{len(weights.classes)} class rows"
-    click.echo(f"{output}: {len(weights.state_dict)} tensors ({numbers / 1e6:.1f} M numbers) of {weights.source}, {classes}")
+    click.echo(f"{output}: {len(weights.state_dict)} tensors ({numbers / 1e6:.1f} M numbers) of {weights.source or 'cpvt_det'}, {classes}")
