@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [*(ROOT / "cpvt_det").rglob("*.py"), *(ROOT / "configs").rglob("*.yaml")]
+SOURCES = [*(ROOT / "cpvt_det").rglob("*.py"), *(path for end in ("yaml", "py") for path in (ROOT / "configs").rglob(f"*.{end}"))]
 
 
 def test_git_ignores_no_source():
