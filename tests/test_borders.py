@@ -22,7 +22,7 @@ ALLOWED = {
     "layers": {"errors", "structures", "boxes", "distributed"},
     "models": {"errors", "structures", "boxes", "layers"},
     "losses": {"errors", "structures", "boxes", "layers", "distributed"},
-    "data": {"errors", "structures", "boxes", "layers"},
+    "data": {"errors", "structures", "boxes", "layers", "distributed"},
     "evaluation": {"errors", "structures", "boxes", "layers", "distributed"},
     "postprocess.py": {"errors", "structures", "boxes", "layers", "losses"},
 }
