@@ -23,6 +23,10 @@ class DataError(BadInputError):
     """A data file that cannot be used; the message names the file and, where it has one, the image or annotation."""
 
 
+class DataFaultsError(DataError):
+    """Several faults of data, of which each has a line."""
+
+
 class WeightsError(BadInputError):
     """Weights that cannot be read or do not fit."""
 

@@ -228,7 +228,7 @@ def test_several_test_sets_are_told_apart():
 @pytest.mark.parametrize(
     ("more", "error", "match"),
     [
-        ({"MODEL__NUM_CLASSES": 7}, ConfigError, "the data has 3 classes"),
+        ({"MODEL__NUM_CLASSES": 7}, DataError, "the data has 3 classes"),
         ({"DATASETS__TRAIN": ("nope",)}, ConfigError, "unknown data set .*'nope'.*coco_2017_train"),
         ({"DATASETS__TRAIN": ()}, ConfigError, r"DATASETS\.TRAIN should list"),
         ({"DATASETS__REGISTER": [["drawn", "missing.json", "."]]}, DataError, "missing.json"),
@@ -285,7 +285,11 @@ def test_an_unwritable_folder_is_named(drawn_coco, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_names_itself(train, drawn_coco, workers):
-    next(drawn_coco.files.image_root.rglob("012.png")).write_bytes(b"nothing")
+    """Damaged in the middle, which the check before the run does not see."""
+    path = next(drawn_coco.files.image_root.rglob("012.png"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
     with pytest.raises(DataError, match=r"012\.png") as caught:
         train("run", DATALOADER__NUM_WORKERS=workers)
     assert first_line(caught.value).startswith("cannot read image")

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 import cpvt_det
-from cpvt_det.errors import BadInputError, DataError, InterruptedRun, RunStoppedError, exit_code, first_line
+from cpvt_det.errors import BadInputError, DataFaultsError, InterruptedRun, RunStoppedError, exit_code, first_line
 
 COMMANDS = {
     "check-data": "Find the faults of data sets.",
@@ -78,8 +78,10 @@ def told_in_one_line(command: Callable) -> Callable:
             _end(str(error), error.exit_code)
         except KeyboardInterrupt:
             _end("interrupted", exit_code(signal.SIGINT))
+        except DataFaultsError as error:
+            _end(f"error: {error}", 2)
         except BadInputError as error:
-            _end(f"error: {error if isinstance(error, DataError) else first_line(error)}", 2)
+            _end(f"error: {first_line(error)}", 2)
         except RunStoppedError as error:
             _end(f"stopped: {first_line(error)}", 1)
         except Exception as error:

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cpvt_det.errors import DataError
+from cpvt_det.errors import DataError, DataFaultsError
 
 EXAMPLES = 20
 """Of each kind; the rest is counted."""
@@ -84,7 +84,8 @@ def require_no_errors(found: Iterable[Findings], on_bad: str) -> None:
         on_bad: one of ``POLICIES``.
 
     Raises:
-        DataError: one line for one fault; else a line of advice, and below it a line for each.
+        DataError: one line for one fault.
+        DataFaultsError: a line of advice, and below it one for each fault.
     """
     bad = [findings for findings in found if findings.has_errors(on_bad)]
     if not bad:
@@ -94,7 +95,7 @@ def require_no_errors(found: Iterable[Findings], on_bad: str) -> None:
         ((findings, heading, group),) = kinds
         raise DataError(": ".join(part for part in (findings.source, heading, group.examples[0]) if part) + _advice(bad))
     lines = [line for findings in bad for line in findings.lines(findings.fatal, findings.faults)]
-    raise DataError("\n".join([summary(bad), *lines]))
+    raise DataFaultsError("\n".join([summary(bad), *lines]))
 
 
 def summary(found: Iterable[Findings]) -> str:
