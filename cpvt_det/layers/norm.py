@@ -37,38 +37,32 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
         """
         if not self.training:
             return super().forward(x)
-        if valid is None and not self.synchronised and x[:, 0].numel() > 1 and self.momentum is not None:
+        if valid is None and not self.synchronised and x[:, 0].numel() > 1 and self._runs_as_usual:
             return self._over_all(x)
-        mean, variance, count = self._statistics(x, valid)
-        self._update_running(mean.detach(), variance.detach(), count)
-        scale = self.weight * torch.rsqrt(variance + self.eps).to(x.dtype)
-        shift = self.bias - mean.to(x.dtype) * scale
-        return x * scale[:, None, None] + shift[:, None, None]
+        counted = x.new_ones(x[:, :1].shape) if valid is None else valid
+        over_processes = self.synchronised and distributed.is_initialized()
+        out, mean, variance, count = _Normalise.apply(x, counted, self.weight, self.bias, self.eps, over_processes)
+        self._update_running(mean, variance, count)
+        return out
+
+    @property
+    def _runs_as_usual(self) -> bool:
+        return self.track_running_stats and self.momentum is not None
 
     def _over_all(self, x: Tensor) -> Tensor:
-        """torch's own. Autograd keeps the running statistics that it is given, and those of ours change in place: so, copies."""
-        if not self.track_running_stats:
-            return super().forward(x)
+        """torch's own, of rows: of a channels-last view of width 1 torch 2.15 gives a wrong gradient, on a CPU and without a word.
+
+        Autograd keeps the running statistics that it is given, and those of ours change in place: so, copies.
+        """
         mean, variance = self.running_mean.clone(), self.running_var.clone()
-        out = F.batch_norm(x, mean, variance, self.weight, self.bias, True, self.momentum, self.eps)
+        rows = x.movedim(1, -1).reshape(-1, x.shape[1])
+        out = F.batch_norm(rows, mean, variance, self.weight, self.bias, True, self.momentum, self.eps)
+        out = out.view(len(x), *x.shape[2:], -1).movedim(-1, 1)
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.copy_(mean)
             self.running_var.copy_(variance)
         return out
-
-    def _statistics(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean (C,), biased variance (C,) and number of valid cells (), over all processes where synchronised."""
-        weight = torch.ones_like(x[:, :1]) if valid is None else valid
-        weight = weight.to(_accumulation_dtype(x))
-        count = weight.sum()
-        safe = count.clamp(min=1)
-        mean = (x * weight).sum((0, 2, 3)) / safe
-        # Two passes: the mean of squares less the square of the mean cancels in float32.
-        variance = ((x - mean[:, None, None]).square() * weight).sum((0, 2, 3)) / safe
-        if self.synchronised and distributed.is_initialized():
-            return _over_processes(mean, variance, count)
-        return mean, variance, count
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -93,6 +87,8 @@ class MaskedGroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Normalise; arguments and result as in :meth:`MaskedBatchNorm2d.forward`."""
+        if valid is None and x[0].numel() == self.num_groups:  # one number a group, which torch's own refuses in training
+            valid = x.new_ones(x[:, :1].shape)
         if valid is None:
             # torch 2.15's CPU kernel for channels_last loses digits where a mean is large: errors of 3e-4 instead of 4e-6.
             return super().forward(x.contiguous())
@@ -140,17 +136,61 @@ def group_count(channels: int) -> int:
     return max(groups for groups in range(1, 33) if channels % groups == 0)
 
 
+class _Normalise(torch.autograd.Function):
+    """Batch norm over the cells that count; every cell is normalised. Half precision is summed in float32.
+
+    Written out, because autograd's own would keep four maps for the backward pass instead of one.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, valid: Tensor, weight: Tensor, bias: Tensor, eps: float, over_processes: bool):
+        """Arguments as in :meth:`MaskedBatchNorm2d.forward`; beside the result mean (C,), biased variance (C,) and count ()."""
+        rows = _rows(x)
+        counted = _rows(valid.to(rows.dtype))
+        count = counted.sum()
+        safe = count.clamp(min=1)
+        mean = (rows * counted).sum(0) / safe
+        # Two passes: the mean of squares less the square of the mean cancels in float32.
+        variance = ((rows - mean).square_() * counted).sum(0) / safe
+        if over_processes:
+            mean, variance, count = _over_processes(mean, variance, count)
+        inverse = torch.rsqrt(variance + eps).to(rows.dtype)
+        # Not of the rows: their view of a map could not be written to in place, as the backbone does.
+        centred = x.to(rows.dtype) - mean.to(rows.dtype)[:, None, None]
+        out = torch.addcmul(bias[:, None, None], centred, (weight * inverse)[:, None, None]).to(x.dtype)
+        ctx.save_for_backward(x, valid, weight, mean.to(rows.dtype), inverse, count)
+        ctx.over_processes = over_processes
+        ctx.mark_non_differentiable(mean, variance, count)
+        return out, mean, variance, count
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, *_: None):
+        """With g the gradient and n the normalised cells: w / std * (g - counted / count * (sum g + n * sum g n))."""
+        x, valid, weight, mean, inverse, count = ctx.saved_tensors
+        grad, normalised = _rows(grad), (_rows(x) - mean) * inverse
+        counted = _rows(valid.to(grad.dtype))
+        of_bias, of_weight = grad.sum(0), (grad * normalised).sum(0)
+        sums = torch.stack((of_bias, of_weight))
+        sums = (distributed.all_reduce_sum(sums) if ctx.over_processes else sums) / count.clamp(min=1).to(sums.dtype)
+        of_rows = torch.addcmul(sums[0], normalised, sums[1]).mul_(counted).neg_().add_(grad).mul_(weight * inverse)
+        of_x = of_rows.view(len(x), *x.shape[2:], -1).movedim(-1, 1).to(x.dtype)  # (B * H * W, C) -> (B, C, H, W)
+        return of_x, None, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B * H * W, C), of a channels-last map without a copy; sums over its rows are the fastest there are."""
+    return x.movedim(1, -1).reshape(-1, x.shape[1]).to(_accumulation_dtype(x))
+
+
 def _over_processes(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Join the statistics of all processes by one differentiable all-reduce of sum, sum of squares and count.
+    """Join the statistics of all processes by one all-reduce of sum, sum of squares and count.
 
     In float64, since here one pass has to do; a process without a valid cell adds nothing.
     """
-    from torch.distributed.nn.functional import all_reduce  # needs torch built with distributed
-
-    mean, variance, count = mean.double(), variance.double(), count.double().detach()
-    sums = torch.cat((count * mean, count * (variance + mean.square()), count[None]))
-    total, square, count = all_reduce(sums).split((len(mean), len(mean), 1))
-    count = count.squeeze(0).detach()
+    mean, variance, count = mean.double(), variance.double(), count.double()
+    sums = distributed.all_reduce_sum(torch.cat((count * mean, count * (variance + mean.square()), count[None])))
+    total, square, count = sums.split((len(mean), len(mean), 1))
+    count = count.squeeze(0)
     mean = total / count.clamp(min=1)
     return mean, (square / count.clamp(min=1) - mean.square()).clamp(min=0), count
 

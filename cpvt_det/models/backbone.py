@@ -15,14 +15,14 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.layers.norm import MaskedGroupNorm, MaskedSyncBatchNorm2d, group_count
+from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, MaskedSyncBatchNorm2d, group_count
 from cpvt_det.layers.products import convolve
 from cpvt_det.structures import level_padding_mask, may_be_padded
 
 NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
     "FrozenBN": FrozenBatchNorm2d,
-    "BN": nn.BatchNorm2d,
-    "SyncBN": MaskedSyncBatchNorm2d,  # torch's own has no CPU
+    "BN": MaskedBatchNorm2d,
+    "SyncBN": MaskedSyncBatchNorm2d,
     "GN": lambda channels: MaskedGroupNorm(group_count(channels), channels),
 }
 STEM_WIDTH = 64
@@ -45,8 +45,8 @@ class ResNetBackbone(nn.Module):
         dilation: DC5, a stage 5 at the stride of stage 4.
         freeze_at: stages up to this one keep their weights and statistics; 1 is the stem, 0 trains all.
         mask_padding: zero the padded part of every feature map that a convolution or pooling looks across, and leave it out of
-            GN's statistics. The padding then looks like the convolution's own zero padding, and an image's features do not
-            depend on what it is batched with.
+            the statistics of BN, SyncBN and GN. The padding then looks like the convolution's own zero padding, and an image's
+            features do not depend on what it is batched with; in training, those of a batch not on how it was padded.
         width: channels of the stem; those of all stages are in proportion.
         checkpointing: blocks are computed again in the backward pass instead of kept.
 
@@ -162,8 +162,8 @@ class _ValidCells(_AllCells):
         return x.mul_(self._at(stride).to(x.dtype))
 
     def _normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
-        """Statistics that each image has of its own come from its valid cells."""
-        return norm(x, self._at(stride)) if isinstance(norm, MaskedGroupNorm) else norm(x)
+        """Statistics come from valid cells alone."""
+        return norm(x, self._at(stride))
 
     def _at(self, stride: int) -> Tensor:
         if stride not in self._by_stride:
