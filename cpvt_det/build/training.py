@@ -8,6 +8,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det.checkpoint import load_backbone_weights, load_weights
+from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError, config_errors
@@ -99,8 +100,8 @@ def load_initial_weights(
         allow_partial: but not all of it.
 
     Raises:
-        WeightsError: weights that cannot be had, or are of another shape but for classes and queries; in evaluation also none, or
-            weights that fit in part.
+        WeightsError: weights that cannot be had, or are of another shape but for classes and queries; in training also those that
+            are not finite; in evaluation also none, or weights that fit in part.
     """
     backbone = cfg.MODEL.BACKBONE
     if cfg.MODEL.WEIGHTS:
@@ -112,6 +113,9 @@ def load_initial_weights(
                     f"{cfg.MODEL.WEIGHTS} is of another shape than the config's model: {name} is {shapes}; "
                     "set the keys of MODEL that it was trained with"
                 )
+        spoilt = "" if for_evaluation else not_finite(detector.state_dict())  # an evaluation names the image that shows it
+        if spoilt:
+            raise WeightsError(f"{cfg.MODEL.WEIGHTS} holds numbers that are not finite, in {spoilt}; training would take no step")
         if for_evaluation and report.is_partial and not allow_partial:
             raise WeightsError(
                 f"{cfg.MODEL.WEIGHTS} fits the config's model in part only, evaluation needs all of it: {report}; "

@@ -14,7 +14,7 @@ import torchvision
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from cpvt_det.checkpoint.files import not_finite, read_checkpoint, state_dict_of
+from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.weights import CLASS_HEAD, PROPOSALS_HEAD, Weights, read_weights
 from cpvt_det.errors import UnknownNameError, WeightsError, first_line
 
@@ -86,7 +86,7 @@ def load_weights(
         What loaded, and what is fresh.
 
     Raises:
-        WeightsError: weights that cannot be read, of which nothing fits, or that are not finite; the model is then unchanged.
+        WeightsError: weights that cannot be read, or of which nothing fits; the model is then unchanged.
         ValueError: class names that are double.
     """
     read = read_weights(weights)
@@ -109,9 +109,6 @@ def load_weights(
     if not report.loaded:
         example = f"{next(iter(read.state_dict), 'nothing')} there, {next(iter(own), 'nothing')} here"
         raise WeightsError(f"{read.origin} has nothing in common with the model ({example}); is it another detector's?")
-    spoilt = not_finite(chosen)
-    if spoilt:
-        raise WeightsError(f"{read.origin} holds numbers that are not finite, in {spoilt}; give another file")
     model.load_state_dict(chosen, strict=False)
     return report
 

@@ -5,7 +5,9 @@ A sample's random state depends on (seed, epoch, image) alone, a batch on (seed,
 stopped once it knows its iteration.
 """
 
+import atexit
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -74,14 +76,14 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", str(error))
+        told = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error))
         if told is None:
             raise
         dead = [int(pid) for pid in told[1].split(",")]
         images = [dataset.records[index].file_name for pid, index in dataset.at_work.tolist() if pid in dead and index >= 0]
         reading = f"while reading {', '.join(images)}" if images else "between two images"
         raise RunStoppedError(
-            f"a data worker (pid {told[1]}) {told[2].rstrip('.')} {reading}; --resume goes on from the last checkpoint"
+            f"a data worker (process {told[1]}) died {reading}; --resume goes on from the last checkpoint"
         ) from error
 
 
@@ -193,6 +195,16 @@ def _leave_signals_to_the_run(worker: int) -> None:
     """Ctrl-C in a terminal, and many a SIGTERM, goes to the workers too; the run still needs them for the step at hand."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
+
+
+@atexit.register  # after multiprocessing's own, so it is called before that
+def _end_workers() -> None:
+    """Those that an error left behind: multiprocessing would send them SIGTERM, which they ignore, and wait for ever."""
+    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    if workers and os.name == "posix":
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for every one of them
+    for worker in workers:
+        worker.kill()
 
 
 def _as_list(samples: list[Sample]) -> list[Sample]:

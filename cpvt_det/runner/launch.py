@@ -58,7 +58,11 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
 def _run_in_group(main: Callable[..., Any], args: tuple) -> Any:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")  # MODEL.DEVICE may be cpu
+    # Restarted processes share the store with those before them, and would look for them under their addresses.
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # MODEL.DEVICE may be cpu
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:
         return main(*args)
     finally:

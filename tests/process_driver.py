@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of a run that the tests of several processes look at. As a script::
+
+    python tests/process_driver.py JOB FOLDER
+
+``steps``: 20 real steps on drawn batches in float64, and what they came to in ``FOLDER/<processes>.pth``. ``spoilt``: the same
+with a pixel that is no number in the second step, in one process only.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from test_solver import tiny_cfg
+from tiny import DETECTORS
+
+from cpvt_det import build, distributed
+from cpvt_det.layers.norm import MaskedSyncBatchNorm2d
+from cpvt_det.runner.launch import launch
+from cpvt_det.solver.schedule import Length
+from cpvt_det.solver.step import TrainingModel, wrap_for_processes
+from cpvt_det.structures import Targets
+
+STEPS, BATCH = 20, 4
+
+
+def batch_of(iteration):
+    """Four images in float64. Only the first two, those of the first of two processes, have objects."""
+    generator = torch.Generator().manual_seed(iteration)
+    samples = []
+    for number in range(BATCH):
+        height, width = 24 + 5 * ((number + iteration) % 4), 40 - 3 * number
+        count = (number + 1) * (number < 2)
+        boxes = torch.rand(count, 4, generator=generator, dtype=torch.float64) * 0.4 + 0.2
+        labels = torch.randint(3, (count,), generator=generator)
+        image = torch.randint(256, (3, height, width), generator=generator).double()
+        samples.append({"image": image, "image_id": 100 + number, "targets": Targets(labels, boxes)})
+    return samples
+
+
+def take_steps(folder, detector, spoilt):
+    """Real steps, by the classes that runs take; float64 is the only switch."""
+    torch.set_num_threads(1)
+    cfg = tiny_cfg(
+        MODEL__BACKBONE__NORM="SyncBN",
+        MODEL__POSITION__NORM="SyncBN",
+        MODEL__DETR__DROPOUT=0.0,
+        SOLVER__EMA__ENABLED=True,
+        SOLVER__EMA__DECAY=0.5,
+        SOLVER__BASE_LR=1e-3,
+        **DETECTORS[detector],
+    )
+    torch.manual_seed(0)
+    model = build.build_detector(cfg).double()
+    assert any(isinstance(module, MaskedSyncBatchNorm2d) for module in model.modules())
+    ema = build.build_ema(cfg, model)
+    wrapped = wrap_for_processes(TrainingModel(model, build.build_criterion(cfg)))
+    step = build.build_step(cfg, wrapped, build.build_optimizer(cfg, model), Length(STEPS, (), 0, 0, ""), 0, ema)
+    share = BATCH // distributed.world_size()
+    totals = []
+    for iteration in range(STEPS):
+        samples = batch_of(iteration)
+        if spoilt and iteration == 1:
+            samples[3]["image"][0, 2, 2] = torch.nan
+        own = samples[distributed.rank() * share : (distributed.rank() + 1) * share]
+        totals.append(distributed.all_reduce_mean(step(own, iteration)["total_loss"]))
+    step.bad_steps.tell()
+    if distributed.rank() == 0:
+        result = {"losses": torch.stack(totals), "model": model.state_dict(), "ema": ema.state_dict()}
+        torch.save({**result, "skipped": step.bad_steps.state_dict()["total"]}, folder / f"{distributed.world_size()}.pth")
+
+
+def main(job, folder, detector):
+    """As ``run_config`` of the command line: called in every process, with the group made."""
+    take_steps(Path(folder), detector, spoilt=job == "spoilt")
+
+
+if __name__ == "__main__":
+    launch(main, None if "TORCHELASTIC_RUN_ID" in os.environ else 0, *sys.argv[1:])
+    assert not dist.is_initialized()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM, Ctrl-C, a second run in the same folder, and data workers that die: in processes of their own, in both runners."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_runner import assert_same_run, losses_of
+from tiny import overrides
+
+from cpvt_det.runner.signals import StopSignals
+
+RUNNERS = ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)]
+LONG = {"SOLVER__MAX_ITER": 10_000, "SOLVER__CHECKPOINT_PERIOD": 5_000, "DATALOADER__NUM_WORKERS": 2}
+SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+@pytest.fixture
+def start(drawn_coco, tmp_path):
+    """Start ``cpvt-det train`` in a folder of the given name, with more settings, as the head of a process group."""
+    config = tmp_path / "empty.yaml"
+    config.write_text("VERSION: 2\n")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    started = []
+
+    def call(runner, name, *options, before="", **more):
+        words = [*options, "--config-file", str(config), "--runner", runner]
+        words += overrides(drawn_coco.files, tmp_path / name, **more)
+        script = f"{before}\nfrom cpvt_det.cli import main; main(['train'] + {words!r})"
+        command = [sys.executable, "-c", script]
+        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        started.append(process)
+        return process, tmp_path / name
+
+    yield call
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stderr.close()
+        process.wait()
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def steps_of(folder):
+    """How many steps are written down."""
+    metrics = folder / "metrics.json"
+    return metrics.read_text().count("total_loss") if metrics.exists() else 0
+
+
+def living(group):
+    """Processes of a group that run."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, in_group = status.read_text().rpartition(")")[2].split()[:3]
+            found += [status.parent.name] if int(in_group) == group and state != "Z" else []
+    return found
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_saves_the_step_and_the_resumed_run_is_the_run_never_interrupted(start, runner, signum):
+    """The signal goes to the whole group, as from a terminal: the data workers get it too."""
+    process, folder = start(runner, "run", **LONG, DATASETS__TEST=())
+    wait_for(lambda: steps_of(folder) >= 2)
+    os.killpg(process.pid, signum)
+    assert process.wait(60) == SIGNALS[signum]
+    told = process.stderr.read()
+    (saved,) = folder.glob("model_*.pth")
+    stop = int(saved.stem[-7:]) + 1
+    assert f"interrupted by {signum.name}: iteration {stop - 1} is saved; --resume goes on after it" in told
+    assert "Traceback" not in told
+    assert steps_of(folder) == stop
+    wait_for(lambda: not living(process.pid), 10)
+    if signum == signal.SIGINT:
+        return  # it has been saved in the same way
+    more = {**LONG, "SOLVER__MAX_ITER": stop + 2, "DATASETS__TEST": ()}
+    assert start(runner, "run", "--resume", **more)[0].wait(120) == 0
+    whole, reference = start(runner, "whole", **more)
+    assert whole.wait(120) == 0
+    assert losses_of(folder) == losses_of(reference)
+    assert_same_run(folder, reference)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_second_signal_leaves_at_once_and_takes_the_workers_along(start, runner, tmp_path):
+    """The first waits for a step that never ends."""
+    here = tmp_path / "here"
+    slow = "import time, cpvt_det.solver.step as s\n"
+    slow += f"s.TrainStep._update = lambda *a: [open({str(here)!r}, 'w').close(), time.sleep(100)]"
+    process, folder = start(runner, "run", before=slow, **LONG, DATASETS__TEST=())
+    wait_for(here.exists)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+    assert process.wait(5) == 143
+    wait_for(lambda: not living(process.pid), 5)
+    assert not list(folder.glob("model_*.pth"))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_signal_during_an_evaluation_is_obeyed_at_once_and_the_evaluation_made_up_for(start, runner, tmp_path):
+    module = {"builtin": "cpvt_det.runner.train", "detectron2": "cpvt_det.d2.trainer"}[runner]
+    short = {"SOLVER__MAX_ITER": 4, "TEST__EVAL_PERIOD": 2}
+    here = tmp_path / "here"
+    slow = f"import time, {module} as m; m.evaluate = lambda *a: [open({str(here)!r}, 'w').close(), time.sleep(100)]"
+    process, folder = start(runner, "cut", before=slow, **short)
+    wait_for(here.exists)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+    assert [path.name for path in folder.glob("model_*.pth")] == ["model_0000001.pth"]
+    assert start(runner, "cut", "--resume", **short)[0].wait(120) == 0
+    assert start(runner, "whole", **short)[0].wait(120) == 0
+    lines = [[json.loads(line) for line in (folder.parent / name / "metrics.json").open()] for name in ("cut", "whole")]
+    evaluated = [[(line["iteration"], line["bbox/AP"]) for line in run if "bbox/AP" in line] for run in lines]
+    assert [value for _, value in evaluated[0]] == [value for _, value in evaluated[1]]
+    assert_same_run(folder, folder.parent / "whole")
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(start):
+    first, folder = start("builtin", "run", **LONG, DATASETS__TEST=())
+    wait_for(lambda: steps_of(folder) >= 1)
+    config = (folder / "config.yaml").read_text()
+    second, _ = start("builtin", "run", SOLVER__MAX_ITER=1)
+    assert second.wait(60) == 2
+    told = second.stderr.read()
+    assert f"another run, process {first.pid}, is using OUTPUT_DIR {folder}; end it, or give this one another folder" in told
+    assert (folder / "config.yaml").read_text() == config
+    first.kill()  # its data workers still live for some seconds
+    assert start("builtin", "run", SOLVER__MAX_ITER=1, DATASETS__TEST=())[0].wait(60) == 0
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_a_dead_data_worker_names_the_image_it_died_on(start, runner, where):
+    condition = {"training": "self.with_targets", "evaluation": "not self.with_targets"}[where]
+    dies = (
+        "import os, cpvt_det.data.mapper as m; real = m.Mapper.__call__\n"
+        "def call(self, record):\n"
+        f"    if record.image_id == 30 and {condition}: os.kill(os.getpid(), 9)\n"
+        "    return real(self, record)\n"
+        "m.Mapper.__call__ = call"
+    )
+    more = {"DATALOADER__NUM_WORKERS": 2, "SOLVER__MAX_ITER": 20, "TEST__EVAL_PERIOD": 1}
+    process, folder = start(runner, "run", before=dies, **more)
+    assert process.wait(120) == 1
+    told = process.stderr.read()
+    assert re.search(r"stopped: a data worker \(process \d+\) died while reading \S+030\.png; --resume goes on", told)
+    wait_for(lambda: not living(process.pid), 15)
+    if where == "evaluation":
+        assert (folder / "model_0000000.pth").is_file()
+
+
+def test_signals_do_again_what_they_did_before():
+    before = [signal.getsignal(signum) for signum in SIGNALS]
+    with StopSignals() as signals:
+        assert signals.received() == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # the same once more, as torchrun sends it
+        assert signals.received() == signal.SIGTERM
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes: the steps of one, bad steps in one of them, a killed one, restarts by torchrun."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_runner import assert_same_run, losses_of
+from tiny import DETECTORS, overrides
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+DRIVER = str(Path(__file__).with_name("process_driver.py"))
+ENV = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+RUNNERS = ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)]
+
+
+def run(*words, **options):
+    return subprocess.run([sys.executable, *map(str, words)], env=ENV, capture_output=True, text=True, timeout=280, **options)
+
+
+def take_steps(job, folder, detector, processes):
+    result = run(*(TORCHRUN if processes == 2 else []), DRIVER, job, folder, detector)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return torch.load(folder / f"{processes}.pth", weights_only=True), result.stderr
+
+
+def largest_difference(one, two):
+    return max((one[name] - two[name]).abs().max().item() for name in one if one[name].is_floating_point())
+
+
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_two_processes_are_one_in_float64(tmp_path, detector):
+    """20 steps of the same batches with all objects in one process: losses, weights, running statistics and average to 1e-10."""
+    two, one = (take_steps("steps", tmp_path, detector, processes)[0] for processes in (2, 1))
+    assert (one["losses"][0] - one["losses"][-1]).abs() > 0.1  # they moved
+    assert (one["losses"] - two["losses"]).abs().max() <= 1e-10
+    for part in ("model", "ema"):
+        assert largest_difference(one[part], two[part]) <= 1e-10
+
+
+def test_a_bad_step_in_one_process_is_skipped_in_all(tmp_path):
+    two, told = take_steps("spoilt", tmp_path, "detr", 2)
+    one, _ = take_steps("spoilt", tmp_path, "detr", 1)
+    assert one["skipped"] == two["skipped"] == 1
+    assert largest_difference(one["model"], two["model"]) <= 1e-10
+    assert "Iteration 1 is left out: predictions that are not finite for images 100, 101, 102, 103" in told
+
+
+def children(pid):
+    """The processes that a process has started, by pid."""
+    found = [line.split() for line in subprocess.run(["ps", "-eo", "ppid,pid"], capture_output=True, text=True).stdout.splitlines()]
+    return [int(child) for parent, child in found[1:] if int(parent) == pid]
+
+
+@pytest.fixture
+def command(drawn_coco, tmp_path):
+    """The words of ``cpvt-det train`` on the drawn data set."""
+    config = tmp_path / "empty.yaml"
+    config.write_text("VERSION: 2\n")
+
+    def words(name, *options, runner="builtin", **more):
+        pairs = overrides(drawn_coco.files, tmp_path / name, DATASETS__TEST=(), **more)
+        return ["train", *options, "--config-file", str(config), "--runner", runner, *pairs]
+
+    return words
+
+
+LAUNCHER = """
+import sys, torch
+torch.cuda.is_available = lambda: False
+import cpvt_det.runner.launch as launch
+launch.torch.cuda.device_count = lambda: 2
+real = launch.launch
+def fake(main, num_gpus, *args):
+    launch.torch.cuda.is_available = lambda: True
+    try:
+        return real(main, num_gpus, *args)
+    finally:
+        launch.torch.cuda.is_available = lambda: False
+import cpvt_det.cli.train as train
+train.launch = fake
+train.device_of = lambda num_gpus: "cpu"
+from cpvt_det.cli import main
+main()
+"""
+"""``cpvt-det`` whose launcher takes this machine for one with two GPUs; its processes, which are new, do not."""
+
+
+@pytest.mark.parametrize("by", ["torchrun", "--num-gpus 2"])
+def test_a_killed_process_ends_the_others_and_is_named(command, tmp_path, by):
+    long = {"SOLVER__MAX_ITER": 100_000, "SOLVER__LOG_PERIOD": 1}
+    if by == "torchrun":
+        words = [*TORCHRUN, "-m", "cpvt_det", *command("run", "--num-gpus", "0", **long)]
+    else:
+        words = ["-c", LAUNCHER, *command("run", "--num-gpus", "2", **long)]
+    process = subprocess.Popen([sys.executable, *words], env=ENV, stderr=subprocess.PIPE, text=True)
+    try:
+        end = time.monotonic() + 120
+        while not ((tmp_path / "run/metrics.json").exists() and losses_of(tmp_path / "run")) and time.monotonic() < end:
+            time.sleep(0.1)
+        workers = [
+            pid for pid in children(process.pid) if b"train" in Path(f"/proc/{pid}/cmdline").read_bytes() or by != "torchrun"
+        ]
+        workers = sorted(pid for pid in workers if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes())
+        killed = workers[-1]
+        start = time.monotonic()
+        os.kill(killed, signal.SIGKILL)
+        _, told = process.communicate(timeout=60)
+        assert time.monotonic() - start < 60
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    if by == "torchrun":
+        assert re.search(rf"rank *: \d.*\n.*exitcode *: -9 \(pid: {killed}\)", told)
+        assert f"Signal 9 (SIGKILL) received by PID {killed}" in told
+    else:
+        assert re.search(rf"stopped: process \d of the run \(pid {killed}\) was ended by SIGKILL; the others were ended", told)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+KILL_ONCE = """
+import os, signal, sys
+import cpvt_det.solver.step as step
+real = step.TrainStep.__call__
+def call(self, samples, iteration):
+    if iteration == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, samples, iteration)
+step.TrainStep.__call__ = call
+from cpvt_det.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(command, tmp_path, runner):
+    """The second process is killed in step 4; the checkpoint is of step 2."""
+    more = {"runner": runner, "MODEL__BACKBONE__NORM": "SyncBN", "MODEL__POSITION__NORM": "SyncBN"}
+    script = tmp_path / "kill_once.py"
+    script.write_text(KILL_ONCE)
+    options = ["--num-gpus", "0"]
+    result = run(*TORCHRUN, "--max-restarts=1", script, *command("cut", *options, **more))
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert f"Resumed from {tmp_path / 'cut' / 'model_0000002.pth'}" in (tmp_path / "cut/log.txt").read_text()
+    assert run(*TORCHRUN, "-m", "cpvt_det", *command("whole", *options, **more)).returncode == 0
+    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
