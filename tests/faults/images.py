@@ -8,12 +8,17 @@ JSON does not, the sizes differ, which is an error; where it turns by 180 degree
 Transparency is dropped, 16 bits keep their high byte.
 """
 
+import subprocess
+import sys
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from tiny import overrides
 
-from faults.drawn import DataCase, Drawn
+from faults.case import Case, Ending
+from faults.drawn import DataCase, Drawn, draw
 
 ORIENTATION = 0x0112
 
@@ -103,6 +108,17 @@ def size(**values):
     return lambda drawn: drawn.content["images"][0].update(values)
 
 
+def met_by_a_worker(folder: Path) -> Ending:
+    """Train in a process of its own, which has to end though the worker that met the damage is still there."""
+    drawn = draw(folder / "data", flip_bytes)
+    (folder / "run.yaml").write_text("VERSION: 2\n")
+    words = ["--config-file", folder / "run.yaml", "--runner", "builtin"]
+    words += overrides(drawn.files, folder / "out", DATALOADER__NUM_WORKERS=1)
+    command = [sys.executable, "-m", "cpvt_det", "train", *map(str, words)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return Ending(ended.returncode, ended.stderr)
+
+
 CANNOT = "image files that cannot be read: ...image 1: cannot read image .../images/"
 FINE = "drawn: 4 images, 0 of them without objects, "
 
@@ -122,6 +138,7 @@ CASES = [
     DataCase("the first 20 bytes of a PNG", lambda d: d.path(1).write_bytes(d.path(1).read_bytes()[:20]), f"{CANNOT}1.png: "),
     DataCase("half a BMP, with --decode", cut("a.bmp", 0.5), f"{CANNOT}a.bmp: ", 2, ["--decode"]),
     DataCase("damaged PNG, with --decode", flip_bytes, f"{CANNOT}1.png: ", 2, ["--decode"]),
+    Case("damaged PNG met by a data worker", met_by_a_worker, "error: cannot read image ...1.png: "),
     DataCase("other size than the JSON says", size(width=61), "image 1: .../images/1.png is 60 x 40 pixels, the JSON says 61 x 40"),
     DataCase(
         "EXIF swaps the sides, the JSON does not",

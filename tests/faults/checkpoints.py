@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints.
+
+A checkpoint is written to a temporary file, flushed to the disk and renamed, its SHA-256 beside it is in the format of `sha256sum`,
+and `last_checkpoint` follows after both. Every read compares the two; files from elsewhere, which have none beside them, are compared
+with the checksums inside torch's zip format. `--resume`, and `--eval-only --resume`, take the newest that is whole, by the time it
+was written; to go back further, move the newer ones away. `SOLVER.CHECKPOINT_KEEP` numbered ones stay, with `model_best.pth` and
+`model_final.pth`. What is not finite is not saved.
+
+No file's code is run: torch's are read with `weights_only=True`, with an allow-list for `argparse.Namespace` and numpy's numbers and
+arrays; a `.pkl` by an unpickler that knows arrays, numbers, text and containers and nothing else.
+
+`python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 36 fell into the
+middle of a save, 0 checkpoints were lost, and none was older than the last that the process had called saved. `tests/test_kills.py`
+does five. A full disk is simulated in `tests/test_checkpoint_files.py`, after any number of bytes.
+"""
+
+import os
+import pickle
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import overrides
+
+from cpvt_det.checkpoint.files import checksum_of, read_checkpoint
+from faults.case import Case, Ending
+from faults.drawn import Drawn, call_on, draw
+
+SHORT = {"SOLVER__MAX_ITER": 2, "SOLVER__CHECKPOINT_PERIOD": 1, "DATASETS__TEST": ()}
+FINAL = "model_final.pth"
+LIMIT = 400_000  # bytes of a file: room for all but a checkpoint
+
+
+def after_run(damage: Callable[[Path], Any], *words: str, **more: object) -> Callable[[Path], Ending]:
+    """Train two steps, do damage to the run's folder, and call the command again."""
+
+    def run(folder: Path) -> Ending:
+        drawn = draw(folder / "data", lambda _: None)
+        trained = call_on(drawn, "train", **SHORT)
+        if trained.code:
+            return trained
+        damage(folder / "out")
+        settings = {key: str(value).replace("OUT", str(folder / "out")) for key, value in more.items()}
+        return call_on(drawn, "train", *words, **{**SHORT, **settings})
+
+    return run
+
+
+def weights(damage: Callable[[Path], Any], *words: str, name: str = FINAL, **more: object) -> Callable[[Path], Ending]:
+    """Evaluate a checkpoint of a short run after damage to it."""
+    words = words or ("--eval-only",)
+    return after_run(damage, *words, MODEL__WEIGHTS=f"OUT/{name}", DATASETS__TEST=("drawn",), OUTPUT_DIR="OUT/eval", **more)
+
+
+def flip(out: Path) -> None:
+    content = bytearray((out / FINAL).read_bytes())
+    content[len(content) // 2] ^= 1
+    (out / FINAL).write_bytes(content)
+
+
+def flip_without_checksum(out: Path) -> None:
+    flip(out)
+    checksum_of(out / FINAL).unlink()
+
+
+def halve(*names: str) -> Callable[[Path], None]:
+    def damage(out: Path) -> None:
+        for name in names:
+            os.truncate(out / name, (out / name).stat().st_size // 2)
+
+    return damage
+
+
+class Code:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def hide_code(name: str) -> Callable[[Path], None]:
+    def damage(out: Path) -> None:
+        (out / name).write_bytes(pickle.dumps({"model": Code()}, 2))
+
+    return damage
+
+
+def hide_code_in_zip(out: Path) -> None:
+    torch.save({"model": {"a": torch.ones(1)}, "x": Code()}, out / "code.pth")
+
+
+def zoo(out: Path) -> None:
+    arrays = {name: tensor.numpy() for name, tensor in read_checkpoint(out / FINAL)["model"].items()}
+    (out / "zoo.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "somebody"}))
+
+
+def change_weights(change: Callable[[dict], Any], name: str = "other.pth") -> Callable[[Path], None]:
+    def damage(out: Path) -> None:
+        content = read_checkpoint(out / FINAL)["model"]
+        torch.save(change(content) or content, out / name)
+
+    return damage
+
+
+def empty(out: Path) -> None:
+    for path in out.glob("model_*"):
+        path.unlink()
+
+
+def full_disk(folder: Path) -> Ending:
+    """In a process that may write no file as large as a checkpoint."""
+    drawn: Drawn = draw(folder / "data", lambda _: None)
+    (folder / "run.yaml").write_text("VERSION: 2\n")
+    words = ["--config-file", str(folder / "run.yaml"), "--runner", "builtin", *overrides(drawn.files, folder / "out", **SHORT)]
+    result = subprocess.run(
+        [sys.executable, "-m", "cpvt_det", "train", *words],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT)),
+    )
+    assert not list((folder / "out").glob(".*.tmp"))
+    return Ending(result.returncode, result.stderr)
+
+
+def file_in_the_way(folder: Path) -> Ending:
+    (folder / "out").write_text("")
+    return call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
+
+
+def nothing(out: Path) -> None:
+    pass
+
+
+CASES = [
+    Case(
+        "one flipped bit in the weights", weights(flip), f"{FINAL}: damaged: it is not what its checksum {FINAL}.sha256 was made of"
+    ),
+    Case(
+        "the same, without the file's checksum",
+        weights(flip_without_checksum),
+        f"{FINAL}: damaged: the checksum of its part ... is wrong",
+    ),
+    Case("half a file", weights(halve(FINAL)), f"{FINAL}: damaged"),
+    Case("no file", weights(nothing, name="gone.pth"), "no weights file ...gone.pth"),
+    Case(
+        "code in a .pkl",
+        weights(hide_code("code.pkl"), name="code.pkl"),
+        "code.pkl: refused, because it holds a Python object (...mkdir)",
+    ),
+    Case("code in a pickle named .pth", weights(hide_code("code.pth"), name="code.pth"), "code.pth: "),
+    Case(
+        "code in a .pth",
+        weights(hide_code_in_zip, name="code.pth"),
+        "code.pth: refused, because it holds a Python object (...mkdir)",
+    ),
+    Case("a .pkl of arrays, as in the model zoo", weights(zoo, name="zoo.pkl"), "zoo.pkl: ... tensors loaded", 0),
+    Case(
+        "weights that fit in part, --eval-only",
+        weights(nothing, MODEL__DETR__NUM_OBJECT_QUERIES=5),
+        "fits the config's model in part only, evaluation needs all of it: ...--allow-partial evaluates it with the rest random",
+    ),
+    Case(
+        "the same with --allow-partial",
+        weights(nothing, "--eval-only", "--allow-partial", MODEL__DETR__NUM_OBJECT_QUERIES=5),
+        "1 made anew (query_embed.weight)",
+        0,
+    ),
+    Case(
+        "weights with nothing in common, --allow-partial",
+        weights(change_weights(lambda w: {"a": torch.ones(1)}), "--eval-only", "--allow-partial", name="other.pth"),
+        "has nothing in common with the model (a there, ",
+    ),
+    Case(
+        "weights with a NaN to start from",
+        weights(change_weights(lambda w: w["class_embed.bias"].fill_(torch.nan) and None), "--debug", name="other.pth"),
+        "other.pth holds numbers that are not finite, in class_embed.bias; training would take no step",
+    ),
+    Case(
+        "newest checkpoint cut off, --resume",
+        after_run(halve(FINAL), "--resume"),
+        f"Skipped a checkpoint: ...{FINAL}: damaged...Resumed from ...model_0000001.pth",
+        0,
+    ),
+    Case(
+        "newest checkpoint of 0 bytes, --resume",
+        after_run(lambda out: os.truncate(out / FINAL, 0), "--resume"),
+        f"Skipped a checkpoint: ...{FINAL}: damaged...Resumed from ...model_0000001.pth",
+        0,
+    ),
+    Case(
+        "no checkpoint whole, --resume",
+        after_run(halve(FINAL, "model_0000001.pth", "model_0000000.pth"), "--resume"),
+        f"no checkpoint in ... is whole ({FINAL}, ",
+    ),
+    Case(
+        "empty last_checkpoint, --resume",
+        after_run(lambda out: (out / "last_checkpoint").write_text(""), "--resume"),
+        f"Resumed from ...{FINAL}",
+        0,
+    ),
+    Case(
+        "checkpoints gone, --resume", after_run(empty, "--resume"), f"last_checkpoint in ... names ...{FINAL}, which is not there"
+    ),
+    Case(
+        "--resume in an empty folder",
+        after_run(nothing, "--resume", OUTPUT_DIR="OUT/new"),
+        "Nothing to resume in ...: starting at iteration 0",
+        0,
+    ),
+    Case("disk full at a save", full_disk, "stopped: cannot write ...model_0000000.pth: File too large", 1),
+    Case("OUTPUT_DIR that is a file", file_in_the_way, "cannot write to OUTPUT_DIR ...: "),
+]

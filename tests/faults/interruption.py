@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resume and signals.
+
+Data order, augmentation and dropout follow from the seed and the iteration; so a resumed run is the run never interrupted, bit for bit
+on a CPU with the same number of threads. Compared are the losses of every step, all weights, the moving average, the optimiser's
+state, the scaler, the best AP and the seed, with equality and no tolerance:
+
+| interrupted | settings | runner | test |
+|:--|:--|:--|:--|
+| inside the first epoch, at its border, before the last step | dropout, augmentation, 2 accumulated parts, EMA, a step of the learning rate | builtin, DETR and Deformable-DETR | `test_runner.py` |
+| after step 3 of 6 | float16 with its scaler, 2 workers, best AP, evaluations between | builtin | `test_resume.py` |
+| by SIGTERM, sent to the run and its 2 workers | checkpoints far apart: the signal's is the only one | builtin, detectron2 | `test_interruption.py` |
+| by SIGTERM within an evaluation, which is made up for | checkpoints far apart | builtin, detectron2 | `test_interruption.py` |
+| after step 3, then gone on with in the other runner | dropout, EMA | builtin to detectron2 and back | `test_detectron2.py` |
+| by kill -9 of one of two processes, restarted by torchrun | synchronised norms | builtin, detectron2 | `test_processes.py` |
+
+A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130, at once where an evaluation runs; a second one
+(half a second later at least, since a terminal and torchrun both send the first) ends everything at once.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from cpvt_det.solver.step import TrainStep
+from faults.case import Case, Ending
+from faults.checkpoints import SHORT, after_run, nothing
+from faults.drawn import call_on, draw
+
+
+def signalled(signum: int) -> Callable[[Path], Ending]:
+    """Send a signal in the middle of the second step."""
+    real = TrainStep.__call__
+
+    def step(self: TrainStep, samples: list, iteration: int) -> dict:
+        if iteration == 1:
+            os.kill(os.getpid(), signum)
+        return real(self, samples, iteration)
+
+    def run(folder: Path) -> Ending:
+        with mock.patch.object(TrainStep, "__call__", step):
+            return call_on(draw(folder / "data", lambda _: None), "train", **{**SHORT, "SOLVER__MAX_ITER": 9})
+
+    return run
+
+
+def classes(folder: Path) -> Ending:
+    ending = after_run(nothing)(folder)
+    if ending.code:
+        return ending
+    other = draw(folder / "other", lambda drawn: drawn.content["categories"][0].update(name="worm"))
+    return call_on(other, "train", "--resume", **{**SHORT, "OUTPUT_DIR": folder / "out"})
+
+
+CASES = [
+    Case("SIGTERM", signalled(signal.SIGTERM), "interrupted by SIGTERM: iteration 1 is saved; --resume goes on after it", 143),
+    Case("Ctrl-C", signalled(signal.SIGINT), "interrupted by SIGINT: iteration 1 is saved; --resume goes on after it", 130),
+    Case(
+        "--resume with another learning rate",
+        after_run(nothing, "--resume", SOLVER__BASE_LR=0.001),
+        "The resumed run goes on with another config: SOLVER.BASE_LR was 0.0001, is 0.001",
+        0,
+    ),
+    Case(
+        "--resume with another width",
+        after_run(nothing, "--resume", MODEL__DETR__HIDDEN_DIM=32),
+        "MODEL.DETR.HIDDEN_DIM was 16, is 32...is of another model than the config's and cannot be resumed",
+    ),
+    Case("--resume with other classes", classes, "the run to resume was trained on other classes (2: cell, mite)"),
+]

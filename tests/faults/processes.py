@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes.
+
+Two processes with gloo take the steps of one on the same global batch, with all objects in one of them: after 20 steps in float64 with
+synchronised norms the losses differ by at most 4e-15, weights, running statistics and moving average by 7e-14 (`test_processes.py`).
+There, too: a killed process ends the others within seconds under torchrun and under `--num-gpus`, with its number and its signal; a
+step that is bad in one process is left out in all; `torchrun --max-restarts` goes on from the last checkpoint, without `--resume` on
+the command line, to the same bits.
+
+A run holds a lock on `.lock` in its `OUTPUT_DIR`. It ends with the process, so that a dead one never blocks.
+
+A run of 2,000 steps with an evaluation every 200 held, in its last tenth against its first, LONG_RUN (`python -m faults.long_run 2000`;
+`tests/test_long_run.py` is shorter).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+from cpvt_det.data.mapper import Mapper
+from faults.case import Case, Ending
+from faults.checkpoints import SHORT
+from faults.drawn import call_on, draw
+
+HOLD = """
+import sys
+from pathlib import Path
+from fvcore.common.config import CfgNode
+from cpvt_det.runner.setup import only_run_in
+with only_run_in(CfgNode({"OUTPUT_DIR": sys.argv[1]})):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def second_run(folder: Path) -> Ending:
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder / "out")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    first.stdout.readline()
+    ending = call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
+    first.communicate()
+    return ending
+
+
+def killed_run(folder: Path) -> Ending:
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder / "out")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    first.stdout.readline()
+    first.kill()
+    first.communicate()
+    return call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
+
+
+def dead_worker(folder: Path) -> Ending:
+    real = Mapper.__call__
+
+    def read(self: Mapper, record):
+        if record.image_id == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, record)
+
+    with mock.patch.object(Mapper, "__call__", read):
+        return call_on(draw(folder / "data", lambda _: None), "train", **SHORT, DATALOADER__NUM_WORKERS=1)
+
+
+CASES = [
+    Case("a second run in the folder of one that lives", second_run, "another run, process ..., is using OUTPUT_DIR "),
+    Case("a run in the folder of one that was killed", killed_run, "", 0),
+    Case(
+        "a data worker killed",
+        dead_worker,
+        "stopped: a data worker (process ...) died while reading .../3.png; --resume goes on",
+        1,
+    ),
+]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that are not finite.
+
+A step whose loss, predictions or gradient are not finite is not taken: weights, optimiser, running statistics and moving average stay
+as they were, bit for bit, in all processes alike. A loss that is not finite makes all gradients NaN, their average carries that to
+every process, and the fused optimiser leaves out the step by a flag on the device: the host waits for nothing, and reads the flags
+when a line of the log is due. The log names the images whose predictions are not finite, or else those of the step; `skipped` in
+`metrics.json` counts such steps. A checkpoint that is due waits for the next good step, so that after `SOLVER.MAX_BAD_STEPS` in a row
+the last one is good (exit code 1). `tests/test_bad_steps.py` has every kind of it, with accumulation and in half precision.
+
+Box heads, matching and losses run in float32 under autocast: `tests/test_padding.py` compares the bits.
+"""
+
+from pathlib import Path
+
+from faults.case import Case, Ending
+from faults.checkpoints import SHORT
+from faults.drawn import call_on, draw
+
+
+def train(**more: object):
+    """Twelve steps with these settings; the log is written after every one."""
+
+    def run(folder: Path) -> Ending:
+        settings = {**SHORT, "SOLVER__MAX_ITER": 12, "SOLVER__MAX_BAD_STEPS": 3, **more}
+        return call_on(draw(folder / "data", lambda _: None), "train", **settings)
+
+    return run
+
+
+CASES = [
+    Case(
+        "learning rate of 1e30",
+        train(SOLVER__BASE_LR=1e30),
+        "is left out: predictions that are not finite for images ...stopped: 3 steps in a row were not finite "
+        "(SOLVER.MAX_BAD_STEPS 3; the log names their images); the last checkpoint is from before them",
+        1,
+    ),
+    Case("weights that overflow", train(SOLVER__BASE_LR=1e39), "stopped: the weights are not finite (...) and are not saved", 1),
+    Case(
+        "images divided by zero",
+        train(MODEL__PIXEL_STD=[0.0, 1.0, 1.0]),
+        "Iteration 0 is left out: predictions that are not finite for images ...stopped: 3 steps in a row were not finite",
+        1,
+    ),
+    Case("MAX_BAD_STEPS of 0", train(SOLVER__MAX_BAD_STEPS=0), "SOLVER.MAX_BAD_STEPS must be at least 1, got 0"),
+]
