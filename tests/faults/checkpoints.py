@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints.
 
-A checkpoint is written to a temporary file, flushed to the disk and renamed, its SHA-256 beside it is in the format of `sha256sum`,
-and `last_checkpoint` follows after both. Every read compares the two; files from elsewhere, which have none beside them, are compared
-with the checksums inside torch's zip format. `--resume`, and `--eval-only --resume`, take the newest that is whole, by the time it
-was written; to go back further, move the newer ones away. `SOLVER.CHECKPOINT_KEEP` numbered ones stay, with `model_best.pth` and
-`model_final.pth`. What is not finite is not saved.
+A checkpoint is written to a temporary file, flushed to the disk and renamed, its SHA-256 beside it is in the format of
+`sha256sum`, and `last_checkpoint` follows after both. Every read compares the two; files from elsewhere, which have none beside
+them, are compared with the checksums inside torch's zip format. `--resume`, and `--eval-only --resume`, take the newest that is
+whole, by the time it was written; to go back further, move the newer ones away. `SOLVER.CHECKPOINT_KEEP` numbered ones stay,
+with `model_best.pth` and `model_final.pth`. What is not finite is not saved.
 
-No file's code is run: torch's are read with `weights_only=True`, with an allow-list for `argparse.Namespace` and numpy's numbers and
-arrays; a `.pkl` by an unpickler that knows arrays, numbers, text and containers and nothing else.
+No file's code is run: torch's are read with `weights_only=True`, with an allow-list for `argparse.Namespace` and numpy's
+numbers and arrays; a `.pkl` by an unpickler that knows arrays, numbers, text and containers and nothing else.
 
-`python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 36 fell into the
-middle of a save, 0 checkpoints were lost, and none was older than the last that the process had called saved. `tests/test_kills.py`
-does five. A full disk is simulated in `tests/test_checkpoint_files.py`, after any number of bytes.
+`python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 36 fell
+into the middle of a save, 0 checkpoints were lost, and none was older than the last that the process had called saved.
+`tests/test_kills.py` does five. A full disk is simulated in `tests/test_checkpoint_files.py`, after any number of bytes.
 """
 
 import os
@@ -99,12 +99,15 @@ def zoo(out: Path) -> None:
     (out / "zoo.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "somebody"}))
 
 
-def change_weights(change: Callable[[dict], Any], name: str = "other.pth") -> Callable[[Path], None]:
+def change_weights(change: Callable[[dict], dict]) -> Callable[[Path], None]:
     def damage(out: Path) -> None:
-        content = read_checkpoint(out / FINAL)["model"]
-        torch.save(change(content) or content, out / name)
+        torch.save(change(read_checkpoint(out / FINAL)["model"]), out / "other.pth")
 
     return damage
+
+
+def spoil(weights: dict) -> dict:
+    return {**weights, "class_embed.bias": weights["class_embed.bias"] * torch.nan}
 
 
 def empty(out: Path) -> None:
@@ -177,7 +180,7 @@ CASES = [
     ),
     Case(
         "weights with a NaN to start from",
-        weights(change_weights(lambda w: w["class_embed.bias"].fill_(torch.nan) and None), "--debug", name="other.pth"),
+        after_run(change_weights(spoil), MODEL__WEIGHTS="OUT/other.pth", OUTPUT_DIR="OUT/new"),
         "other.pth holds numbers that are not finite, in class_embed.bias; training would take no step",
     ),
     Case(
@@ -195,7 +198,7 @@ CASES = [
     Case(
         "no checkpoint whole, --resume",
         after_run(halve(FINAL, "model_0000001.pth", "model_0000000.pth"), "--resume"),
-        f"no checkpoint in ... is whole ({FINAL}, ",
+        "no checkpoint in ... is whole (model_",
     ),
     Case(
         "empty last_checkpoint, --resume",

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resume and signals.
 
-Data order, augmentation and dropout follow from the seed and the iteration; so a resumed run is the run never interrupted, bit for bit
-on a CPU with the same number of threads. Compared are the losses of every step, all weights, the moving average, the optimiser's
-state, the scaler, the best AP and the seed, with equality and no tolerance:
+Data order, augmentation and dropout follow from the seed and the iteration; so a resumed run is the run never interrupted, bit
+for bit on a CPU with the same number of threads. Compared are the losses of every step, all weights, the moving average, the
+optimiser's state, the scaler, the best AP and the seed, with equality and no tolerance:
 
 | interrupted | settings | runner | test |
 |:--|:--|:--|:--|
-| inside the first epoch, at its border, before the last step | dropout, augmentation, 2 accumulated parts, EMA, a step of the learning rate | builtin, DETR and Deformable-DETR | `test_runner.py` |
+| inside an epoch, at its border, at the end | dropout, augmentation, 2 accumulated parts, EMA | builtin | `test_runner.py` |
 | after step 3 of 6 | float16 with its scaler, 2 workers, best AP, evaluations between | builtin | `test_resume.py` |
-| by SIGTERM, sent to the run and its 2 workers | checkpoints far apart: the signal's is the only one | builtin, detectron2 | `test_interruption.py` |
-| by SIGTERM within an evaluation, which is made up for | checkpoints far apart | builtin, detectron2 | `test_interruption.py` |
+| by SIGTERM, to the run and its 2 workers | no checkpoint but the signal's | builtin, detectron2 | `test_interruption.py` |
+| by SIGTERM within an evaluation | it is made up for | builtin, detectron2 | `test_interruption.py` |
 | after step 3, then gone on with in the other runner | dropout, EMA | builtin to detectron2 and back | `test_detectron2.py` |
 | by kill -9 of one of two processes, restarted by torchrun | synchronised norms | builtin, detectron2 | `test_processes.py` |
 
-A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130, at once where an evaluation runs; a second one
-(half a second later at least, since a terminal and torchrun both send the first) ends everything at once.
+A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130, at once where an evaluation runs; a
+second one (half a second later at least, since a terminal and torchrun both send the first) ends everything at once.
 """
 
 import os
