@@ -75,7 +75,7 @@ def test_a_run_leaves_its_files(train):
     assert {"lr", "time", "images_per_second", "eta_seconds", "grad_norm", "loss_giou"} <= lines[0].keys()
     log = (folder / "log.txt").read_text()
     assert "6 iterations of 2 images / 5 images = 2.4 epochs" in log
-    assert "1 boxes without area left out" in log
+    assert "boxes without area, left out: 1" in log
 
 
 def test_detections_carry_the_ids_of_the_data(train):
