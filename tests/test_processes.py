@@ -150,5 +150,6 @@ def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(command,
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"Resumed from {tmp_path / 'cut' / 'model_0000002.pth'}" in (tmp_path / "cut/log.txt").read_text()
     assert run(*TORCHRUN, "-m", "cpvt_det", *command("whole", *options, **more)).returncode == 0
-    assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
+    if runner == "builtin":  # detectron2 writes medians over steps, which start anew
+        assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")

@@ -154,11 +154,13 @@ class Trainer(DefaultTrainer):
         with EventStorage(self.start_iter) as self.storage, self.guard, watched:
             self.before_train()
             if self.tests and 0 < self.start_iter < self.max_iter and is_due(self.start_iter - 1, self._length):
-                self._test_and_keep_best()  # the checkpoint is older than its evaluation
+                missed = self._test_and_keep_best()  # the checkpoint is older than its evaluation
+                self.storage.put_scalars(**flatten(missed), smoothing_hint=False)
             while self.iter < self.max_iter:
                 self.before_step()
                 self.run_step()
                 self.after_step()
+                self.guard.obey_signals()
                 self.iter += 1
             self.after_train()
         return self.results

@@ -46,7 +46,6 @@ class RunGuard:
 
         Raises:
             RunStoppedError: too many bad steps in a row, or a checkpoint that cannot be written.
-            InterruptedRun: a signal came; the step is saved.
         """
         self._iteration = iteration
         is_last = iteration + 1 == self.max_iter
@@ -58,6 +57,13 @@ class RunGuard:
         if is_last:
             self.checkpointer.save(FINAL, iteration)
             self._saved = iteration
+
+    def obey_signals(self) -> None:
+        """End the run where a signal asked for it, at the end of what belongs to a step.
+
+        Raises:
+            InterruptedRun: a signal came; the step is saved.
+        """
         signum = self._signals.received()
         if signum:
             self._leave(signum)

@@ -102,6 +102,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
             trainer.iteration = iteration
             writer.put(iteration, step(samples, iteration), step.lr)
             guard.after_step(iteration)
+            guard.obey_signals()
             if tests and is_due(iteration, length):
                 results = evaluate_after(iteration)
     if distributed.rank() == 0:
