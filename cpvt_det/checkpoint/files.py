@@ -103,7 +103,7 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, T
         )
     found = next((checkpoint[key] for key in ("model", "state_dict") if isinstance(checkpoint.get(key), dict)), checkpoint)
     node = checkpoint.get("cpvt_det")
-    if isinstance(node, dict) and isinstance(node.get("ema"), dict):  # a run of ours with SOLVER.EMA: the weights that were evaluated
+    if isinstance(node, dict) and isinstance(node.get("ema"), dict):  # SOLVER.EMA: the weights that were evaluated
         found = {key: value for key, value in node["ema"].items() if key != "n_averaged"}
     strange = [key for key, value in found.items() if not isinstance(key, str) or not isinstance(value, Tensor)]
     if strange or not found:
