@@ -42,4 +42,5 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
         raise WeightsError(first_line(error)) from error
     numbers = sum(tensor.numel() for tensor in weights.state_dict.values())
     classes = "classes unknown" if weights.classes is None else f"{len(weights.classes)} class rows"
-    click.echo(f"{output}: {len(weights.state_dict)} tensors ({numbers / 1e6:.1f} M numbers) of {weights.source or 'cpvt_det'}, {classes}")
+    names = weights.source or "cpvt_det"
+    click.echo(f"{output}: {len(weights.state_dict)} tensors ({numbers / 1e6:.1f} M numbers) of {names}, {classes}")

@@ -29,7 +29,7 @@ def add_cpvt_det_config(cfg: CfgNode) -> None:
     ``MODEL.DEVICE`` becomes what ``auto`` means on this machine, since detectron2 hands it to torch as it is.
     """
     _add(core.get_cfg(), cfg, with_known=True)
-    cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+    cfg.MODEL.DEVICE = _auto_device()
 
 
 def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
@@ -44,7 +44,7 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
         core.merge_checked(cfg, core.read_config(config_file), config_file)
     core.merge_overrides(cfg, overrides)
     if cfg.MODEL.DEVICE == "auto":
-        cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+        cfg.MODEL.DEVICE = _auto_device()
     return cfg
 
 
@@ -66,6 +66,10 @@ def without_untouched(cfg: CfgNode) -> CfgNode:
     default = get_cfg()
     add_cpvt_det_config(default)
     return _kept(cfg, default, core.get_cfg())
+
+
+def _auto_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:

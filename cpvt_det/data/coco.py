@@ -5,11 +5,9 @@ The start of the road of one image; ``data/mapper.py`` comes next. What is left 
 too; ``data/rules.py`` says what that is.
 """
 
-import gc
 import json
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.findings import Findings, require_no_errors
 from cpvt_det.data.rules import Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError
+from cpvt_det.garbage import no_garbage_collection
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def read_coco(files: DatasetFiles) -> CocoDataset:
     Raises:
         DataError: a file that is missing or not COCO.
     """
-    with _no_garbage_collection():
+    with no_garbage_collection():
         content = _read_json(files.annotations)
         findings = Findings(f"{files.name} ({files.annotations})")
         categories = _read_categories(_section(content, "categories", files), findings)
@@ -267,15 +266,3 @@ def _record(image: dict, annotations: list[dict], label_of: dict[Id, int], root:
 
 def _double(values: Iterable) -> set:
     return {value for value, count in Counter(values).items() if count > 1}
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Dicts by the million are made, none in a cycle; looking through them for cycles is a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

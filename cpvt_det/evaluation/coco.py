@@ -7,14 +7,13 @@ A backend matches; the figures are read off its arrays here, in one function for
 pycocotools gives -1 for AP with any limit but 100 detections.
 """
 
-import gc
 import io
 import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tabulate import tabulate
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.checks import check_classes, check_form, check_values
+from cpvt_det.garbage import no_garbage_collection
 from cpvt_det.structures import Detections
 
 AREA_SUFFIXES = ("s", "m", "l")  # of a box: below 32^2 pixels, up to 96^2, above
@@ -149,7 +149,7 @@ class CocoEvaluator:
             limits of AR follow ``max_detections``), "ARs", "ARm", "ARl" and "AP-<class name>" of each class. A figure
             is NaN if there is no ground truth for it, and 0 if there is some but no detection.
         """
-        with _no_garbage_collection():
+        with no_garbage_collection():
             detected = [
                 {"id": n, "image_id": i, "category_id": c, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, "score": score}
                 for n, (i, c, box, score) in enumerate(self._rows(), start=1)
@@ -234,18 +234,6 @@ def _lean_copy(ground_truth: dict[str, Any], class_ids: list[int]) -> dict[str, 
         "annotations": annotations,
         "categories": [{"id": class_id} for class_id in class_ids],
     }
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Dicts by the million are made, none in a cycle; looking through them for cycles is a fifth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _match(
