@@ -27,6 +27,24 @@ DEFORMABLE = {
     "MODEL__CRITERION__CLASSIFICATION": "focal",
 }
 DETECTORS = {"detr": {}, "deformable": DEFORMABLE}
+SMALL_WORDS = [
+    word
+    for pair in {
+        "MODEL.BACKBONE.NAME": "resnet10",
+        "MODEL.BACKBONE.WEIGHTS": "",
+        "MODEL.BACKBONE.NORM": "BN",
+        "MODEL.BACKBONE.FREEZE_AT": 0,
+        "MODEL.BACKBONE.WIDTH": 16,
+        "MODEL.DETR.HIDDEN_DIM": 32,
+        "MODEL.DETR.NHEADS": 4,
+        "MODEL.DETR.ENC_LAYERS": 1,
+        "MODEL.DETR.DEC_LAYERS": 1,
+        "MODEL.DETR.NUM_OBJECT_QUERIES": 10,
+        "MODEL.DEVICE": "cpu",
+    }.items()
+    for word in pair
+]
+"""A small model, for the ``merge_from_list`` of detectron2's config."""
 RUN = {
     "INPUT.MIN_SIZE_TRAIN": (32, 40),
     "INPUT.MAX_SIZE_TRAIN": 64,
