@@ -39,6 +39,7 @@ DROPOUT = 0.1
 FLOAT_TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
 PEG = "another position encoding, and padding masked in the backbone: ours as it ships"
 ENCODING = "another position encoding"
+ROUNDED = "a peer under autocast, which it does not come with; how it rounds is its own matter"
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,9 @@ def make_work(shape: Shape, size: Size, options: Options) -> Work:
     # Which of two proposals that nearly tie comes first, half precision cannot say.
     rounded = "in half precision other proposals are chosen" if shape.recipe.two_stage else ""
     make = partial(make_contender, shape, batch, targets)
-    contenders = [make(name, model, peer=True) for name, model in _peers(shape.recipe, same, options, left_out)]
+    peers = _peers(shape.recipe, same, options, left_out)
+    contenders = [make(name, model, peer=True) for name, model in peers]
+    contenders += [make(f"{name} bf16", model, bf16=True, other_work=ROUNDED) for name, model in peers]
     contenders += [
         make("cpvt_det", same),
         make("cpvt_det bf16", same, bf16=True, other_work=rounded),
