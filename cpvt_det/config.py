@@ -43,6 +43,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.META_ARCHITECTURE = "CPVTDetr"
     model.DEVICE = "auto"  # cuda where there is one, else cpu
     model.WEIGHTS = ""  # start from these; heads of other classes are made anew
+    model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
     model.CHECKPOINTING = False  # True: backbone and encoder are computed twice a step, for about half the memory
     model.NUM_CLASSES = 0  # 0: what the training data has; otherwise it is checked against the data
     model.PIXEL_MEAN = [123.675, 116.280, 103.530]  # RGB, 0 to 255
@@ -143,6 +144,7 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.BASE_LR = 1e-4
     solver.BACKBONE_LR = 2e-5
     solver.POINTS_LR_MULTIPLIER = 0.1  # of Deformable-DETR's sampling offsets and reference points, on BASE_LR
+    solver.LR_MULTIPLIERS = []  # [part, factor] each, as in ["backbone.body.layer2", 0.5]; all that fit are multiplied
     solver.WEIGHT_DECAY = 1e-4
     solver.WEIGHT_DECAY_NORM = None  # None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # None: as its parameters would have elsewhere

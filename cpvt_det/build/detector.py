@@ -125,6 +125,7 @@ def _shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int)
         "prior_probability": classification.prior_probability,
         "pixel_mean": cfg.MODEL.PIXEL_MEAN,
         "pixel_std": cfg.MODEL.PIXEL_STD,
+        "frozen": cfg.MODEL.FREEZE,
     }
 
 

@@ -37,8 +37,13 @@ def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
     """AdamW with the groups of ``SOLVER``."""
     solver = cfg.SOLVER
     rates = (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY, solver.POINTS_LR_MULTIPLIER)
+    factors = solver.LR_MULTIPLIERS
+    for entry in factors:
+        kinds = [type(part) for part in entry] if isinstance(entry, (list, tuple)) else []
+        if kinds not in ([str, float], [str, int]) or entry[1] < 0:
+            raise ConfigError(f"SOLVER.LR_MULTIPLIERS holds pairs of a part and a factor, got {entry!r}")
     with config_errors("SOLVER"):
-        return make_optimizer(parameter_groups(detector, *rates, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG))
+        return make_optimizer(parameter_groups(detector, *rates, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG, factors))
 
 
 def build_ema(cfg: CfgNode, detector: nn.Module) -> MovingAverage | None:

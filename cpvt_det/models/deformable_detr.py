@@ -37,8 +37,10 @@ class DeformableDETR(Detector):
         mask_padding: padded cells are left out of the projections' norms; ``False`` is the official arithmetic.
         prior_probability: of every class at the start, for sigmoids.
         pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
+        frozen: parts that are not trained, as of :meth:`Detector.freeze`.
 
     Raises:
+        UnknownNameError: no part of this name to freeze.
         ValueError: no queries, fewer levels than maps, a transformer of another number of levels, two stages without box
             refinement, with channels that are no multiple of 4 or with an NMS threshold outside (0, 1].
 
@@ -61,6 +63,7 @@ class DeformableDETR(Detector):
         prior_probability: float | None = None,
         pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
         pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
+        frozen: Sequence[str] = (),
     ):
         super().__init__(backbone, num_queries, pixel_mean, pixel_std)
         if num_levels < len(backbone.strides):
@@ -86,6 +89,7 @@ class DeformableDETR(Detector):
             self.queries = ProposedQueries(channels, num_queries, num_logits, prior_probability, proposal_nms)
         else:
             self.queries = LearnedQueries(channels, num_queries)
+        self.freeze(frozen)
 
     @property
     def size_divisibility(self) -> int:

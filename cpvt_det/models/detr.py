@@ -29,8 +29,10 @@ class DETR(Detector):
         decoder_position: the encoding of the decoder's keys; ``"same"`` takes the encoder's additive embedding, ``None`` none.
         prior_probability: of every class at the start, for sigmoids.
         pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
+        frozen: parts that are not trained, as of :meth:`Detector.freeze`.
 
     Raises:
+        UnknownNameError: no part of this name to freeze.
         ValueError: no queries.
 
     Source: arXiv 2005.12872.
@@ -48,6 +50,7 @@ class DETR(Detector):
         prior_probability: float | None = None,
         pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
         pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
+        frozen: Sequence[str] = (),
     ):
         super().__init__(backbone, num_queries, pixel_mean, pixel_std)
         self.input_proj = Conv2d(backbone.channels[-1], channels, kernel_size=1)
@@ -58,6 +61,7 @@ class DETR(Detector):
         self.query_embed = nn.Embedding(num_queries, channels)
         self.class_embed = class_head(channels, num_logits, prior_probability)
         self.bbox_embed = MLP(channels, channels, channels, 4)
+        self.freeze(frozen)
 
     def _detect(self, maps: list[Tensor], padding_mask: Tensor) -> Predictions:
         features = self.input_proj(maps[-1])
