@@ -120,7 +120,7 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.DATASETS = CfgNode()
     cfg.DATASETS.TRAIN = ()
     cfg.DATASETS.TEST = ()
-    cfg.DATASETS.REGISTER = []  # [name, COCO JSON, image folder] each; coco_2017_train and _val are there already
+    cfg.DATASETS.REGISTER = []  # [name, COCO JSON, image folder] or [name, YOLO or VOC folder, split] each
     cfg.DATASETS.ON_BAD = "error"  # faults in the data end the run, all listed; drop: these images and boxes are left out
 
     cfg.DATALOADER = CfgNode()

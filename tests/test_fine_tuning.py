@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that are frozen, and learning rates of parts."""
+"""Parts that are frozen, learning rates of parts, and what a run is told before it starts."""
 
+import logging
+
+import numpy as np
 import pytest
 import torch
 from test_solver import make_samples, make_step, tiny_cfg
 
 from cpvt_det import build
+from cpvt_det.config import get_cfg
+from cpvt_det.data.coco import ImageRecord
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.models.parts import in_part
+from cpvt_det.runner.advice import log_advice
 from cpvt_det.solver.optimizer import parameter_groups
+from cpvt_det.solver.schedule import Length
 
 
 def detector_of(**more):
@@ -83,3 +90,28 @@ def test_nothing_to_train_is_refused():
     cfg, detector = detector_of(MODEL__FREEZE=parts)
     with pytest.raises(ConfigError, match="SOLVER"):
         build.build_optimizer(cfg, detector)
+
+
+def records_with(*counts):
+    return [ImageRecord("", n, 10, 10, np.zeros((n, 4), np.float32), np.zeros(n, np.int64)) for n in counts]
+
+
+@pytest.mark.parametrize(
+    ("iterations", "weights", "objects", "said"),
+    [
+        (29_999, "", 50, ["29999 iterations"]),
+        (30_000, "", 51, ["51 objects, more than half of the 100 queries"]),
+        (100, "some.pth", 100, ["100 objects"]),
+        (100, "some.pth", 101, []),  # the check of the data tells
+        (184_823, "", 0, []),
+    ],
+)
+def test_a_run_is_told_what_to_expect(caplog, iterations, weights, objects, said):
+    cfg = get_cfg()
+    cfg.MODEL.WEIGHTS = weights
+    caplog.set_level(logging.WARNING, logger="cpvt_det")
+    logging.getLogger("cpvt_det").propagate = True
+    log_advice(cfg, Length(iterations, (), 0, 0, ""), records_with(0, objects))
+    assert len(caplog.messages) == len(said)
+    for message, words in zip(caplog.messages, said, strict=True):
+        assert words in message

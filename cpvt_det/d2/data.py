@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from detectron2.structures import BoxMode
 from detectron2.utils import comm
 
 from cpvt_det.data.catalog import DatasetFiles, registered_datasets
-from cpvt_det.data.coco import CocoDataset
+from cpvt_det.data.coco import CocoDataset, load_coco
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError
 
 
@@ -31,13 +32,37 @@ def register_datasets(datasets: Iterable[DatasetFiles]) -> None:
         if files.name in DatasetCatalog.list():
             metadata = MetadataCatalog.get(files.name)
             there = metadata.get("json_file"), metadata.get("image_root")
-            if there == (annotations, root) or metadata.get("evaluator_type") != "coco":
+            same = files == metadata.get("from_cpvt_det") or there == (annotations, root)
+            if same or metadata.get("evaluator_type") != "coco":
                 continue
             if not metadata.get("from_cpvt_det"):
                 raise ConfigError(f"DATASETS.REGISTER: {files.name} is registered in detectron2 as {there[0]}; take another name")
             DatasetCatalog.remove(files.name)
             MetadataCatalog.remove(files.name)
-        register_coco_instances(files.name, {"from_cpvt_det": True}, annotations, root)
+        if files.is_coco:
+            register_coco_instances(files.name, {"from_cpvt_det": files}, annotations, root)
+        else:  # without json_file: detectron2's evaluator writes its own
+            DatasetCatalog.register(files.name, partial(_read_foreign, files))
+            MetadataCatalog.get(files.name).set(evaluator_type="coco", from_cpvt_det=files)
+
+
+def _read_foreign(files: DatasetFiles) -> list[dict]:
+    """A data set that is not in COCO format, as detectron2's."""
+    dataset = load_coco(files)
+    MetadataCatalog.get(files.name).set(thing_classes=list(dataset.classes.names))
+    return [
+        {
+            "file_name": record.file_name,
+            "image_id": record.image_id,
+            "height": record.height,
+            "width": record.width,
+            "annotations": [
+                {"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": label, "iscrowd": 0}
+                for box, label in zip(record.boxes_xyxy.tolist(), record.labels.tolist(), strict=True)
+            ],
+        }
+        for record in dataset.records
+    ]
 
 
 def find_registered(cfg: CfgNode) -> None:

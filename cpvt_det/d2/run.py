@@ -17,6 +17,7 @@ from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
 from cpvt_det.data.check import log_data
 from cpvt_det.evaluation.pictures import draw_curves
+from cpvt_det.runner.advice import log_advice
 from cpvt_det.runner.evaluate import draw_pictures
 from cpvt_det.runner.setup import choose_seed, describe_model, only_run_in, setup_run
 
@@ -57,7 +58,10 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     for dataset in datasets + tests:
         describe_classes(dataset)
     log_data(datasets + tests)
-    logger.info(build.build_length(cfg, len(build.training_records(cfg, datasets))).arithmetic)
+    records = build.training_records(cfg, datasets)
+    length = build.build_length(cfg, len(records))
+    logger.info(length.arithmetic)
+    log_advice(cfg, length, records)
     trainer = Trainer(cfg, datasets, tests, choose_seed(cfg))
     trainer.resume_or_load(resume)
     logger.info(

@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpvt_det.errors import ConfigError, UnknownNameError
@@ -11,11 +11,24 @@ from cpvt_det.errors import ConfigError, UnknownNameError
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """Where a data set in COCO format lies."""
+    """Where a data set lies.
+
+    Attributes:
+        name: as registered.
+        annotations: its COCO JSON; or a folder or YAML file of another format.
+        image_root: what COCO's file names are relative to.
+        split: of another format.
+    """
 
     name: str
     annotations: Path
-    image_root: Path
+    image_root: Path = Path()
+    split: str = ""
+
+    @property
+    def is_coco(self) -> bool:
+        """Whether it is, or should be, a COCO JSON."""
+        return self.annotations.suffix.lower() not in (".yaml", ".yml") and not self.annotations.is_dir()
 
 
 def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[DatasetFiles]:
@@ -25,7 +38,7 @@ def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()
 
     Args:
         names: ``DATASETS.TRAIN`` or ``DATASETS.TEST``.
-        registered: ``DATASETS.REGISTER``, triples of name, COCO JSON and image folder.
+        registered: ``DATASETS.REGISTER``, as of :func:`registered_datasets`.
 
     Raises:
         ConfigError: an entry that is not a triple.
@@ -54,12 +67,21 @@ def builtin_datasets() -> list[DatasetFiles]:
 def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFiles]:
     """The data sets of ``DATASETS.REGISTER``.
 
+    Args:
+        registered: triples of name, COCO JSON and image folder; or of name, folder and split, for the folder of a YOLO or a Pascal
+            VOC data set, or YOLO's YAML file.
+
     Raises:
         ConfigError: an entry that is not a triple of strings.
     """
     for entry in registered:
         if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(isinstance(part, str) for part in entry):
-            raise ConfigError(f"DATASETS.REGISTER holds [name, COCO JSON, image folder] triples, got {entry!r}")
-    return [
-        DatasetFiles(name, Path(annotations).expanduser(), Path(images).expanduser()) for name, annotations, images in registered
-    ]
+            raise ConfigError(
+                f"DATASETS.REGISTER holds [name, COCO JSON, image folder] or [name, folder, split] triples, got {entry!r}"
+            )
+    return [_files(*entry) for entry in registered]
+
+
+def _files(name: str, annotations: str, place: str) -> DatasetFiles:
+    files = DatasetFiles(name, Path(annotations).expanduser())
+    return replace(files, image_root=Path(place).expanduser()) if files.is_coco else replace(files, split=place)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """COCO JSON -> records of images with boxes that can be learned from, and the ground truth that evaluation compares with.
 
-The start of the road of one image; ``data/mapper.py`` comes next. What is left out of the records is left out of the ground truth
-too; ``data/rules.py`` says what that is.
+The start of the road of one image; ``data/mapper.py`` comes next. Other formats are read by ``data/foreign.py``. What is left out
+of the records is left out of the ground truth too; ``data/rules.py`` says what that is.
 """
 
 import json
@@ -16,6 +16,7 @@ import numpy as np
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.findings import Findings, require_no_errors
+from cpvt_det.data.foreign import read_foreign
 from cpvt_det.data.rules import Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError
 from cpvt_det.garbage import no_garbage_collection
@@ -95,10 +96,11 @@ def load_coco(files: DatasetFiles) -> CocoDataset:
     """Read a data set that has no faults.
 
     Args:
-        files: its COCO JSON and its image folder; images are not opened.
+        files: where it is; of COCO's, images are not opened.
 
     Raises:
-        DataError: a file that is missing or not COCO; images, annotations or categories with faults, all of them in one message.
+        DataError: a file that is missing or of no known format; images, annotations or categories with faults, all of them in one
+            message.
     """
     dataset = read_coco(files)
     require_no_errors([dataset.findings], "error")
@@ -109,13 +111,13 @@ def read_coco(files: DatasetFiles) -> CocoDataset:
     """Read a data set, and leave out what has faults; ``findings`` tells them.
 
     Args:
-        files: its COCO JSON and its image folder; images are not opened.
+        files: where it is; of COCO's, images are not opened.
 
     Raises:
-        DataError: a file that is missing or not COCO.
+        DataError: a file that is missing or of no known format.
     """
     with no_garbage_collection():
-        content = _read_json(files.annotations)
+        content = _read_json(files.annotations) if files.is_coco else read_foreign(files)
         findings = Findings(f"{files.name} ({files.annotations})")
         categories = _read_categories(_section(content, "categories", files), findings)
         classes = Classes(tuple(c["id"] for c in categories), tuple(str(c["name"]) for c in categories))
@@ -230,6 +232,8 @@ def _repeated_id(annotation: Any, seen: set[int | str]) -> Fault | None:
 def _where(annotation: Any, number: int) -> str:
     if type(annotation) is not dict:
         return f"annotations[{number}]"
+    if "source" in annotation:
+        return annotation["source"]
     return f"annotations[{number}] (id {annotation.get('id')!r}, image {annotation.get('image_id')!r})"
 
 

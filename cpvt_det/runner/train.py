@@ -11,6 +11,7 @@ from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState, las
 from cpvt_det.data.check import log_data
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.evaluation.pictures import draw_curves
+from cpvt_det.runner.advice import log_advice
 from cpvt_det.runner.evaluate import Results, draw_pictures, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
@@ -64,6 +65,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     output = setup_run(cfg)
     log_data(datasets + tests)
     logger.info(length.arithmetic)
+    log_advice(cfg, length, records)
 
     state = RunState(classes, cfg.dump(), choose_seed(cfg))
     torch.manual_seed(state.seed)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YOLO's format: a YAML file with class names and splits, and a text file of boxes beside each image.
+
+A line of text is ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` around an object; all but the class relative to the image.
+Source: the format of Ultralytics and Roboflow.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cpvt_det.errors import DataError, first_line
+
+IMAGES = {".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"}
+SPLITS = {"val": ("val", "valid", "validation")}
+
+
+def find_yolo(path: Path) -> Path | None:
+    """The YAML file of a data set: the path itself, or ``data.yaml`` in a folder; ``None`` where there is none."""
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return path
+    inside = path / "data.yaml"
+    return inside if inside.is_file() else None
+
+
+def read_yolo(path: Path, split: str) -> dict[str, list[dict[str, Any]]]:
+    """COCO's sections, with ``relative_cxcywh`` for boxes and without sizes of images.
+
+    Args:
+        path: the YAML file.
+        split: ``train``, ``val`` or ``test``.
+
+    Returns:
+        Category ids are YOLO's, from 0; images are numbered from 1 by path. An image without a text file has no objects.
+
+    Raises:
+        DataError: a file that cannot be read, without class names or without the split.
+    """
+    content = _read_yaml(path)
+    images = [image for place in _places(content, split, path) for image in _images(place)]
+    if not images:
+        raise DataError(f"{path}: split {split!r} has no images")
+    annotations: list[dict[str, Any]] = []
+    for image_id, image in enumerate(images, start=1):
+        for number, annotation in _read_labels(_label_file(image)):
+            annotation |= {"id": len(annotations) + 1, "image_id": image_id, "source": f"{_label_file(image)}, line {number}"}
+            annotations.append(annotation)
+    return {
+        "images": [{"id": number, "file_name": str(image)} for number, image in enumerate(images, start=1)],
+        "annotations": annotations,
+        "categories": [{"id": number, "name": name} for number, name in _names(content, path).items()],
+    }
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path} is not YAML: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is no YOLO data set: expected keys train, val and names, got a {type(content).__name__}")
+    return content
+
+
+def _names(content: dict[str, Any], path: Path) -> dict[int, str]:
+    names = content.get("names")
+    names = dict(enumerate(names)) if isinstance(names, list) else names
+    if not isinstance(names, dict) or not names or not all(type(number) is int for number in names):
+        raise DataError(f"{path}: expected names, a list of class names, or a mapping of numbers to them, got {names!r}")
+    return {number: str(name) for number, name in sorted(names.items())}
+
+
+def _places(content: dict[str, Any], split: str, path: Path) -> list[Path]:
+    """Folders and lists of images of a split; paths are relative to ``path:`` in the file, or else to the file."""
+    found = next((content[name] for name in SPLITS.get(split, (split,)) if content.get(name)), None)
+    if found is None:
+        known = [key for key in ("train", "val", "valid", "test") if content.get(key)]
+        raise DataError(f"{path} has no split {split!r}; it has {', '.join(known) or 'none'}")
+    root = path.parent / str(content.get("path") or "")
+    root = root if root.is_dir() else path.parent  # a root of the machine that the file was written on
+    places = []
+    for place in map(str, found if isinstance(found, list) else [found]):
+        tried = [root / place, root / place.removeprefix("../")]  # Roboflow writes ../train/images and means train/images
+        there = next((candidate for candidate in tried if candidate.exists()), None)
+        if there is None:
+            raise DataError(f"{path}: split {split!r} is {place}, and there is no {tried[0]}")
+        places.append(there)
+    return places
+
+
+def _images(place: Path) -> list[Path]:
+    if place.is_dir():
+        return sorted(file for file in place.rglob("*") if file.suffix.lower() in IMAGES)
+    lines = place.read_text(encoding="utf-8").split("\n")
+    return [place.parent / line.strip() for line in lines if line.strip()]
+
+
+def _label_file(image: Path) -> Path:
+    """The last folder ``images`` on the way becomes ``labels``."""
+    folders = list(image.parent.parts)
+    for number in reversed(range(len(folders))):
+        if folders[number] == "images":
+            folders[number] = "labels"
+            break
+    return Path(*folders, f"{image.stem}.txt")
+
+
+def _read_labels(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Number and content of each line; one that is no box has ``bbox`` as it stands there, for the rules to find."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read labels {path}: {first_line(error)}") from error
+    return [(number, _annotation(line.split())) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _annotation(words: list[str]) -> dict[str, Any]:
+    category_id = int(words[0]) if words[0].isdecimal() else words[0]
+    try:
+        numbers = [float(word) for word in words[1:]]
+    except ValueError:
+        return {"category_id": category_id, "bbox": words[1:]}
+    if len(numbers) == 4:
+        return {"category_id": category_id, "relative_cxcywh": numbers}
+    if len(numbers) < 6 or len(numbers) % 2:
+        return {"category_id": category_id, "bbox": numbers}
+    xs, ys = numbers[0::2], numbers[1::2]
+    centre = [(min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2]
+    return {"category_id": category_id, "relative_cxcywh": [*centre, max(xs) - min(xs), max(ys) - min(ys)]}
