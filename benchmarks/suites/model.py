@@ -10,6 +10,7 @@ and the optimiser's step are left out: they are the same few passes over the par
 """
 
 import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.clocks import Command
 from benchmarks.harness import Case, Contender, Plan, Work
 from benchmarks.models import PEERS, Model, Recipe, hf_model, official_model, our_model, set_dropout, without_dropout
 from benchmarks.suites import Options
@@ -33,6 +35,8 @@ TINY: Size = (64, 64)
 STRIDE = 64  # canvases are multiples of it
 OBJECTS = 26
 PASSES = ("inference", "training step")
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864"}
+"""Settings of glibc: no memory of a process goes back to the kernel."""
 DETR, DEFORMABLE = Recipe("DETR", queries=100), Recipe()
 SMALL = (Recipe("DETR", channels=64, layers=3, queries=100), Recipe(channels=64, layers=3))
 DROPOUT = 0.1
@@ -89,8 +93,12 @@ def shapes(size: str, device: str) -> list[Shape]:
 
 
 def cases(options: Options) -> list[Case]:
-    found = [make_case(shape, options) for shape in shapes(options.size, options.device)]
-    return found + [make_encoder_case(shape, options) for shape in shapes(options.size, options.device)[: len(PASSES)]]
+    chosen = shapes(options.size, options.device)
+    found = [make_case(shape, options) for shape in chosen]
+    found += [make_encoder_case(shape, options) for shape in chosen[: len(PASSES)]]
+    if options.device == "cpu" and options.size != "quick":
+        found += [make_kept_memory_case(shape) for shape in chosen if shape.passes == PASSES[1] and not shape.recipe.two_stage]
+    return found
 
 
 def make_case(shape: Shape, options: Options) -> Case:
@@ -109,6 +117,21 @@ def make_encoder_case(shape: Shape, options: Options) -> Case:
         name=f"encoder of {shape.name}",
         about={"model": f"encoder of {shape.model}", "image": shape.image, "images": shape.batch, "pass": shape.passes},
         build=partial(make_encoder_work, shape, options),
+    )
+
+
+def make_kept_memory_case(shape: Shape) -> Case:
+    """What it costs that glibc gives large blocks back to the kernel, which zeroes them at their next use."""
+    words = [sys.executable, "-m", "benchmarks.step_process", shape.recipe.detector, str(shape.size[0]), str(shape.batch)]
+    return Case(
+        name=f"{shape.name}, memory kept",
+        about={"model": shape.model, "image": shape.image, "images": shape.batch, "pass": f"{shape.passes}, own process"},
+        build=lambda: Work(
+            [
+                Contender("cpvt_det PEG", Command(words)),
+                Contender("cpvt_det PEG, memory kept", Command(words, KEEP_MEMORY)),
+            ]
+        ),
     )
 
 
