@@ -476,8 +476,16 @@ def test_detr_of_transformers_does_our_work(small_limits, monkeypatch):
     pytest.importorskip("transformers")
     shape = model.Shape(TINY_RECIPES["DETR"], (64, 128), 2, "training step")
     work = model.make_work(shape, shape.size, Options(peers={"transformers": None}))
-    assert [contender.name for contender in work.contenders[:2]] == ["transformers", "cpvt_det"]
-    assert difference(work.contenders[1].output(), work.contenders[0].output()) < 1e-4
+    by_name = {contender.name: contender for contender in work.contenders}
+    assert [name for name, contender in by_name.items() if contender.peer] == ["transformers"]
+    assert difference(by_name["cpvt_det"].output(), by_name["transformers"].output()) < 1e-4
+
+
+def test_steps_in_a_process_of_their_own_tell_their_time_and_output():
+    case = model.make_kept_memory_case(model.Shape(model.DETR, (64, 64), 1, "training step"))
+    run = case.build().contenders[1].call()
+    assert run.sample.cpu > 0
+    assert run.output.keys() == {"logits", "boxes", "loss", "gradient_norm"}
 
 
 @pytest.mark.parametrize("passes", model.PASSES)
