@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DETECTRON2_PYTHON := $(HOME)/.venvs/detectron2/bin/python
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test docs lint clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/cpvt-det shapes datasets/shapes
@@ -20,6 +20,10 @@ test: $(VENV)/installed-test
 		echo "Tests passed without detectron2, and those marked detectron2 with $(DETECTRON2_PYTHON)."; \
 	fi
 
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -q docs output/docs
+	@echo "The site: output/docs/index.html"
+
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,6 +36,10 @@ $(VENV)/bin/python:
 
 $(VENV)/installed: setup.py | $(VENV)/bin/python
 	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/installed-docs: setup.py | $(VENV)/bin/python
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[docs]"
 	touch $@
 
 $(VENV)/installed-test: setup.py | $(VENV)/bin/python

@@ -43,7 +43,9 @@ DETECTRON2 = [
     "opencv-python-headless",
     "setuptools>=77.0.3,<82",  # detectron2.model_zoo imports pkg_resources, gone from 82
 ]
+DOCS = ["sphinx>=8", "myst-parser>=4", "furo"]
 TEST = [
+    *DOCS,
     "pytest==9.2.0",
     "pytest-cov==7.1.0",
     "pytest-timeout==2.4.0",
@@ -65,7 +67,7 @@ setup(
     package_dir={"cpvt_det/" + folder: folder for folder in CONFIG_FOLDERS},
     package_data={"cpvt_det/" + folder: ["*.yaml"] for folder in CONFIG_FOLDERS},
     install_requires=INSTALL,
-    extras_require={"detectron2": DETECTRON2, "test": TEST},
+    extras_require={"detectron2": DETECTRON2, "test": TEST, "docs": DOCS},
     entry_points={"console_scripts": ["cpvt-det=cpvt_det.cli:main"]},
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -21,8 +21,8 @@ def get_cfg() -> CfgNode:
         fvcore's ``CfgNode``; ``cfg.merge_from_file(path)`` reads YAML with ``_BASE_``, safely.
     """
     cfg = CfgNode()
-    cfg.VERSION = 2
-    cfg.OUTPUT_DIR = "./output"
+    cfg.VERSION = 2  # of the config format, as in detectron2
+    cfg.OUTPUT_DIR = "./output"  # what a run writes; one run at a time
     cfg.SEED = -1  # negative: another one each run, which is logged
     _add_model(cfg)
     _add_data(cfg)
@@ -31,23 +31,23 @@ def get_cfg() -> CfgNode:
     cfg.TEST.EVAL_PERIOD = 0  # iterations; 0: only at the end
     cfg.TEST.EVAL_EPOCHS = 0.0  # epochs; above 0 it sets EVAL_PERIOD
     cfg.TEST.IMS_PER_BATCH = 1  # over all processes, at least one each
-    cfg.TEST.DETECTIONS_PER_IMAGE = 100
+    cfg.TEST.DETECTIONS_PER_IMAGE = 100  # the most
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # or pycocotools, the reference
     cfg.TEST.PICTURES = 8  # images drawn beside their ground truth after the last evaluation
-    cfg.TEST.PICTURE_THRESHOLD = 0.5
+    cfg.TEST.PICTURE_THRESHOLD = 0.5  # on the scores of what is drawn
     return cfg
 
 
 def _add_model(cfg: CfgNode) -> None:
     cfg.MODEL = model = CfgNode()
-    model.META_ARCHITECTURE = "CPVTDetr"
+    model.META_ARCHITECTURE = "CPVTDetr"  # or CPVTDeformableDetr
     model.DEVICE = "auto"  # cuda where there is one, else cpu
     model.WEIGHTS = ""  # start from these; heads of other classes are made anew
     model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
     model.CHECKPOINTING = False  # True: backbone and encoder are computed twice a step, for about half the memory
     model.NUM_CLASSES = 0  # 0: what the training data has; otherwise it is checked against the data
     model.PIXEL_MEAN = [123.675, 116.280, 103.530]  # RGB, 0 to 255
-    model.PIXEL_STD = [58.395, 57.120, 57.375]
+    model.PIXEL_STD = [58.395, 57.120, 57.375]  # images are (pixels - PIXEL_MEAN) / PIXEL_STD
 
     model.BACKBONE = CfgNode()
     model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101; with detectron2 also what its registry has
@@ -72,19 +72,19 @@ def _add_model(cfg: CfgNode) -> None:
     model.POSITION.ZERO_INIT = False  # peg: starts as the identity, for trained weights
 
     model.DETR = CfgNode()  # of both detectors, but for PRE_NORM
-    model.DETR.HIDDEN_DIM = 256
-    model.DETR.NHEADS = 8
-    model.DETR.DIM_FEEDFORWARD = 2048
-    model.DETR.ENC_LAYERS = 6
-    model.DETR.DEC_LAYERS = 6
-    model.DETR.DROPOUT = 0.1
-    model.DETR.PRE_NORM = False
-    model.DETR.NUM_OBJECT_QUERIES = 100
+    model.DETR.HIDDEN_DIM = 256  # channels of the transformer
+    model.DETR.NHEADS = 8  # attention heads
+    model.DETR.DIM_FEEDFORWARD = 2048  # inner channels of the feed-forward networks
+    model.DETR.ENC_LAYERS = 6  # of the encoder
+    model.DETR.DEC_LAYERS = 6  # of the decoder
+    model.DETR.DROPOUT = 0.1  # in the transformer
+    model.DETR.PRE_NORM = False  # norms before attention and feed-forward; CPVTDetr only
+    model.DETR.NUM_OBJECT_QUERIES = 100  # at least twice the objects of an image
 
     model.DEFORMABLE = CfgNode()  # of CPVTDeformableDetr
     model.DEFORMABLE.NUM_LEVELS = 4  # those of BACKBONE.STAGES, and coarser ones made of the last
     model.DEFORMABLE.ENC_POINTS = 4  # sampling points a head and level
-    model.DEFORMABLE.DEC_POINTS = 4
+    model.DEFORMABLE.DEC_POINTS = 4  # the same, of the decoder
     model.DEFORMABLE.BOX_REFINEMENT = False  # every decoder layer corrects the boxes of the one before
     model.DEFORMABLE.TWO_STAGE = False  # queries are the encoder's best proposals; needs BOX_REFINEMENT
     model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two stages: proposals of a higher IoU with a better one are chosen last (DETA); 1: none
@@ -93,68 +93,68 @@ def _add_model(cfg: CfgNode) -> None:
     model.CRITERION = CfgNode()
     model.CRITERION.CLASSIFICATION = "softmax"  # or focal
     model.CRITERION.BACKGROUND_WEIGHT = 0.1  # softmax: weight of "no object"
-    model.CRITERION.FOCAL_ALPHA = 0.25
-    model.CRITERION.FOCAL_GAMMA = 2.0
-    model.CRITERION.CLASS_WEIGHT = 1.0
-    model.CRITERION.L1_WEIGHT = 5.0
-    model.CRITERION.GIOU_WEIGHT = 2.0
-    model.CRITERION.CLASS_COST = 1.0
-    model.CRITERION.L1_COST = 5.0
-    model.CRITERION.GIOU_COST = 2.0
+    model.CRITERION.FOCAL_ALPHA = 0.25  # focal: weight of objects against background
+    model.CRITERION.FOCAL_GAMMA = 2.0  # focal: how little easy ones count
+    model.CRITERION.CLASS_WEIGHT = 1.0  # of loss_class in the total
+    model.CRITERION.L1_WEIGHT = 5.0  # of loss_l1
+    model.CRITERION.GIOU_WEIGHT = 2.0  # of loss_giou
+    model.CRITERION.CLASS_COST = 1.0  # in the matching
+    model.CRITERION.L1_COST = 5.0  # in the matching
+    model.CRITERION.GIOU_COST = 2.0  # in the matching
     model.CRITERION.PROPOSAL_MATCHES = 1  # two stages: proposals matched with each object; several, as in H-DETR, learn faster
 
 
 def _add_data(cfg: CfgNode) -> None:
     cfg.INPUT = CfgNode()
-    cfg.INPUT.FORMAT = "RGB"
+    cfg.INPUT.FORMAT = "RGB"  # the only one our loader reads
     cfg.INPUT.MIN_SIZE_TRAIN = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)  # one is drawn for each image; (): as is
-    cfg.INPUT.MAX_SIZE_TRAIN = 1333
+    cfg.INPUT.MAX_SIZE_TRAIN = 1333  # pixels of the long side, at most
     cfg.INPUT.MIN_SIZE_TEST = 800  # 0: as is
-    cfg.INPUT.MAX_SIZE_TEST = 1333
+    cfg.INPUT.MAX_SIZE_TEST = 1333  # pixels of the long side, at most
     cfg.INPUT.RANDOM_FLIP = "horizontal"  # or none
     cfg.INPUT.RESIZE_CROP = CfgNode()  # half the images: resize to one of SIZES, crop sides in RANGE, resize as above
-    cfg.INPUT.RESIZE_CROP.ENABLED = True
-    cfg.INPUT.RESIZE_CROP.SIZES = (400, 500, 600)
-    cfg.INPUT.RESIZE_CROP.RANGE = (384, 600)
+    cfg.INPUT.RESIZE_CROP.ENABLED = True  # DETR's random crop
+    cfg.INPUT.RESIZE_CROP.SIZES = (400, 500, 600)  # pixels of the short side
+    cfg.INPUT.RESIZE_CROP.RANGE = (384, 600)  # pixels
 
     cfg.DATASETS = CfgNode()
-    cfg.DATASETS.TRAIN = ()
-    cfg.DATASETS.TEST = ()
+    cfg.DATASETS.TRAIN = ()  # names of the training sets
+    cfg.DATASETS.TEST = ()  # names of the sets that are evaluated; the first decides which checkpoint is the best
     cfg.DATASETS.REGISTER = []  # [name, COCO JSON, image folder] or [name, YOLO or VOC folder, split] each
     cfg.DATASETS.ON_BAD = "error"  # faults in the data end the run, all listed; drop: these images and boxes are left out
 
     cfg.DATALOADER = CfgNode()
-    cfg.DATALOADER.NUM_WORKERS = 4
-    cfg.DATALOADER.ASPECT_RATIO_GROUPING = True
+    cfg.DATALOADER.NUM_WORKERS = 4  # processes that decode and augment; 0: none
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = True  # batches of wide or of tall images, for less padding
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # DETR learns from images without objects too
 
 
 def _add_solver(cfg: CfgNode) -> None:
     cfg.SOLVER = solver = CfgNode()
     solver.EPOCHS = 50.0  # above 0, the three decide; 0: MAX_ITER, STEPS and WARMUP_ITERS do
-    solver.STEP_EPOCHS = (40.0,)
-    solver.WARMUP_EPOCHS = 0.0
-    solver.MAX_ITER = 0
-    solver.STEPS = ()
-    solver.WARMUP_ITERS = 0
-    solver.GAMMA = 0.1
+    solver.STEP_EPOCHS = (40.0,)  # when the learning rate is multiplied by GAMMA
+    solver.WARMUP_EPOCHS = 0.0  # of a linear rise of the learning rate
+    solver.MAX_ITER = 0  # where EPOCHS is 0
+    solver.STEPS = ()  # iterations, where EPOCHS is 0
+    solver.WARMUP_ITERS = 0  # where EPOCHS is 0
+    solver.GAMMA = 0.1  # at each step of the schedule
     solver.SCHEDULE = "step"  # step; cosine, to 0 at the end
     solver.IMS_PER_BATCH = 32  # over all processes and accumulated parts
     solver.ACCUMULATE = 1  # parts that a process's share of a batch is worked through in
-    solver.BASE_LR = 1e-4
-    solver.BACKBONE_LR = 2e-5
+    solver.BASE_LR = 1e-4  # of all but the backbone
+    solver.BACKBONE_LR = 2e-5  # of the backbone
     solver.POINTS_LR_MULTIPLIER = 0.1  # of Deformable-DETR's sampling offsets and reference points, on BASE_LR
     solver.LR_MULTIPLIERS = []  # [part, factor] each, as in ["backbone.body.layer2", 0.5]; all that fit are multiplied
-    solver.WEIGHT_DECAY = 1e-4
+    solver.WEIGHT_DECAY = 1e-4  # AdamW's
     solver.WEIGHT_DECAY_NORM = None  # None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # None: as its parameters would have elsewhere
     solver.CLIP_NORM = 0.1  # bound on the norm of all gradients together; 0: none
     solver.AMP = CfgNode()
-    solver.AMP.ENABLED = False
+    solver.AMP.ENABLED = False  # autocast; losses, matching and box heads stay in float32
     solver.AMP.DTYPE = "bfloat16"  # or float16
     solver.EMA = CfgNode()
-    solver.EMA.ENABLED = False
-    solver.EMA.DECAY = 0.9997
+    solver.EMA.ENABLED = False  # a moving average of the weights, which is what is evaluated
+    solver.EMA.DECAY = 0.9997  # of the average, each step
     solver.MAX_BAD_STEPS = 10  # steps in a row that are not finite: they are skipped, and this many end the run
     solver.CHECKPOINT_PERIOD = 5000  # iterations
     solver.CHECKPOINT_KEEP = 3  # of those every period, the last ones; the best and the final one stay too
@@ -180,6 +180,11 @@ def changed_keys(before: str, now: str) -> list[str]:
     old, new = (dict(_flat(CfgNode.load_cfg(text))) for text in (before, now))
     keys = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not SAME_RUN.match(key)]
     return [f"{key} was {old[key]!r}, is {new[key]!r}" for key in keys]
+
+
+def key_names(cfg: CfgNode) -> list[str]:
+    """The full names of all keys of a config, as in ``MODEL.POSITION.NAME``."""
+    return [name for name, _ in _flat(cfg)]
 
 
 def _flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

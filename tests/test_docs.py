@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents: what is generated is up to date, links lead somewhere, and the site builds without a warning."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpvt_det.config import get_cfg, key_names
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted(
+    path.relative_to(ROOT) for path in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+)
+
+
+@pytest.fixture
+def config_reference(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import config_reference
+
+    return config_reference
+
+
+def test_the_config_reference_is_that_of_the_defaults(config_reference):
+    assert config_reference.DOCUMENT.read_text(encoding="utf-8") == config_reference.document(), (
+        "out of date: python docs/config_reference.py"
+    )
+
+
+def test_every_key_has_its_default_and_a_meaning(config_reference):
+    keys = config_reference.find_keys()
+    assert [key.name for key in keys] == key_names(get_cfg())
+    assert [key.name for key in keys if not key.comment] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_links_lead_to_files(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (ROOT / document).parent.joinpath(target).exists()] == []
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    words = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "trees", ROOT / "docs", tmp_path / "site"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "PEGDetection" in (tmp_path / "site/api/cpvt_det.layers.html").read_text(encoding="utf-8")
+    assert "MODEL.POSITION.NAME" in (tmp_path / "site/config.html").read_text(encoding="utf-8")
+    assert "_modules/cpvt_det/layers/peg.html" in (tmp_path / "site/index.html").read_text(encoding="utf-8")
