@@ -16,7 +16,7 @@ from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
 from cpvt_det.data.check import log_data
-from cpvt_det.evaluation.pictures import draw_curves
+from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.runner.evaluate import draw_pictures
 from cpvt_det.runner.setup import choose_seed, describe_model, only_run_in, setup_run
 

@@ -10,7 +10,7 @@ from cpvt_det import build, distributed
 from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState, last_checkpoint
 from cpvt_det.data.check import log_data
 from cpvt_det.data.loader import dead_workers_named
-from cpvt_det.evaluation.pictures import draw_curves
+from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.runner.evaluate import Results, draw_pictures, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
