@@ -16,6 +16,7 @@ from cpvt_det.errors import BadInputError, DataFaultsError, InterruptedRun, RunS
 
 COMMANDS = {
     "check-data": "Find the faults of data sets.",
+    "compare": "Draw the curves of several runs in one picture.",
     "convert-weights": "Turn other projects' DETR weights into ours.",
     "eval": "Evaluate weights on a data set.",
     "plug-matrix": "Check PEG in the models of other projects.",
