@@ -140,9 +140,9 @@ def test_the_worst_images_miss_and_invent_most():
     )
     detected = found((1, 7, LEFT, 0.9), (1, 7, RIGHT, 0.8), (2, 3, LEFT, 0.9), (5, 3, LEFT, 0.7), (5, 3, RIGHT, 0.3))
     images = pair_images(there, detected, IDS)
-    assert worst_images(images, 2, 0.5, count=8) == [Mistakes(2, 3, 0), Mistakes(1, 1, 1)]
-    assert worst_images(images, 2, 0.5, count=1) == [Mistakes(2, 3, 0)]
-    assert worst_images(images, 2, 0.2, count=8)[2] == Mistakes(5, 0, 1)
+    assert worst_images(images, 0.5, count=8) == [Mistakes(2, 3, 0), Mistakes(1, 1, 1)]
+    assert worst_images(images, 0.5, count=1) == [Mistakes(2, 3, 0)]
+    assert worst_images(images, 0.2, count=8)[2] == Mistakes(5, 0, 1)
 
 
 def test_figures_show_the_curves_and_the_counts():

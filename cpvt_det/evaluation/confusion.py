@@ -47,21 +47,21 @@ def confusion_matrix(images: Sequence[ScoredImage], num_classes: int, threshold:
     return counts
 
 
-def worst_images(images: Sequence[ScoredImage], num_classes: int, threshold: float, count: int, iou: float = IOU) -> list[Mistakes]:
+def worst_images(images: Sequence[ScoredImage], threshold: float, count: int, iou: float = IOU) -> list[Mistakes]:
     """The images with most mistakes, those with none left out; of equal ones that with the lower id first.
 
     Args:
-        images, num_classes, threshold, iou: as of :func:`confusion_matrix`; but here an object and its detection have one class.
+        images, threshold, iou: as of :func:`confusion_matrix`; but here an object and its detection have one class.
         count: how many at most.
     """
-    mistakes = [_mistakes_in(image.above(threshold), num_classes, iou) for image in images]
+    mistakes = [_mistakes_in(image.above(threshold), iou) for image in images]
     wrong = [one for one in mistakes if one.missed + one.false]
     return sorted(wrong, key=lambda one: (-one.missed - one.false, one.image_id))[:count]
 
 
-def _mistakes_in(image: ScoredImage, num_classes: int, iou: float) -> Mistakes:
+def _mistakes_in(image: ScoredImage, iou: float) -> Mistakes:
     missed = false = 0
-    for part in (image.of_class(label) for label in range(num_classes)):
+    for part in (image.of_class(label) for label in np.union1d(image.object_labels, image.found_labels)):
         matched = part.match(iou)
         false += int((matched < 0).sum())
         missed += int((~part.crowd).sum()) - sum(not part.crowd[place] for place in matched if place >= 0)

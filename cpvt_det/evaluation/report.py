@@ -55,7 +55,7 @@ def write_report(
     images = pair_images(dataset.ground_truth, results, ids)
     curves = [class_curve(images, label) for label in range(len(names))]
     matrix = confusion_matrix(images, len(names), threshold)
-    worst = worst_images(images, len(names), threshold, num_worst)
+    worst = worst_images(images, threshold, num_worst)
     save_figure(precision_recall_figure(curves, names), folder / "precision_recall.png")
     save_figure(confusion_figure(matrix, names), folder / "confusion.png")
     _write_matrix(matrix, names, folder / "confusion.csv")
@@ -92,16 +92,17 @@ def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "F
 def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
     """The matrix of :func:`cpvt_det.evaluation.confusion.confusion_matrix`, each row's shares as shades."""
     labels = [*map(_plain, names), BACKGROUND]
-    side = min(max(5.0, 0.6 * len(labels)), 24.0)
+    counted = len(names) <= COUNTED_CLASSES
+    side = min(max(5.0, (0.6 if counted else 0.2) * len(labels)), 40.0)
     figure = new_figure(side + 1.5, side)
     axes = figure.subplots()
     shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    ticks, size = range(len(labels)), 9 if len(labels) <= 40 else 6
+    ticks, size = range(len(labels)), 9 if counted else 7
     axes.set_xticks(ticks, labels, rotation=90, fontsize=size)
     axes.set_yticks(ticks, labels, fontsize=size)
     axes.set(xlabel="detected as", ylabel="is", title="objects; shades: share of the row")
-    if len(names) <= COUNTED_CLASSES:
+    if counted:
         for (row, column), count in np.ndenumerate(matrix):
             color = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
