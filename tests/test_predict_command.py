@@ -128,11 +128,12 @@ def test_a_model_folder_predicts(run, photos, tmp_path):
 
 
 def test_pictures_have_names_of_their_own():
-    assert picture_names(["a.png", "b/a.png", "c.tif", "c.png", "d"]) == {
+    assert picture_names(["a.png", "b/a.png", "c.tif", "c.png", "c.tif.jpg", "d"]) == {
         "a.png": "a.jpg",
         "b/a.png": "b/a.jpg",
         "c.tif": "c.tif.jpg",
         "c.png": "c.png.jpg",
+        "c.tif.jpg": "c.tif.jpg.jpg",
         "d": "d.jpg",
     }
 

@@ -230,6 +230,7 @@ def test_a_model_folder_is_the_checkpoint(trained, tmp_path):
         {"id": 17, "name": "green"},
         {"id": 90, "name": "blue"},
     ]
+    assert "DEVICE: auto" in (tmp_path / "deep/model/config.yaml").read_text()  # not that of this machine
     from_folder = Predictor.from_checkpoint(tmp_path / "deep/model", device="cpu")
     for image_id in IMAGES:
         assert same(from_folder(trained.image(image_id)), from_file(trained.image(image_id)))

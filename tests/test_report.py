@@ -207,6 +207,17 @@ def test_eval_writes_its_report(run, tmp_path, runner):
     assert "at least 0 (`TEST.PICTURE_THRESHOLD`)" in page
 
 
+def test_a_run_ends_with_its_report_by_key(run, tmp_path):
+    words = overrides(run.drawn.files, tmp_path / "run", TEST__REPORT=True, SOLVER__MAX_ITER=1)
+    (tmp_path / "empty.yaml").write_text("VERSION: 2")
+    config = ["--config-file", str(tmp_path / "empty.yaml"), "--runner", "builtin"]
+    result = CliRunner().invoke(main, ["train", *config, *words])
+    assert result.exit_code == 0, result.output
+    assert (
+        (tmp_path / "run/report/report.md").read_text().startswith("# Evaluation on drawn\n\n5 images, 5 objects of 3 classes.\n")
+    )
+
+
 def test_the_report_tells_the_ap50_of_the_evaluation(run, tmp_path):
     """AP50 of the table is the mean of the classes in the report; NaN is left out of both."""
     assert evaluate_with_report(run, tmp_path / "eval", "builtin").exit_code == 0

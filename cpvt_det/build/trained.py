@@ -60,6 +60,7 @@ def load_trained(
         raise WeightsError(f"{path} does not tell its classes; a classes.json beside it, in a model folder, does (docs/use.md)")
     set_classes(cfg, weights.classes, str(path))
     target = build_device(cfg)
+    cfg.MODEL.DEVICE = "auto"  # where the config is used next is another machine perhaps
     detector = build_detector(cfg)
     report = load_weights(detector, weights, weights.classes.names)
     require_shapes(report, str(path))

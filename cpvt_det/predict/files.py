@@ -144,10 +144,11 @@ def predict_files(
 
 
 def picture_names(names: Sequence[str]) -> dict[str, str]:
-    """``a.png`` -> ``a.jpg``; ``a.png.jpg`` where there is an ``a.tif`` too."""
-    as_jpeg = {name: str(PurePosixPath(name).with_suffix(".jpg")) for name in names}
-    counts = Counter(as_jpeg.values())
-    return {name: jpeg if counts[jpeg] == 1 else f"{name}.jpg" for name, jpeg in as_jpeg.items()}
+    """``a.png`` -> ``a.jpg``; where that might be another's too, ``a.png.jpg``."""
+    short = {name: str(PurePosixPath(name).with_suffix(".jpg")) for name in names}
+    long = {name: f"{name}.jpg" for name in names}
+    counts = Counter([*short.values(), *long.values()])
+    return {name: short[name] if counts[short[name]] == 1 else long[name] for name in names}
 
 
 def _detect(
