@@ -149,7 +149,7 @@ def _draw_lines(axes: "Axes", title: str, records: Records, keys: Iterable[str],
     if axes.lines:
         axes.set_xlabel("iteration")
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(fontsize="small", ncols=1 + (len(axes.lines) > 4))
     else:
         axes.set_axis_off()
         axes.text(0.5, 0.5, f"no {title} in this file", ha="center", transform=axes.transAxes)
