@@ -3,6 +3,20 @@
 
 One image can be followed from file to AP: ``data/coco.py`` -> ``data/mapper.py`` -> ``structures.py`` ->
 ``models/detr.py`` -> ``losses/`` (training) or ``postprocess.py`` -> ``evaluation/`` (evaluation).
+
+``from cpvt_det import Predictor`` is the trained detector in use.
 """
 
+from typing import Any
+
+__all__ = ["Predictor", "__version__"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``Predictor`` is imported when it is asked for, so that importing the package is quick."""
+    if name == "Predictor":
+        from cpvt_det.predict import Predictor
+
+        return Predictor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

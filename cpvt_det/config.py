@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from fvcore.common.config import CfgNode
 
 from cpvt_det.errors import ConfigError, UnknownNameError, first_line
@@ -34,7 +35,8 @@ def get_cfg() -> CfgNode:
     cfg.TEST.DETECTIONS_PER_IMAGE = 100  # the most
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # or pycocotools, the reference
     cfg.TEST.PICTURES = 8  # images drawn beside their ground truth after the last evaluation
-    cfg.TEST.PICTURE_THRESHOLD = 0.5  # on the scores of what is drawn
+    cfg.TEST.PICTURE_THRESHOLD = 0.5  # the lowest score that is drawn, and that the report counts
+    cfg.TEST.REPORT = False  # after the last evaluation: curves, confusion matrix, thresholds and the worst images, in report/
     return cfg
 
 
@@ -236,7 +238,7 @@ def read_config(config_file: str) -> CfgNode:
     path = find_config(config_file)
     try:
         loaded = CfgNode.load_yaml_with_base(str(path), allow_unsafe=False)
-        _require_size(loaded, path)
+        _require_size(loaded, f"config {path}")
         return CfgNode(loaded)
     except ConfigError:
         raise
@@ -248,7 +250,29 @@ def read_config(config_file: str) -> CfgNode:
         raise ConfigError(f"cannot read config {path}: {first_line(error)}") from error
 
 
-def _require_size(tree: Any, path: Path) -> None:
+def parse_config(text: str, source: str) -> CfgNode:
+    """The keys of YAML text, without defaults and without ``_BASE_``. No YAML tag runs code.
+
+    Args:
+        text: what :meth:`CfgNode.dump` wrote.
+        source: where it is from, for the message.
+
+    Raises:
+        ConfigError: no YAML mapping.
+    """
+    try:
+        loaded = yaml.safe_load(text)
+        _require_size(loaded, source)
+        if not isinstance(loaded, dict):
+            raise ConfigError(f"{source} is not a YAML mapping of keys to values")
+        return CfgNode(loaded)
+    except ConfigError:
+        raise
+    except Exception as error:  # what YAML raises has no common base
+        raise ConfigError(f"cannot read {source}: {first_line(error)}") from error
+
+
+def _require_size(tree: Any, source: str) -> None:
     """Refuse aliases that stand for more than can be copied: ten lines of YAML may mean a billion parts, or endless ones."""
     parts = [tree]
     for _ in range(LARGEST_CONFIG):
@@ -256,7 +280,7 @@ def _require_size(tree: Any, path: Path) -> None:
             return
         part = parts.pop()
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    raise ConfigError(f"config {path} has more than {LARGEST_CONFIG} parts, its aliases (*name) written out")
+    raise ConfigError(f"{source} has more than {LARGEST_CONFIG} parts, its aliases (*name) written out")
 
 
 def merge_overrides(cfg: CfgNode, overrides: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests share: one thread, a small drawn data set, the real one beside the repository, and the detectron2 marker."""
 
+import functools
 import importlib.util
 import json
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ OBJECTS = [
 
 @pytest.fixture
 def drawn_coco(tmp_path) -> DrawnCoco:
+    """:func:`draw_coco` in the test's own folder."""
+    return draw_coco(tmp_path)
+
+
+def draw_coco(folder: Path) -> DrawnCoco:
     """Five images of unequal size, three categories whose ids have gaps, and every kind of box that needs a rule."""
     rng = np.random.default_rng(0)
     images = []
@@ -61,7 +67,7 @@ def drawn_coco(tmp_path) -> DrawnCoco:
             if owner == image_id:
                 pixels[max(0, round(y)) : round(y + h), max(0, round(x)) : round(x + w)] = COLOURS[category_id]
         name = f"part/{image_id:03d}.png"
-        path = tmp_path / "images" / name
+        path = folder / "images" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
         images.append({"id": image_id, "file_name": name, "height": height, "width": width})
@@ -71,9 +77,9 @@ def drawn_coco(tmp_path) -> DrawnCoco:
     ]
     categories = [{"id": 90, "name": "blue"}, {"id": 3, "name": "red"}, {"id": 17, "name": "green"}]
     content = {"images": images, "annotations": annotations, "categories": categories}
-    path = tmp_path / "drawn.json"
+    path = folder / "drawn.json"
     path.write_text(json.dumps(content), encoding="utf-8")
-    return DrawnCoco(DatasetFiles("drawn", path, tmp_path / "images"), content)
+    return DrawnCoco(DatasetFiles("drawn", path, folder / "images"), content)
 
 
 @pytest.fixture(scope="session")
@@ -83,3 +89,11 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real images at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """A :class:`trained.TrainedRun` of "detr" or "deformable", once for all tests; they leave it as it is."""
+    from trained import train_tiny
+
+    return functools.cache(lambda detector: train_tiny(tmp_path_factory.mktemp("runs") / detector, detector))

@@ -24,7 +24,7 @@ ALLOWED = {
     "models": {"errors", "structures", "boxes", "layers"},
     "losses": {"errors", "structures", "boxes", "layers", "distributed"},
     "data": {"errors", "structures", "boxes", "layers", "distributed", "garbage"},
-    "evaluation": {"errors", "structures", "boxes", "layers", "distributed", "garbage"},
+    "evaluation": {"errors", "structures", "boxes", "layers", "data", "distributed", "garbage"},
     "postprocess.py": {"errors", "structures", "boxes", "layers", "losses"},
 }
 
@@ -113,7 +113,8 @@ def test_lower_layers_do_not_import_higher_ones(part):
         assert used <= ALLOWED[part] | {part.removesuffix(".py")}, path
 
 
-def test_package_itself_imports_nothing():
+def test_package_itself_imports_nothing_until_it_is_asked():
     """setup.py reads the version from it, and an isolated build has no torch."""
-    assert imports_of(PACKAGE / "__init__.py") == []
+    body = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
+    assert [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)] == ["from typing import Any"]
     assert "torch" not in imports_of(PACKAGE.parent / "setup.py")

@@ -8,10 +8,10 @@ import torch
 from test_runner import assert_same_run, losses_of
 from tiny import DEFORMABLE, DETECTORS, overrides
 
-from cpvt_det import build
+from cpvt_det import Predictor, build
 from cpvt_det.config import get_cfg as get_core_cfg
 from cpvt_det.config import load_cfg as load_core_cfg
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, WeightsError
 from cpvt_det.runner.train import run as run_builtin
 from cpvt_det.solver.step import compute_losses
 
@@ -135,6 +135,18 @@ def test_evaluation_gives_the_figures_of_the_other_runner(runs, detector):
     assert figures[0] == figures[1]
 
 
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_the_predictor_finds_what_detectron2s_runner_found(runs, drawn_coco, detector):
+    """Bit for bit, with the averaged weights; it needs no detectron2 itself."""
+    more = {"SOLVER__MAX_ITER": 3, "SOLVER__EMA__ENABLED": True, "SOLVER__EMA__DECAY": 0.5}
+    folder = runs("detectron2", "run", **DETECTORS[detector], **more)
+    predictor = Predictor.from_checkpoint(folder / "model_final.pth", device="cpu")
+    images = drawn_coco.content["images"]
+    found = predictor([drawn_coco.files.image_root / image["file_name"] for image in images])
+    rows = [row for image, one in zip(images, found, strict=True) for row in one.to_coco(image["id"])]
+    assert rows == json.loads((folder / "inference/coco_instances_results.json").read_text())
+
+
 def test_bf16_autocast_runs_on_the_cpu(runs):
     builtin, detectron2 = (runs(name, name, SOLVER__AMP__ENABLED=True, DATASETS__TEST=()) for name in ("builtin", "detectron2"))
     assert_same_run(builtin, detectron2)
@@ -199,6 +211,8 @@ def test_a_backbone_of_detectron2s_registry_by_name(d2, runs):
     assert len(losses_of(folder)) == 2
     with pytest.raises(ConfigError, match="MASK_PADDING"):
         runs("detectron2", "masked", **{**more, "MODEL__BACKBONE__MASK_PADDING": True})
+    with pytest.raises(WeightsError, match=r"'MODEL.RESNETS'.* of detectron2, whose DefaultPredictor takes it"):
+        Predictor.from_checkpoint(folder / "model_final.pth")
 
 
 def test_our_backbone_in_detectron2s_own_model(d2):

@@ -4,6 +4,7 @@
 from cpvt_det.build.data import (
     build_evaluator,
     build_test_loader,
+    build_test_mapper,
     build_train_loader,
     check_datasets,
     check_evaluation,
@@ -23,6 +24,7 @@ from cpvt_det.build.detector import (
     build_postprocessor,
     detector_arguments,
 )
+from cpvt_det.build.trained import Trained, load_trained
 from cpvt_det.build.training import (
     build_ema,
     build_length,
@@ -33,6 +35,7 @@ from cpvt_det.build.training import (
 
 __all__ = [
     "DETECTOR_REGISTRY",
+    "Trained",
     "build_backbone",
     "build_classification",
     "build_criterion",
@@ -46,6 +49,7 @@ __all__ = [
     "build_postprocessor",
     "build_step",
     "build_test_loader",
+    "build_test_mapper",
     "build_train_loader",
     "check_datasets",
     "check_evaluation",
@@ -53,6 +57,7 @@ __all__ = [
     "load_initial_weights",
     "load_splits",
     "load_tests",
+    "load_trained",
     "set_classes",
     "training_records",
 ]

@@ -89,16 +89,16 @@ def _require_names(cfg: CfgNode, split: str) -> None:
         raise ConfigError(f"DATASETS.{split} should list data sets, as in DATASETS.{split} \"('coco_2017_train',)\"; got {names!r}")
 
 
-def set_classes(cfg: CfgNode, classes: Classes) -> None:
-    """Set ``MODEL.NUM_CLASSES`` from the data.
+def set_classes(cfg: CfgNode, classes: Classes, source: str = "the data") -> None:
+    """Set ``MODEL.NUM_CLASSES`` from the data, or from weights.
 
     Raises:
         ConfigError: the config names another number.
     """
     if cfg.MODEL.NUM_CLASSES not in (0, len(classes)):
         raise ConfigError(
-            f"MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}, but the data has {len(classes)} classes "
-            f"({', '.join(classes.names[:5])}{', ...' if len(classes) > 5 else ''}); leave it at 0 to take the data's"
+            f"MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}, but {source} has {len(classes)} classes "
+            f"({', '.join(classes.names[:5])}{', ...' if len(classes) > 5 else ''}); leave it at 0 to take these"
         )
     cfg.MODEL.NUM_CLASSES = len(classes)
 
@@ -138,12 +138,20 @@ def build_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> T
         return TrainLoader(dataset, batches, loader.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
 
 
+def build_test_mapper(cfg: CfgNode) -> Mapper:
+    """What makes the test size of an image, in evaluation and after it.
+
+    Raises:
+        ConfigError: another order of channels than RGB.
+    """
+    _require_rgb(cfg)
+    return Mapper(evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST), with_targets=False)
+
+
 def build_test_loader(cfg: CfgNode, records: list[ImageRecord]) -> torch.utils.data.DataLoader:
     """Every record once, at the test size, over all processes."""
-    _require_rgb(cfg)
     with config_errors("INPUT or TEST"):
-        transform = evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
-        dataset = MappedDataset(records, Mapper(transform, with_targets=False))
+        dataset = MappedDataset(records, build_test_mapper(cfg))
         world_size = distributed.world_size()
         share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
         return evaluation_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)

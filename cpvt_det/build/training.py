@@ -7,7 +7,7 @@ import torch
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det.checkpoint import load_backbone_weights, load_weights
+from cpvt_det.checkpoint import WeightsReport, load_backbone_weights, load_weights
 from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.data.coco import Classes
@@ -112,12 +112,7 @@ def load_initial_weights(
     if cfg.MODEL.WEIGHTS:
         report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
         logger.info("%s: %s\n%s", cfg.MODEL.WEIGHTS, report, report.table())
-        for name, shapes in report.remade.items():
-            if not CLASS_HEAD.search(name) and not name.endswith("query_embed.weight"):
-                raise WeightsError(
-                    f"{cfg.MODEL.WEIGHTS} is of another shape than the config's model: {name} is {shapes}; "
-                    "set the keys of MODEL that it was trained with"
-                )
+        require_shapes(report, cfg.MODEL.WEIGHTS)
         spoilt = "" if for_evaluation else not_finite(detector.state_dict())  # an evaluation names the image that shows it
         if spoilt:
             raise WeightsError(f"{cfg.MODEL.WEIGHTS} holds numbers that are not finite, in {spoilt}; training would take no step")
@@ -136,3 +131,21 @@ def load_initial_weights(
             "The backbone starts from random weights, and MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 keeps part of it so; "
             "set MODEL.BACKBONE.WEIGHTS, or NORM BN and FREEZE_AT 0 to train from scratch"
         )
+
+
+def require_shapes(report: WeightsReport, origin: str) -> None:
+    """Refuse weights that are not those of the model but for its classes and queries.
+
+    Args:
+        report: of loading them.
+        origin: what the message calls them.
+
+    Raises:
+        WeightsError: with the first tensor of another shape.
+    """
+    for name, shapes in report.remade.items():
+        if not CLASS_HEAD.search(name) and not name.endswith("query_embed.weight"):
+            raise WeightsError(
+                f"{origin} is of another shape than the config's model: {name} is {shapes}; "
+                "set the keys of MODEL that it was trained with"
+            )

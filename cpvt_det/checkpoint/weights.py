@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cpvt_det.checkpoint.convert import convert_state_dict, detect_source
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
+from cpvt_det.checkpoint.folder import is_in_folder, read_node
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
 from cpvt_det.errors import WeightsError
@@ -31,27 +32,29 @@ class Weights:
         classes: one for each row of a class head but that of "no object"; ``None`` where that is not known.
         source: whose names they had, a key of ``CONVERSIONS``; ``None``: ours.
         origin: what messages call them.
+        config: of the model that they were trained in, as YAML; ``None`` where nothing tells it.
     """
 
     state_dict: dict[str, Tensor]
     classes: Classes | None
     source: str | None
     origin: str
+    config: str | None = None
 
     def as_checkpoint(self) -> dict[str, Any]:
-        """The layout of our checkpoints, with the classes where they are known."""
-        if self.classes is None:
-            return {"model": self.state_dict}
-        classes = {"ids": list(self.classes.ids), "names": list(self.classes.names)}
-        return {"model": self.state_dict, "cpvt_det": {"classes": classes}}
+        """The layout of our checkpoints, with the classes and the config where they are known."""
+        node: dict[str, Any] = {} if self.config is None else {"config": self.config}
+        if self.classes is not None:
+            node["classes"] = {"ids": list(self.classes.ids), "names": list(self.classes.names)}
+        return {"model": self.state_dict, "cpvt_det": node} if node else {"model": self.state_dict}
 
 
 def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") -> Weights:
     """Read weights of ours or of a known source.
 
     Args:
-        weights: a file; a folder with ``model.safetensors`` or ``pytorch_model.bin``, and perhaps a ``config.json``; or what
-            such a file holds.
+        weights: a file; a folder with ``model.safetensors`` or ``pytorch_model.bin``, be it one of ours
+            (:func:`cpvt_det.checkpoint.folder.save_model`) or of Hugging Face, with a ``config.json``; or what such a file holds.
         source: whose names they have, a key of ``CONVERSIONS``; ``auto`` looks at the names.
 
     Returns:
@@ -68,6 +71,8 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         path = _file_of(Path(weights).expanduser())
         origin, checkpoint = str(weights), read_checkpoint(path)
     state_dict = state_dict_of(checkpoint, origin)
+    node = checkpoint.get("cpvt_det") if path is None or not is_in_folder(path) else read_node(path.parent)
+    node = node if isinstance(node, Mapping) else {}
     try:
         found = detect_source(state_dict) if source == "auto" else source
         if found is not None:
@@ -75,14 +80,15 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
     except WeightsError as error:
         raise WeightsError(f"{origin}: {error}") from error
     rows = next((len(tensor) for name, tensor in state_dict.items() if CLASS_HEAD.search(name)), None)
-    classes = None if rows is None else _told_classes(checkpoint, rows, origin)
+    classes = None if rows is None else _told_classes(node.get("classes"), rows, origin)
     if classes is None and rows is not None and found in HF_BACKGROUND_ROWS and path is not None:
         classes = _config_classes(path.with_name("config.json"), rows - HF_BACKGROUND_ROWS[found])
     if classes is None and rows in (len(COCO_ROWS), len(COCO_ROWS) + 1):
         classes = COCO_ROWS
     if classes is None and found == "detrex_deformable_detr" and rows == len(COCO_CLASSES):
         classes = COCO_CLASSES
-    return Weights(state_dict, classes, found, origin)
+    config = node.get("config")
+    return Weights(state_dict, classes, found, origin, config if isinstance(config, str) else None)
 
 
 def _file_of(path: Path) -> Path:
@@ -92,16 +98,18 @@ def _file_of(path: Path) -> Path:
     for name in FOLDER_FILES:
         if (path / name).is_file():
             return path / name
-    raise WeightsError(f"the folder {path} has neither {' nor '.join(FOLDER_FILES)}")
+    run = sorted(file.name for file in path.glob("model_*.pth"))
+    advice = f"; it is a run's, give one of its files: {', '.join(run[:5])}" if run else ""
+    raise WeightsError(f"the folder {path} has neither {' nor '.join(FOLDER_FILES)}{advice}")
 
 
-def _told_classes(checkpoint: Mapping[str, Any], rows: int, origin: str) -> Classes | None:
+def _told_classes(node: Any, rows: int, origin: str) -> Classes | None:
     """What a checkpoint of ours says of the rows of its class head."""
-    node = checkpoint.get("cpvt_det")
-    node = node.get("classes") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping):
         return None
     ids, names = tuple(node.get("ids", ())), tuple(node.get("names", ()))
+    if not all(type(class_id) is int for class_id in ids) or not all(isinstance(name, str) for name in names):
+        raise WeightsError(f"{origin}: class ids are whole numbers and names are text, got {ids[:3]} and {names[:3]}")
     if len(ids) != len(names) or rows - len(ids) not in (0, 1) or len(set(names)) != len(names):
         raise WeightsError(f"{origin}: a class head of {rows} rows does not go with {len(ids)} class ids and {len(names)} names")
     return Classes(ids, names)

@@ -16,9 +16,11 @@ from cpvt_det.errors import BadInputError, DataFaultsError, InterruptedRun, RunS
 
 COMMANDS = {
     "check-data": "Find the faults of data sets.",
+    "compare": "Draw the curves of several runs in one picture.",
     "convert-weights": "Turn other projects' DETR weights into ours.",
     "eval": "Evaluate weights on a data set.",
     "plug-matrix": "Check PEG in the models of other projects.",
+    "predict": "Detect objects in images: pictures and JSON.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "train": "Train a detector, and evaluate it.",
 }
@@ -53,7 +55,7 @@ debug_option = click.option("--debug", is_flag=True, expose_value=False, help="S
 @debug_option
 @click.version_option(cpvt_det.__version__, prog_name="cpvt-det")
 def main() -> None:
-    """PEG in DETR and Deformable-DETR: train, evaluate, convert.
+    """PEG in DETR and Deformable-DETR: train, evaluate, predict.
 
     \b
     Example:

@@ -11,14 +11,22 @@ from cpvt_det.runner.launch import launch
 @click.argument("weights", metavar="WEIGHTS")
 @run_options
 @allow_partial_option
+@click.option("--report", is_flag=True, help="Write OUTPUT_DIR/report/ too: curves, confusion, thresholds, worst images.")
 def eval(
-    weights: str, config_file: str, num_gpus: int | None, runner: str, overrides: tuple[str, ...], allow_partial: bool
+    weights: str,
+    config_file: str,
+    num_gpus: int | None,
+    runner: str,
+    overrides: tuple[str, ...],
+    allow_partial: bool,
+    report: bool,
 ) -> None:
-    """Evaluate a file of weights on DATASETS.TEST; KEY VALUE pairs override the config.
+    """Evaluate weights, a file or a model folder, on DATASETS.TEST; KEY VALUE pairs override the config.
 
     \b
     Example:
       cpvt-det eval output/model_best.pth --config-file output/config.yaml OUTPUT_DIR output/eval
+      cpvt-det eval output/model_best.pth --config-file output/config.yaml --report OUTPUT_DIR output/eval
     """
-    overrides = (*overrides, "MODEL.WEIGHTS", weights)
+    overrides = (*overrides, "MODEL.WEIGHTS", weights, *(("TEST.REPORT", "True") if report else ()))
     launch(run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), False, True, allow_partial)

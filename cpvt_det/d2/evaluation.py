@@ -12,7 +12,7 @@ from detectron2.evaluation import DatasetEvaluator
 from cpvt_det import build, distributed
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.evaluation.coco import format_table, write_detections
-from cpvt_det.runner.evaluate import gather_detections
+from cpvt_det.runner.evaluate import DETECTIONS, gather_detections
 from cpvt_det.runner.setup import logger
 from cpvt_det.structures import Detections
 
@@ -50,6 +50,6 @@ class CleanCOCOEvaluator(DatasetEvaluator):
         if distributed.rank() != 0:
             return {}
         results = self._evaluator.evaluate()
-        write_detections(self._evaluator.coco_results(), f"{self._folder}/coco_instances_results.json")
+        write_detections(self._evaluator.coco_results(), f"{self._folder}/{DETECTIONS}")
         logger.info("Evaluation on %s:\n%s", self._dataset.name, format_table(results))
         return results

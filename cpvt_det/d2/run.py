@@ -16,9 +16,9 @@ from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
 from cpvt_det.data.check import log_data
-from cpvt_det.evaluation.pictures import draw_curves
+from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import draw_pictures
+from cpvt_det.runner.evaluate import show_results
 from cpvt_det.runner.setup import choose_seed, describe_model, only_run_in, setup_run
 
 __all__ = ["load_cfg", "run"]
@@ -48,7 +48,7 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> dict[str,
     model = build_detector(cfg)
     build.load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     results = evaluate(cfg, model, tests)
-    draw_pictures(cfg, model, tests[0], output / "pictures" / "detections.png")
+    show_results(cfg, model, tests, results, output)
     return results
 
 
@@ -75,7 +75,7 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     if distributed.rank() == 0:
         draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
     if tests:
-        draw_pictures(cfg, trainer.evaluated, tests[0], output / "pictures" / "detections.png")
+        show_results(cfg, trainer.evaluated, tests, results, output)
     return results
 
 

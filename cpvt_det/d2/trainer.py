@@ -25,6 +25,7 @@ from cpvt_det.data.loader import TrainLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import UnknownNameError, config_errors
 from cpvt_det.evaluation.coco import write_results
+from cpvt_det.runner.evaluate import place_of
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.train import flatten, is_due
 from cpvt_det.solver.step import TrainingModel, TrainStep, wrap_for_processes
@@ -183,7 +184,7 @@ def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[s
     distributed.share_buffers(model)
     results = {}
     for dataset in tests:
-        folder = Path(cfg.OUTPUT_DIR) / "inference" / ("" if len(tests) == 1 else dataset.name)
+        folder = place_of(dataset, tests, Path(cfg.OUTPUT_DIR) / "inference")
         loader = build.build_test_loader(cfg, dataset.records)
         with dead_workers_named(loader.dataset):
             results[dataset.name] = inference_on_dataset(model, loader, CleanCOCOEvaluator(cfg, dataset, str(folder)))

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +74,8 @@ def check_data(train: Sequence[DatasetFiles], tests: Sequence[DatasetFiles], num
             read[one.name] = read_coco(one)
         except DataError as error:
             together.add_fatal("data sets that cannot be read", str(error))
-    seen = _look_at_images([(record.file_name, files[name]) for name in read for record in read[name].records], decode)
+    roots = {record.file_name: str(files[name].image_root) for name in read for record in read[name].records}
+    seen = distributed.gather_objects(look_at_images(roots, decode) if distributed.rank() == 0 else None)[0]
     for dataset in read.values():
         _take_faulty_images_out(dataset, seen)
     data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), findings=[])
@@ -94,18 +95,18 @@ def log_data(datasets: Iterable[CocoDataset]) -> None:
             logger.warning("%s: %s: %d; raise MODEL.DETR.NUM_OBJECT_QUERIES", dataset.name, TOO_MANY, too_many.count)
 
 
-def _look_at_images(places: list[tuple[str, DatasetFiles]], decode: bool) -> dict[str, Seen]:
-    """What there is under each path, on every process."""
-    return distributed.gather_objects(_look_at_all(dict(places), decode) if distributed.rank() == 0 else None)[0]
+def look_at_images(roots: Mapping[str, str], decode: bool = False) -> dict[str, Seen]:
+    """What there is under each path.
 
-
-def _look_at_all(places: dict[str, DatasetFiles], decode: bool) -> dict[str, Seen]:
+    Args:
+        roots: paths, each with the folder that its data set names it below.
+        decode: decode every image, not only those that seem cut off.
+    """
     Image.init()  # Pillow's list of formats, which threads would fill at the same time
-    roots = (str(files.image_root) for files in places.values())
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(partial(_look, decode=decode), places, roots)
-        bar = tqdm(found, "checking images", len(places), leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
-        return dict(zip(places, bar, strict=True))
+        found = pool.map(partial(_look, decode=decode), roots, roots.values())
+        bar = tqdm(found, "checking images", len(roots), leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
+        return dict(zip(roots, bar, strict=True))
 
 
 def _look(path: str, root: str, decode: bool) -> Seen:

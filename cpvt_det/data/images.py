@@ -93,14 +93,38 @@ def read_image(path: str) -> Tensor:
             if kind == JPEG:  # only these: a flipped byte in a PNG ends torchvision 0.29 with a segmentation fault
                 return decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)
             with Image.open(file) as image:
-                _require_known_range(image)
-                orientation = _orientation(image, kind)
-                shown = _to_eight_bits(image).convert("RGB")
-                if orientation in TURNS and image.format != "TIFF":  # which Pillow turns itself
-                    shown = shown.transpose(TURNS[orientation])
-                return torch.from_numpy(np.array(shown)).permute(2, 0, 1).contiguous()
+                return _to_rgb(image, kind)
     except Exception as error:
         raise _cannot_read(path, error) from error
+
+
+def read_pillow(image: Image.Image) -> Tensor:
+    """The pixels of an image of Pillow's, as :func:`read_image` gives them of its file, but for JPEG's last bit.
+
+    Returns:
+        (3, H, W) uint8, turned as the EXIF data says that it still has.
+
+    Raises:
+        DataError: one that cannot be decoded; pixels without a fixed range; none at all.
+    """
+    if 0 in image.size:
+        raise DataError(f"it has no pixels, {image.width} x {image.height}")
+    try:
+        return _to_rgb(image, {"JPEG": JPEG, "PNG": PNG}.get(str(image.format)))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"it cannot be decoded: {first_line(error)}") from error
+
+
+def _to_rgb(image: Image.Image, kind: bytes | None) -> Tensor:
+    """(3, H, W) uint8 of an image that Pillow opened; ``kind`` as of :func:`_open`."""
+    _require_known_range(image)
+    orientation = _orientation(image, kind)
+    shown = _to_eight_bits(image).convert("RGB")
+    if orientation in TURNS and image.format != "TIFF":  # which Pillow turns itself
+        shown = shown.transpose(TURNS[orientation])
+    return torch.from_numpy(np.array(shown)).permute(2, 0, 1).contiguous()
 
 
 def _open(path: str) -> tuple[BinaryIO, bytes | None]:

@@ -150,7 +150,7 @@ class Mapper:
         Raises:
             DataError: an image that cannot be read, or of another size than the JSON says.
         """
-        image = tv_tensors.Image(read_image(record.file_name))
+        image = read_image(record.file_name)
         if tuple(image.shape[1:]) != (record.height, record.width):
             raise DataError(
                 f"image {record.file_name} (id {record.image_id}) is {image.shape[2]} x {image.shape[1]} pixels as EXIF turns it, "
@@ -163,9 +163,13 @@ class Mapper:
             "width": record.width,
         }
         if not self.with_targets:
-            return {**sample, "image": self.transform(image).as_subclass(Tensor)}
+            return {**sample, "image": self.prepare(image)}
         boxes = tv_tensors.BoundingBoxes(record.boxes_xyxy, format="XYXY", canvas_size=image.shape[1:])
-        image, boxes, labels = self.transform(image, boxes, torch.from_numpy(record.labels))
+        image, boxes, labels = self.transform(tv_tensors.Image(image), boxes, torch.from_numpy(record.labels))
         height, width = image.shape[1:]
         boxes_cxcywh = xyxy_to_cxcywh(boxes.as_subclass(Tensor)) / torch.tensor([width, height, width, height])
         return {**sample, "image": image.as_subclass(Tensor), "targets": Targets(labels, boxes_cxcywh.to(torch.float32))}
+
+    def prepare(self, image: Tensor) -> Tensor:
+        """Transform an image that comes without targets, (3, H, W) uint8 -> (3, h, w) uint8."""
+        return self.transform(tv_tensors.Image(image)).as_subclass(Tensor)

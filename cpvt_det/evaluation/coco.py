@@ -181,7 +181,7 @@ def format_table(results: dict[str, dict[str, float]]) -> str:
 
 def write_results(results: dict[str, dict[str, float]], path: str | os.PathLike[str]) -> None:
     """Write figures as strict JSON, with ``null`` for NaN; the file is there complete or not at all."""
-    _write_json(_strict(results), path, indent=2)
+    write_json(_strict(results), path, indent=2)
 
 
 def _strict(value: Any) -> Any:
@@ -192,7 +192,7 @@ def _strict(value: Any) -> Any:
 
 def write_detections(results: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     """Write ``CocoEvaluator.coco_results`` as strict JSON, which COCO's own tools and servers read."""
-    _write_json(results, path, indent=None)
+    write_json(results, path)
 
 
 def _table(rows: list, headers: list[str], alignment: list[str]) -> str:
@@ -200,7 +200,8 @@ def _table(rows: list, headers: list[str], alignment: list[str]) -> str:
     return tabulate(rows, headers, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 
 
-def _write_json(value: Any, path: str | os.PathLike[str], indent: int | None) -> None:
+def write_json(value: Any, path: str | os.PathLike[str], indent: int | None = None) -> None:
+    """Write strict JSON; the file is there complete or not at all, and folders that are missing are made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -1,29 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures to judge a detector by: detections beside the ground truth, and the curves of a run.
+"""Pictures to judge a detector by: detections, alone or beside the ground truth.
 
-On the road of one image: after ``postprocess.py``, beside ``evaluation/coco.py``. matplotlib is only needed for curves.
+On the road of one image: after ``postprocess.py``, beside ``evaluation/coco.py``.
 """
 
 import colorsys
-import json
-import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from cpvt_det.errors import BadInputError, DataError
 from cpvt_det.structures import Detections
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MIN_SIDE = 384  # pixels: images whose short side is below are enlarged, so that labels fit in them
 MAX_SIDE = 2048  # pixels: what the long side may be enlarged to
@@ -31,8 +23,6 @@ GAP = 8  # white pixels between pictures
 
 Color = tuple[int, int, int]
 Corners = tuple[int, int, int, int]
-
-logger = logging.getLogger(__name__)
 
 
 def class_color(label: int) -> Color:
@@ -66,10 +56,6 @@ def draw_comparison(
         TypeError: an image that is not uint8.
         ValueError: an image that is not (3, H, W), a box that is not finite, or a label without a name.
     """
-    if image.dtype != torch.uint8:
-        raise TypeError(f"expected an image of dtype uint8, got {image.dtype}; use (255 * image).byte() for [0, 1]")
-    if image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
-        raise ValueError(f"expected an image of shape (3, H, W), got {tuple(image.shape)}")
     detections = detections.cpu()
     keep = detections.scores >= score_threshold
     detections = Detections(detections.boxes_xyxy[keep], detections.scores[keep], detections.labels[keep])
@@ -79,6 +65,45 @@ def draw_comparison(
         title = f"ground truth ({len(truth.labels)})"
         panels.append(_draw_panel(image, truth.cpu(), class_names, title, scored=False))
     return _to_tensor(_arrange(panels, columns=2))
+
+
+def draw_objects(
+    image: Tensor, objects: Detections, class_names: Sequence[str], scored: bool = True, what: str = "the picture"
+) -> Image.Image:
+    """An image with labelled boxes.
+
+    Args:
+        image: (3, H, W) uint8, RGB; enlarged as by :func:`draw_comparison`.
+        objects: boxes in pixels of ``image``.
+        class_names: the name of each class.
+        scored: write scores beside the names.
+        what: what errors call it.
+
+    Raises:
+        TypeError, ValueError: as :func:`draw_comparison`.
+    """
+    if image.dtype != torch.uint8:
+        raise TypeError(f"expected an image of dtype uint8, got {image.dtype}; use (255 * image).byte() for [0, 1]")
+    if image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
+        raise ValueError(f"expected an image of shape (3, H, W), got {tuple(image.shape)}")
+    if not objects.boxes_xyxy.isfinite().all():
+        raise ValueError(f"cannot draw boxes that are not finite, in {what!r}")
+    unnamed = [label for label in objects.labels.tolist() if not 0 <= label < len(class_names)]
+    if unnamed:
+        raise ValueError(f"label {unnamed[0]} has no name among {len(class_names)} classes, in {what!r}")
+    scale = max(1, min(-(-MIN_SIDE // min(image.shape[1:])), MAX_SIDE // max(image.shape[1:])))
+    picture = _to_picture(image.cpu().repeat_interleave(scale, 1).repeat_interleave(scale, 2))
+    short_side = min(picture.size)
+    font = ImageFont.load_default(max(14, short_side // 36))
+    boxes = [_corners(box, scale, picture.size) for box in objects.boxes_xyxy.tolist()]
+    draw = ImageDraw.Draw(picture)
+    for box, label in zip(boxes, objects.labels.tolist(), strict=True):
+        draw.rectangle(box, outline=class_color(label), width=max(2, short_side // 200))
+    taken: list[Corners] = []
+    for box, label, score in zip(boxes, objects.labels.tolist(), objects.scores.tolist(), strict=True):
+        text = f"{class_names[label]} {score:.2f}" if scored else class_names[label]
+        _draw_label(draw, text, box, class_color(label), font, picture.size, taken)
+    return picture
 
 
 def save_contact_sheet(panels: Sequence[Tensor], path: str | os.PathLike[str], columns: int = 2) -> None:
@@ -99,135 +124,8 @@ def save_contact_sheet(panels: Sequence[Tensor], path: str | os.PathLike[str], c
     sheet.save(path, format="PNG")
 
 
-def draw_curves(metrics_json: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
-    """Draw losses, learning rate and AP over the iterations of a run.
-
-    Args:
-        metrics_json: what :func:`read_metrics` reads, with "total_loss", "loss_*", "lr", "bbox/AP" and "bbox/AP50".
-        output: the picture; its suffix chooses the format, and folders that are missing are made.
-
-    Raises:
-        BadInputError: matplotlib is not installed.
-        DataError: no such file, or no line of it has an iteration.
-    """
-    figure = curves_figure(read_metrics(metrics_json))
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=100)
-
-
-def curves_figure(records: dict[int, dict[str, float]]) -> "Figure":
-    """The matplotlib figure of :func:`draw_curves`, of records as :func:`read_metrics` returns them.
-
-    What was never measured has a note in its place.
-
-    Raises:
-        BadInputError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure  # without pyplot, which keeps global state
-    except ImportError as error:
-        raise BadInputError("drawing curves needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    losses, rate, precision = figure.subplots(1, 3)
-    parts = {key for record in records.values() for key in record if key.startswith("loss_")}
-    _draw_lines(losses, "losses", records, ["total_loss", *sorted(parts)])
-    if any(value > 0 for line in losses.lines for value in line.get_ydata()):
-        losses.set_yscale("log", nonpositive="mask")
-    _draw_lines(rate, "learning rate", records, ["lr"])
-    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    _draw_lines(precision, "AP", records, ["bbox/AP", "bbox/AP50"], marker="o")
-    if precision.lines:
-        precision.set(ylim=(0, None), ylabel="percent")
-    return figure
-
-
-def read_metrics(metrics_json: str | os.PathLike[str]) -> dict[int, dict[str, float]]:
-    """Read a metrics file of detectron2's format, from a run that may have been stopped and resumed.
-
-    Where the iteration steps back a run was resumed, and what the abandoned one had written from there on is dropped;
-    lines of the same iteration are merged, the later value wins. Lines that are not whole, as a killed run leaves them,
-    are skipped with a warning. NaN and Infinity may stand bare; they and ``null`` are read as NaN.
-
-    Returns:
-        by rising iteration, the numbers that were written.
-
-    Raises:
-        DataError: no such file, or no line of it has an iteration.
-    """
-    try:
-        lines = Path(metrics_json).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read metrics from {os.fspath(metrics_json)!r}: {error.strerror}") from error
-    records: dict[int, dict[str, float]] = {}
-    skipped = 0
-    for line in filter(str.strip, lines):
-        record = _parse_line(line)
-        if record is None:
-            skipped += 1
-            continue
-        iteration = int(record.pop("iteration"))
-        if records and iteration < next(reversed(records)):
-            records = {earlier: values for earlier, values in records.items() if earlier < iteration}
-        records.setdefault(iteration, {}).update(record)
-    if not records:
-        raise DataError(f"no line of {os.fspath(metrics_json)!r} is a JSON object with an iteration")
-    if skipped:
-        logger.warning("%s: skipped %d of %d lines, which are broken", metrics_json, skipped, len(lines))
-    return records
-
-
-def _parse_line(line: str) -> dict[str, float] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
-        return None
-    numbers = {key: value for key, value in record.items() if value is None or isinstance(value, int | float)}
-    return {key: math.nan if value is None or math.isinf(value) else value for key, value in numbers.items()}
-
-
-def _draw_lines(
-    axes: "Axes", title: str, records: dict[int, dict[str, float]], keys: Iterable[str], marker: str | None = None
-) -> None:
-    """One line a key that has a finite value; the title counts the others, and a panel without lines says so."""
-    lost = 0
-    for key in keys:
-        points = [(iteration, record[key]) for iteration, record in records.items() if key in record]
-        lost += sum(math.isnan(value) for _, value in points)
-        if any(math.isfinite(value) for _, value in points):
-            # a single point makes no line
-            axes.plot(*zip(*points, strict=True), label=key, marker=marker or ("." if len(points) == 1 else None))
-    axes.set_title(title + (f" ({lost} not finite)" if lost else ""))
-    if axes.lines:
-        axes.set_xlabel("iteration")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    else:
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, f"no {title} in this file", ha="center", transform=axes.transAxes)
-
-
 def _draw_panel(image: Tensor, objects: Detections, names: Sequence[str], title: str, scored: bool) -> Image.Image:
-    """An enlarged image with labelled boxes, under its title."""
-    if not objects.boxes_xyxy.isfinite().all():
-        raise ValueError(f"cannot draw boxes that are not finite, in {title!r}")
-    unnamed = [label for label in objects.labels.tolist() if not 0 <= label < len(names)]
-    if unnamed:
-        raise ValueError(f"label {unnamed[0]} has no name among {len(names)} classes, in {title!r}")
-    scale = max(1, min(-(-MIN_SIDE // min(image.shape[1:])), MAX_SIDE // max(image.shape[1:])))
-    picture = _to_picture(image.cpu().repeat_interleave(scale, 1).repeat_interleave(scale, 2))
-    short_side = min(picture.size)
-    font = ImageFont.load_default(max(14, short_side // 36))
-    boxes = [_corners(box, scale, picture.size) for box in objects.boxes_xyxy.tolist()]
-    draw = ImageDraw.Draw(picture)
-    for box, label in zip(boxes, objects.labels.tolist(), strict=True):
-        draw.rectangle(box, outline=class_color(label), width=max(2, short_side // 200))
-    taken: list[Corners] = []
-    for box, label, score in zip(boxes, objects.labels.tolist(), objects.scores.tolist(), strict=True):
-        text = f"{names[label]} {score:.2f}" if scored else names[label]
-        _draw_label(draw, text, box, class_color(label), font, picture.size, taken)
-    return _with_title(picture, title)
+    return _with_title(draw_objects(image, objects, names, scored, title), title)
 
 
 def _pixels(low: float, high: float, scale: int, side: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 """A detector and a data set -> COCO figures, files and pictures."""
 
 import contextlib
+import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,18 +14,20 @@ from torch import nn
 from tqdm import tqdm
 
 from cpvt_det import distributed
-from cpvt_det.build import build_evaluator, build_postprocessor, build_test_loader
-from cpvt_det.data.coco import CocoDataset, ImageRecord
+from cpvt_det.build import build_evaluator, build_postprocessor, build_test_loader, build_test_mapper
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.images import read_image
 from cpvt_det.data.loader import dead_workers_named
-from cpvt_det.data.mapper import Mapper, Sample, evaluation_transform
+from cpvt_det.data.mapper import Sample
 from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_detections, write_results
 from cpvt_det.evaluation.pictures import draw_comparison, save_contact_sheet
+from cpvt_det.evaluation.report import truth_of, write_report
 from cpvt_det.postprocess import PostProcessor
 from cpvt_det.structures import Detections
 
 logger = logging.getLogger("cpvt_det")
 Results = dict[str, dict[str, float]]
+DETECTIONS = "coco_instances_results.json"
 
 
 @torch.no_grad()
@@ -50,8 +53,7 @@ def evaluate(cfg: CfgNode, detector: nn.Module, datasets: Sequence[CocoDataset],
     distributed.share_buffers(detector)
     results = {}
     for dataset in datasets:
-        folder = output / "inference" if len(datasets) == 1 else output / "inference" / dataset.name
-        results[dataset.name] = _evaluate_one(cfg, detector, dataset, folder)
+        results[dataset.name] = _evaluate_one(cfg, detector, dataset, place_of(dataset, datasets, output / "inference"))
     merged = results[datasets[0].name] if len(datasets) == 1 else results
     if distributed.rank() == 0:
         write_results(merged, output / "results.json")
@@ -82,7 +84,7 @@ def _evaluate_one(cfg: CfgNode, detector: nn.Module, dataset: CocoDataset, folde
     gather_detections(evaluator)
     results = evaluator.evaluate()
     if not quiet:
-        write_detections(evaluator.coco_results(), folder / "coco_instances_results.json")
+        write_detections(evaluator.coco_results(), folder / DETECTIONS)
         logger.info("Evaluation on %s:\n%s", dataset.name, format_table(results))
     return results
 
@@ -94,20 +96,45 @@ def gather_detections(evaluator: CocoEvaluator) -> None:
             evaluator.merge(state)
 
 
+def place_of(dataset: CocoDataset, datasets: Sequence[CocoDataset], folder: Path) -> Path:
+    """Where the files of one of the test sets go: ``folder``, or where there are several its part of that name."""
+    return folder if len(datasets) == 1 else folder / dataset.name
+
+
+def show_results(cfg: CfgNode, detector: nn.Module, datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
+    """What both runners leave to look at after the last evaluation: pictures, and with ``TEST.REPORT`` the report.
+
+    Args:
+        cfg: the run's config.
+        detector: that was evaluated.
+        datasets: the test sets.
+        results: what the evaluation returned; in the first process.
+        output: ``OUTPUT_DIR``, with the detections of the evaluation.
+    """
+    draw_pictures(cfg, detector, datasets[0], output / "pictures" / "detections.png")
+    if not cfg.TEST.REPORT or not results or distributed.rank() != 0:
+        return
+    for dataset in datasets:
+        detections = json.loads((place_of(dataset, datasets, output / "inference") / DETECTIONS).read_text(encoding="utf-8"))
+        figures = results if len(datasets) == 1 else results[dataset.name]
+        folder = place_of(dataset, datasets, output / "report")
+        write_report(dataset, detections, figures, folder, cfg.TEST.PICTURE_THRESHOLD, cfg.TEST.PICTURES)
+        logger.info("Report: %s", folder / "report.md")
+
+
 def draw_pictures(cfg: CfgNode, detector: nn.Module, dataset: CocoDataset, path: Path) -> None:
     """Draw detections over ``TEST.PICTURES`` images, spread over the data set, beside their ground truth."""
     count = min(cfg.TEST.PICTURES, len(dataset.records))
     if count < 1 or distributed.rank() != 0:
         return
-    mapper = Mapper(evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST), with_targets=False)
-    postprocess = build_postprocessor(cfg)
+    mapper, postprocess = build_test_mapper(cfg), build_postprocessor(cfg)
     panels = []
     with evaluation_mode(detector):
         for number in range(count):
             record = dataset.records[number * len(dataset.records) // count]
             found = detect(detector, postprocess, [mapper(record)])[0]
             image, names = read_image(record.file_name), dataset.classes.names
-            panels.append(draw_comparison(image, _truth(record), found, names, cfg.TEST.PICTURE_THRESHOLD))
+            panels.append(draw_comparison(image, truth_of(record), found, names, cfg.TEST.PICTURE_THRESHOLD))
     save_contact_sheet(panels, path)
     logger.info("Pictures: %s", path)
 
@@ -121,8 +148,3 @@ def evaluation_mode(detector: nn.Module) -> Iterator[None]:
         yield
     finally:
         detector.train(training)
-
-
-def _truth(record: ImageRecord) -> Detections:
-    boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
-    return Detections(boxes, torch.ones(len(labels)), labels)

@@ -10,9 +10,9 @@ from cpvt_det import build, distributed
 from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState, last_checkpoint
 from cpvt_det.data.check import log_data
 from cpvt_det.data.loader import dead_workers_named
-from cpvt_det.evaluation.pictures import draw_curves
+from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import Results, draw_pictures, evaluate
+from cpvt_det.runner.evaluate import Results, evaluate, show_results
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.setup import choose_seed, describe_model, only_run_in, setup_run
@@ -53,7 +53,7 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
     detector = build.build_detector(cfg).to(build.build_device(cfg))
     build.load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     results = evaluate(cfg, detector, tests, output)
-    draw_pictures(cfg, detector, tests[0], output / "pictures" / "detections.png")
+    show_results(cfg, detector, tests, results, output)
     return results
 
 
@@ -110,7 +110,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     if distributed.rank() == 0:
         draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
     if tests:
-        draw_pictures(cfg, evaluated, tests[0], output / "pictures" / "detections.png")
+        show_results(cfg, evaluated, tests, results, output)
     return results
 
 

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained model as a folder: ``config.yaml``, ``model.safetensors`` and ``classes.json``, each readable without this package.
+
+``classes.json`` is ``[{"id": 1, "name": "circle"}, ...]``, the categories of the data; the place in the list is the label.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cpvt_det.checkpoint.files import atomic_file, write_checkpoint
+from cpvt_det.data.coco import Classes
+from cpvt_det.errors import WeightsError, first_line
+
+CONFIG, WEIGHTS, CLASSES = "config.yaml", "model.safetensors", "classes.json"
+
+
+def save_model(folder: str | Path, state_dict: Mapping[str, Tensor], classes: Classes, config: str) -> None:
+    """Write a model folder; the three files of before stay where one of the new cannot be written.
+
+    Args:
+        folder: is made where it is missing.
+        state_dict: under our names, on any device.
+        classes: what the labels mean.
+        config: that builds the model, as YAML.
+
+    Raises:
+        WeightsError: a folder that cannot be made or written to.
+        RunStoppedError: weights that cannot be written, because the disk is full, say.
+    """
+    folder = Path(folder).expanduser()
+    # Cloned: heads that several decoder layers share have several names, which safetensors refuses.
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in state_dict.items()}
+    categories = [{"id": class_id, "name": name} for class_id, name in zip(classes.ids, classes.names, strict=True)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_file(folder / CONFIG) as config_file, atomic_file(folder / CLASSES) as classes_file:
+            config_file.write(config.encode())
+            classes_file.write((json.dumps(categories, indent=1, ensure_ascii=False) + "\n").encode())
+            write_checkpoint(tensors, folder / WEIGHTS)
+    except OSError as error:
+        raise WeightsError(f"cannot write the model folder {folder}: {error.strerror}") from error
+
+
+def is_in_folder(path: Path) -> bool:
+    """Whether a file of weights is that of a model folder."""
+    return path.name == WEIGHTS and path.with_name(CLASSES).is_file()
+
+
+def read_node(folder: Path) -> dict[str, Any]:
+    """What the node ``cpvt_det`` of a checkpoint says, from the files of a model folder.
+
+    Raises:
+        WeightsError: a file that is missing or not what it should be.
+    """
+    classes, config = folder / CLASSES, folder / CONFIG
+    try:
+        categories = json.loads(classes.read_text(encoding="utf-8"))
+        told = {"ids": [category["id"] for category in categories], "names": [category["name"] for category in categories]}
+        return {"classes": told, "config": config.read_text(encoding="utf-8")}
+    except FileNotFoundError as error:
+        raise WeightsError(f"the model folder {folder} has no {Path(error.filename).name}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise WeightsError(f"cannot read the model folder {folder}: {first_line(error)}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WeightsError(f'{classes} is not a list of classes, [{{"id": 1, "name": "circle"}}, ...]') from error

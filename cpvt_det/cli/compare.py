@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det compare``: the curves of several runs in one picture; the drawing is in ``evaluation/comparison.py``."""
+
+from pathlib import Path
+
+import click
+
+from cpvt_det.cli import debug_option
+from cpvt_det.evaluation.comparison import comparison_figure, comparison_table, read_runs
+from cpvt_det.evaluation.curves import save_figure
+
+
+@click.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True)
+@click.option("--output", default="compare.png", show_default=True, help="The picture; its suffix chooses the format.")
+@debug_option
+def compare(runs: tuple[str, ...], output: str) -> None:
+    """Draw loss and AP of runs in one picture, and print their last and best figures.
+
+    RUN is a run's OUTPUT_DIR, or a file like its metrics.json; of either runner, also while it runs. Where a run has several
+    test sets, its AP is that of the first.
+
+    \b
+    Example:
+      cpvt-det compare output/peg output/sine --output peg_or_sine.png
+    """
+    read = read_runs(runs)
+    save_figure(comparison_figure(read), Path(output).expanduser())
+    click.echo(comparison_table(read))
+    click.echo(f"\n{output}")

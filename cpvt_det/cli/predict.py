@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det predict``: a trained model on image files; the work is in ``predict/``."""
+
+import os
+import time
+from pathlib import Path
+
+import click
+
+from cpvt_det.cli import debug_option
+from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.data.findings import POLICIES
+from cpvt_det.errors import BadInputError
+from cpvt_det.predict import Predictor
+from cpvt_det.predict.files import check_files, find_files, predict_files
+
+
+@click.command(context_settings=RUN_CONTEXT)
+@click.argument("weights", metavar="WEIGHTS")
+@click.option("--input", "source", required=True, metavar="FILE|FOLDER|GLOB", help="Images; a glob in quotes.")
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="The folder to write to.")
+@click.option("--threshold", default=0.5, show_default=True, help="The lowest score that is drawn and written, from 0 to 1.")
+@click.option("--batch", default=1, show_default=True, help="Images at once; more are faster on a GPU.")
+@click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU where there is one]")
+@click.option("--config-file", default="", metavar="FILE", help="For weights that tell no config, those of other projects.")
+@click.option(
+    "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or leave out."
+)
+@debug_option
+@click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
+def predict(
+    weights: str,
+    source: str,
+    output: Path,
+    threshold: float,
+    batch: int,
+    device: str | None,
+    config_file: str,
+    on_bad: str,
+    overrides: tuple[str, ...],
+) -> None:
+    """Detect objects in images with WEIGHTS, a checkpoint or a model folder; KEY VALUE pairs override its config.
+
+    Writes pictures/, detections.json (COCO's results format) and images.json (which image has which id).
+
+    \b
+    Example:
+      cpvt-det predict output/model_best.pth --input photos --output found
+      cpvt-det predict output/model_best.pth --input 'photos/**/*.jpg' --output found --threshold 0.3 INPUT.MIN_SIZE_TEST 480
+    """
+    if not 0 <= threshold <= 1:
+        raise BadInputError(f"--threshold is a score from 0 to 1, got {threshold}")
+    if batch < 1:
+        raise BadInputError(f"--batch is a number of images, 1 or more, got {batch}")
+    for word in overrides[::2]:
+        if os.path.isfile(word):
+            raise BadInputError(f"{word} is a file, not a config key; a glob needs quotes: --input '*.jpg'")
+    output = output.expanduser()
+    paths = find_files(source, output)
+    predictor = Predictor.from_checkpoint(weights, device, config_file, overrides)
+    files, findings = check_files(paths, source, on_bad)
+    for line in findings.lines(findings.faults):
+        click.echo(line, err=True)
+    start = time.perf_counter()
+    images, detections = predict_files(predictor, files, output, threshold, batch, on_bad)
+    speed = images / (time.perf_counter() - start)
+    click.echo(f"{output}: {images} images, {detections} detections with score >= {threshold:g}, {speed:.1f} images/s")

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The curves of a run, and of several side by side, from their ``metrics.json``. matplotlib is imported when one is drawn."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cpvt_det.errors import BadInputError, DataError, first_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Records = dict[int, dict[str, float]]
+"""By iteration, the numbers of a run."""
+
+logger = logging.getLogger(__name__)
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure, in inches of 100 pixels, without pyplot, which keeps global state.
+
+    Raises:
+        BadInputError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BadInputError("drawing curves needs matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width, height), dpi=100, layout="constrained")
+
+
+def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
+    """Write a figure; its suffix chooses the format, and folders that are missing are made.
+
+    Raises:
+        BadInputError: a suffix that is no format, or a path that cannot be written.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except (ValueError, OSError) as error:
+        raise BadInputError(f"cannot write {os.fspath(path)}: {first_line(error)}") from error
+
+
+def draw_curves(metrics_json: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+    """Draw losses, learning rate and AP over the iterations of a run.
+
+    Args:
+        metrics_json: what :func:`read_metrics` reads, with "total_loss", "loss_*", "lr", "bbox/AP" and "bbox/AP50", where there
+            are several test sets with the name of each before it.
+        output: the picture; its suffix chooses the format, and folders that are missing are made.
+
+    Raises:
+        BadInputError: matplotlib is not installed.
+        DataError: no such file, or no line of it has an iteration.
+    """
+    save_figure(curves_figure(read_metrics(metrics_json)), output)
+
+
+def curves_figure(records: Records) -> "Figure":
+    """The matplotlib figure of :func:`draw_curves`, of records as :func:`read_metrics` returns them.
+
+    What was never measured has a note in its place.
+
+    Raises:
+        BadInputError: matplotlib is not installed.
+    """
+    figure = new_figure(15, 4.5)
+    losses, rate, precision = figure.subplots(1, 3)
+    parts = {key for record in records.values() for key in record if key.startswith("loss_")}
+    _draw_lines(losses, "losses", records, ["total_loss", *sorted(parts)])
+    if any(value > 0 for line in losses.lines for value in line.get_ydata()):
+        losses.set_yscale("log", nonpositive="mask")
+    _draw_lines(rate, "learning rate", records, ["lr"])
+    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    _draw_lines(precision, "AP", records, _ap_keys(records), marker="o")
+    if precision.lines:
+        precision.set(ylim=(0, None), ylabel="percent")
+    return figure
+
+
+def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
+    """Read a metrics file of detectron2's format, from a run that may have been stopped and resumed.
+
+    Where the iteration steps back a run was resumed, and what the abandoned one had written from there on is dropped;
+    lines of the same iteration are merged, the later value wins. Lines that are not whole, as a killed run leaves them,
+    are skipped with a warning. NaN and Infinity may stand bare; they and ``null`` are read as NaN.
+
+    Returns:
+        by rising iteration, the numbers that were written.
+
+    Raises:
+        DataError: no such file, or no line of it has an iteration.
+    """
+    try:
+        lines = Path(metrics_json).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read metrics from {os.fspath(metrics_json)!r}: {error.strerror}") from error
+    records: Records = {}
+    skipped = 0
+    for line in filter(str.strip, lines):
+        record = _parse_line(line)
+        if record is None:
+            skipped += 1
+            continue
+        iteration = int(record.pop("iteration"))
+        if records and iteration < next(reversed(records)):
+            records = {earlier: values for earlier, values in records.items() if earlier < iteration}
+        records.setdefault(iteration, {}).update(record)
+    if not records:
+        raise DataError(f"no line of {os.fspath(metrics_json)!r} is a JSON object with an iteration")
+    if skipped:
+        logger.warning("%s: skipped %d of %d lines, which are broken", metrics_json, skipped, len(lines))
+    return records
+
+
+def _ap_keys(records: Records) -> list[str]:
+    """AP and AP50 of every test set."""
+    keys = {key for record in records.values() for key in record}
+    return sorted(key for key in keys if key.endswith(("bbox/AP", "bbox/AP50")))
+
+
+def _parse_line(line: str) -> dict[str, float] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+        return None
+    numbers = {key: value for key, value in record.items() if value is None or isinstance(value, int | float)}
+    return {key: math.nan if value is None or math.isinf(value) else value for key, value in numbers.items()}
+
+
+def _draw_lines(axes: "Axes", title: str, records: Records, keys: Iterable[str], marker: str | None = None) -> None:
+    """One line a key that has a finite value; the title counts the others, and a panel without lines says so."""
+    lost = 0
+    for key in keys:
+        points = [(iteration, record[key]) for iteration, record in records.items() if key in record]
+        lost += sum(math.isnan(value) for _, value in points)
+        if any(math.isfinite(value) for _, value in points):
+            # a single point makes no line
+            axes.plot(*zip(*points, strict=True), label=key, marker=marker or ("." if len(points) == 1 else None))
+    axes.set_title(title + (f" ({lost} not finite)" if lost else ""))
+    if axes.lines:
+        axes.set_xlabel("iteration")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small", ncols=1 + (len(axes.lines) > 4))
+    else:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, f"no {title} in this file", ha="center", transform=axes.transAxes)

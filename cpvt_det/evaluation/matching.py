@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which detection is which object: ground truth and detections image by image, and COCO's way of pairing them.
+
+What ``evaluation/coco.py`` leaves to its backends, whose matches are not to be had from all of them.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pycocotools import mask
+
+IOU = 0.5
+"""From which a detection may be an object's."""
+
+
+@dataclass
+class ScoredImage:
+    """The objects and the detections of one image; boxes xywh in pixels.
+
+    Attributes:
+        image_id: as in the data.
+        objects: (G, 4) float64 array.
+        object_labels: (G,) int array in [0, K).
+        crowd: (G,) bool array, of regions in which detections count neither as right nor as wrong.
+        found: (n, 4) float64 array, by falling score.
+        found_labels: (n,) int array.
+        scores: (n,) float64 array.
+    """
+
+    image_id: int
+    objects: np.ndarray
+    object_labels: np.ndarray
+    crowd: np.ndarray
+    found: np.ndarray
+    found_labels: np.ndarray
+    scores: np.ndarray
+
+    def of_class(self, label: int, limit: int = 100) -> "ScoredImage":
+        """Objects of one class and its best detections, as many as COCO counts in an image."""
+        objects, found = self.object_labels == label, np.flatnonzero(self.found_labels == label)[:limit]
+        return ScoredImage(
+            self.image_id,
+            *(values[objects] for values in (self.objects, self.object_labels, self.crowd)),
+            *(values[found] for values in (self.found, self.found_labels, self.scores)),
+        )
+
+    def above(self, threshold: float) -> "ScoredImage":
+        """Without detections of lower scores."""
+        kept = int((self.scores >= threshold).sum())
+        found = (values[:kept] for values in (self.found, self.found_labels, self.scores))
+        return ScoredImage(self.image_id, self.objects, self.object_labels, self.crowd, *found)
+
+    def match(self, iou: float = IOU) -> np.ndarray:
+        """(n,) int array: the object of each detection, which may be a crowd, or -1.
+
+        By falling score, each takes the object with which its IoU is largest, of those that are not taken and where it is at
+        least ``iou``; if there is none, a crowd, which any number may have.
+
+        Source: pycocotools ``cocoeval.py``, ``evaluateImg``.
+        """
+        matched = np.full(len(self.scores), -1)
+        if not len(self.objects) or not len(self.found):
+            return matched
+        ious = mask.iou(self.found, self.objects, self.crowd.astype(np.uint8).tolist())
+        free = ~self.crowd
+        for row, overlaps in enumerate(ious):
+            for candidates in (free, self.crowd):
+                near = np.where(candidates & (overlaps >= min(iou, 1 - 1e-10)), overlaps, -1.0)
+                best = len(near) - 1 - int(near[::-1].argmax())  # of equal ones the last, as there
+                if near[best] >= 0:
+                    matched[row] = best
+                    free[best] = False
+                    break
+        return matched
+
+
+def pair_images(ground_truth: dict[str, Any], results: Sequence[dict[str, Any]], class_ids: Sequence[int]) -> list[ScoredImage]:
+    """Put objects and detections of each image together.
+
+    Args:
+        ground_truth: a COCO dict, as :class:`cpvt_det.data.coco.CocoDataset` holds it.
+        results: in COCO's results format.
+        class_ids: the category id of each label.
+
+    Returns:
+        One for each image of the ground truth, by rising id.
+    """
+    label_of = {class_id: label for label, class_id in enumerate(class_ids)}
+    objects, found = defaultdict(list), defaultdict(list)
+    for annotation in ground_truth["annotations"]:
+        row = (*annotation["bbox"], label_of[annotation["category_id"]], bool(annotation["iscrowd"]))
+        objects[annotation["image_id"]].append(row)
+    for result in results:
+        found[result["image_id"]].append((*result["bbox"], label_of[result["category_id"]], result["score"]))
+    images = []
+    for image_id in sorted(image["id"] for image in ground_truth["images"]):
+        there, here = (np.array(rows[image_id], dtype=float).reshape(-1, 6) for rows in (objects, found))
+        here = here[np.argsort(-here[:, 5], kind="stable")]
+        crowd, labels, found_labels = there[:, 5] > 0, there[:, 4].astype(int), here[:, 4].astype(int)
+        boxes = (np.ascontiguousarray(rows[:, :4]) for rows in (there, here))
+        images.append(ScoredImage(image_id, next(boxes), labels, crowd, next(boxes), found_labels, here[:, 5]))
+    return images

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user gets for one image: boxes, scores, and what their classes are called."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from cpvt_det.data.coco import Classes
+from cpvt_det.data.images import read_image
+from cpvt_det.evaluation.pictures import draw_objects
+from cpvt_det.structures import Detections
+
+
+@dataclass(repr=False)
+class ImageDetections(Detections):
+    """The detections of one image, best first.
+
+    Attributes:
+        boxes_xyxy: (n, 4) float32, in pixels of the original image.
+        scores: (n,) float32 in [0, 1].
+        labels: (n,) int64 in [0, K).
+        classes: what the labels mean.
+        source: the path that the image was read from, or its pixels, (3, H, W) uint8 RGB.
+    """
+
+    classes: Classes
+    source: str | Tensor
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name} {score:.2f}" for name, score in zip(self.names[:5], self.scores.tolist(), strict=False))
+        return f"<{len(self)} detections{': ' if shown else ''}{shown}{', ...' if len(self) > 5 else ''}>"
+
+    @property
+    def class_ids(self) -> Tensor:
+        """(n,) int64, the category ids of the data."""
+        return torch.tensor(self.classes.ids)[self.labels]
+
+    @property
+    def names(self) -> list[str]:
+        """The class name of each detection."""
+        return [self.classes.names[label] for label in self.labels.tolist()]
+
+    @property
+    def image(self) -> Tensor:
+        """(3, H, W) uint8 RGB; of a path it is read again."""
+        return self.source if isinstance(self.source, Tensor) else read_image(self.source)
+
+    def above(self, threshold: float) -> "ImageDetections":
+        """Those with a score of at least ``threshold``.
+
+        Raises:
+            ValueError: a threshold outside [0, 1].
+        """
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"scores are in [0, 1], got a threshold of {threshold}")
+        keep = self.scores >= threshold
+        return ImageDetections(self.boxes_xyxy[keep], self.scores[keep], self.labels[keep], self.classes, self.source)
+
+    def to_coco(self, image_id: int) -> list[dict[str, Any]]:
+        """Entries of COCO's results format: category ids of the data, boxes xywh; the very ones that an evaluation writes."""
+        start, end = self.boxes_xyxy.double().split(2, dim=1)
+        boxes = torch.cat((start, end - start), dim=1)  # xyxy -> xywh
+        columns = (self.class_ids.tolist(), boxes.tolist(), self.scores.double().tolist())
+        keys = ("image_id", "category_id", "bbox", "score")
+        return [dict(zip(keys, (image_id, *row), strict=True)) for row in zip(*columns, strict=True)]
+
+    def draw(self) -> Image.Image:
+        """The image with every box, name and score, each class in its colour; ``above(0.5).draw()`` draws the surer ones.
+
+        Images whose short side is below 384 pixels are enlarged by a whole number, so that the labels fit in.
+        """
+        return draw_objects(self.image, self, self.classes.names)

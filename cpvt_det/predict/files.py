@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image files by path, folder or glob -> detections in files: pictures and JSON in COCO's formats."""
+
+import glob
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tqdm import tqdm
+
+from cpvt_det.data.check import look_at_images
+from cpvt_det.data.findings import Findings
+from cpvt_det.data.images import ImageHeader, read_image
+from cpvt_det.errors import BadInputError, DataError, DataFaultsError
+from cpvt_det.evaluation.coco import write_json
+from cpvt_det.predict.detections import ImageDetections
+from cpvt_det.predict.predictor import Predictor
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Of the files that are taken from a folder."""
+
+
+@dataclass
+class InputFile:
+    """An image to detect in.
+
+    Attributes:
+        image_id: in the JSON files: 1, 2, ... by name.
+        path: of the file.
+        name: below the folder, or the part of the glob that all have in common.
+        header: of the file.
+    """
+
+    image_id: int
+    path: str
+    name: str
+    header: ImageHeader
+
+
+def find_files(source: str, output: Path) -> list[Path]:
+    """Look files up.
+
+    Args:
+        source: a file; a folder, of which all images are taken, and those below it; or a glob, in which ``**`` is any depth.
+        output: below this nothing is taken: an earlier call may have drawn pictures there.
+
+    Returns:
+        By rising path, at least one.
+
+    Raises:
+        DataError: nothing is there.
+    """
+    path = Path(source).expanduser()
+    if os.path.isfile(path):  # unlike Path.is_file, no error for a name that no file can have
+        return [path]
+    if os.path.isdir(path):
+        found = [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
+        why = f"there is no image in the folder {path}, or below it ({', '.join(SUFFIXES)})"
+    else:
+        found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        why = f"nothing matches {source}" if glob.has_magic(source) else f"there is no file or folder {source}"
+    found = sorted(file for file in found if file.is_file() and output.resolve() not in file.resolve().parents)
+    if not found:
+        raise DataError(why)
+    return found
+
+
+def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[InputFile], Findings]:
+    """Read all headers before any work is done.
+
+    Args:
+        paths: of :func:`find_files`.
+        source: what they were found by.
+        on_bad: as ``DATASETS.ON_BAD``: ``error``, or ``drop`` leaves out what cannot be read.
+
+    Raises:
+        DataFaultsError: files that cannot be read, all of them; with ``drop``, only where none can.
+    """
+    folder = Path(source).expanduser()
+    root = str(folder) if folder.is_dir() else os.path.commonpath([path.parent.absolute() for path in paths])
+    seen = look_at_images({str(path): root for path in paths})
+    findings = Findings()
+    good = []
+    for path in paths:
+        header = seen[str(path)].header
+        if header is None:
+            findings.add_fault("image files that cannot be read", seen[str(path)].why)
+        else:
+            name = Path(os.path.relpath(path, root)).as_posix()
+            good.append(InputFile(len(good) + 1, str(path), name, header))
+    if findings.faults and (on_bad == "error" or not good):
+        advice = "; --on-bad drop leaves them out" if good else ""
+        head = f"{len(paths) - len(good)} of {len(paths)} image files cannot be read{advice}"
+        raise DataFaultsError("\n".join([head, *findings.lines(findings.faults)]))
+    return good, findings
+
+
+def predict_files(
+    predictor: Predictor, files: Sequence[InputFile], output: Path, threshold: float, batch_size: int, on_bad: str
+) -> tuple[int, int]:
+    """Detect; write ``pictures/``, ``detections.json`` (COCO's results) and ``images.json`` (a COCO data set without annotations).
+
+    Args:
+        predictor: of a trained model.
+        files: of :func:`check_files`.
+        output: a folder, made where it is missing.
+        threshold: the lowest score that is drawn and written.
+        batch_size: images that go through the detector at once.
+        on_bad: what to do with an image whose damage only decoding finds, as in :func:`check_files`.
+
+    Returns:
+        How many images and how many detections.
+
+    Raises:
+        BadInputError: a folder that cannot be written to.
+        DataError: an image that cannot be decoded, unless it is dropped.
+    """
+    pictures = picture_names([file.name for file in files])
+    results: list[dict[str, Any]] = []
+    done: list[InputFile] = []
+    try:
+        (output / "pictures").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"cannot write to {output}: {error.strerror}") from error
+    with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
+        for file, found in _detect(predictor, files, threshold, batch_size, on_bad, bar):
+            picture = output / "pictures" / pictures[file.name]
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            found.draw().save(picture, quality=92)
+            results += found.to_coco(file.image_id)
+            done.append(file)
+    classes = predictor.classes
+    images = [
+        {"id": file.image_id, "file_name": file.name, "height": file.header.height, "width": file.header.width} for file in done
+    ]
+    categories = [{"id": class_id, "name": name} for class_id, name in zip(classes.ids, classes.names, strict=True)]
+    write_json({"images": images, "annotations": [], "categories": categories}, output / "images.json")
+    write_json(results, output / "detections.json")
+    return len(done), len(results)
+
+
+def picture_names(names: Sequence[str]) -> dict[str, str]:
+    """``a.png`` -> ``a.jpg``; where that might be another's too, ``a.png.jpg``."""
+    short = {name: str(PurePosixPath(name).with_suffix(".jpg")) for name in names}
+    long = {name: f"{name}.jpg" for name in names}
+    counts = Counter([*short.values(), *long.values()])
+    return {name: short[name] if counts[short[name]] == 1 else long[name] for name in names}
+
+
+def _detect(
+    predictor: Predictor, files: Sequence[InputFile], threshold: float, batch_size: int, on_bad: str, bar: tqdm
+) -> Iterator[tuple[InputFile, ImageDetections]]:
+    for start in range(0, len(files), batch_size):
+        read = []
+        for file in files[start : start + batch_size]:
+            try:
+                read.append((file, read_image(file.path)))
+            except DataError as error:
+                if on_bad == "error":
+                    raise DataError(f"{error}; --on-bad drop leaves it out") from error
+                bar.write(f"left out: {error}", file=sys.stderr)
+        found = predictor([image for _, image in read], batch_size=batch_size)
+        for (file, _), one in zip(read, found, strict=True):
+            yield file, one.above(threshold)
+        bar.update(len(files[start : start + batch_size]))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained detector, called with images.
+
+On the road of one image: the same decoding, resizing, batching, detector and post-processing as in evaluation.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import overload
+
+import torch
+from torch import nn
+
+from cpvt_det.build import build_postprocessor, build_test_mapper, load_trained
+from cpvt_det.checkpoint.folder import save_model
+from cpvt_det.data.coco import Classes
+from cpvt_det.data.mapper import Mapper
+from cpvt_det.errors import DataError
+from cpvt_det.postprocess import PostProcessor
+from cpvt_det.predict.detections import ImageDetections
+from cpvt_det.predict.inputs import ImageInput, read_input
+from cpvt_det.runner.evaluate import detect
+
+
+class Predictor:
+    """Detects objects in images of any kind and size.
+
+    Args:
+        detector: with its weights, on its device.
+        postprocess: of the same classification.
+        mapper: that prepares an image.
+        classes: what the labels mean.
+        config: that builds the detector, as YAML; for :meth:`save`.
+    """
+
+    def __init__(self, detector: nn.Module, postprocess: PostProcessor, mapper: Mapper, classes: Classes, config: str):
+        self.detector = detector.eval()
+        self.postprocess = postprocess
+        self.mapper = mapper
+        self.classes = classes
+        self.config = config
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        device: str | torch.device | None = None,
+        config_file: str = "",
+        overrides: Sequence[str] = (),
+    ) -> "Predictor":
+        """From a checkpoint of a run (``model_best.pth``), or a model folder; it tells its config, its classes and its sizes.
+
+        Args:
+            path: the file or the folder. The averaged weights are taken where the run had ``SOLVER.EMA``, as in evaluation.
+            device: a CUDA GPU where there is one, else the CPU.
+            config_file: for weights that tell no config, such as the official ones.
+            overrides: KEY VALUE words, as on the command line: ``["INPUT.MIN_SIZE_TEST", "480"]``.
+
+        Raises:
+            WeightsError: weights that cannot be read, tell no config or no classes, or are not all of the model.
+            ConfigError: keys that cannot be used, or a device that is not there.
+        """
+        trained = load_trained(path, device, config_file, overrides)
+        parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
+        return cls(trained.detector, *parts, trained.classes, trained.cfg.dump())
+
+    @overload
+    def __call__(
+        self, images: list[ImageInput] | tuple[ImageInput, ...], channels: str | None = None, batch_size: int = 1
+    ) -> list[ImageDetections]: ...
+
+    @overload
+    def __call__(self, images: ImageInput, channels: str | None = None, batch_size: int = 1) -> ImageDetections: ...
+
+    def __call__(self, images, channels=None, batch_size=1):
+        """Detect.
+
+        Args:
+            images: a path, an image of Pillow's, an array or a tensor, as :func:`cpvt_det.predict.inputs.read_input` takes them; or
+                a list or tuple of any of these, of any sizes.
+            channels: of arrays and tensors, "rgb" or "bgr"; arrays of colours need it.
+            batch_size: how many images of a list go through the detector at once. An image gets the same answer in any batch.
+
+        Returns:
+            The detections of the image, at most ``TEST.DETECTIONS_PER_IMAGE``; for a list, a list.
+
+        Raises:
+            DataError: what is no image, with its place in the list.
+            ValueError: a batch of less than one image.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if not isinstance(images, list | tuple):
+            return self._detect([images], [read_input(images, channels)])[0]
+        found: list[ImageDetections] = []
+        for start in range(0, len(images), batch_size):
+            part = images[start : start + batch_size]
+            found += self._detect(part, [_read(image, channels, start + n) for n, image in enumerate(part)])
+        return found
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a model folder, which :meth:`from_checkpoint` and ``MODEL.WEIGHTS`` take.
+
+        Raises:
+            WeightsError: a folder that cannot be made or written to.
+            RunStoppedError: weights that cannot be written, because the disk is full, say.
+        """
+        save_model(Path(folder), self.detector.state_dict(), self.classes, self.config)
+
+    def _detect(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageDetections]:
+        """Of one batch; pixels (3, H, W) uint8 each."""
+        samples = [{"image": self.mapper.prepare(image), "height": image.shape[1], "width": image.shape[2]} for image in pixels]
+        return [
+            ImageDetections(one.boxes_xyxy, one.scores, one.labels, self.classes, _source(image, read))
+            for one, image, read in zip(detect(self.detector, self.postprocess, samples), images, pixels, strict=True)
+        ]
+
+
+def _read(image: ImageInput, channels: str | None, place: int) -> torch.Tensor:
+    try:
+        return read_input(image, channels)
+    except DataError as error:
+        raise DataError(f"images[{place}]: {error}") from error
+
+
+def _source(image: ImageInput, pixels: torch.Tensor) -> str | torch.Tensor:
+    """What the image can be drawn from later: pixels of a file would fill the memory in a long list."""
+    return os.path.expanduser(image) if isinstance(image, str | os.PathLike) else pixels

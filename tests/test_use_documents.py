@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README and docs/use.md show of using a model does what it says."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from cpvt_det.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = {"README.md": "output/mine", "docs/use.md": "output"}
+"""And where the run lies that they use."""
+
+
+def blocks(document: str, language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / document).read_text(encoding="utf-8"), re.M | re.S)
+    return [text for named, text in found if named == language]
+
+
+@pytest.fixture(params=DOCUMENTS)
+def document(request, tiny_run, tmp_path, monkeypatch):
+    """The document, in a folder with the run and the photographs that it names."""
+    run = tiny_run("detr")
+    for name in (DOCUMENTS[request.param], "output/peg", "output/sine", "output/none"):
+        shutil.copytree(run.folder, tmp_path / name)
+    (tmp_path / "photos/deeper").mkdir(parents=True)
+    for name in ("photo.jpg", "photos/a.jpg", "photos/deeper/b.jpg"):
+        Image.open(run.image(30)).save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return request.param
+
+
+def test_the_python_runs(document):
+    code = [block for block in blocks(document, "python") if "Predictor" in block]
+    assert code
+    exec("\n".join(code), {})
+    with Image.open("found.png") as picture:
+        assert picture.size == (90 * 12, 33 * 12)
+
+
+def test_the_commands_run(document):
+    lines = [line for block in blocks(document, "") for line in block.splitlines()]
+    commands = [line for line in lines if re.match(r"cpvt-det (predict|eval|compare) ", line)]
+    assert {line.split()[1] for line in commands} == {"predict", "eval", "compare"}
+    for line in commands:
+        result = CliRunner().invoke(main, shlex.split(line)[1:])
+        assert result.exit_code == 0, f"{line}: {result.output}"
+    for name in ("found/pictures/a.jpg", "found/detections.json", "found/images.json", "output/eval/report/report.md"):
+        assert Path(name).is_file(), name
