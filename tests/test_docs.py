@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import config_reference
 import pytest
 
 from cpvt_det.config import get_cfg, key_names
@@ -16,21 +17,13 @@ DOCUMENTS = sorted(
 )
 
 
-@pytest.fixture
-def config_reference(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import config_reference
-
-    return config_reference
-
-
-def test_the_config_reference_is_that_of_the_defaults(config_reference):
+def test_the_config_reference_is_that_of_the_defaults():
     assert config_reference.DOCUMENT.read_text(encoding="utf-8") == config_reference.document(), (
         "out of date: python docs/config_reference.py"
     )
 
 
-def test_every_key_has_its_default_and_a_meaning(config_reference):
+def test_every_key_has_its_default_and_a_meaning():
     keys = config_reference.find_keys()
     assert [key.name for key in keys] == key_names(get_cfg())
     assert [key.name for key in keys if not key.comment] == []

@@ -2,15 +2,11 @@
 """What README and docs/use.md show of using a model does what it says."""
 
 import re
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from PIL import Image
-
-from cpvt_det.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = {"README.md": "output/mine", "docs/use.md": "output"}
@@ -41,14 +37,3 @@ def test_the_python_runs(document):
     exec("\n".join(code), {})
     with Image.open("found.png") as picture:
         assert picture.size == (90 * 12, 33 * 12)
-
-
-def test_the_commands_run(document):
-    lines = [line for block in blocks(document, "") for line in block.splitlines()]
-    commands = [line for line in lines if re.match(r"cpvt-det (predict|eval|compare) ", line)]
-    assert {line.split()[1] for line in commands} == {"predict", "eval", "compare"}
-    for line in commands:
-        result = CliRunner().invoke(main, shlex.split(line)[1:])
-        assert result.exit_code == 0, f"{line}: {result.output}"
-    for name in ("found/pictures/a.jpg", "found/detections.json", "found/images.json", "output/eval/report/report.md"):
-        assert Path(name).is_file(), name

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command in README and documents, run where their files are there: as it stands, but that trainings are short and small.
+
+What a test cannot run here (a clone of detectron2, other projects' weights) has its place below, with the reason.
+"""
+
+import importlib.util
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from conftest import draw_coco
+from PIL import Image
+from run_commands import commands
+from tiny import MODEL, RUN
+
+from cpvt_det.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
+ELSEWHERE = {
+    r"make (quickstart|test|docs|lint)\b": "its parts are commands of their own, or how tests and site are run",
+    r"(pip|git|apt-get) ": "installs",
+    r"export DETECTRON2_ENV_MODULE=cpvt_det.d2$": "tests/test_detectron2_home.py",
+    r"ln -s ": "prepares a folder",
+    r"python (\$D2|detectron2)/tools/": "detectron2's scripts: tests/test_detectron2_home.py, tests/test_plug_detectron2.py",
+    r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/test_checkpoint.py",
+    r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
+    r"cpvt-det plug-matrix .*--peer": "other projects' checkouts: tests/test_plug_families.py",
+    r"cpvt-det shapes datasets/shapes$": "tests/test_shapes.py draws fewer",
+}
+"""Commands, by pattern, and why they are not run here."""
+DOCUMENTED = list(dict.fromkeys(text for path in DOCUMENTS for text in commands(path)))
+
+
+@pytest.fixture(scope="module")
+def playground(tmp_path_factory, tiny_run):
+    """A folder with what the documents speak of: data sets, photographs, and runs that are done."""
+    folder = tmp_path_factory.mktemp("playground")
+    drawn = draw_coco(folder / "mine")
+    for name in ("train", "val"):
+        shutil.copy(drawn.files.annotations, folder / f"mine/{name}.json")
+    layouts = {"bccd": ("images", "train", "val"), "coco": ("train2017", "instances_train2017", "instances_val2017")}
+    layouts["shapes"] = ("train", "train", "val")
+    for name, (images, *splits) in layouts.items():
+        shutil.copytree(folder / "mine/images", folder / f"datasets/{name}/{images}")
+        (folder / f"datasets/{name}/annotations").mkdir()
+        for split in splits:
+            shutil.copy(drawn.files.annotations, folder / f"datasets/{name}/annotations/{split}.json")
+    for name in ("shapes/val", "coco/val2017"):
+        shutil.copytree(folder / "mine/images", folder / "datasets" / name)
+    run = tiny_run("deformable")
+    shutil.copytree(run.folder, folder / "output")
+    for name in ("mine", "peg", "sine", "none", "quickstart", "tutorial"):
+        shutil.copytree(run.folder, folder / "output" / name)
+    (folder / "photos/deeper").mkdir(parents=True)
+    for name in ("photo.jpg", "picture.jpg", "photos/a.jpg", "photos/deeper/b.jpg"):
+        Image.open(run.image(30)).save(folder / name)
+    for name in ("configs", "tools", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.mark.parametrize("command", [text for text in DOCUMENTED if not any(re.match(pattern, text) for pattern in ELSEWHERE)])
+def test_a_documented_command_runs(command, playground, monkeypatch):
+    monkeypatch.chdir(playground)
+    monkeypatch.setenv("DETECTRON2_DATASETS", "datasets")
+    words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command))
+    if words[0] == "python" and words[1].startswith("benchmarks/"):
+        return _only_read(words[1], words[2:])
+    assert words[0] == "cpvt-det" or words[1] == "tools/train_net.py", f"neither run here nor listed in ELSEWHERE: {command}"
+    words = words[1:] if words[0] == "cpvt-det" else ["train", *words[2:]]
+    result = CliRunner().invoke(main, [*words, *(_short_and_small(words) if words[0] == "train" else [])])
+    assert result.exit_code == 0, result.output
+
+
+def _short_and_small(words: list[str]) -> list[str]:
+    """Options and KEY VALUE words that come after and so win."""
+    builtin = importlib.util.find_spec("detectron2") is None or "builtin" in words
+    pairs = {**MODEL, **RUN, "SOLVER.MAX_ITER": 1, "MODEL.BACKBONE.WEIGHTS": "", "MODEL.DEFORMABLE.NUM_LEVELS": 2}
+    options = ["--num-gpus", "0", "--runner", "builtin" if builtin else "detectron2"]
+    return [*options, *(str(word) for pair in pairs.items() for word in pair)]
+
+
+def _only_read(script: str, words: list[str]) -> None:
+    """A benchmark takes minutes: its options are read, its work is tested in ``tests/test_benchmarks.py``."""
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main.make_context(script, list(words))
+
+
+def test_every_reason_is_for_a_command():
+    assert [pattern for pattern in ELSEWHERE if not any(re.match(pattern, text) for text in DOCUMENTED)] == []
