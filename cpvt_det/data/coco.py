@@ -245,7 +245,7 @@ def _clean(annotation: dict, number: int, size: Size, findings: Findings) -> dic
     if box is None:
         return None
     area, crowd = annotation.get("area"), annotation.get("iscrowd")
-    if area is None or crowd is None:
+    if (area is None or crowd is None) and "source" not in annotation:  # other formats have neither
         findings.add_note("annotations without area or iscrowd, filled in", _where(annotation, number))
     box_area = box[2] * box[3]
     area = box_area if area is None else float(area) if why is None else min(area, box_area)

@@ -39,11 +39,11 @@ def read_voc(folder: Path, split: str) -> dict[str, list[dict[str, Any]]]:
             raise DataError(f"{folder}: split {split!r} has {stem}, and there is no {annotation_folder / stem}.xml")
         height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
         images.append({"id": image_id, "file_name": str(_image(image_folder, stem, tree)), "height": height, "width": width})
-        for element in tree.iter("object"):
+        for number, element in enumerate(tree.iter("object"), start=1):
             name = element.findtext("name", "").strip()
             annotation = {"id": len(annotations) + 1, "image_id": image_id, "bbox": _box(element)}
             annotation |= {"category_id": names.get(name, name), "iscrowd": int(element.findtext("difficult", "0").strip() == "1")}
-            annotations.append(annotation | {"source": f"{annotation_folder / stem}.xml, {name!r}"})
+            annotations.append(annotation | {"source": f"{annotation_folder / stem}.xml, object {number} ({name!r})"})
     categories = [{"id": number, "name": name} for name, number in names.items()]
     return {"images": images, "annotations": annotations, "categories": categories}
 
