@@ -23,6 +23,7 @@ from cpvt_det.build.detector import (
     build_postprocessor,
     detector_arguments,
 )
+from cpvt_det.build.trained import load_trained
 from cpvt_det.build.training import (
     build_ema,
     build_length,
@@ -53,6 +54,7 @@ __all__ = [
     "load_initial_weights",
     "load_splits",
     "load_tests",
+    "load_trained",
     "set_classes",
     "training_records",
 ]

@@ -72,13 +72,13 @@ class WeightsReport:
 
 
 def load_weights(
-    model: nn.Module, weights: str | Path | Mapping[str, Any], class_names: Sequence[str] | None = None
+    model: nn.Module, weights: str | Path | Mapping[str, Any] | Weights, class_names: Sequence[str] | None = None
 ) -> WeightsReport:
     """Give a model the weights that fit it by name and shape, in the model's own dtypes.
 
     Args:
         model: changed in place.
-        weights: as in :func:`cpvt_det.checkpoint.read_weights`.
+        weights: as in :func:`cpvt_det.checkpoint.read_weights`, or what it returned.
         class_names: what the model's labels 0..K-1 mean. Where the weights' classes are known and others, rows of the class
             heads are picked by class name; "no object", the last row, stays the last.
 
@@ -89,7 +89,7 @@ def load_weights(
         WeightsError: weights that cannot be read, or of which nothing fits; the model is then unchanged.
         ValueError: class names that are double.
     """
-    read = read_weights(weights)
+    read = weights if isinstance(weights, Weights) else read_weights(weights)
     own = model.state_dict()
     rows = _rows_by_name(read, class_names)
     shared = {name: tensor for name, tensor in read.state_dict.items() if name in own}

@@ -31,12 +31,14 @@ class Weights:
         classes: one for each row of a class head but that of "no object"; ``None`` where that is not known.
         source: whose names they had, a key of ``CONVERSIONS``; ``None``: ours.
         origin: what messages call them.
+        config: of the run that made them, as YAML; ``None`` where they do not tell it.
     """
 
     state_dict: dict[str, Tensor]
     classes: Classes | None
     source: str | None
     origin: str
+    config: str | None = None
 
     def as_checkpoint(self) -> dict[str, Any]:
         """The layout of our checkpoints, with the classes where they are known."""
@@ -82,7 +84,9 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         classes = COCO_ROWS
     if classes is None and found == "detrex_deformable_detr" and rows == len(COCO_CLASSES):
         classes = COCO_CLASSES
-    return Weights(state_dict, classes, found, origin)
+    node = checkpoint.get("cpvt_det")
+    config = node.get("config") if isinstance(node, Mapping) else None
+    return Weights(state_dict, classes, found, origin, config if isinstance(config, str) else None)
 
 
 def _file_of(path: Path) -> Path:
