@@ -18,6 +18,7 @@ COMMANDS = {
     "check-data": "Find the faults of data sets.",
     "convert-weights": "Turn other projects' DETR weights into ours.",
     "eval": "Evaluate weights on a data set.",
+    "export": "Turn weights into ONNX or a torch.export program.",
     "plug-matrix": "Check PEG in the models of other projects.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "train": "Train a detector, and evaluate it.",
