@@ -44,6 +44,7 @@ DETECTRON2 = [
     "setuptools>=77.0.3,<82",  # detectron2.model_zoo imports pkg_resources, gone from 82
 ]
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo"]
+EXPORT = ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"]  # of cpvt-det export --format onnx
 TEST = [
     *DOCS,
     "pytest==9.2.0",
@@ -52,6 +53,9 @@ TEST = [
     "hypothesis==6.168.5",
     "transformers==5.20.2",  # an independent DETR to compare with; the last for Python 3.10
     "timm==1.0.31",  # models that add_peg is tried on
+    "onnx==1.23.2",
+    "onnxscript==0.7.2",
+    "onnxruntime==1.31.1",
     "ruff==0.17.5",
 ]
 
@@ -67,7 +71,7 @@ setup(
     package_dir={"cpvt_det/" + folder: folder for folder in CONFIG_FOLDERS},
     package_data={"cpvt_det/" + folder: ["*.yaml"] for folder in CONFIG_FOLDERS},
     install_requires=INSTALL,
-    extras_require={"detectron2": DETECTRON2, "test": TEST, "docs": DOCS},
+    extras_require={"detectron2": DETECTRON2, "export": EXPORT, "test": TEST, "docs": DOCS},
     entry_points={"console_scripts": ["cpvt-det=cpvt_det.cli:main"]},
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -90,7 +90,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.DEFORMABLE.BOX_REFINEMENT = False  # every decoder layer corrects the boxes of the one before
     model.DEFORMABLE.TWO_STAGE = False  # queries are the encoder's best proposals; needs BOX_REFINEMENT
     model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two stages: proposals of a higher IoU with a better one are chosen last (DETA); 1: none
-    model.DEFORMABLE.IMPLEMENTATION = "auto"  # of the attention's op: numba, triton, eager, export
+    model.DEFORMABLE.IMPLEMENTATION = "auto"  # of the attention's op: numba, triton, eager, export, grid_sample
 
     model.CRITERION = CfgNode()
     model.CRITERION.CLASSIFICATION = "softmax"  # or focal

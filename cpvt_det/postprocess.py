@@ -7,6 +7,7 @@ On the road of one image: after ``models/`` in evaluation, before ``evaluation/`
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.losses.classification import Classification
@@ -41,8 +42,19 @@ class PostProcessor:
         Returns:
             For each image, detections clipped to it, best first.
         """
-        scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
-        boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
-        boxes = cxcywh_to_xyxy(boxes).clamp(0, 1)
+        boxes, scores, labels = self.decode(predictions)
         scale = boxes.new_tensor([(w, h, w, h) for h, w in original_sizes])[:, None]
         return [Detections(*parts) for parts in zip(boxes * scale, scores, labels, strict=True)]
+
+    def decode(self, predictions: Predictions) -> tuple[Tensor, Tensor, Tensor]:
+        """The best of the last layer's predictions.
+
+        Args:
+            predictions: of B images; boxes relative to the unpadded image.
+
+        Returns:
+            Boxes (B, n, 4), xyxy in [0, 1] of the unpadded image; scores (B, n) float, best first; labels (B, n) int64.
+        """
+        scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
+        boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
+        return cxcywh_to_xyxy(boxes).clamp(0, 1), scores, labels

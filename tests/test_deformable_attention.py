@@ -120,6 +120,15 @@ def test_it_is_the_sum_of_the_loops_and_so_are_its_gradients(case, dtype, implem
         torch.testing.assert_close(actual, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * (1 + wanted.abs().max().item()))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_grid_sample_is_the_sum_of_the_loops(case):
+    """Its gradients are not compared: on the borders between cells, where there are two, it takes the other one."""
+    shapes, *sizes = CASES[case]
+    inputs = make_inputs(shapes, *sizes, dtype=torch.float64)
+    found = ms_deform_attn(inputs[0], shapes, *inputs[1:], "grid_sample")
+    torch.testing.assert_close(found, slow_attention(inputs[0], shapes, *inputs[1:]), rtol=1e-10, atol=1e-10)
+
+
 def test_gradients_are_the_differences_of_the_output(implementation):
     shapes = [(3, 4), (2, 1)]
     inputs = make_inputs(shapes, 1, 2, 2, 30, 2)
@@ -218,9 +227,16 @@ def _run_in_child(shapes, inputs, connection):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_threads_of_its_own(threads):
-    threads(2)
+def test_a_forked_child_has_threads_of_its_own():
+    """In a fresh process: after some other tests autograd itself refuses to be forked."""
+    parent = multiprocessing.get_context("spawn").Process(target=_fork_and_compare)
+    parent.start()
+    parent.join()
+    assert parent.exitcode == 0
+
+
+def _fork_and_compare():
+    torch.set_num_threads(2)
     shapes, *sizes = CASES["wide and tall"]
     inputs = make_inputs(shapes, *sizes, dtype=torch.float32)
     expected = run(shapes, inputs, "numba")

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from cpvt_det.errors import UnknownNameError, first_line
-from cpvt_det.layers.deformable_eager import embedding_bag_attention, gather_attention
+from cpvt_det.layers.deformable_eager import embedding_bag_attention, gather_attention, grid_sample_attention
 from cpvt_det.structures import Size
 
 logger = logging.getLogger("cpvt_det")
-IMPLEMENTATIONS = ("auto", "numba", "triton", "eager", "export")
+PLAIN = {"eager": embedding_bag_attention, "export": gather_attention, "grid_sample": grid_sample_attention}
+IMPLEMENTATIONS = ("auto", "numba", "triton", *PLAIN)
 FUSED = {"numba": "cpu", "triton": "cuda"}  # and the devices they serve
 HALF = (torch.float16, torch.bfloat16)
 
@@ -43,12 +44,12 @@ def ms_deform_attn(
         sampling_locations: (B, Q, M, L, P, 2) xy, [0, 1] of the padded map; of value's dtype, or float32 beside a half value.
         attention_weights: (B, Q, M, L, P), of value's dtype, or float32 beside a half value.
         implementation: ``numba`` (CPU), ``triton`` (CUDA), ``eager`` (torch alone, any device), ``export`` (plain aten, which
-            takes symbolic shapes), or ``auto``: the fused one of the device where there is one, else ``eager``;
-            and ``export`` during ``torch.export``.
+            takes symbolic shapes), ``grid_sample`` (so too, by that operator, for inference), or ``auto``: the fused
+            one of the device where there is one, else ``eager``; and ``export`` during ``torch.export``.
 
     Returns:
         (B, Q, M * D) of value's dtype; NaN for a query with a location that is NaN, and on a CPU also with an infinite one, which
-        on a GPU lies outside.
+        on a GPU lies outside; ``grid_sample`` takes both for outside.
 
     Raises:
         ValueError: shapes that disagree, levels without a pixel, no points, tensors on several devices, or an implementation
@@ -74,8 +75,7 @@ def ms_deform_attn(
         _check_fused(implementation, device.type)
         flat = [n for shape in level_shapes for n in shape]
         return torch.ops.cpvt_det.ms_deform_attn(value, flat, sampling_locations, attention_weights)
-    attend = embedding_bag_attention if implementation == "eager" else gather_attention
-    return attend(value, level_shapes, sampling_locations, attention_weights)
+    return PLAIN[implementation](value, level_shapes, sampling_locations, attention_weights)
 
 
 def _choose(device_type: str) -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deformable attention in torch alone: for devices without a kernel of ours, and for exported programs.
 
-Both take the rows of ``value`` that lie around a sample, weighted by their distance to it; a corner outside the map counts zero.
+The first two take the rows of ``value`` that lie around a sample, weighted by their distance to it; a corner outside the map counts
+zero. The third leaves that to torch's own operator.
 """
 
 import torch
@@ -29,6 +30,21 @@ def gather_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor
     samples = rows.index_select(0, corners.flatten()).view(*corners.shape, value.shape[3])  # (B, Q, M, 4 * L * P, D)
     # Not a matrix product: autocast would round it to half precision.
     return (factors.unsqueeze(-1) * samples).sum(-2).flatten(2).to(value.dtype)
+
+
+def grid_sample_attention(value: Tensor, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> Tensor:
+    """``ms_deform_attn`` by ``grid_sample``, for runtimes that have a kernel for it; a NaN location is one outside the map."""
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    maps = value.to(dtype).permute(0, 2, 3, 1).flatten(0, 1)  # (B, N, M, D) -> (B * M, D, N)
+    grids = (2 * locations.to(dtype) - 1).transpose(1, 2).flatten(0, 1)  # -> (B * M, Q, L, P, 2), [-1, 1] of the map
+    cells = [height * width for height, width in level_shapes]
+    samples = [
+        F.grid_sample(level.unflatten(2, shape), grids[:, :, index], align_corners=False)  # (B * M, D, Q, P)
+        for index, (level, shape) in enumerate(zip(maps.split(cells, dim=2), level_shapes, strict=True))
+    ]
+    factors = weights.to(dtype).transpose(1, 2).flatten(0, 1)[:, None]  # (B, Q, M, L, P) -> (B * M, 1, Q, L, P)
+    out = (torch.stack(samples, dim=3) * factors).sum((3, 4))  # (B * M, D, Q)
+    return out.view(*value.shape[::2], value.shape[3], -1).permute(0, 3, 1, 2).flatten(2).to(value.dtype)
 
 
 def _corners(shape: torch.Size, level_shapes: LevelShapes, locations: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

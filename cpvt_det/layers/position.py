@@ -185,7 +185,7 @@ class LearnedEncoding(PositionEncoding):
     def _encode(self, feature: Tensor) -> Tensor:
         batch, _, height, width = feature.shape
         size = self.row_embed.num_embeddings
-        if max(height, width) > size:
+        if height > size or width > size:
             raise ValueError(
                 f"a map of {height} x {width} tokens is beyond the learned table of {size} x {size}; "
                 "set MODEL.POSITION.TABLE_SIZE, use smaller images, or an encoding without a table (sine, peg)"

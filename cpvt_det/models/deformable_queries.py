@@ -10,16 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.ops import batched_nms
 
 from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.layers.nms import choose_apart
 from cpvt_det.layers.position import sines
 from cpvt_det.layers.products import Linear
 from cpvt_det.models.detector import box_head, class_head, full_precision
 from cpvt_det.structures import Levels, Predictions
 
 PADDED_LOGIT = -50.0  # of padded tokens: a probability of 2e-22, and no gradient; matched to an object, still a small loss
-SUPPRESSED = -1e3  # on the score of proposals that a better one stands for; twice that on padded tokens'
 FINEST_SIDE = 0.05  # of a proposal on the finest level, in sides of the image; it doubles with every level
 
 
@@ -110,26 +109,23 @@ class ProposedQueries(nn.Module):
             Q queries an image, whatever N is: an image of fewer tokens gets empty ones beside them.
         """
         proposals = self._propose(memory, levels)
-        chosen = self._rank(proposals).topk(self.num_queries, dim=1).indices
+        chosen = self._choose(proposals)
         references = proposals.boxes[0].gather(1, chosen[..., None].expand(-1, -1, 4)).detach()
         embedded = sines(references * (2 * math.pi), memory.shape[-1] // 2).flatten(-2)  # (B, Q, 4, C / 2) -> (B, Q, 2 C)
         positions, content = self.pos_trans_norm(self.pos_trans(embedded)).chunk(2, dim=-1)
         return Queries(content, positions, references, proposals)
 
-    def _rank(self, proposals: Predictions) -> Tensor:
-        """(B, N'), the higher the sooner chosen."""
-        scores = proposals.logits[0, ..., 0]
+    def _choose(self, proposals: Predictions) -> Tensor:
+        """(B, Q) tokens, the best first."""
+        scores = proposals.logits[0, ..., 0].detach()
         if self.nms_threshold == 1:
-            return scores
-        images = torch.arange(len(scores), device=scores.device)[:, None].expand_as(scores)
+            return scores.topk(self.num_queries, dim=1).indices
         boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
-        kept = batched_nms(boxes.flatten(0, 1), scores.detach().flatten(), images.flatten(), self.nms_threshold)
-        behind = torch.ones_like(scores).flatten().index_fill(0, kept, 0).view_as(scores)
-        return scores + SUPPRESSED * (behind + 2 * (scores == PADDED_LOGIT))
+        return choose_apart(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, self.num_queries)
 
     def _propose(self, memory: Tensor, levels: Levels) -> Predictions:
         """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, Q) for a choice of Q."""
-        missing = max(0, self.num_queries - memory.shape[1])
+        missing = torch.sym_max(0, self.num_queries - memory.shape[1])  # an exported program takes any number of tokens
         memory = F.pad(memory, (0, 0, 0, missing))
         anchors = F.pad(_anchors(levels), (0, 0, 0, missing))
         padded = F.pad(levels.padding_mask, (0, missing), value=True)[..., None]

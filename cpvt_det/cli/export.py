@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det export``: weights -> a file that runs without this package, after it gave the same answers."""
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import click
+from tabulate import tabulate
+
+from cpvt_det import build
+from cpvt_det.checkpoint.files import atomic_file
+from cpvt_det.cli import debug_option
+from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError
+from cpvt_det.export import check, files, program
+from cpvt_det.models import Detector
+from cpvt_det.structures import Size
+
+TOLERANCE = 1e-4  # of a box's coordinate, in sides of the image, and of a score
+HALF_TOLERANCE = 2e-2
+
+
+@click.command(context_settings=RUN_CONTEXT)
+@click.argument("weights", metavar="WEIGHTS")
+@click.option("--format", type=click.Choice(files.FORMATS), required=True, help="What FILE becomes.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE", help="To write to.")
+@click.option("--dynamic", default=",".join(program.DIMENSIONS), show_default=True, help="What may differ between calls, or none.")
+@click.option("--batch", type=click.IntRange(min=1), help="Images in a call, where batch is not dynamic.")
+@click.option("--size", metavar="HEIGHTxWIDTH", help="Of the canvas, where height or width is not dynamic.")
+@click.option(
+    "--sampling", type=click.Choice(list(program.SAMPLINGS)), default="gather", show_default=True, help="Of deformable attention."
+)
+@click.option("--half", is_flag=True, help="Matrix products and convolutions in float16.")
+@click.option("--config-file", default="", metavar="FILE", help="For weights that tell no config of ours.")
+@debug_option
+@click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
+def export(
+    weights: str,
+    format: str,
+    output: Path,
+    dynamic: str,
+    batch: int | None,
+    size: str | None,
+    sampling: str,
+    half: bool,
+    config_file: str,
+    overrides: tuple[str, ...],
+) -> None:
+    """Turn WEIGHTS, a checkpoint of a run, into a program that runs without this package.
+
+    Pixels and padding mask in; boxes, scores and labels out. The program is then run beside the model on three batches of sizes
+    that it was not traced at; FILE is written where no box and no score differs by more than 1e-4 (with --half, 2e-2). KEY
+    VALUE pairs override the config.
+
+    \b
+    Example:
+      cpvt-det export output/model_best.pth --format onnx --output detector.onnx
+      cpvt-det export output/model_best.pth --format torch_export --output detector.pt2 --dynamic batch --size 800x1216
+    """
+    files.require_format(format)
+    _require_place(output)
+    names = _dimensions(dynamic)
+    trained = build.load_trained(weights, "cpu", config_file, overrides)
+    detector = trained.detector
+    canvas = check.traced_canvas(detector, *_fixed(names, batch, size, detector))
+    postprocess = build.build_postprocessor(trained.cfg)
+    deployed = program.Deployed(program.prepare(detector, sampling), postprocess, half)
+    with atomic_file(output) as file:
+        files.write_program(program.trace(deployed, canvas, names), format, file, _facts(trained), half)
+        file.flush()
+        run = files.open_program(file.name, format)
+        unseen = enumerate(check.unseen_canvases(detector, canvas, names))
+        rows = [check.compare(detector, postprocess, run, other, seed) for seed, other in unseen]
+        _tell(rows, HALF_TOLERANCE if half else TOLERANCE)
+    click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
+
+
+def _require_place(output: Path) -> None:
+    if not output.parent.is_dir():
+        raise BadInputError(f"--output {output}: there is no folder {output.parent}; make it first")
+    if not os.access(output.parent, os.W_OK):
+        raise BadInputError(f"--output {output}: no permission to write to the folder {output.parent}")
+
+
+def _dimensions(text: str) -> list[str]:
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in program.DIMENSIONS:
+            raise UnknownNameError("--dynamic", name, [*program.DIMENSIONS, "none"])
+    return names
+
+
+def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detector: Detector) -> tuple[int | None, Size | None]:
+    """What ``--batch`` and ``--size`` fix; batch is 1 where nothing is said."""
+    if "batch" in dynamic and batch is not None:
+        raise BadInputError(f"--batch {batch} fixes what --dynamic has: leave it out, or batch out of --dynamic")
+    batch = None if "batch" in dynamic else batch or 1
+    if size is None:
+        if {"height", "width"} <= set(dynamic):
+            return batch, None
+        raise BadInputError("a height or width that is not dynamic has to be known: give --size HEIGHTxWIDTH")
+    if {"height", "width"} <= set(dynamic):
+        raise BadInputError(f"--size {size} fixes what --dynamic has: leave it out, or height and width out of --dynamic")
+    match = re.fullmatch(r"(\d+)x(\d+)", size)
+    if match is None:
+        raise BadInputError(f"--size {size} is not HEIGHTxWIDTH, as in 800x1216")
+    return batch, _whole_strides((int(match[1]), int(match[2])), detector)
+
+
+def _whole_strides(size: Size, detector: Detector) -> Size:
+    stride, largest = detector.size_divisibility, program.largest_sides(detector)
+    given = "x".join(map(str, size))
+    if min(size) < stride:
+        raise BadInputError(f"--size {given} is below one stride: the smallest canvas of this model is {stride}x{stride}")
+    if any(side % stride for side in size):
+        whole = "x".join(str(-(-side // stride) * stride) for side in size)
+        raise BadInputError(f"--size {given}: sides have to be multiples of the model's stride {stride}; {whole} holds it")
+    if largest is not None and max(size) > largest * stride:
+        raise BadInputError(
+            f"--size {given}: the model's learned encoding ends at {largest * stride} pixels (MODEL.POSITION.TABLE_SIZE)"
+        )
+    return size
+
+
+def _facts(trained: build.Trained) -> dict[str, Any]:
+    """What a script that runs the program has to know."""
+    return {
+        "stride": trained.detector.size_divisibility,
+        "min_size": trained.cfg.INPUT.MIN_SIZE_TEST,
+        "max_size": trained.cfg.INPUT.MAX_SIZE_TEST,
+        "class_names": list(trained.classes.names),
+        "class_ids": list(trained.classes.ids),
+    }
+
+
+def _tell(rows: list[check.Comparison], tolerance: float) -> None:
+    headers = ("images x height x width", "largest difference of boxes", "of scores", "seconds, model", "exported")
+    table = [(row.canvas, f"{row.boxes:.1e}", f"{row.scores:.1e}", *(f"{seconds:.3f}" for seconds in row.seconds)) for row in rows]
+    click.echo(tabulate(table, headers, tablefmt="github", disable_numparse=True))
+    boxes, scores = max(row.boxes for row in rows), max(row.scores for row in rows)
+    if max(boxes, scores) > tolerance:
+        raise RunStoppedError(
+            f"the exported program is not the model: boxes differ by up to {boxes:.1e}, scores by {scores:.1e}, "
+            f"{tolerance:.0e} is allowed; nothing was written"
+        )

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained detector -> a program of aten operators, or an ONNX file, that runs without this package and has been compared."""
+
+from cpvt_det.export.check import Comparison, compare, unseen_canvases
+from cpvt_det.export.files import FORMATS, open_program, write_program
+from cpvt_det.export.program import DIMENSIONS, SAMPLINGS, Canvas, Deployed, foreign_operators, prepare, trace
+
+__all__ = [
+    "DIMENSIONS",
+    "FORMATS",
+    "SAMPLINGS",
+    "Canvas",
+    "Comparison",
+    "Deployed",
+    "compare",
+    "foreign_operators",
+    "open_program",
+    "prepare",
+    "trace",
+    "unseen_canvases",
+    "write_program",
+]

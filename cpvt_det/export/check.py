@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An exported program beside the detector it was made of, on canvases and batches that it was not traced at."""
+
+import math
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from cpvt_det.export.files import Run
+from cpvt_det.export.program import Canvas, largest_sides
+from cpvt_det.models import Detector
+from cpvt_det.postprocess import PostProcessor
+from cpvt_det.structures import Detections, PaddedBatch, Size
+
+TRACED = (2, 3, 4)  # images, rows and columns of the largest stride, of which none comes again in
+UNSEEN = ((1, 2, 5), (3, 5, 3), (4, 6, 6))
+
+
+@dataclass
+class Comparison:
+    """What became of one batch.
+
+    Attributes:
+        canvas: its shape.
+        boxes: the largest difference of a coordinate, in sides of the image.
+        scores: the largest difference of a score.
+        seconds: of the detector and of the program, the second call of each.
+    """
+
+    canvas: Canvas
+    boxes: float
+    scores: float
+    seconds: tuple[float, float]
+
+
+def traced_canvas(detector: Detector, batch: int | None = None, size: Size | None = None) -> Canvas:
+    """A small canvas to trace at, with what was asked for."""
+    stride = detector.size_divisibility
+    height, width = size or (side * stride for side in _within(detector, TRACED[1:]))
+    return Canvas(batch or TRACED[0], height, width)
+
+
+def unseen_canvases(detector: Detector, traced: Canvas, dynamic: Collection[str]) -> list[Canvas]:
+    """Three canvases that differ from the traced one in every dynamic dimension, as far as a learned table reaches."""
+    stride = detector.size_divisibility
+    canvases = []
+    for batch, *sides in UNSEEN:
+        height, width = (side * stride for side in _within(detector, sides))
+        canvases.append(
+            Canvas(
+                batch if "batch" in dynamic else traced.batch,
+                height if "height" in dynamic else traced.height,
+                width if "width" in dynamic else traced.width,
+            )
+        )
+    return canvases
+
+
+def _within(detector: Detector, sides: Collection[int]) -> list[int]:
+    return [min(side, largest_sides(detector) or side) for side in sides]
+
+
+@torch.no_grad()
+def compare(detector: Detector, postprocess: PostProcessor, run: Run, canvas: Canvas, seed: int = 0) -> Comparison:
+    """Give both the same drawn images, each of another size.
+
+    Args:
+        detector: on the CPU; in evaluation, and not prepared for export.
+        postprocess: as the program has it.
+        run: the program.
+        canvas: of the batch.
+        seed: of the images.
+    """
+    stride = detector.size_divisibility
+    images = draw_images(canvas, stride, seed)
+    batch, pixels = detector.preprocess(images), PaddedBatch.from_images([image.float() for image in images], stride)
+    predictions, expected_seconds = _timed(lambda: detector(batch.images, batch.padding_mask))
+    answers, found_seconds = _timed(lambda: run(pixels.images, pixels.padding_mask))
+    # All pairs of query and class, so that a draw for the last place of the answer is no difference.
+    everything = PostProcessor(postprocess.classification, predictions.logits[-1, 0].numel()).decode(predictions)
+    differences = [
+        difference(Detections(*found), Detections(*expected))
+        for found, expected in zip(zip(*answers, strict=True), zip(*everything, strict=True), strict=True)
+    ]
+    boxes, scores = (max(column) for column in zip(*differences, strict=True))
+    return Comparison(canvas, boxes, scores, (expected_seconds, found_seconds))
+
+
+def difference(found: Detections, expected: Detections) -> tuple[float, float]:
+    """The largest difference of boxes and of scores.
+
+    Scores are compared place by place. A found box is compared with the expected one of its label that is most like it in box and
+    score, each with another: of equally good ones the order is open.
+
+    Args:
+        found: n detections, best first.
+        expected: n or more, best first.
+
+    Returns:
+        In the unit of the boxes, and of scores; infinite where a number is not finite, or a label was found too often.
+    """
+    boxes, scores = 0.0, _largest(found.scores - expected.scores[: len(found.scores)])
+    for label in found.labels.unique():
+        here, there = found.labels == label, expected.labels == label
+        of_boxes = (found.boxes_xyxy[here][:, None] - expected.boxes_xyxy[there]).abs().amax(-1)
+        of_scores = (found.scores[here][:, None] - expected.scores[there]).abs()
+        cost = torch.maximum(of_boxes, of_scores)
+        if not cost.isfinite().all() or cost.shape[0] > cost.shape[1]:
+            return math.inf, math.inf
+        pairs = linear_sum_assignment(cost)
+        boxes, scores = max(boxes, _largest(of_boxes[pairs])), max(scores, _largest(of_scores[pairs]))
+    return boxes, scores
+
+
+def draw_images(canvas: Canvas, stride: int, seed: int = 0) -> list[Tensor]:
+    """Coloured patches with noise, (3, h, w) uint8 each: as large as the canvas needs, or smaller, none the same."""
+    generator = torch.Generator().manual_seed(seed)
+    images = []
+    for index in range(canvas.batch):
+        height = canvas.height - stride // 3 if index % 2 == 0 else canvas.height * 2 // (3 + index)
+        width = canvas.width - stride // 2 if index % 3 == 0 else canvas.width * 3 // (4 + index)
+        patches = torch.rand(1, 3, 5, 7, generator=generator) * 200
+        noise = torch.rand(3, height, width, generator=generator) * 55
+        images.append((F.interpolate(patches, (height, width))[0] + noise).to(torch.uint8))
+    return images
+
+
+def _largest(differences: Tensor) -> float:
+    largest = differences.abs().max().item() if differences.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """The answer of the second call, and its seconds: the first may compile."""
+    call()
+    start = time.perf_counter()
+    answer = call()
+    return answer, time.perf_counter() - start

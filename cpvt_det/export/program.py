@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a detector to a program of aten operators: pixels and a padding mask in, boxes, scores and labels out."""
+
+import contextlib
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from cpvt_det.errors import RunStoppedError, first_line
+from cpvt_det.export import half
+from cpvt_det.layers.attention import DeformableAttention
+from cpvt_det.layers.norm import MaskedGroupNorm
+from cpvt_det.layers.peg import PEGDetection
+from cpvt_det.layers.position import LearnedEncoding
+from cpvt_det.models import Detector
+from cpvt_det.postprocess import PostProcessor
+
+DIMENSIONS = ("batch", "height", "width")
+SAMPLINGS = {"gather": "export", "grid_sample": "grid_sample"}  # and what ``ms_deform_attn`` calls them
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """The shape of a batch: images, and the sides that all are padded to."""
+
+    batch: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.height} x {self.width}"
+
+
+class Deployed(nn.Module):
+    """A detector with what stands before and after it, so that whoever runs it needs no number of ours.
+
+    Args:
+        detector: of :func:`prepare`.
+        postprocess: of its classification.
+        half_precision: compute in float16 what training computes so under autocast; norms, heads, boxes and positions stay in
+            float32, and so do the weights in the file.
+    """
+
+    def __init__(self, detector: Detector, postprocess: PostProcessor, half_precision: bool = False):
+        super().__init__()
+        self.detector = detector
+        self.postprocess = postprocess
+        self.half_precision = half_precision
+
+    def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Detect.
+
+        Args:
+            images: (B, 3, H, W) float32, RGB from 0 to 255, at the top left of a canvas whose sides are multiples of the
+                detector's ``size_divisibility``; what lies under the padding does not matter.
+            padding_mask: (B, H, W) bool, True = padded.
+
+        Returns:
+            Boxes (B, n, 4) float32, xyxy in [0, 1] of the unpadded image; scores (B, n) float32, best first; labels (B, n) int64.
+        """
+        normalised = (images - self.detector.pixel_mean) / self.detector.pixel_std
+        computing = torch.autocast(images.device.type, torch.float16) if self.half_precision else contextlib.nullcontext()
+        with computing:
+            predictions = self.detector(normalised, padding_mask)
+        return self.postprocess.decode(predictions)
+
+
+def prepare(detector: Detector, sampling: str = "gather") -> Detector:
+    """A copy of a detector for inference alone.
+
+    PEG's batch norm becomes part of its convolution; GN, which depends on the input, stays.
+
+    Args:
+        detector: stays as it is.
+        sampling: how deformable attention reads its points, a key of ``SAMPLINGS``; DETR has none.
+    """
+    ready = copy.deepcopy(detector).cpu().float().eval().requires_grad_(False)
+    ready.to(memory_format=torch.contiguous_format)  # the only one that files have
+    for module in ready.modules():
+        if isinstance(module, DeformableAttention):
+            module.implementation = SAMPLINGS[sampling]
+        if isinstance(module, PEGDetection) and not isinstance(module.norm, MaskedGroupNorm):
+            module.fold()
+    return ready
+
+
+def trace(deployed: Deployed, canvas: Canvas, dynamic: Collection[str] = DIMENSIONS) -> ExportedProgram:
+    """Trace a detector by ``torch.export``.
+
+    Args:
+        deployed: what to trace.
+        canvas: to trace at; what is not ``dynamic`` stays so.
+        dynamic: of ``DIMENSIONS``, what may differ from call to call.
+
+    Returns:
+        A program whose operators are aten's.
+
+    Raises:
+        RunStoppedError: torch cannot trace it, or an operator is not aten's.
+    """
+    dims = _dims(deployed.detector, dynamic)
+    batch, height, width = (dims.get(name, Dim.STATIC) for name in DIMENSIONS)
+    shapes = {"images": {0: batch, 2: height, 3: width}, "padding_mask": {0: batch, 1: height, 2: width}}
+    images = torch.zeros(canvas.batch, 3, canvas.height, canvas.width)
+    inputs = (images, torch.zeros_like(images[:, 0], dtype=torch.bool))
+    try:
+        with torch.no_grad():
+            program = torch.export.export(deployed, inputs, dynamic_shapes=shapes)
+            # Also where there is nothing to replace: what stands under autocast is a graph of its own before that.
+            program = program.run_decompositions(half.NORMS if deployed.half_precision else {})
+    except Exception as error:  # what torch raises has no common base
+        asked = ", ".join(dynamic) or "none"
+        way_out = "; --dynamic none with --size and --batch asks less of it" if dynamic else ""
+        raise RunStoppedError(
+            f"torch.export cannot trace the model with --dynamic {asked}: {first_line(error)}{way_out}"
+        ) from error
+    foreign = foreign_operators(program)
+    if foreign:
+        raise RunStoppedError(f"the program would need operators that are not aten's: {', '.join(sorted(foreign))}")
+    return program
+
+
+def largest_sides(detector: Detector) -> int | None:
+    """Strides, of ``size_divisibility``, that a canvas's side may have; ``None``: any number. A learned table has an end."""
+    tables = [module.row_embed.num_embeddings for module in detector.modules() if isinstance(module, LearnedEncoding)]
+    finest = min(getattr(detector, "strides", detector.backbone.strides))
+    return min(tables) * finest // detector.size_divisibility if tables else None
+
+
+def foreign_operators(program: ExportedProgram) -> set[str]:
+    """The operators of a program that are not aten's; arithmetic on sizes is none."""
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
+    operators = [target for target in called if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))]
+    return {str(operator) for operator in operators if operator.namespace != "aten"}
+
+
+def _dims(detector: Detector, dynamic: Collection[str]) -> dict[str, Dim]:
+    stride, largest = detector.size_divisibility, largest_sides(detector)
+    dims = {
+        "batch": Dim("batch", min=1),
+        "height": stride * Dim("rows", min=2, max=largest),
+        "width": stride * Dim("columns", min=2, max=largest),
+    }
+    return {name: dims[name] for name in dynamic}

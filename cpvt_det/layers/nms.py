@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which proposals are taken: the best first, those that a better one stands for after all others."""
+
+import math
+
+import torch
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+SUPPRESSED = 1e3  # taken off the score of boxes that a better one stands for; twice that off padded ones'
+
+
+def choose_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
+    """Choose boxes by score; those whose intersection over union with a better one is larger than ``threshold`` come last.
+
+    In an exported program plain aten, where :func:`pick_apart` takes the place of torchvision's operator.
+
+    Args:
+        boxes_xyxy: (B, N, 4) float, in any unit.
+        scores: (B, N) float, within 1e3 / 2 of 0.
+        padded: (B, N) bool, True = chosen when nothing else is left.
+        threshold: above 0, below 1.
+        count: Q, at most N.
+
+    Returns:
+        (B, Q) int64, indices, the first choice first.
+    """
+    choose = pick_apart if torch.compiler.is_exporting() else _rank_apart
+    return choose(boxes_xyxy, scores, padded, threshold, count)
+
+
+def _rank_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
+    """:func:`choose_apart` by torchvision's operator, which looks at every box."""
+    images = torch.arange(len(scores), device=scores.device)[:, None].expand_as(scores)
+    kept = batched_nms(boxes_xyxy.flatten(0, 1), scores.flatten(), images.flatten(), threshold)
+    behind = torch.ones_like(scores).flatten().index_fill(0, kept, 0).view_as(scores)
+    return (scores - SUPPRESSED * (behind + 2 * padded)).topk(count, dim=1).indices
+
+
+def pick_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
+    """:func:`choose_apart` in ``count`` steps, each of which takes the best box left and puts back what overlaps it.
+
+    Whether a box is put back depends on better ones alone, so the first ``count`` are those of all; and a step needs no matrix
+    of pairs, nor a number of boxes that is known only afterwards.
+    """
+    low, high = boxes_xyxy[..., :2], boxes_xyxy[..., 2:]
+    sides = high - low
+    areas = sides[..., 0] * sides[..., 1]
+    behind = scores - SUPPRESSED
+    left = scores - 2 * SUPPRESSED * padded
+    chosen = []
+    for _ in range(count):
+        best = left.argmax(1, keepdim=True)
+        chosen.append(best)
+        box = boxes_xyxy.gather(1, best[..., None].expand(-1, -1, 4))  # (B, 1, 4)
+        common = (torch.minimum(high, box[..., 2:]) - torch.maximum(low, box[..., :2])).clamp(min=0)
+        intersection = common[..., 0] * common[..., 1]
+        overlap = intersection / (areas.gather(1, best) + areas - intersection)
+        left = torch.where(overlap > threshold, torch.minimum(left, behind), left).scatter(1, best, -math.inf)
+    return torch.cat(chosen, 1)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exported programs: the model's answers at sizes never traced, aten alone, and a file only where that was seen."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from test_models import unlike_initial
+from test_solver import tiny_cfg
+from tiny import DETECTORS
+
+from cpvt_det import build
+from cpvt_det.checkpoint.files import write_checkpoint
+from cpvt_det.cli import main
+from cpvt_det.data.images import read_image
+from cpvt_det.data.mapper import evaluation_transform
+from cpvt_det.errors import BadInputError, RunStoppedError
+from cpvt_det.export import Canvas, Deployed, check, files, foreign_operators, prepare, program, trace
+from cpvt_det.layers.norm import MaskedGroupNorm, NoNorm
+from cpvt_det.layers.peg import PEGDetection
+from cpvt_det.structures import Detections
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("cat", "dog", "tree")
+STATIC = ("--dynamic", "none", "--batch", "2", "--size", "48x64")
+NMS = {"MODEL__DEFORMABLE__PROPOSAL_NMS": 0.6}
+ONE_STAGE = {"MODEL__DEFORMABLE__BOX_REFINEMENT": False, "MODEL__DEFORMABLE__TWO_STAGE": False}
+REFINE = {"MODEL__DEFORMABLE__TWO_STAGE": False}
+
+
+def make_cfg(kind="detr", position="peg", **more):
+    overrides = {**DETECTORS[kind], "MODEL__POSITION__NAME": position, "INPUT__MIN_SIZE_TEST": 64, "INPUT__MAX_SIZE_TEST": 90}
+    return tiny_cfg(**{**overrides, **more})
+
+
+def make(cfg):
+    """A detector whose norms have seen something and whose answers differ from query to query."""
+    torch.manual_seed(0)
+    detector = unlike_initial(build.build_detector(cfg)).eval()
+    spread = {"sampling_offsets.bias": 2.0, "query_embed.weight": 2.0, "class_embed": 0.4, "bbox_embed": 0.4, "attn.in_proj": 0.5}
+    for name, parameter in detector.named_parameters():
+        for part, std in spread.items():
+            if part in name:
+                torch.nn.init.normal_(parameter, std=std)
+    return detector
+
+
+def save(tmp_path, cfg, detector=None, name="model.pth", **node):
+    classes = {"ids": [3, 17, 90], "names": list(NAMES)}
+    state = {"classes": classes, "config": cfg.dump(), **node}
+    write_checkpoint({"model": (detector or make(cfg)).state_dict(), "cpvt_det": state}, tmp_path / name)
+    return tmp_path / name
+
+
+def export(weights, output, *words, format="torch_export"):
+    command = ["export", weights, "--format", format, "--output", output, *words]
+    return CliRunner().invoke(main, [str(word) for word in command])
+
+
+def last_line(result):
+    return result.output.strip().splitlines()[-1]
+
+
+# What is exported, and that it is the model
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """A two-stage Deformable-DETR with NMS of proposals and PEG as ONNX, all of it dynamic: config, model, file, output."""
+    folder = tmp_path_factory.mktemp("shipped")
+    cfg = make_cfg("deformable", "peg", **NMS, MODEL__DETR__DEC_LAYERS=1, MODEL__DETR__NUM_OBJECT_QUERIES=4)
+    detector = make(cfg)
+    for head in detector.class_embed:
+        head.bias.data += 2  # sure enough to be printed
+    result = export(save(folder, cfg, detector), folder / "detector.onnx", format="onnx")
+    assert result.exit_code == 0, result.output
+    return cfg, detector, folder / "detector.onnx", result.output
+
+
+STATIC_CASES = [
+    ("detr", "none", {}, ()),
+    ("detr", "learned", {"MODEL__CRITERION__CLASSIFICATION": "focal"}, ()),
+    ("detr", "sine+peg", {"MODEL__BACKBONE__NORM": "FrozenBN"}, ()),
+    ("deformable", "sine_offset", REFINE, ("--sampling", "grid_sample")),
+    ("deformable", "sine_offset+peg", {**ONE_STAGE, "MODEL__POSITION__NORM": "GN"}, ()),
+]
+
+
+@pytest.mark.parametrize(("kind", "position", "more", "words"), STATIC_CASES)
+def test_a_torch_program_gives_the_models_answers(tmp_path, kind, position, more, words):
+    result = export(save(tmp_path, make_cfg(kind, position, **more)), tmp_path / "detector.pt2", *STATIC, *words)
+    assert result.exit_code == 0, result.output
+    extra = {"cpvt_det.json": ""}
+    loaded = torch.export.load(tmp_path / "detector.pt2", extra_files=extra)
+    assert foreign_operators(loaded) == set()
+    assert json.loads(extra["cpvt_det.json"])["class_names"] == list(NAMES)
+    assert json.loads(extra["cpvt_det.json"])["class_ids"] == [3, 17, 90]
+
+
+@pytest.mark.parametrize(("kind", "position", "more", "words"), [STATIC_CASES[1], STATIC_CASES[3]])
+def test_an_onnx_file_gives_the_models_answers(tmp_path, kind, position, more, words):
+    result = export(save(tmp_path, make_cfg(kind, position, **more)), tmp_path / "detector.onnx", *STATIC, *words, format="onnx")
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in tmp_path.glob("detector*")] == ["detector.onnx"]
+
+
+@pytest.mark.parametrize("format", ["torch_export", "onnx"])
+def test_half_precision_stays_near(tmp_path, format):
+    path = save(tmp_path, make_cfg("deformable", "sine_offset", **REFINE))
+    result = export(path, tmp_path / "detector", *STATIC, "--half", format=format)
+    assert result.exit_code == 0, result.output
+    largest = max(float(line.split("|")[2]) for line in result.output.splitlines() if line.startswith("| 2"))
+    assert 1e-5 < largest < 2e-2
+
+
+def test_three_batches_are_compared_of_sizes_that_were_not_traced(shipped):
+    lines = [line.split("|")[1:4] for line in shipped[3].splitlines() if line.startswith("| ")]
+    assert [line[0].strip() for line in lines[1:]] == ["1 x 32 x 80", "3 x 80 x 48", "4 x 96 x 96"]
+    assert all(0 <= float(difference) < 1e-4 for line in lines[1:] for difference in line[1:])
+
+
+def test_an_onnx_file_has_aten_alone_left_of_its_domains_and_takes_one_stride(shipped):
+    onnx, (cfg, detector, path, _) = pytest.importorskip("onnx"), shipped
+    assert {node.domain for node in onnx.load(path).graph.node} == {""}
+    answers = files.open_program(path, "onnx")(torch.full((1, 3, 16, 16), 99.0), torch.zeros(1, 16, 16, dtype=torch.bool))
+    with torch.no_grad():
+        batch = detector.preprocess([torch.full((3, 16, 16), 99)])
+        expected = build.build_postprocessor(cfg).decode(detector(batch.images, batch.padding_mask))
+    for found, wanted in zip(answers, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_the_script_without_this_package_sees_what_the_model_sees(shipped, tmp_path):
+    cfg, detector, path, _ = shipped
+    torch.manual_seed(3)
+    patches = torch.rand(1, 3, 4, 6) * 255
+    pixels = torch.nn.functional.interpolate(patches, (100, 150), mode="bilinear")[0].to(torch.uint8)
+    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(tmp_path / "picture.png")
+    source = (ROOT / "tools/run_onnx.py").read_text()
+    assert "import cpvt_det" not in source and "import torch" not in source
+    script = [sys.executable, ROOT / "tools/run_onnx.py", path, tmp_path / "picture.png"]
+    lines = subprocess.run(script, check=True, capture_output=True, text=True).stdout.splitlines()
+    batch = detector.preprocess([evaluation_transform(64, 90)(read_image(str(tmp_path / "picture.png")))])
+    with torch.no_grad():
+        found = build.build_postprocessor(cfg)(detector(batch.images, batch.padding_mask), [(100, 150)])[0]
+    expected = found.scores >= 0.5
+    assert len(lines) == expected.sum() > 0
+    for line, box, score, label in zip(lines, found.boxes_xyxy, found.scores, found.labels, strict=False):
+        name, *numbers = line.split()
+        assert name == NAMES[label]
+        # Pillow and torchvision round pixels differently while they resize.
+        assert [float(number) for number in numbers] == pytest.approx([float(score), *box.tolist()], abs=1.5)
+
+
+def test_everything_that_may_differ_from_call_to_call_is_dynamic_by_default(tmp_path):
+    cfg = make_cfg()
+    deployed = Deployed(prepare(make(cfg)), build.build_postprocessor(cfg))
+    traced = trace(deployed, Canvas(2, 24, 32))
+    for canvas in (Canvas(1, 16, 24), Canvas(5, 40, 104)):
+        boxes, scores, labels = traced.module()(
+            torch.zeros(canvas.batch, 3, canvas.height, canvas.width),
+            torch.zeros(canvas.batch, canvas.height, canvas.width, dtype=torch.bool),
+        )
+        assert boxes.shape == (canvas.batch, 6, 4) and scores.shape == labels.shape == (canvas.batch, 6)
+        assert labels.dtype == torch.int64
+
+
+def test_pixels_under_the_padding_do_not_matter():
+    cfg = make_cfg("deformable", "peg")
+    deployed = Deployed(prepare(make(cfg)), build.build_postprocessor(cfg))
+    images, mask = torch.rand(2, 3, 32, 48) * 255, torch.zeros(2, 32, 48, dtype=torch.bool)
+    mask[0, 20:], mask[1, :, 33:] = True, True
+    with torch.no_grad():
+        answers = [deployed(images.masked_fill(mask[:, None], filling), mask) for filling in (0.0, 1e6)]
+    for one, other in zip(*answers, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_pegs_are_folded_in_the_copy_alone():
+    detector = make(make_cfg("deformable", "peg"))
+    ready = prepare(detector)
+    norms = [[peg.norm for peg in model.modules() if isinstance(peg, PEGDetection)] for model in (detector, ready)]
+    assert len(norms[1]) == 2 and all(isinstance(norm, NoNorm) for norm in norms[1])
+    assert not any(isinstance(norm, NoNorm) for norm in norms[0])
+    ready = prepare(make(make_cfg("deformable", "peg", MODEL__POSITION__NORM="GN")))
+    assert all(isinstance(peg.norm, MaskedGroupNorm) for peg in ready.modules() if isinstance(peg, PEGDetection))
+
+
+def test_operators_that_are_not_atens_are_refused():
+    cfg = make_cfg("deformable", "none")
+    detector = prepare(make(cfg))
+    for module in detector.modules():
+        if hasattr(module, "implementation"):
+            module.implementation = "numba"
+    with pytest.raises(RunStoppedError, match="not aten's: cpvt_det.ms_deform_attn"):
+        trace(Deployed(detector, build.build_postprocessor(cfg)), Canvas(1, 32, 32), ())
+
+
+# The comparison
+
+
+def detections(boxes, scores, labels):
+    return Detections(torch.tensor(boxes).view(-1, 4), torch.tensor(scores), torch.tensor(labels))
+
+
+def test_differences_are_those_of_the_nearest_pairs():
+    """Two detections of one score in the other order, one box off by 0.02, one score by 0.01; one that was left out."""
+    one, two, three = [0.1, 0.1, 0.3, 0.3], [0.5, 0.5, 0.9, 0.9], [0.2, 0.6, 0.4, 0.8]
+    expected = detections([one, two, three, one], [0.8, 0.8, 0.5, 0.1], [0, 0, 1, 1])
+    moved = [0.2, 0.6, 0.42, 0.8]
+    found = detections([two, one, moved], [0.8, 0.8, 0.51], [0, 0, 1])
+    assert check.difference(found, expected) == pytest.approx((0.02, 0.01))
+
+
+def test_one_expected_detection_does_not_serve_two():
+    box, far = [0.1, 0.1, 0.3, 0.3], [0.5, 0.1, 0.7, 0.3]
+    expected = detections([box, far], [0.8, 0.8], [0, 0])
+    assert check.difference(detections([box, box], [0.8, 0.8], [0, 0]), expected)[0] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("spoil", ["label", "NaN box", "NaN score"])
+def test_what_cannot_be_compared_differs_without_bound(spoil):
+    box = [0.1, 0.1, 0.3, 0.3]
+    found = detections([box], [0.8], [0])
+    if spoil == "label":
+        found.labels += 1
+    else:
+        (found.boxes_xyxy if spoil == "NaN box" else found.scores).fill_(math.nan)
+    assert math.inf in check.difference(found, detections([box], [0.8], [0]))
+
+
+def test_canvases_of_the_comparison_were_not_traced_and_are_padded():
+    detector = make(make_cfg("deformable", "peg"))
+    traced = check.traced_canvas(detector)
+    unseen = check.unseen_canvases(detector, traced, program.DIMENSIONS)
+    assert len({canvas.batch for canvas in [traced, *unseen]}) == 4
+    assert all(canvas.height != traced.height and canvas.width != traced.width for canvas in unseen)
+    assert all(canvas.height != canvas.width for canvas in unseen[:2])
+    for canvas in unseen:
+        sizes = [tuple(image.shape[1:]) for image in check.draw_images(canvas, 16)]
+        assert len(set(sizes)) == canvas.batch
+        batch = detector.preprocess(check.draw_images(canvas, 16))
+        assert tuple(batch.images.shape[2:]) == (canvas.height, canvas.width) and batch.padding_mask.any((1, 2)).all()
+
+
+def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, monkeypatch):
+    def prepare_wrongly(detector, sampling):
+        ready = prepare(detector, sampling)
+        ready.class_embed.bias.data[0] += 0.01
+        return ready
+
+    monkeypatch.setattr(program, "prepare", prepare_wrongly)
+    (tmp_path / "detector.pt2").write_text("older")
+    result = export(save(tmp_path, make_cfg("detr", "none")), tmp_path / "detector.pt2", *STATIC)
+    assert result.exit_code == 1
+    assert last_line(result).startswith("stopped: the exported program is not the model: boxes differ by up to")
+    assert "nothing was written" in last_line(result)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["detector.pt2", "model.pth", "model.pth.sha256"]
+    assert (tmp_path / "detector.pt2").read_text() == "older"
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--format", "caffe"], "'caffe' is not one of"),
+        (["--dynamic", "batch,depth"], "(did you mean 'width'?); known: batch, height, none, width"),
+        (["--dynamic", "batch", "--size", "4x64"], "--size 4x64 is below one stride: the smallest canvas of this model is 8x8"),
+        (["--dynamic", "batch", "--size", "60x64"], "have to be multiples of the model's stride 8; 64x64 holds it"),
+        (["--dynamic", "batch", "--size", "square"], "--size square is not HEIGHTxWIDTH"),
+        (["--dynamic", "batch", "--size", "8x808"], "the model's learned encoding ends at 400 pixels"),
+        (["--dynamic", "none"], "give --size HEIGHTxWIDTH"),
+        (["--size", "64x64"], "--size 64x64 fixes what --dynamic has"),
+        (["--batch", "2"], "--batch 2 fixes what --dynamic has"),
+        (["--output", "nowhere/detector.pt2"], "there is no folder nowhere"),
+        (["MODEL.NUM_CLASSES", "7"], "MODEL.NUM_CLASSES is 7, but"),
+        (["MODEL.POSITION.NAME", "none"], "fits the config's model in part only"),
+        (["MODEL.POSITIONS", "none"], "unknown config key"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path, words, said):
+    result = export(save(tmp_path, make_cfg("detr", "learned")), tmp_path / "detector.pt2", *words)
+    assert result.exit_code == 2
+    assert said in last_line(result)
+    assert not (tmp_path / "detector.pt2").exists()
+
+
+def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(BadInputError, match=r"--format onnx needs onnxscript: pip install 'cpvt-det\[export\]'"):
+        files.require_format("onnx")
+    files.require_format("torch_export")

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposals that a better one stands for come last: by torchvision's operator, and in the aten steps of exported programs."""
+
+import pytest
+import torch
+import torchvision
+
+from cpvt_det.layers.nms import choose_apart, pick_apart
+
+
+def draw(seed, images=3, boxes=80, clusters=9):
+    """Boxes around a few centres, so that many overlap, and scores without ties; the last of image 0 are padded."""
+    generator = torch.Generator().manual_seed(seed)
+    centers = torch.rand(images, clusters, 2, generator=generator).repeat(1, boxes // clusters + 1, 1)[:, :boxes]
+    centers = centers + 0.03 * torch.randn(images, boxes, 2, generator=generator)
+    sides = 0.2 + 0.1 * torch.rand(images, boxes, 2, generator=generator)
+    padded = torch.zeros(images, boxes, dtype=torch.bool)
+    padded[0, -20:] = True
+    scores = torch.randn(images, boxes, generator=generator).masked_fill(padded, -50.0)
+    return torch.cat((centers - sides / 2, centers + sides / 2), -1), scores, padded
+
+
+def expected_order(boxes, scores, padded, threshold):
+    """One image, by the definition: kept ones by score, suppressed ones by score, padded ones."""
+    kept = torchvision.ops.nms(boxes[~padded], scores[~padded], threshold).tolist()
+    rest = [int(i) for i in scores[~padded].argsort(descending=True) if int(i) not in kept]
+    return kept + rest
+
+
+@pytest.mark.parametrize("choose", [choose_apart, pick_apart])
+@pytest.mark.parametrize("threshold", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("count", [5, 60])
+def test_the_order_is_that_of_nms_then_score(choose, threshold, count):
+    for seed in range(4):
+        boxes, scores, padded = draw(seed)
+        chosen = choose(boxes, scores, padded, threshold, count)
+        for image in range(len(boxes)):
+            order = expected_order(boxes[image], scores[image], padded[image], threshold)
+            assert chosen[image].tolist() == order[:count]
+
+
+def test_padded_ones_fill_what_is_left_and_none_is_chosen_twice():
+    boxes, scores, padded = draw(5)
+    for choose in (choose_apart, pick_apart):
+        chosen = choose(boxes, scores, padded, 0.6, 70)
+        assert sorted(chosen[0, :60].tolist()) == list(range(60))
+        assert padded[0][chosen[0, 60:]].all()
+        assert all(len(set(image.tolist())) == 70 for image in chosen)
+
+
+def test_boxes_without_area_suppress_nothing():
+    boxes, scores = torch.zeros(1, 3, 4), torch.tensor([[1.0, 3.0, 2.0]])
+    for choose in (choose_apart, pick_apart):
+        assert choose(boxes, scores, torch.zeros(1, 3, dtype=torch.bool), 0.5, 3).tolist() == [[1, 2, 0]]
+
+
+def test_an_exported_program_takes_the_steps():
+    class Chooser(torch.nn.Module):
+        def forward(self, boxes, scores, padded):
+            return choose_apart(boxes, scores, padded, 0.6, 5)
+
+    program = torch.export.export(Chooser(), draw(0))
+    assert "torchvision" not in str(program.graph)
+    assert program.module()(*draw(1)).tolist() == choose_apart(*draw(1), 0.6, 5).tolist()
