@@ -15,6 +15,7 @@ import cpvt_det
 from cpvt_det.errors import BadInputError, DataFaultsError, InterruptedRun, RunStoppedError, exit_code, first_line
 
 COMMANDS = {
+    "analyze": "Count parameters, operations, time and memory by part.",
     "check-data": "Find the faults of data sets.",
     "compare": "Draw the curves of several runs in one picture.",
     "convert-weights": "Turn other projects' DETR weights into ours.",
