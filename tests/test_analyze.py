@@ -189,3 +189,16 @@ def test_tables_are_printed_by_command(tmp_path, monkeypatch):
     assert "PEG's share at" in rows and "rest" not in rows
     result = CliRunner().invoke(main, [*words, "--parts", "encoder,decoder"])
     assert result.exit_code == 0 and "| rest " in result.output and "PEG's share" not in result.output
+
+
+@pytest.mark.detectron2
+@pytest.mark.parametrize("kind", DETECTORS)
+def test_detectron2s_detector_costs_the_same(kind, tmp_path):
+    from cpvt_det.cli.configs import build_any, load_any
+
+    config = tmp_path / "run.yaml"
+    config.write_text(random_config(**DETECTORS[kind]).dump(), encoding="utf-8")
+    detector = build_any(load_any(str(config), (), "detectron2"), "detectron2")
+    batch = detector.preprocess([torch.zeros(3, *SIZE)])
+    assert type(detector).__module__.startswith("cpvt_det.d2")
+    assert count_costs(detector, batch.images, batch.padding_mask) == costs_of(**DETECTORS[kind])

@@ -23,6 +23,7 @@ COMMANDS = {
     "plug-matrix": "Check PEG in the models of other projects.",
     "predict": "Detect objects in images: pictures and JSON.",
     "shapes": "Draw the shapes data set, in COCO format.",
+    "show": "Draw attention, position encodings, or what the model is fed.",
     "train": "Train a detector, and evaluate it.",
 }
 
