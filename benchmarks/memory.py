@@ -5,11 +5,8 @@
 memory is in the way, and does the work on a tiny input first, so that libraries and compiled code are not counted.
 """
 
-import contextlib
-import ctypes
 import gc
 import json
-import resource
 import subprocess
 import sys
 from dataclasses import asdict
@@ -20,6 +17,7 @@ import torch
 from benchmarks.clocks import CommandRun, fixed_threads
 from benchmarks.harness import Case, Contender, Work
 from benchmarks.suites import Options, find_case, find_suite
+from cpvt_det.memory import forget_peak, give_back, peak, resident
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,43 +59,15 @@ def measure(case: Case, contender: str) -> int:
         _named(case.warm(), contender).call()
     chosen = _named(case.build(), contender)
     gc.collect()
-    _give_back()
-    _forget_peak()
-    before = _resident()
+    give_back()
+    forget_peak()
+    before = resident()
     output = chosen.call()
-    return output.peak_bytes if isinstance(output, CommandRun) else max(0, _peak() - before)
+    return output.peak_bytes if isinstance(output, CommandRun) else max(0, peak() - before)
 
 
 def _named(work: Work, name: str) -> Contender:
     return next(contender for contender in work.contenders if contender.name == name)
-
-
-def _give_back() -> None:
-    """Freed memory that glibc kept would hide what a contender takes."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _forget_peak() -> None:
-    """Linux then counts the peak from here; elsewhere it stays the process's own, import and all."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _status(key: str) -> int | None:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
-    return None
-
-
-def _peak() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return _status("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _resident() -> int:
-    return _status("VmRSS:") or _peak()
 
 
 def main() -> None:

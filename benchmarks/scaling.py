@@ -107,19 +107,19 @@ def measure(point: Point) -> dict[str, float]:
     """CPU seconds of a step, the median, and the peak megabytes of one."""
     import torch
 
-    from benchmarks.memory import _forget_peak, _give_back, _peak, _resident
+    from cpvt_det.memory import forget_peak, give_back, peak, resident
 
     step, tiny = make_step(point), make_step(replace(point, side=64, batch=1))
     torch.set_num_threads(1)
     tiny()
-    _give_back()
-    _forget_peak()
-    before = _resident()
+    give_back()
+    forget_peak()
+    before = resident()
     seconds = [_cpu_seconds(step)]
-    peak = _peak() - before
+    most = peak() - before
     while sum(seconds) < MOST_SECONDS and len(seconds) < 5:
         seconds.append(_cpu_seconds(step))
-    return {"seconds": statistics.median(seconds), "megabytes": peak / 1e6}
+    return {"seconds": statistics.median(seconds), "megabytes": most / 1e6}
 
 
 def make_step(point: Point) -> Callable[[], None]:

@@ -35,6 +35,8 @@ ELSEWHERE = {
     r"cpvt-det shapes datasets/shapes$": "tests/test_shapes.py draws fewer",
 }
 """Commands, by pattern, and why they are not run here."""
+SMALL_IMAGES = {"analyze": ["--sizes", "64"], "position": ["--size", "64x96"]}
+"""Options that come after and so win."""
 DOCUMENTED = list(dict.fromkeys(text for path in DOCUMENTS for text in commands(path)))
 
 
@@ -79,7 +81,8 @@ def test_a_documented_command_runs(command, playground, monkeypatch):
         return
     assert words[0] == "cpvt-det" or words[1] == "tools/train_net.py", f"neither run here nor listed in ELSEWHERE: {command}"
     words = words[1:] if words[0] == "cpvt-det" else ["train", *words[2:]]
-    result = CliRunner().invoke(main, [*words, *(_short_and_small(words) if words[0] == "train" else [])])
+    small = _short_and_small(words) if words[0] == "train" else SMALL_IMAGES.get(words[0 if words[0] == "analyze" else 1], [])
+    result = CliRunner().invoke(main, [*words, *small])
     assert result.exit_code == 0, result.output
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cpvt_det.evaluation.pictures import GAP, class_color, draw_comparison, save_contact_sheet
+from cpvt_det.evaluation.pictures import GAP, class_color, draw_comparison, draw_panel, save_contact_sheet
 from cpvt_det.structures import Detections
 
 NAMES = ["square", "circle", "star"]
@@ -167,3 +167,11 @@ def test_a_contact_sheet_needs_pictures_and_columns(tmp_path):
         save_contact_sheet([], tmp_path / "sheet.png")
     with pytest.raises(ValueError, match="got 1 and 0"):
         save_contact_sheet([grey_image(4, 4)], tmp_path / "sheet.png", columns=0)
+
+
+def test_a_panel_is_that_of_the_comparison():
+    truth = objects((1, 1, 20, 60, 80, 120))
+    both = draw_comparison(grey_image(128, 160), truth, objects(), NAMES, 0.5)
+    alone = draw_panel(grey_image(128, 160), truth, NAMES, "ground truth (1)")
+    assert torch.equal(alone, both[:, :, 480 + GAP :])
+    assert coverage(alone, class_color(1)) > 0.005

@@ -3,6 +3,11 @@
 
 from pathlib import Path
 
+import torch
+from fvcore.common.config import CfgNode
+
+from cpvt_det.build import build_detector
+from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles
 
 MODEL = {
@@ -75,3 +80,20 @@ def overrides(files: DatasetFiles, output: Path, **more: object) -> list[str]:
         **{key.replace("__", "."): value for key, value in more.items()},
     }
     return [str(word) for pair in pairs.items() for word in pair]
+
+
+def save_random(path: Path, **more: object) -> Path:
+    """A checkpoint of the smallest detector, untrained; ``more`` as of :func:`overrides`."""
+    cfg = random_config(**more)
+    torch.manual_seed(0)
+    detector = build_detector(cfg)
+    node = {"config": cfg.dump(), "classes": {"ids": [3, 17, 90], "names": ["red", "green", "blue"]}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": detector.state_dict(), "cpvt_det": node}, path)
+    return path
+
+
+def random_config(**more: object) -> CfgNode:
+    """The config of the smallest detector, of three classes; ``more`` as of :func:`overrides`."""
+    pairs = {**MODEL, **RUN, "MODEL.NUM_CLASSES": 3, **{key.replace("__", "."): value for key, value in more.items()}}
+    return load_cfg("", [str(word) for pair in pairs.items() for word in pair])

@@ -15,6 +15,7 @@ import cpvt_det
 from cpvt_det.errors import BadInputError, DataFaultsError, InterruptedRun, RunStoppedError, exit_code, first_line
 
 COMMANDS = {
+    "analyze": "Count parameters, operations, time and memory by part.",
     "check-data": "Find the faults of data sets.",
     "compare": "Draw the curves of several runs in one picture.",
     "convert-weights": "Turn other projects' DETR weights into ours.",
@@ -23,6 +24,7 @@ COMMANDS = {
     "plug-matrix": "Check PEG in the models of other projects.",
     "predict": "Detect objects in images: pictures and JSON.",
     "shapes": "Draw the shapes data set, in COCO format.",
+    "show": "Draw attention, position encodings, or what the model is fed.",
     "train": "Train a detector, and evaluate it.",
 }
 

@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det check-data``: what a run checks before its first iteration, and all that it found."""
 
-from pathlib import Path
-
 import click
 from fvcore.common.config import CfgNode
 
 from cpvt_det import build
 from cpvt_det.checkpoint.weights import read_weights
-from cpvt_det.cli import debug_option
-from cpvt_det.cli.train import RUN_CONTEXT, RUNNERS, choose_runner
+from cpvt_det.cli.configs import config_options, load_any
+from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.check import CheckedData
 from cpvt_det.data.findings import Findings, summary
 from cpvt_det.errors import BadInputError, ConfigError, DataError
 
 
 @click.command(context_settings=RUN_CONTEXT)
-@click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/.")
+@config_options
 @click.option("--decode", is_flag=True, help="Decode every image too, which finds damage behind its header.")
-@click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: its registered data sets too.")
-@debug_option
-@click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
 def check_data(config_file: str, decode: bool, runner: str, overrides: tuple[str, ...]) -> None:
     """Find all faults in the data sets of DATASETS.TRAIN and DATASETS.TEST; KEY VALUE pairs override the config.
 
@@ -32,7 +27,7 @@ def check_data(config_file: str, decode: bool, runner: str, overrides: tuple[str
       cpvt-det check-data --config-file coco/detr_r50_peg_50ep.yaml
       cpvt-det check-data --config-file output/mine/config.yaml --decode DATASETS.ON_BAD drop
     """
-    cfg = _load_cfg(config_file, overrides, runner)
+    cfg = load_any(config_file, overrides, runner)
     if not cfg.DATASETS.TRAIN and not cfg.DATASETS.TEST:
         raise ConfigError("there is nothing to check: DATASETS.TRAIN and DATASETS.TEST are empty")
     data = build.check_datasets(cfg, decode=decode)
@@ -45,20 +40,6 @@ def check_data(config_file: str, decode: bool, runner: str, overrides: tuple[str
     bad = [findings for findings in data.findings if findings.has_errors(cfg.DATASETS.ON_BAD)]
     if bad:
         raise DataError(summary(bad))
-
-
-def _load_cfg(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNode:
-    if choose_runner(runner) == "detectron2":
-        from cpvt_det.d2.config import load_cfg
-        from cpvt_det.d2.data import find_registered
-
-        cfg = load_cfg(config_file, overrides)
-        cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
-        find_registered(cfg)
-        return cfg
-    from cpvt_det.config import load_cfg
-
-    return load_cfg(config_file, overrides)
 
 
 def _compare_with_weights(cfg: CfgNode, data: CheckedData) -> None:

@@ -32,6 +32,24 @@ def class_color(label: int) -> Color:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
+def draw_panel(image: Tensor, objects: Detections, class_names: Sequence[str], title: str) -> Tensor:
+    """One image with the names of its objects, under a title; :func:`draw_comparison` says how it is enlarged.
+
+    Args:
+        image: (3, H, W) uint8, RGB.
+        objects: boxes in pixels of ``image``; their scores are not written.
+        class_names: the name of each class.
+        title: of the image.
+
+    Returns:
+        (3, H', W') uint8.
+
+    Raises:
+        ValueError: a box that is not finite, or a label without a name.
+    """
+    return _to_tensor(_draw_panel(image, objects, class_names, title, scored=False))
+
+
 def draw_comparison(
     image: Tensor,
     truth: Detections | None,

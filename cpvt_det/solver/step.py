@@ -184,7 +184,7 @@ class TrainStep:
 
     def _backward(self, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
         """Gradients of all parts. The sums of their losses and means of their metrics; (B,) bool, whose predictions are finite."""
-        parts = _split(samples, self.options.accumulate)
+        parts = split_samples(samples, self.options.accumulate)
         normalizers = self._normalizers(samples) if len(parts) > 1 else None
         device = self.training_model.detector.pixel_mean.device
         record: dict[str, Tensor] = {}
@@ -216,7 +216,7 @@ class TrainStep:
         return nn.utils.clip_grad_norm_(parameters, bound).detach()
 
 
-def _split(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
+def split_samples(samples: Sequence[Sample], parts: int) -> list[Sequence[Sample]]:
     """Samples in parts of nearly equal length, none of them empty."""
     parts = min(parts, len(samples))
     borders = [round(number * len(samples) / parts) for number in range(parts + 1)]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det analyze``: what a detector costs. The counting itself is in ``cpvt_det/show/``."""
+
+import re
+
+import click
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from cpvt_det.cli.configs import build_any, config_options, load_any
+from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.errors import BadInputError, config_errors
+from cpvt_det.show.costs import PARTS, REST, Costs, count_costs, find_parts
+from cpvt_det.show.speed import measure
+from cpvt_det.structures import PaddedBatch, Size
+
+CLASSES = 80  # where the config leaves their number to the data
+
+
+@click.command(context_settings=RUN_CONTEXT)
+@config_options
+@click.option("--sizes", default="480,640,800,1333", show_default=True, help="Of one image: sides of squares, or HEIGHTxWIDTH.")
+@click.option("--parts", default="", metavar="NAMES", help="Instead of the usual ones, as in encoder.layers.0,encoder.layers.1.")
+def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: str, parts: str) -> None:
+    """Count what the detector of a config costs in inference; KEY VALUE pairs override the config.
+
+    Prints parameters, multiply-adds and activations (what convolutions, matrix products and attention put out) by part, with
+    PEG's share; then milliseconds and memory on this machine, of one image without padding. Weights are random.
+
+    \b
+    Example:
+      cpvt-det analyze --config-file coco/detr_r50_peg_50ep.yaml
+      cpvt-det analyze --config-file coco/deformable_detr_r50_peg_50ep.yaml --sizes 800x1216 MODEL.DEVICE cpu
+    """
+    sides = [_size(word) for word in sizes.split(",")]
+    cfg = load_any(config_file, overrides, runner)
+    cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or CLASSES
+    detector = build_any(cfg, runner)
+    chosen = find_parts(detector, parts.split(",")) if parts else PARTS
+    _require_stride(sides, detector.size_divisibility)
+    batches = [detector.preprocess([torch.zeros(3, *size)]) for size in sides]
+    with config_errors(f"--sizes {sizes}"):  # a learned table has an end
+        costs = [count_costs(detector, batch.images, batch.padding_mask, chosen) for batch in batches]
+    names = [f"{height}x{width}" for height, width in sides]
+    click.echo(f"{type(detector).__name__}, {cfg.MODEL.POSITION.NAME}, {cfg.MODEL.NUM_CLASSES} classes\n")
+    _tell_parts(costs, names)
+    _tell_peg(costs, names)
+    _tell_speed(detector, batches, names)
+
+
+def _size(word: str) -> Size:
+    match = re.fullmatch(r"\s*(\d+)(?:x(\d+))?\s*", word)
+    if match is None:
+        raise BadInputError(f"--sizes {word!r} is neither a side nor HEIGHTxWIDTH, as in 480,800x1333")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _require_stride(sides: list[Size], stride: int) -> None:
+    small = [f"{height}x{width}" for height, width in sides if min(height, width) < stride]
+    if small:
+        raise BadInputError(f"--sizes {small[0]} is below one stride: {stride} is the smallest for this model")
+
+
+def _tell_parts(costs: list[Costs], names: list[str]) -> None:
+    parts = [part for part in costs[0].parameters if part != REST or _has_any(costs, part)]
+    total = sum(costs[0].parameters.values())
+    rows = [(part, f"{costs[0].parameters[part]:,}", *_of_sizes(costs, part)) for part in parts]
+    rows.append(("all", f"{total:,}", *_of_sizes(costs, *costs[0].parameters)))
+    headers = ["", "parameters", *(f"G at {name}" for name in names), *(f"M at {name}" for name in names)]
+    click.echo("Multiply-adds in G, activations in M")
+    right = ("left", *["right"] * (len(headers) - 1))
+    click.echo(tabulate(rows, headers, tablefmt="github", colalign=right, disable_numparse=True))
+
+
+def _of_sizes(costs: list[Costs], *parts: str) -> list[str]:
+    products = [sum(cost.multiply_adds[part] for part in parts) / 1e9 for cost in costs]
+    outputs = [sum(cost.activations[part] for part in parts) / 1e6 for cost in costs]
+    return [f"{value:.4g}" for value in (*products, *outputs)]
+
+
+def _has_any(costs: list[Costs], part: str) -> bool:
+    return any(cost.parameters[part] or cost.multiply_adds[part] for cost in costs)
+
+
+def _tell_peg(costs: list[Costs], names: list[str]) -> None:
+    if not costs[0].parameters.get("PEG"):
+        return
+    rows = [
+        (
+            name,
+            *(
+                f"{100 * kind['PEG'] / sum(kind.values()):.4f} %"
+                for kind in (cost.parameters, cost.multiply_adds, cost.activations)
+            ),
+        )
+        for name, cost in zip(names, costs, strict=True)
+    ]
+    headers = ("PEG's share at", "of parameters", "of multiply-adds", "of activations")
+    click.echo("\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True))
+
+
+def _tell_speed(detector: nn.Module, batches: list[PaddedBatch], names: list[str]) -> None:
+    device = batches[0].images.device
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"{device.type.upper()}, {torch.get_num_threads()} threads"
+    rows = []
+    for name, batch in zip(names, batches, strict=True):
+        seconds, took = measure(detector, batch.images, batch.padding_mask)
+        canvas = "x".join(map(str, batch.images.shape[2:]))
+        rows.append((name, canvas, f"{1000 * seconds:.1f}", f"{1 / seconds:.2f}", f"{took / 1e6:.0f}"))
+    headers = ("image", "canvas", "ms", "images/s", "MB at the peak, above the weights")
+    click.echo(f"\nInference of one image on {where}")
+    click.echo(tabulate(rows, headers, tablefmt="github", disable_numparse=True))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs for the commands that look at what ``cpvt-det train`` would do: the same files, by either runner's loading."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+from fvcore.common.config import CfgNode
+from torch import nn
+
+from cpvt_det import build, config
+from cpvt_det.cli import debug_option
+from cpvt_det.cli.train import RUNNERS, choose_runner
+
+
+def config_options(command: Callable) -> Callable:
+    """The options of these commands."""
+    options = (
+        click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/."),
+        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: what it has registered, too."),
+        debug_option,
+        click.argument("overrides", nargs=-1, metavar="[KEY VALUE]..."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNode:
+    """The config as the runner would have it; data sets that detectron2 knows are found.
+
+    Raises:
+        ConfigError: as :func:`cpvt_det.config.load_cfg`.
+    """
+    if choose_runner(runner) == "builtin":
+        return config.load_cfg(config_file, overrides)
+    from cpvt_det.d2.config import load_cfg
+    from cpvt_det.d2.data import find_registered
+
+    cfg = load_cfg(config_file, overrides)
+    cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
+    find_registered(cfg)
+    return cfg
+
+
+def build_any(cfg: CfgNode, runner: str) -> nn.Module:
+    """The detector of a config as the runner would build it, with random weights, in evaluation mode on its device."""
+    if choose_runner(runner) == "builtin":
+        return build.build_detector(cfg).to(build.build_device(cfg)).eval()
+    from cpvt_det.d2.trainer import build_detector
+
+    return build_detector(cfg).eval()

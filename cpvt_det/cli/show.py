@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det show``: pictures of what goes on inside. The drawing itself is in ``cpvt_det/show/``."""
+
+import re
+from pathlib import Path
+
+import click
+import torch
+from tabulate import tabulate
+
+from cpvt_det import build
+from cpvt_det.cli import debug_option
+from cpvt_det.cli.configs import build_any, config_options, load_any
+from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.config import load_cfg
+from cpvt_det.data.images import read_image
+from cpvt_det.errors import BadInputError, config_errors
+from cpvt_det.runner.setup import choose_seed
+from cpvt_det.show.attention import draw_attention
+from cpvt_det.show.data import draw_batches
+from cpvt_det.show.images import images_of_size
+from cpvt_det.show.observation import Point, centers_of, observe, tokens_at
+from cpvt_det.show.places import dense_models, draw_places
+from cpvt_det.show.position import NamedDetector, draw_added, draw_kernels
+from cpvt_det.solver.step import split_samples
+from cpvt_det.structures import Size
+
+output_option = click.option(
+    "--output", required=True, type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Where the pictures go."
+)
+
+weights_config_option = click.option(
+    "--config-file", default="", metavar="FILE", help="For weights that tell no config, those of other projects."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@debug_option
+def show() -> None:
+    """Draw what goes on inside: attention, position encodings, the data that is fed.
+
+    \b
+    Example:
+      cpvt-det show attention output/model_best.pth --input photo.jpg --output pictures
+    """
+
+
+@show.command()
+@click.argument("weights", metavar="WEIGHTS")
+@click.option("--input", "image_file", required=True, metavar="IMAGE", help="The image to look at.")
+@output_option
+@click.option("--points", multiple=True, metavar="X,Y", help="Of encoder tokens, in pixels.  [default: detections' centres]")
+@click.option("--detections", default=4, show_default=True, type=click.IntRange(min=1), help="The best ones, of the decoder.")
+@click.option("--level", default=0, show_default=True, help="Of the tokens, in Deformable-DETR; 0 is the finest.")
+@weights_config_option
+@debug_option
+def attention(
+    weights: str, image_file: str, output: Path, points: tuple[str, ...], detections: int, level: int, config_file: str
+) -> None:
+    """Draw where a trained detector looks, over an image.
+
+    WEIGHTS is a checkpoint or a model folder. encoder.png has a row for every point and a column for every layer, decoder.png a
+    row for every detection; encoder_heads.png and decoder_heads.png have the heads of the last layer. Of DETR, heat maps of
+    the attention weights; of Deformable-DETR the sampling points, coloured by level, sized by weight, around their reference.
+
+    \b
+    Example:
+      cpvt-det show attention output/model_best.pth --input photo.jpg --output pictures
+      cpvt-det show attention output/model_best.pth --input photo.jpg --output pictures --points 60,25 --points 20,10
+    """
+    places = [_point(word) for words in points for word in words.split()]
+    image = read_image(image_file)
+    trained = build.load_trained(weights, config_file=config_file)
+    resized = build.build_test_mapper(trained.cfg).prepare(image)
+    classification = build.build_classification(trained.cfg)
+    size = tuple(image.shape[1:])
+    observation = observe(trained.detector, resized, size, classification, trained.classes, detections)
+    subjects = tokens_at(observation, places or _inside(centers_of(observation.found), size), level)
+    for path in draw_attention(observation, subjects, output):
+        click.echo(path)
+
+
+@show.command()
+@click.argument("sources", nargs=-1, required=True, metavar="CONFIG_OR_WEIGHTS...")
+@output_option
+@click.option("--size", default="384x512", show_default=True, metavar="HEIGHTxWIDTH", help="Of the images, in pixels.")
+@click.option("--input", "source", default="", metavar="FILE|FOLDER|GLOB", help="Images, 16 at most.  [default: drawn shapes]")
+@weights_config_option
+@debug_option
+def position(sources: tuple[str, ...], output: Path, size: str, source: str, config_file: str) -> None:
+    """Draw what position encodings do, those of several models side by side.
+
+    A config (.yaml) is built with random weights, a checkpoint or a model folder has its own. added.png is what each encoding
+    adds, by groups of channels, to images alone and padded; kernels.png has PEG's kernels; attention.png, of DETRs, the first
+    encoder attention after the encoding, the mean over images and heads, by place of query and key and by their offset.
+
+    \b
+    Example:
+      cpvt-det show position output/none/model_best.pth output/sine/model_best.pth output/peg/model_best.pth --output pictures
+      cpvt-det show position quickstart/detr_peg.yaml output/peg/model_best.pth --output pictures --size 128x192 --input photos
+    """
+    sides = _size(size)
+    models = [_model(name, config_file) for name in sources]
+    stride = max(model.detector.size_divisibility for model in models)
+    if min(sides) < stride:
+        raise BadInputError(f"--size {size} is below one stride: {stride}x{stride} is the smallest for these models")
+    images = images_of_size(source, output, sides)
+    with config_errors(f"--size {size}"):  # a learned table has an end
+        click.echo(draw_added(models, images, output / "added.png"))
+    click.echo(draw_kernels(models, output / "kernels.png") or "no kernels.png: no model has a PEG")
+    dense = dense_models(models)
+    for model in models:
+        if model not in dense:
+            click.echo(f"not in attention.png: {model.name} has no attention between all tokens")
+    if dense:
+        places = draw_places(dense, images, output / "attention.png")
+        click.echo(output / "attention.png")
+        headers = ("", "encoder layer", "on itself, x even", "mean distance, cells", "if even")
+        rows = [(name, p.layer, p.on_itself(), p.distance(), p.even_distance()) for name, p in places]
+        click.echo(tabulate(rows, headers, tablefmt="github", floatfmt=".2f"))
+
+
+@show.command(context_settings=RUN_CONTEXT)
+@config_options
+@output_option
+@click.option("--count", default=8, show_default=True, type=click.IntRange(min=1), help="Images of each split.")
+def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path, count: int) -> None:
+    """Draw what the model is really fed; KEY VALUE pairs override the config.
+
+    train.png has the first images of the training sets after augmentation, with the boxes that are learned from; a file for each
+    test set has its first images as they are evaluated. Batches are those of one process, or what SOLVER.ACCUMULATE leaves of
+    them, on their common canvas; the padding is striped.
+
+    \b
+    Example:
+      cpvt-det show data --config-file output/config.yaml --output pictures --count 16
+    """
+    cfg = load_any(config_file, overrides, runner)
+    cfg.DATALOADER.NUM_WORKERS = 0  # for a few images; they are the same with any number
+    datasets, tests = build.load_splits(cfg)
+    detector = build_any(cfg, runner)
+    classes, records = datasets[0].classes, build.training_records(cfg, datasets)
+    loader = build.build_train_loader(cfg, records, choose_seed(cfg))
+    parts = (part for samples in loader for part in split_samples(samples, max(1, cfg.SOLVER.ACCUMULATE)))
+    for name, batches, known in [("train", parts, records)] + [
+        (dataset.name, build.build_test_loader(cfg, dataset.records), dataset.records) for dataset in tests
+    ]:
+        path = output / f"{name}.png"
+        drawn = draw_batches(batches, {record.image_id: record for record in known}, detector, classes, count, path)
+        click.echo(f"{path}: {drawn} of {len(known)} images")
+
+
+def _model(name: str, config_file: str) -> NamedDetector:
+    """Of a checkpoint, or of a config with random weights, the same ones for all as far as they have the same parts."""
+    if Path(name).suffix.lower() not in (".yaml", ".yml"):
+        trained = build.load_trained(name, config_file=config_file)
+        where = "/".join(Path(name).parts[-2:])
+        return NamedDetector(f"{trained.cfg.MODEL.POSITION.NAME}, {where}", trained.detector)
+    cfg = load_cfg(name)
+    cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 1
+    torch.manual_seed(0)
+    detector = build.build_detector(cfg).to(build.build_device(cfg)).eval()
+    return NamedDetector(f"{cfg.MODEL.POSITION.NAME}, random weights", detector)
+
+
+def _size(text: str) -> Size:
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if match is None:
+        raise BadInputError(f"--size {text!r} is not HEIGHTxWIDTH, as in 480x640")
+    return int(match[1]), int(match[2])
+
+
+def _point(word: str) -> Point:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?),(-?\d+(?:\.\d+)?)", word)
+    if match is None:
+        raise BadInputError(f"--points {word!r} is not X,Y in pixels, as in 120,80")
+    return float(match[1]), float(match[2])
+
+
+def _inside(points: list[Point], size: tuple[int, int]) -> list[Point]:
+    """Centres of boxes that are clipped to the image, but for one that lies on its far border."""
+    height, width = size
+    return [(min(x, width - 1), min(y, height - 1)) for x, y in points]

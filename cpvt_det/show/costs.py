@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a detector costs by part: parameters, multiply-adds, activations.
+
+Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and booked to the innermost part
+whose module is running. So it does not matter by which of a processor's ways a product is made. Deformable sampling, which has
+a kernel for every device, is counted by formula from the shapes.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from cpvt_det.errors import UnknownNameError
+from cpvt_det.layers.attention import DeformableAttention
+from cpvt_det.models.parts import in_part
+
+PARTS = {
+    "backbone": ("backbone",),
+    "projection": ("input_proj",),
+    "position": ("position", "decoder_position"),
+    "PEG": ("position.pegs",),
+    "encoder": ("encoder", "level_embed"),
+    "decoder": ("decoder",),
+    "queries": ("query_embed", "queries"),
+    "heads": ("class_embed", "bbox_embed"),
+}
+"""Part -> names of modules and parameters; of nested ones the longest decides."""
+REST = "rest"
+SAMPLE_COST = 5
+"""Multiply-adds for a channel of a sample: bilinear interpolation and the weighted sum (arXiv 2010.04159, appendix A.1)."""
+
+
+@dataclass
+class Costs:
+    """Of every part, by its name; parts without any are 0.
+
+    Attributes:
+        parameters: numbers that are learned, or could be.
+        multiply_adds: of convolutions, matrix products and attention.
+        activations: numbers that these put out.
+    """
+
+    parameters: dict[str, int]
+    multiply_adds: dict[str, int] = field(default_factory=dict)
+    activations: dict[str, int] = field(default_factory=dict)
+
+
+def find_parts(detector: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Parts of one's own choice, as :data:`PARTS`.
+
+    Args:
+        detector: that has them.
+        names: as of :func:`cpvt_det.models.parts.in_part`: ``encoder``, ``encoder.layers.0``, ``backbone.body.layer1``.
+
+    Raises:
+        UnknownNameError: a name of no module and no parameter.
+    """
+    known = [name for name, _ in [*detector.named_modules(), *detector.named_parameters()] if name]
+    for name in names:
+        if not any(in_part(other, name) for other in known):
+            first = {other.removeprefix("transformer.").partition(".")[0] for other in known} - {"transformer"}
+            raise UnknownNameError("part of the model (--parts)", name, first)
+    return {name: (name,) for name in names}
+
+
+def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts: Mapping[str, Sequence[str]] = PARTS) -> Costs:
+    """Count one inference.
+
+    Args:
+        detector: in evaluation mode; it is the same afterwards.
+        images: (B, 3, H, W) float, normalised.
+        padding_mask: (B, H, W) bool, True = padded.
+        parts: names of modules and parameters, by what they are called.
+
+    Returns:
+        By part, ``"rest"`` for what is in none of them.
+    """
+    costs = Costs(*(dict.fromkeys((*parts, REST), 0) for _ in range(3)))
+    for name, parameter in detector.named_parameters():
+        costs.parameters[part_of(name, parts)] += parameter.numel()
+    running = [REST]
+
+    def book(multiply_adds: int, activations: int) -> None:
+        costs.multiply_adds[running[-1]] += multiply_adds
+        costs.activations[running[-1]] += activations
+
+    with torch.no_grad(), _followed(detector, parts, running), _sampling_counted(detector, book), _Counter(book):
+        detector(images, padding_mask)
+    return costs
+
+
+def part_of(name: str, parts: Mapping[str, Sequence[str]]) -> str:
+    """The part of a module or parameter, by its name in the detector."""
+    found = [(len(prefix), part) for part, prefixes in parts.items() for prefix in prefixes if in_part(name, prefix)]
+    return max(found)[1] if found else REST
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, book: Callable[[int, int], None]):
+        super().__init__()
+        self._book = book
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        formula = flop_registry.get(function._overloadpacket)
+        if formula is not None:
+            first = out[0] if isinstance(out, tuple) else out
+            self._book(formula(*args, **(kwargs or {}), out_val=out) // 2, first.numel())
+        return out
+
+
+@contextlib.contextmanager
+def _followed(detector: nn.Module, parts: Mapping[str, Sequence[str]], running: list[str]) -> Iterator[None]:
+    """Within the block, the last entry of ``running`` is the part at work."""
+    with contextlib.ExitStack() as hooks:
+        for name, module in detector.named_modules():
+            part = part_of(name, parts)
+            if part != REST:
+                hooks.enter_context(module.register_forward_pre_hook(lambda _, args, part=part: running.append(part)))
+                hooks.enter_context(module.register_forward_hook(lambda _, args, out: running.pop() and None))
+        yield
+
+
+@contextlib.contextmanager
+def _sampling_counted(detector: nn.Module, book: Callable[[int, int], None]) -> Iterator[None]:
+    def count(attention: DeformableAttention, args: tuple[Any, ...]) -> None:
+        _, levels, points = attention.samples
+        outputs = args[0].numel()  # (B, Q, C): as many as the op puts out
+        book(SAMPLE_COST * outputs * levels * points, outputs)
+
+    with contextlib.ExitStack() as hooks:
+        for module in detector.modules():
+            if isinstance(module, DeformableAttention):
+                hooks.enter_context(module.register_forward_pre_hook(count))
+        yield

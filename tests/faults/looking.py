@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking inside: ``show`` and ``analyze``."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from PIL import Image
+from tiny import DEFORMABLE, random_config, save_random
+
+from faults.case import Case, Ending, call
+from faults.drawn import call_on, draw
+
+
+def attention(*words: object, weights: str = "model.pth", image: str = "image.png", **more: object) -> Callable[[Path], Ending]:
+    """``cpvt-det show attention`` with an untrained detector and an image of 60 x 40 pixels."""
+
+    def run(folder: Path) -> Ending:
+        save_random(folder / "model.pth", **more)
+        torch.save({"model": {"layer.weight": torch.ones(2)}}, folder / "other.pth")
+        Image.new("RGB", (60, 40), "red").save(folder / "image.png")
+        places = ["--input", folder / image, "--output", folder / "out"]
+        return call("show", "attention", folder / weights, *places, *(str(word).format(folder=folder) for word in words))
+
+    return run
+
+
+def with_config(*command: str, options: tuple[str, ...] = (), **more: object) -> Callable[[Path], Ending]:
+    """A command of configs, with the smallest one as the file FILE."""
+
+    def run(folder: Path) -> Ending:
+        (folder / "empty").mkdir()
+        (folder / "run.yaml").write_text(random_config(**more).dump(), encoding="utf-8")
+        words = [word.replace("FILE", str(folder / "run.yaml")) for word in command]
+        return call(*words, *(word.format(folder=folder) for word in options))
+
+    return run
+
+
+def position(*options: str, **more: object) -> Callable[[Path], Ending]:
+    return with_config("show", "position", "FILE", "--output", "FILE.out", options=options, **more)
+
+
+def analyze(*options: str, **more: object) -> Callable[[Path], Ending]:
+    return with_config("analyze", "--config-file", "FILE", "--runner", "builtin", options=options, **more)
+
+
+def data(*words: object, **more: object) -> Callable[[Path], Ending]:
+    """``cpvt-det show data`` on a drawn data set."""
+    return lambda folder: call_on(draw(folder / "data", lambda _: None), "show", "data", "--output", folder / "out", *words, **more)
+
+
+CASES = [
+    Case("show attention: no such image", attention(image="nowhere.jpg"), "cannot read image ...nowhere.jpg: no such file"),
+    Case("show attention: no such weights", attention(weights="nowhere.pth"), "no weights file ...nowhere.pth"),
+    Case(
+        "show attention: the config of another model",
+        attention("--config-file", "coco/detr_r50_peg_50ep.yaml"),
+        "model.pth is of another shape than the config's model: ",
+    ),
+    Case("show attention: an image for weights", attention(weights="image.png"), "image.png: damaged, incomplete or no checkpoint"),
+    Case(
+        "show attention: a checkpoint of another project",
+        attention(weights="other.pth"),
+        "other.pth names no config; give the one it fits with --config-file, as in --config-file coco/detr_r50_sine_50ep.yaml",
+    ),
+    Case(
+        "show attention: a point outside the image",
+        attention("--points", "60,10"),
+        "--points 60,10 is outside the image: x is below 60 and y below 40 pixels",
+    ),
+    Case(
+        "show attention: a point that is none",
+        attention("--points", "top left"),
+        "--points 'top' is not X,Y in pixels, as in 120,80",
+    ),
+    Case("show attention: a level, of DETR", attention("--level", "2"), "--level 2: this DETR has one level, 0"),
+    Case(
+        "show attention: a level too many, of Deformable-DETR",
+        attention("--level", "2", **DEFORMABLE),
+        "--level 2: this DeformableDETR has levels 0 to 1",
+    ),
+    Case("show attention: no detections", attention("--detections", "0"), "0 is not in the range x>=1"),
+    Case(
+        "show attention: a file where the folder should be",
+        attention("--output", "{folder}/image.png/pictures"),
+        "cannot write ...image.png/pictures/encoder.png: ...Not a directory",
+    ),
+    Case("show position: no such config", lambda _: call("show", "position", "nowhere.yaml", "--output", "out"), "no config file"),
+    Case("show position: no model", lambda _: call("show", "position", "--output", "out"), "Missing argument"),
+    Case("show position: a size that is none", position("--size", "800"), "--size '800' is not HEIGHTxWIDTH, as in 480x640"),
+    Case(
+        "show position: a size below one stride",
+        position("--size", "7x64"),
+        "--size 7x64 is below one stride: 8x8 is the smallest for these models",
+    ),
+    Case(
+        "show position: a size beyond a learned table",
+        position("--size", "64x96", MODEL__POSITION__NAME="learned", MODEL__POSITION__TABLE_SIZE=8),
+        "--size 64x96: a map of 8 x 12 tokens is beyond the learned table of 8 x 8; set MODEL.POSITION.TABLE_SIZE",
+    ),
+    Case("show position: a folder without images", position("--input", "{folder}/empty"), "there is no image in the folder"),
+    Case("show data: no data set to train on", data(DATASETS__TRAIN=()), "DATASETS.TRAIN should list data sets"),
+    Case("show data: an unknown key", data(INPUT__SIZE=3), "unknown config key (from the command line) 'INPUT.SIZE'"),
+    Case(
+        "show data: a file where the folder should be",
+        data("--output", "/dev/null/pictures"),
+        "cannot write /dev/null/pictures/train.png: Not a directory; give another --output",
+    ),
+    Case("analyze: a size that is none", analyze("--sizes", "480,large"), "--sizes 'large' is neither a side nor HEIGHTxWIDTH"),
+    Case(
+        "analyze: a size below one stride",
+        analyze("--sizes", "64,4x80"),
+        "--sizes 4x80 is below one stride: 8 is the smallest for this model",
+    ),
+    Case(
+        "analyze: a part that is not there",
+        analyze("--parts", "encodr"),
+        "unknown part of the model (--parts) 'encodr' (did you mean 'encoder'?)",
+    ),
+    Case("analyze: no such config", lambda _: call("analyze", "--config-file", "nowhere.yaml"), "no config file 'nowhere.yaml'"),
+]
