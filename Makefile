@@ -12,7 +12,7 @@ quickstart: $(VENV)/installed
 	@echo "Figures: output/quickstart/results.json. Pictures: output/quickstart/pictures/"
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 	@if ! $(DETECTRON2_PYTHON) -c "import detectron2" 2>/dev/null; then \
 		echo "Tests passed without detectron2. Those marked detectron2 did not run: $(DETECTRON2_PYTHON) does not import it."; \
 	else \

@@ -50,6 +50,7 @@ TEST = [
     "pytest==9.2.0",
     "pytest-cov==7.1.0",
     "pytest-timeout==2.4.0",
+    "pytest-xdist==3.8.0",
     "hypothesis==6.168.5",
     "transformers==5.20.2",  # an independent DETR to compare with; the last for Python 3.10
     "timm==1.0.31",  # models that add_peg is tried on

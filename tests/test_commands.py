@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import draw_coco
+from conftest import SIZES, draw_coco
 from PIL import Image
 from run_commands import commands
+from test_foreign import write_voc
 from tiny import MODEL, RUN
 
 from cpvt_det.cli import main
@@ -56,6 +57,7 @@ def playground(tmp_path_factory, tiny_run):
             shutil.copy(drawn.files.annotations, folder / f"datasets/{name}/annotations/{split}.json")
     for name in ("shapes/val", "coco/val2017"):
         shutil.copytree(folder / "mine/images", folder / "datasets" / name)
+    write_voc(folder / "datasets/BCCD_Dataset/BCCD", {"train": SIZES, "val": [7, 30]})
     run = tiny_run("deformable")
     shutil.copytree(run.folder, folder / "output")
     for name in ("mine", "peg", "sine", "none", "quickstart", "tutorial"):
@@ -63,6 +65,8 @@ def playground(tmp_path_factory, tiny_run):
     (folder / "photos/deeper").mkdir(parents=True)
     for name in ("photo.jpg", "picture.jpg", "photos/a.jpg", "photos/deeper/b.jpg"):
         Image.open(run.image(30)).save(folder / name)
+    Image.open(run.image(30)).save(folder / "datasets/BCCD_Dataset/BCCD/JPEGImages/BloodImage_00001.jpg")
+    Image.open(run.image(7)).save(folder / "datasets/shapes/val/000029.jpg")
     for name in ("configs", "tools", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     return folder

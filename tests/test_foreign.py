@@ -45,10 +45,13 @@ def write_yolo(folder, yaml="path: {root}\ntrain: images/train\nval: images/val\
     return folder
 
 
-def write_voc(folder):
-    """Whole pixels, as VOC has; the box of image 5 becomes difficult."""
+def write_voc(folder, splits=None):
+    """Whole pixels, as VOC has; the box of image 5 becomes difficult. Splits have ids of images."""
     draw_images(folder / "JPEGImages")
     (folder / "Annotations").mkdir()
+    for split, image_ids in (splits or {}).items():
+        (folder / "ImageSets/Main").mkdir(parents=True, exist_ok=True)
+        (folder / f"ImageSets/Main/{split}.txt").write_text("".join(f"{image_id:03d}\n" for image_id in image_ids))
     for image_id, (height, width) in SIZES.items():
         root = ET.Element("annotation")
         ET.SubElement(root, "filename").text = f"{image_id:03d}.png"
