@@ -5,9 +5,10 @@ The start of the road of one image; ``data/mapper.py`` comes next. Other formats
 of the records is left out of the ground truth too; ``data/rules.py`` says what that is.
 """
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,15 @@ class CocoDataset:
         self.records = [record for record in self.records if record.image_id not in image_ids]
         truth["images"] = [image for image in truth["images"] if image["id"] not in image_ids]
         truth["annotations"] = [box for box in truth["annotations"] if box["image_id"] not in image_ids]
+
+
+def describe_records(records: Sequence[ImageRecord]) -> dict[str, Any]:
+    """How many images a run is trained on, and a hash of them in their order: wherever the files lie, the same data give the same."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(f"{record.image_id} {record.height} {record.width}".encode())
+        digest.update(record.boxes_xyxy.tobytes() + record.labels.tobytes())
+    return {"images": len(records), "sha256": digest.hexdigest()}
 
 
 def load_coco(files: DatasetFiles) -> CocoDataset:

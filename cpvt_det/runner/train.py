@@ -7,15 +7,17 @@ import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det import build, distributed
-from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState, last_checkpoint
+from cpvt_det.checkpoint.choice import last_checkpoint
+from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState
 from cpvt_det.data.check import log_data
+from cpvt_det.data.coco import describe_records
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.runner.advice import log_advice
 from cpvt_det.runner.evaluate import Results, evaluate, show_results
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
-from cpvt_det.runner.setup import choose_seed, describe_model, only_run_in, setup_run
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
 from cpvt_det.solver.schedule import Length
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 
@@ -67,7 +69,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
 
-    state = RunState(classes, cfg.dump(), choose_seed(cfg))
+    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(), describe_records(records))
     torch.manual_seed(state.seed)
     detector = build.build_detector(cfg).to(build.build_device(cfg))
     model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
@@ -75,7 +77,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     step = build.build_step(cfg, model, build.build_optimizer(cfg, detector), length, state.seed, state.ema)
     trainer = TrainerState(step)
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
-    start = checkpointer.resume() if resume else 0
+    start = checkpointer.begin(resume)
     if start == 0:
         build.load_initial_weights(cfg, detector, classes)
     else:

@@ -3,9 +3,14 @@
 
 A checkpoint is written to a temporary file, flushed to the disk and renamed, its SHA-256 beside it is in the format of
 `sha256sum`, and `last_checkpoint` follows after both. Every read compares the two; files from elsewhere, which have none beside
-them, are compared with the checksums inside torch's zip format. `--resume`, and `--eval-only --resume`, take the newest that is
-whole, by the time it was written; to go back further, move the newer ones away. `SOLVER.CHECKPOINT_KEEP` numbered ones stay,
-with `model_best.pth` and `model_final.pth`. What is not finite is not saved.
+them, are compared with the checksums inside torch's zip format. `SOLVER.CHECKPOINT_KEEP` numbered ones stay, with
+`model_best.pth` and `model_final.pth`. What is not finite is not saved.
+
+A run has an id, random, in its checkpoints and in the file `run_id` of its `OUTPUT_DIR`, which a resumed run keeps. `--resume`, and
+`--eval-only --resume`, take the checkpoint of that run that has gone furthest and is whole, whatever the files' times; of two of the
+same iteration the one that `last_checkpoint` names. To go back further, move those beyond away. Where the run that was started last
+has none, the newest of an earlier one is taken, with a warning. Processes that torchrun starts anew go on with their own run alone,
+and the best AP is that of one run. Checkpoints of before there were ids are told apart by their seeds.
 
 No file's code is run: torch's are read with `weights_only=True`, with an allow-list for `argparse.Namespace` and numpy's
 numbers and arrays; a `.pkl` by an unpickler that knows arrays, numbers, text and containers and nothing else.
@@ -213,6 +218,12 @@ CASES = [
         "--resume in an empty folder",
         after_run(nothing, "--resume", OUTPUT_DIR="OUT/new"),
         "Nothing to resume in ...: starting at iteration 0",
+        0,
+    ),
+    Case(
+        "--resume where the run that was started last left no checkpoint",
+        after_run(lambda out: (out / "run_id").write_text("another"), "--resume"),
+        f"The run that was last started in ... has no checkpoint there; ...{FINAL} is of an earlier one",
         0,
     ),
     Case("disk full at a save", full_disk, "stopped: cannot write ...model_0000000.pth: File too large", 1),

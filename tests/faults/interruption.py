@@ -54,6 +54,14 @@ def classes(folder: Path) -> Ending:
     return call_on(other, "train", "--resume", **{**SHORT, "OUTPUT_DIR": folder / "out"})
 
 
+def box_less(folder: Path) -> Ending:
+    ending = after_run(nothing)(folder)
+    if ending.code:
+        return ending
+    other = draw(folder / "other", lambda drawn: drawn.content["annotations"].pop())
+    return call_on(other, "train", "--resume", **{**SHORT, "OUTPUT_DIR": folder / "out"})
+
+
 CASES = [
     Case("SIGTERM", signalled(signal.SIGTERM), "interrupted by SIGTERM: iteration 1 is saved; --resume goes on after it", 143),
     Case("Ctrl-C", signalled(signal.SIGINT), "interrupted by SIGINT: iteration 1 is saved; --resume goes on after it", 130),
@@ -67,6 +75,12 @@ CASES = [
         "--resume with another width",
         after_run(nothing, "--resume", MODEL__DETR__HIDDEN_DIM=32),
         "MODEL.DETR.HIDDEN_DIM was 16, is 32...is of another model than the config's and cannot be resumed",
+    ),
+    Case(
+        "--resume with a box less in the training data",
+        box_less,
+        "The resumed run goes on with other training data: 4 images, now 4",
+        0,
     ),
     Case("--resume with other classes", classes, "the run to resume was trained on other classes (2: cell, mite)"),
 ]
