@@ -4,9 +4,13 @@
 import errno
 import os
 import pickle
+import re
 import shutil
+import struct
 import subprocess
 import sys
+import tracemalloc
+import zipfile
 from collections import OrderedDict
 
 import numpy as np
@@ -14,9 +18,9 @@ import pytest
 import torch
 from test_checkpoint import Payload, detector, same
 
-from cpvt_det.checkpoint import load_weights
-from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
+from cpvt_det.checkpoint import load_weights, pickles
 from cpvt_det.checkpoint.choice import last_checkpoint
+from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
 from cpvt_det.checkpoint.run import RunCheckpointer, RunState
 from cpvt_det.config import changed_keys, get_cfg
 from cpvt_det.data.coco import Classes
@@ -417,3 +421,63 @@ def test_a_pickle_that_grows_without_end_is_read_once_a_part(tmp_path):
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(loop))
     with pytest.raises(WeightsError, match="damaged, incomplete or no checkpoint"):
         read_checkpoint(tmp_path / "x.pkl")
+
+
+def read_in_little_memory(path, limit=1 << 20):
+    """The error of reading a file, which must not take more than ``limit`` bytes of Python's memory on the way."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightsError) as caught:
+            read_checkpoint(path)
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("index", [1 << 20, 1 << 26, (1 << 32) - 1])
+def test_a_few_bytes_cannot_ask_for_all_memory(tmp_path, index):
+    """Python makes room for as many objects as an index says, eight bytes or more each."""
+    path = tmp_path / "x.pkl"
+    for content in (b"\x80\x02Nr" + struct.pack("<I", index) + b".", b"Np%d\n." % index):
+        path.write_bytes(content)
+        assert f"asks for more memory than a file of its size can mean: {index} objects" in read_in_little_memory(path)
+    path.write_bytes(b"\x80\x04\x95" + struct.pack("<Q", index) + b"N.")
+    assert f"{index} bytes" in read_in_little_memory(path)
+
+
+def test_an_array_or_a_dict_is_not_made_again_and_again(tmp_path):
+    """From one content of 1 MB, or one list of pairs, that 50 times some bytes call for."""
+    path = tmp_path / "x.pkl"
+    again = b"0" * 2 + b"h\x01h\x02R" * 50 + b"l."
+    content = b"B" + struct.pack("<I", 1 << 20) + bytes(1 << 20)
+    dtype, shape = b"cnumpy\ndtype\n(X\x02\x00\x00\x00u1tR", b"(J" + struct.pack("<i", 1 << 20) + b"t"
+    state = b"(" + content + dtype + shape + b"X\x01\x00\x00\x00Ct"
+    path.write_bytes(b"\x80\x03(cnumpy.core.numeric\n_frombuffer\nq\x01" + state + b"q\x02" + again)
+    assert "fills more memory than a file of its size can mean" in read_in_little_memory(path, 8 << 20)
+    pairs = b"".join(b"J" + struct.pack("<i", number) + b"N\x86" for number in range(1000))
+    path.write_bytes(b"\x80\x02(ccollections\nOrderedDict\nq\x01((" + pairs + b"ltq\x02" + again)
+    assert "fills more memory than a file of its size can mean" in read_in_little_memory(path)
+
+
+@pytest.mark.parametrize("name", ["numpy.core.numeric\n_frombuffer", "numpy\nndarray", "numpy\ndtype", "collections\nOrderedDict"])
+@pytest.mark.parametrize("state", [b"N}(X\x04\x00\x00\x00evilK\x01u\x86", b"}(X\x04\x00\x00\x00evilK\x01u", b"K\x01"])
+def test_a_pickle_sets_nothing_of_our_own(tmp_path, name, state):
+    """BUILD sets attributes of whatever stands below it, functions included, and they would stay."""
+    path = tmp_path / "x.pkl"
+    path.write_bytes(b"\x80\x02c" + name.encode() + b"\n" + state + b"b.")
+    with pytest.raises(WeightsError, match="refused|damaged"):
+        read_checkpoint(path)
+    assert not any(hasattr(thing, "evil") for thing in vars(pickles).values())
+
+
+def test_a_small_zip_does_not_unpack_to_all_memory(tmp_path):
+    plain, path = tmp_path / "a.pth", tmp_path / "x.pth"
+    torch.save(WEIGHTS, plain)
+    for zeros in (0, 64 << 20):
+        with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+            for part in source.namelist():
+                target.writestr(part, source.read(part) + bytes(zeros if part.endswith("data.pkl") else 0))
+        if not zeros:
+            assert same(read_checkpoint(path), WEIGHTS)
+    assert re.search(r"refused, because its \d+ bytes unpack to 671\d+; save it with torch.save", read_in_little_memory(path))

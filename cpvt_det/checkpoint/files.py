@@ -20,6 +20,9 @@ from torch import Tensor
 from cpvt_det.checkpoint.pickles import read_pickle
 from cpvt_det.errors import RunStoppedError, WeightsError, first_line
 
+UNPACKED = 10  # times the file that all of its parts may be; weights hardly compress
+SLACK = 1 << 20  # bytes
+
 
 def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
     """Read a file that ``torch.save`` or safetensors wrote, or a pickle of arrays, onto the CPU.
@@ -44,6 +47,7 @@ def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
     if not path.is_file():
         raise WeightsError(f"no weights file {path}")
     try:
+        _require_proportion(path)
         if not only_look:
             _require_whole(path)
         if path.suffix == ".safetensors":
@@ -76,6 +80,20 @@ def _require_whole(path: Path) -> None:
             damaged = archive.testzip()
         if damaged is not None:
             raise WeightsError(f"damaged: the checksum of its part {damaged} is wrong; get it again")
+
+
+def _require_proportion(path: Path) -> None:
+    """Refuse a zip file that is small and unpacks to all memory; torch's own is not compressed.
+
+    Raises:
+        WeightsError: it is one.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        unpacked, size = sum(part.file_size for part in archive.infolist()), path.stat().st_size
+    if unpacked > UNPACKED * size + SLACK:
+        raise WeightsError(f"refused, because its {size} bytes unpack to {unpacked}; save it with torch.save, uncompressed")
 
 
 def _sha256(path: Path) -> str:

@@ -15,7 +15,6 @@ from torch import nn
 
 from cpvt_det import distributed
 from cpvt_det.checkpoint.choice import (
-    FINAL,
     NUMBERED,
     TAG,
     checkpoints_of,

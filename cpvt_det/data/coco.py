@@ -18,7 +18,7 @@ import numpy as np
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.findings import Findings, require_no_errors
 from cpvt_det.data.foreign import read_foreign
-from cpvt_det.data.rules import Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
+from cpvt_det.data.rules import THIN, Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError
 from cpvt_det.garbage import no_garbage_collection
 
@@ -94,7 +94,7 @@ class CocoDataset:
 
 
 def describe_records(records: Sequence[ImageRecord]) -> dict[str, Any]:
-    """How many images a run is trained on, and a hash of them in their order: wherever the files lie, the same data give the same."""
+    """How many images a run is trained on, and a hash of them in their order, wherever the files lie."""
     digest = hashlib.sha256()
     for record in records:
         digest.update(f"{record.image_id} {record.height} {record.width}".encode())
@@ -134,6 +134,7 @@ def read_coco(files: DatasetFiles) -> CocoDataset:
         label_of = {category_id: label for label, category_id in enumerate(classes.ids)}
         images = _read_images(_section(content, "images", files), findings)
         kept = _read_annotations(content, images, label_of, findings)
+        _require_pixels([annotation["bbox"] for group in kept.values() for annotation in group], findings)
         records = [_record(image, kept[image["id"]], label_of, files.image_root) for image in images.values()]
         annotations = [annotation for group in kept.values() for annotation in group]
         truth = {"images": list(images.values()), "categories": categories, "annotations": annotations}
@@ -228,6 +229,13 @@ def _read_annotations(content: dict, images: dict[Id, dict], label_of: dict[Id, 
     return kept
 
 
+def _require_pixels(boxes: Sequence[list[float]], findings: Findings) -> None:
+    """Refuse boxes as parts of the image's sides, a frequent mistake: each by itself might be one of less than a pixel."""
+    if boxes and all(max(x + w, y + h) <= 1 for x, y, w, h in boxes):
+        why = f"all {len(boxes)} lie within [0, 1]; bbox is [x, y, width, height] in pixels, not in parts of the image's sides"
+        findings.add_fatal("boxes that are not in pixels", why)
+
+
 def _repeated_id(annotation: Any, seen: set[int | str]) -> Fault | None:
     """Whether an annotation before had this id; it is added to the ids seen. None at all is fine."""
     annotation_id = annotation.get("id") if type(annotation) is dict else None
@@ -254,6 +262,8 @@ def _clean(annotation: dict, number: int, size: Size, findings: Findings) -> dic
         findings.add_note(why, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     if box is None:
         return None
+    if min(box[2:]) < 1:
+        findings.add_note(THIN, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     area, crowd = annotation.get("area"), annotation.get("iscrowd")
     if area is None or crowd is None:
         findings.add_note("annotations without area or iscrowd, filled in", _where(annotation, number))

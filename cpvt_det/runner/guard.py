@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from fvcore.common.config import CfgNode
 
-from cpvt_det.checkpoint.run import FINAL, RunCheckpointer
+from cpvt_det.checkpoint.choice import FINAL
+from cpvt_det.checkpoint.run import RunCheckpointer
 from cpvt_det.errors import InterruptedRun
 from cpvt_det.runner.signals import Stopped, StopSignals
 from cpvt_det.solver.step import TrainStep

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.checkpoint.choice import last_checkpoint
+from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.checkpoint.run import RunCheckpointer, RunState
 from cpvt_det.data.coco import Classes
 
