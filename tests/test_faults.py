@@ -80,7 +80,7 @@ def test_ground_truth_used_as_detections_scores_100_after_dropping(case: DataCas
 
 
 FATAL = re.compile(
-    "not COCO|not JSON|not in pixels|read annotations|no image has an object|category (ids|names)|without a field: ...categories"
+    "not COCO|not JSON|not in pixels|is no data set|no image has an object|category (ids|names)|without a field: ...categories"
 )
 """What no image or box can be left out for."""
 

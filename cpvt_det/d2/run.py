@@ -16,9 +16,8 @@ from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
 from cpvt_det.data.check import log_data
-from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import show_results
+from cpvt_det.runner.evaluate import draw_run, show_results
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
 
 __all__ = ["load_cfg", "run"]
@@ -73,7 +72,7 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     )
     results = trainer.train()
     if distributed.rank() == 0:
-        draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
+        draw_run(output)
     if tests:
         show_results(cfg, trainer.evaluated, tests, results, output)
     return results

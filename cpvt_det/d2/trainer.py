@@ -25,7 +25,7 @@ from cpvt_det.data.loader import TrainLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import UnknownNameError, config_errors
 from cpvt_det.evaluation.coco import write_results
-from cpvt_det.runner.evaluate import place_of
+from cpvt_det.runner.evaluate import clear_place, place_of, require_finite
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.train import flatten, is_due
 from cpvt_det.solver.step import TrainingModel, TrainStep, wrap_for_processes
@@ -154,7 +154,7 @@ class Trainer(DefaultTrainer):
         self.iter = self.start_iter
         self.guard = RunGuard(self.cfg, self.checkpointer, self._trainer.step, self.start_iter, self.max_iter)
         watched = dead_workers_named(self._trainer.data_loader.dataset)
-        with EventStorage(self.start_iter) as self.storage, self.guard, watched:
+        with EventStorage(self.start_iter) as self.storage, watched, self.guard:
             self.before_train()
             if self.tests and 0 < self.start_iter < self.max_iter and is_due(self.start_iter - 1, self._length):
                 missed = self._test_and_keep_best()  # the checkpoint is older than its evaluation
@@ -182,11 +182,16 @@ def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[s
 
     Returns:
         In the main process ``{"bbox": {...}}``, or by name for several sets, which ``results.json`` holds too; elsewhere ``{}``.
+
+    Raises:
+        RunStoppedError: weights that are not finite.
     """
+    require_finite(model)
     distributed.share_buffers(model)
     results = {}
     for dataset in tests:
         folder = place_of(dataset, tests, Path(cfg.OUTPUT_DIR) / "inference")
+        clear_place(folder)
         loader = build.build_test_loader(cfg, dataset.records)
         with dead_workers_named(loader.dataset):
             results[dataset.name] = inference_on_dataset(model, loader, CleanCOCOEvaluator(cfg, dataset, str(folder)))

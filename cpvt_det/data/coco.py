@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.findings import Findings, require_no_errors
+from cpvt_det.data.findings import EXAMPLES, Findings, require_no_errors
 from cpvt_det.data.foreign import read_foreign
 from cpvt_det.data.rules import THIN, Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError
@@ -117,18 +117,19 @@ def load_coco(files: DatasetFiles) -> CocoDataset:
     return dataset
 
 
-def read_coco(files: DatasetFiles) -> CocoDataset:
+def read_coco(files: DatasetFiles, examples: float = EXAMPLES) -> CocoDataset:
     """Read a data set, and leave out what has faults; ``findings`` tells them.
 
     Args:
         files: where it is; of COCO's, images are not opened.
+        examples: of each kind of finding, how many are kept by name.
 
     Raises:
         DataError: a file that is missing or of no known format.
     """
     with no_garbage_collection():
         content = _read_json(files.annotations) if files.is_coco else read_foreign(files)
-        findings = Findings(f"{files.name} ({files.annotations})")
+        findings = Findings(f"{files.name} ({files.annotations})", examples)
         categories = _read_categories(_section(content, "categories", files), findings)
         classes = Classes(tuple(c["id"] for c in categories), tuple(str(c["name"]) for c in categories))
         label_of = {category_id: label for label, category_id in enumerate(classes.ids)}

@@ -12,9 +12,8 @@ from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState
 from cpvt_det.data.check import log_data
 from cpvt_det.data.coco import describe_records
 from cpvt_det.data.loader import dead_workers_named
-from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import Results, evaluate, show_results
+from cpvt_det.runner.evaluate import Results, draw_run, evaluate, show_results
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
@@ -89,8 +88,8 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     results: Results = {}
     with (
         MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
-        RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
         dead_workers_named(loader.dataset),
+        RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
     ):
 
         def evaluate_after(iteration: int) -> Results:
@@ -110,7 +109,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
             if tests and is_due(iteration, length):
                 results = evaluate_after(iteration)
     if distributed.rank() == 0:
-        draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
+        draw_run(output)
     if tests:
         show_results(cfg, evaluated, tests, results, output)
     return results

@@ -177,7 +177,11 @@ CASES = [
     DataCase("JSON of 100,000 nested lists", file_of(lambda text: b"[" * 100_000), "set.json is not JSON: "),
     DataCase("JSON with a byte order mark", file_of(lambda text: b"\xef\xbb\xbf" + text), "drawn: 4 images", 0),
     DataCase("a list instead of an object", file_of(lambda text: b"[]"), "set.json is not COCO: expected an object with images, "),
-    DataCase("no JSON file", lambda d: d.files.annotations.mkdir(), "cannot read annotations ...set.json: Is a directory"),
+    DataCase(
+        "an empty folder instead of the file",
+        lambda d: d.files.annotations.mkdir(),
+        "set.json is no data set: expected a COCO JSON file, a YOLO folder with data.yaml",
+    ),
 ]
 SEVERAL = [
     annotation(bbox=[]),
