@@ -471,6 +471,24 @@ def test_alpha_is_dropped(tmp_path, mode):
     assert read_image(str(tmp_path / "a.png")).unique().tolist() == [200]
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "tiff"])
+@pytest.mark.parametrize(
+    ("inks", "expected"),
+    [
+        ((0, 0, 0, 0), (255, 255, 255)),
+        ((255, 0, 0, 0), (0, 255, 255)),
+        ((0, 128, 255, 64), (191, 95, 0)),
+        ((0, 0, 0, 255), (0, 0, 0)),
+    ],
+)
+def test_cmyk_is_ink_on_white_paper(tmp_path, inks, expected, suffix):
+    """Red is what neither cyan nor black takes: (255 - C) (255 - K) / 255. A JPEG holds them inverted, and loses a little."""
+    Image.new("CMYK", (16, 8), inks).save(tmp_path / f"a.{suffix}", **({"quality": 100} if suffix == "jpg" else {}))
+    image = read_image(str(tmp_path / f"a.{suffix}"))
+    assert tuple(image.shape) == (3, 8, 16)
+    np.testing.assert_allclose(image[:, 3, 5], expected, atol=3 if suffix == "jpg" else 1)
+
+
 @pytest.mark.parametrize("suffix", ["png", "tiff"])
 def test_sixteen_bits_become_eight(tmp_path, suffix):
     """The high byte counts: 0x80ff is 0x80."""

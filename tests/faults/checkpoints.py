@@ -127,11 +127,11 @@ def empty(out: Path) -> None:
         path.unlink()
 
 
-def full_disk(folder: Path) -> Ending:
+def full_disk(folder: Path, runner: str = "builtin") -> Ending:
     """In a process that may write no file as large as a checkpoint."""
     drawn: Drawn = draw(folder / "data", lambda _: None)
     (folder / "run.yaml").write_text("VERSION: 2\n")
-    words = ["--config-file", str(folder / "run.yaml"), "--runner", "builtin", *overrides(drawn.files, folder / "out", **SHORT)]
+    words = ["--config-file", str(folder / "run.yaml"), "--runner", runner, *overrides(drawn.files, folder / "out", **SHORT)]
     result = subprocess.run(
         [sys.executable, "-m", "cpvt_det", "train", *words],
         capture_output=True,
