@@ -236,7 +236,7 @@ def test_a_run_without_checkpoints_gives_way_to_the_newest_of_another_and_says_s
     begin(tmp_path, "second").save("model_0000003", 3)
     begin(tmp_path, "third")
     assert checkpointer(tmp_path).begin(resume=True) == 4
-    assert "has no checkpoint there; " + str(tmp_path / "model_0000003.pth") + " is of an earlier one" in caplog.text
+    assert "left no whole checkpoint; " + str(tmp_path / "model_0000003.pth") + " is of an earlier one" in caplog.text
     assert (tmp_path / "run_id").read_text() == "second"
 
 

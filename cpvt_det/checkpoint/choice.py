@@ -79,7 +79,7 @@ def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
     if chosen is None:
         raise WeightsError(f"no checkpoint in {folder} is whole ({', '.join(skipped)}); start anew, or from other MODEL.WEIGHTS")
     if run_id_of(chosen[1]) != named:
-        logger.warning("The run that was last started in %s has no checkpoint there; %s is of an earlier one", folder, chosen[0])
+        logger.warning("The run that was last started in %s left no whole checkpoint; %s is of an earlier one", folder, chosen[0])
     return chosen
 
 

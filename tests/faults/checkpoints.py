@@ -240,7 +240,7 @@ CASES = [
     Case(
         "--resume where the run that was started last left no checkpoint",
         after_run(lambda out: (out / "run_id").write_text("another"), "--resume"),
-        f"The run that was last started in ... has no checkpoint there; ...{FINAL} is of an earlier one",
+        f"The run that was last started in ... left no whole checkpoint; ...{FINAL} is of an earlier one",
         0,
     ),
     Case("disk full at a save", full_disk, "stopped: cannot write ...model_0000000.pth: File too large", 1),
