@@ -4,6 +4,7 @@
 import importlib.util
 import io
 import json
+import re
 import sys
 from collections import Counter
 from contextlib import redirect_stdout
@@ -16,7 +17,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is no part of the installed package
 
-from benchmarks import criteria, machine, peers, photos
+from benchmarks import criteria, machine, mask_padding, peers, photos
 from benchmarks.harness import Plan, UnequalWorkError, assert_equal_work
 from benchmarks.run import main
 from benchmarks.suites import Options, data, eval, loss
@@ -173,3 +174,11 @@ def test_detectron2_is_a_library_or_a_checkout(tmp_path, monkeypatch):
     with pytest.raises(BadInputError, match="peer detectron2: its mapper cannot be imported: no fvcore"):
         peers.detectron2_data(tmp_path)
     assert peers.detectron2_coco_eval() is None
+
+
+def test_padding_changes_an_image_where_it_is_not_masked():
+    result = CliRunner().invoke(mask_padding.main, ["--quick", "--rounds", "2"])
+    assert result.exit_code == 0, result.output
+    numbers = [[float(number) for number in re.findall(r"\d\.\de[-+]\d+", line)] for line in result.output.splitlines()]
+    assert min(numbers[0]) > 1e-4 > 1e-5 > max(numbers[1])
+    assert re.search(r"^CPU time with over without: \d\.\d{3} \(.*\), 2 rounds$", result.output, re.M)

@@ -4,8 +4,13 @@
 import errno
 import os
 import pickle
+import re
+import shutil
+import struct
 import subprocess
 import sys
+import tracemalloc
+import zipfile
 from collections import OrderedDict
 
 import numpy as np
@@ -13,13 +18,15 @@ import pytest
 import torch
 from test_checkpoint import Payload, detector, same
 
-from cpvt_det.checkpoint import load_weights
+from cpvt_det.checkpoint import load_weights, pickles
+from cpvt_det.checkpoint.choice import last_checkpoint
 from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
-from cpvt_det.checkpoint.run import RunCheckpointer, RunState, last_checkpoint
+from cpvt_det.checkpoint.run import RunCheckpointer, RunState
 from cpvt_det.config import changed_keys, get_cfg
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import RunStoppedError, WeightsError
 
+DATA = {"images": 2, "sha256": "0"}
 WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, dtype=torch.int64)}
 
 
@@ -33,8 +40,8 @@ class Empty:
         pass
 
 
-def checkpointer(folder, keep=3, model=None):
-    state = RunState(Classes((0,), ("cat",)), "VERSION: 2\n", seed=1)
+def checkpointer(folder, keep=3, model=None, run_id="a"):
+    state = RunState(Classes((0,), ("cat",)), "VERSION: 2\n", 1, run_id, DATA)
     return RunCheckpointer(model or torch.nn.Linear(2, 2), folder, keep, trainer=Empty(), cpvt_det=state)
 
 
@@ -173,12 +180,12 @@ def test_the_newest_whole_checkpoint_is_resumed_and_the_skipped_are_told(tmp_pat
     else:
         newest.write_bytes(content[damage])
     assert last_checkpoint(tmp_path).name == "model_0000003.pth"
-    assert checkpointer(tmp_path).resume() == 4
+    assert checkpointer(tmp_path).begin(resume=True) == 4
     assert "Skipped a checkpoint:" in caplog.text
     assert "model_0000007.pth: damaged" in caplog.text
     os.truncate(tmp_path / "model_0000003.pth", 5)
     with pytest.raises(WeightsError, match=r"no checkpoint in \S+ is whole \(model_000000[37]\.pth, model_000000[37]\.pth\)"):
-        checkpointer(tmp_path).resume()
+        checkpointer(tmp_path).begin(resume=True)
 
 
 @pytest.mark.parametrize("tag", ["", "model_0000001.pth", "gone.pth"])
@@ -187,20 +194,119 @@ def test_a_wrong_last_checkpoint_does_not_matter(tmp_path, tag):
     for iteration in (1, 2):
         keeper.save(f"model_{iteration:07d}", iteration)
     (tmp_path / "last_checkpoint").write_text(tag)
-    assert checkpointer(tmp_path).resume() == 3
+    assert checkpointer(tmp_path).begin(resume=True) == 3
 
 
 def test_checkpoints_that_are_gone_are_not_a_new_run(tmp_path):
     (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
     with pytest.raises(WeightsError, match=r"names \S+model_0000001\.pth, which is not there"):
-        checkpointer(tmp_path).resume()
+        checkpointer(tmp_path).begin(resume=True)
 
 
-def test_an_earlier_run_s_checkpoint_of_a_higher_iteration_is_not_the_newest(tmp_path):
+# Which run a folder is of
+
+
+def begin(folder, run_id):
+    """A run that is started, not resumed."""
+    keeper = checkpointer(folder, run_id=run_id)
+    assert keeper.begin(resume=False) == 0
+    return keeper
+
+
+def test_an_earlier_run_s_checkpoint_of_a_higher_iteration_is_not_resumed(tmp_path):
+    begin(tmp_path, "old").save("model_0000099", 99)
+    begin(tmp_path, "new").save("model_0000003", 3)
+    (tmp_path / "last_checkpoint").write_text("model_0000099.pth")
+    again = checkpointer(tmp_path)
+    assert again.begin(resume=True) == 4
+    assert again.checkpointables["cpvt_det"].run_id == (tmp_path / "run_id").read_text() == "new"
+
+
+def test_a_started_run_goes_on_with_its_own_checkpoints_alone(tmp_path):
+    """As torchrun starts it anew: the same id, no --resume."""
+    begin(tmp_path, "old").save("model_0000099", 99)
+    begin(tmp_path, "new")  # and dies
+    begin(tmp_path, "new").save("model_0000003", 3)
+    assert checkpointer(tmp_path, run_id="new").begin(resume=False) == 4
+
+
+def test_a_run_without_checkpoints_gives_way_to_the_newest_of_another_and_says_so(tmp_path, caplog):
+    """A run that ended before its first checkpoint: --resume takes what is there."""
+    begin(tmp_path, "first").save("model_0000099", 99)
+    begin(tmp_path, "second").save("model_0000003", 3)
+    begin(tmp_path, "third")
+    assert checkpointer(tmp_path).begin(resume=True) == 4
+    assert "left no whole checkpoint; " + str(tmp_path / "model_0000003.pth") + " is of an earlier one" in caplog.text
+    assert (tmp_path / "run_id").read_text() == "second"
+
+
+def test_a_checkpoint_copied_into_a_folder_is_resumed_as_the_run_that_it_is_of(tmp_path, caplog):
+    begin(tmp_path, "a").save("model_final", 5)
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(tmp_path / "model_final.pth", other)
+    again = checkpointer(other, run_id="b")
+    assert again.begin(resume=True) == 6
+    assert again.checkpointables["cpvt_det"].run_id == (other / "run_id").read_text() == "a"
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("tag", ["model_0000001.pth", "model_final.pth", "gone"])
+def test_copies_are_ordered_by_iteration_whatever_times_they_bear(tmp_path, tag):
+    keeper = begin(tmp_path, "a")
+    for iteration in (1, 2, 3):
+        keeper.save(f"model_{iteration:07d}", iteration)
+    keeper.save("model_final", 3)
+    for number, name in enumerate(("model_final.pth", "model_0000003.pth", "model_0000002.pth", "model_0000001.pth")):
+        os.utime(tmp_path / name, (1e9 + number, 1e9 + number))
+    (tmp_path / "last_checkpoint").write_text(tag)
+    assert last_checkpoint(tmp_path).name == ("model_final.pth" if tag == "model_final.pth" else "model_0000003.pth")
+    assert checkpointer(tmp_path).begin(resume=True) == 4
+
+
+def test_checkpoints_of_before_there_were_ids_are_resumed_by_their_seeds(tmp_path):
+    """Seed 7 had gone further; ``last_checkpoint`` is of the run with seed 1. Its best counts, seed 7's does not."""
     keeper = checkpointer(tmp_path)
-    keeper.save("model_0000099", 99)
-    keeper.save("model_0000003", 3)
-    assert checkpointer(tmp_path).resume() == 4
+    for seed, iterations in ((7, (98, 99)), (1, (3, 4))):
+        for iteration in iterations:
+            keeper.save(f"model_{iteration:07d}", iteration)
+            rewrite(tmp_path / f"model_{iteration:07d}.pth", seed)
+    for seed, best in ((7, None), (1, 5.0)):
+        keeper.checkpointables["cpvt_det"].best = None
+        keeper.keep_best(5.0, 4)
+        rewrite(tmp_path / "model_best.pth", seed)
+        again = checkpointer(tmp_path)
+        assert again.begin(resume=True) == 5
+        assert again.checkpointables["cpvt_det"].best == best
+        assert again.checkpointables["cpvt_det"].run_id == "1"
+        (tmp_path / "run_id").unlink()
+
+
+def rewrite(path, seed):
+    """As an earlier version wrote it: without id and data."""
+    checkpoint = read_checkpoint(path)
+    del checkpoint["cpvt_det"]["run_id"], checkpoint["cpvt_det"]["data"]
+    checkpoint["cpvt_det"]["seed"] = seed
+    write_checkpoint(checkpoint, path)
+
+
+def test_the_best_of_an_earlier_run_with_the_same_seed_is_replaced(tmp_path):
+    begin(tmp_path, "old").keep_best(50.0, 9)
+    new = begin(tmp_path, "new")
+    new.save("model_0000001", 1)
+    again = checkpointer(tmp_path)
+    again.begin(resume=True)
+    again.keep_best(3.0, 2)
+    assert read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]["best"] == 3.0
+
+
+def test_other_training_data_are_told_at_a_resume(tmp_path, caplog):
+    begin(tmp_path, "a").save("model_0000001", 1)
+    again = checkpointer(tmp_path)
+    again.checkpointables["cpvt_det"].data = {"images": 3, "sha256": "1"}
+    again.begin(resume=True)
+    assert "goes on with other training data: 2 images, now 3" in caplog.text
+    assert again.checkpointables["cpvt_det"].state_dict()["data"] == {"images": 3, "sha256": "1"}
 
 
 def test_a_damaged_best_checkpoint_is_forgotten(tmp_path, caplog):
@@ -209,7 +315,7 @@ def test_a_damaged_best_checkpoint_is_forgotten(tmp_path, caplog):
     keeper.keep_best(5.0, 1)
     os.truncate(tmp_path / "model_best.pth", 5)
     again = checkpointer(tmp_path)
-    again.resume()
+    again.begin(resume=True)
     assert again.checkpointables["cpvt_det"].best is None
     assert "The best checkpoint is lost" in caplog.text
 
@@ -222,7 +328,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, bad):
     model.weight.data[1, 1] = bad
     with pytest.raises(RunStoppedError, match=r"the weights are not finite \(weight\) and are not saved"):
         keeper.save("model_0000002", 2)
-    assert checkpointer(tmp_path).resume() == 2
+    assert checkpointer(tmp_path).begin(resume=True) == 2
 
 
 def test_large_weights_are_finite():
@@ -315,3 +421,63 @@ def test_a_pickle_that_grows_without_end_is_read_once_a_part(tmp_path):
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(loop))
     with pytest.raises(WeightsError, match="damaged, incomplete or no checkpoint"):
         read_checkpoint(tmp_path / "x.pkl")
+
+
+def read_in_little_memory(path, limit=1 << 20):
+    """The error of reading a file, which must not take more than ``limit`` bytes of Python's memory on the way."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightsError) as caught:
+            read_checkpoint(path)
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("index", [1 << 20, 1 << 26, (1 << 32) - 1])
+def test_a_few_bytes_cannot_ask_for_all_memory(tmp_path, index):
+    """Python makes room for as many objects as an index says, eight bytes or more each."""
+    path = tmp_path / "x.pkl"
+    for content in (b"\x80\x02Nr" + struct.pack("<I", index) + b".", b"Np%d\n." % index):
+        path.write_bytes(content)
+        assert f"asks for more memory than a file of its size can mean: {index} objects" in read_in_little_memory(path)
+    path.write_bytes(b"\x80\x04\x95" + struct.pack("<Q", index) + b"N.")
+    assert f"{index} bytes" in read_in_little_memory(path)
+
+
+def test_an_array_or_a_dict_is_not_made_again_and_again(tmp_path):
+    """From one content of 1 MB, or one list of pairs, that 50 times some bytes call for."""
+    path = tmp_path / "x.pkl"
+    again = b"0" * 2 + b"h\x01h\x02R" * 50 + b"l."
+    content = b"B" + struct.pack("<I", 1 << 20) + bytes(1 << 20)
+    dtype, shape = b"cnumpy\ndtype\n(X\x02\x00\x00\x00u1tR", b"(J" + struct.pack("<i", 1 << 20) + b"t"
+    state = b"(" + content + dtype + shape + b"X\x01\x00\x00\x00Ct"
+    path.write_bytes(b"\x80\x03(cnumpy.core.numeric\n_frombuffer\nq\x01" + state + b"q\x02" + again)
+    assert "fills more memory than a file of its size can mean" in read_in_little_memory(path, 8 << 20)
+    pairs = b"".join(b"J" + struct.pack("<i", number) + b"N\x86" for number in range(1000))
+    path.write_bytes(b"\x80\x02(ccollections\nOrderedDict\nq\x01((" + pairs + b"ltq\x02" + again)
+    assert "fills more memory than a file of its size can mean" in read_in_little_memory(path)
+
+
+@pytest.mark.parametrize("name", ["numpy.core.numeric\n_frombuffer", "numpy\nndarray", "numpy\ndtype", "collections\nOrderedDict"])
+@pytest.mark.parametrize("state", [b"N}(X\x04\x00\x00\x00evilK\x01u\x86", b"}(X\x04\x00\x00\x00evilK\x01u", b"K\x01"])
+def test_a_pickle_sets_nothing_of_our_own(tmp_path, name, state):
+    """BUILD sets attributes of whatever stands below it, functions included, and they would stay."""
+    path = tmp_path / "x.pkl"
+    path.write_bytes(b"\x80\x02c" + name.encode() + b"\n" + state + b"b.")
+    with pytest.raises(WeightsError, match="refused|damaged"):
+        read_checkpoint(path)
+    assert not any(hasattr(thing, "evil") for thing in vars(pickles).values())
+
+
+def test_a_small_zip_does_not_unpack_to_all_memory(tmp_path):
+    plain, path = tmp_path / "a.pth", tmp_path / "x.pth"
+    torch.save(WEIGHTS, plain)
+    for zeros in (0, 64 << 20):
+        with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+            for part in source.namelist():
+                target.writestr(part, source.read(part) + bytes(zeros if part.endswith("data.pkl") else 0))
+        if not zeros:
+            assert same(read_checkpoint(path), WEIGHTS)
+    assert re.search(r"refused, because its \d+ bytes unpack to 671\d+; save it with torch.save", read_in_little_memory(path))

@@ -350,6 +350,20 @@ def test_real_coco_images_are_read_under_the_builtin_names(shared_data, monkeypa
             assert min(sample["image"].shape[1:]) == 128
 
 
+@pytest.mark.parametrize("crop_sizes", [(), (60,)])
+def test_a_box_of_less_than_a_pixel_is_trained_on_where_nothing_is_cropped(tmp_path, crop_sizes):
+    """It counts in evaluation. After a crop it might be the rest of a larger one, and is left out."""
+    Image.fromarray(np.zeros((60, 80, 3), np.uint8)).save(tmp_path / "a.png")
+    boxes = np.array([[10, 10, 10.6, 40], [20, 10, 50, 40]], dtype=np.float32)
+    record = ImageRecord(str(tmp_path / "a.png"), 1, 60, 80, boxes, np.array([0, 1]))
+    mapper = Mapper(train_transform((60,), None, False, crop_sizes, (60, 80)), with_targets=True)
+    counts = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        counts.append(mapper(record)["targets"].labels.tolist())
+    assert counts == [[0, 1]] * 20 if not crop_sizes else {1, 2} == {len(labels) for labels in counts}
+
+
 def test_real_microscope_images_lose_their_two_boxes_without_area(shared_data):
     left_out = Counter()
     for split in ("train", "val", "test"):
@@ -455,6 +469,24 @@ def test_alpha_is_dropped(tmp_path, mode):
     picture = Image.new(mode, (4, 3), (200, 128) if mode == "LA" else (200, 200, 200, 128))
     picture.save(tmp_path / "a.png")
     assert read_image(str(tmp_path / "a.png")).unique().tolist() == [200]
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "tiff"])
+@pytest.mark.parametrize(
+    ("inks", "expected"),
+    [
+        ((0, 0, 0, 0), (255, 255, 255)),
+        ((255, 0, 0, 0), (0, 255, 255)),
+        ((0, 128, 255, 64), (191, 95, 0)),
+        ((0, 0, 0, 255), (0, 0, 0)),
+    ],
+)
+def test_cmyk_is_ink_on_white_paper(tmp_path, inks, expected, suffix):
+    """Red is what neither cyan nor black takes: (255 - C) (255 - K) / 255. A JPEG holds them inverted, and loses a little."""
+    Image.new("CMYK", (16, 8), inks).save(tmp_path / f"a.{suffix}", **({"quality": 100} if suffix == "jpg" else {}))
+    image = read_image(str(tmp_path / f"a.{suffix}"))
+    assert tuple(image.shape) == (3, 8, 16)
+    np.testing.assert_allclose(image[:, 3, 5], expected, atol=3 if suffix == "jpg" else 1)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tiff"])

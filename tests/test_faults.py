@@ -79,7 +79,9 @@ def test_ground_truth_used_as_detections_scores_100_after_dropping(case: DataCas
     assert evaluator.evaluate()["bbox"]["AP"] == pytest.approx(100)
 
 
-FATAL = re.compile("not COCO|not JSON|read annotations|no image has an object|category (ids|names)|without a field: ...categories")
+FATAL = re.compile(
+    "not COCO|not JSON|not in pixels|is no data set|no image has an object|category (ids|names)|without a field: ...categories"
+)
 """What no image or box can be left out for."""
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COCO JSON, YAML configs and checkpoints with things wrong that nobody thought of: they work, or end in an error of ours.
+"""COCO JSON, YAML configs, checkpoints and images with things wrong that nobody thought of: they work, or end in an error of ours.
 
-The same inputs each time. ``CPVT_FUZZ_EXAMPLES=20000`` tries more of each.
+The same inputs each time. ``faults/fuzz.py`` tries more of each, and counts them.
 """
 
 import copy
@@ -20,12 +20,14 @@ import yaml
 from faults.drawn import Drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tiny import MODEL, RUN
 
 from cpvt_det import build
 from cpvt_det.checkpoint import load_weights
 from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.config import get_cfg, load_cfg, merge_overrides
+from cpvt_det.data.images import read_header, read_image
 from cpvt_det.errors import BadInputError
 from cpvt_det.structures import Detections
 
@@ -276,3 +278,27 @@ def test_checkpoint_of_any_content(tmp_path_factory, tree):
     path = Path(tmp_path_factory.getbasetemp()) / "fuzzed.pth"
     torch.save(tree, path)
     ours(load_weights, tiny_model(), path, ["cell", "tick"])
+
+
+# Images
+
+
+def image_bytes(suffix: str) -> bytes:
+    """A ramp of colours in one of the formats that are read."""
+    y, x = np.mgrid[0:20, 0:30]
+    buffer = io.BytesIO()
+    Image.fromarray(np.stack((x * 8, y * 12, x + y), -1).astype(np.uint8)).save(buffer, suffix)
+    return buffer.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("suffix", ["jpeg", "png", "bmp", "gif", "tiff", "webp", "ppm"])
+@fuzzed
+@given(data=st.data())
+def test_image_of_any_bytes(tmp_path_factory, suffix, data):
+    path = tmp_path_factory.getbasetemp() / f"fuzzed.{suffix}"
+    path.write_bytes(data.draw(damaged(image_bytes(suffix))))
+    header, image = ours(read_header, str(path)), ours(read_image, str(path))
+    if image is not None:
+        assert header is not None
+        assert image.shape == (3, header.height, header.width)

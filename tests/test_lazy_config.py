@@ -4,6 +4,7 @@
 import builtins
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from safetensors.torch import save_file
+from test_checkpoint import Payload
 
 from cpvt_det import build
 from cpvt_det.config import config_root
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, WeightsError
 
 pytestmark = pytest.mark.detectron2
 LAZY = sorted(path.name for path in (config_root() / "lazy").glob("*.py"))
@@ -173,6 +176,11 @@ def test_lazy_config_trains_and_evaluates_in_one_process_or_two(drawn_coco, tmp_
     assert {"loss_class", "loss_l1", "loss_giou"} <= set(lines[0])
     state = torch.load(tmp_path / "run/model_final.pth", weights_only=True)
     assert "criterion" not in " ".join(state["model"])
+    if processes == 1:
+        command = [*command[: -len(words)], "--resume", *words, "train.max_iter=3"]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert torch.load(tmp_path / "run/model_final.pth", weights_only=True)["iteration"] == 2
 
 
 def test_a_lazy_config_of_the_users_comes_before_ours_and_its_words_are_checked(tmp_path, monkeypatch):
@@ -184,6 +192,36 @@ def test_a_lazy_config_of_the_users_comes_before_ours_and_its_words_are_checked(
     with pytest.raises(ConfigError, match=r"no key train\.max_itre"):
         load_lazy_config(LAZY[0], ["train.max_itre=4"])
     assert load_lazy_config(LAZY[0], ["+train.extra=4"]).train.extra == 4
+
+
+@pytest.mark.parametrize("suffix", [".pkl", ".pth"])
+def test_weights_of_a_lazy_config_run_no_code(tmp_path, suffix):
+    from cpvt_det.d2.lazy import SafeCheckpointer
+
+    path = tmp_path / f"x{suffix}"
+    content = {"model": {}, "x": Payload(tmp_path / "ran"), "__author__": "somebody"}
+    path.write_bytes(pickle.dumps(content)) if suffix == ".pkl" else torch.save(content, path)
+    with pytest.raises(WeightsError, match=r"refused, because it holds a Python object \(\w+\.mkdir\)"):
+        SafeCheckpointer(torch.nn.Linear(2, 1)).load(str(path))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("suffix", [".pkl", ".pth", ".safetensors"])
+def test_a_lazy_config_starts_from_weights_of_every_format(tmp_path, suffix, nested):
+    from cpvt_det.d2.lazy import SafeCheckpointer
+
+    path, model, other = tmp_path / f"x{suffix}", torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    weights = model.state_dict()
+    if suffix == ".safetensors":
+        save_file(weights, path)
+    elif suffix == ".pkl":
+        arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+        path.write_bytes(pickle.dumps({"model": arrays, "__author__": "somebody"} if nested else arrays))
+    else:
+        torch.save({"model": weights} if nested else weights, path)
+    SafeCheckpointer(other).load(str(path))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in other.state_dict().items())
 
 
 def test_clipped_adamw_refuses_what_would_not_clip():

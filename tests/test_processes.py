@@ -20,8 +20,8 @@ ENV = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_V
 RUNNERS = ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)]
 
 
-def run(*words, **options):
-    return subprocess.run([sys.executable, *map(str, words)], env=ENV, capture_output=True, text=True, timeout=280, **options)
+def run(*words, env=ENV, **options):
+    return subprocess.run([sys.executable, *map(str, words)], env=env, capture_output=True, text=True, timeout=280, **options)
 
 
 def take_steps(job, folder, detector, processes):
@@ -130,7 +130,7 @@ import os, signal, sys
 import cpvt_det.solver.step as step
 real = step.TrainStep.__call__
 def call(self, samples, iteration):
-    if iteration == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    if iteration == int(os.environ["KILL_AT"]) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return real(self, samples, iteration)
 step.TrainStep.__call__ = call
@@ -146,10 +146,26 @@ def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(command,
     script = tmp_path / "kill_once.py"
     script.write_text(KILL_ONCE)
     options = ["--num-gpus", "0"]
-    result = run(*TORCHRUN, "--max-restarts=1", script, *command("cut", *options, **more))
+    result = run(*TORCHRUN, "--max-restarts=1", script, *command("cut", *options, **more), env={**ENV, "KILL_AT": "4"})
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"Resumed from {tmp_path / 'cut' / 'model_0000002.pth'}" in (tmp_path / "cut/log.txt").read_text()
     assert run(*TORCHRUN, "-m", "cpvt_det", *command("whole", *options, **more)).returncode == 0
     if runner == "builtin":  # detectron2 writes medians over steps, which start anew
         assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_restart_takes_no_checkpoint_of_an_earlier_run_in_the_folder(command, tmp_path):
+    """The earlier run was finished; the new one is killed before its first checkpoint, and starts anew."""
+    assert run("-m", "cpvt_det", *command("run", "--num-gpus", "0", SOLVER__MAX_ITER=2)).returncode == 0
+    script = tmp_path / "kill_once.py"
+    script.write_text(KILL_ONCE)
+    words = command("run", "--num-gpus", "0", SOLVER__MAX_ITER=2, SOLVER__BASE_LR=1e-3)
+    result = run(*TORCHRUN, "--max-restarts=1", script, *words, env={**ENV, "KILL_AT": "1"})
+    assert result.returncode == 0, result.stderr[-3000:]
+    log = (tmp_path / "run/log.txt").read_text()
+    assert log.count("iterations 0 to 2") == 3
+    assert "Resumed" not in log
+    final = torch.load(tmp_path / "run/model_final.pth", weights_only=True)["cpvt_det"]
+    assert "BASE_LR: 0.001" in final["config"]
+    assert final["run_id"] == (tmp_path / "run/run_id").read_text()

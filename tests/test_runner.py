@@ -12,9 +12,11 @@ from tiny import DETECTORS, overrides
 
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import BadInputError, ConfigError, DataError, WeightsError, first_line
+from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.launch import launch
 from cpvt_det.runner.train import flatten, is_due, run
 from cpvt_det.solver.schedule import Length
+from cpvt_det.solver.step import TrainStep
 
 
 def metrics_of(folder):
@@ -293,6 +295,36 @@ def test_an_unreadable_image_names_itself(train, drawn_coco, workers):
     with pytest.raises(DataError, match=r"012\.png") as caught:
         train("run", DATALOADER__NUM_WORKERS=workers)
     assert first_line(caught.value).startswith("cannot read image")
+
+
+@pytest.mark.parametrize("where", ["between", "within"])
+def test_an_error_between_two_steps_loses_none_and_one_within_is_not_saved(train, monkeypatch, where):
+    """Resumed, the run is the run never interrupted; half a step would not be."""
+    whole = train("whole", DATASETS__TEST=())
+    owner, name = (RunGuard, "obey_signals") if where == "between" else (TrainStep, "_update")
+    real, calls = getattr(owner, name), []
+
+    def fail(self, *arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("out of memory")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train("cut", DATASETS__TEST=())
+    saved = sorted(path.name for path in (whole.parent / "cut").glob("model_*.pth"))
+    assert saved == ["model_0000002.pth", *(["model_0000004.pth"] if where == "between" else [])]
+    cut = train("cut", resume=True, DATASETS__TEST=())
+    assert losses_of(whole) == losses_of(cut)
+    assert_same_run(whole, cut)
+
+
+def test_an_evaluation_removes_what_a_killed_one_left(train):
+    folder = train("run", SOLVER__MAX_ITER=1)
+    (folder / "inference/.coco_instances_results.json.1.tmp").write_text("half")
+    train("run", resume=True, eval_only=True)
+    assert [path.name for path in (folder / "inference").iterdir()] == ["coco_instances_results.json"]
 
 
 @pytest.mark.parametrize("detector", DETECTORS)

@@ -11,20 +11,22 @@ from cpvt_det.build.detector import build_device, build_postprocessor
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
 from cpvt_det.data.check import CheckedData, check_data
 from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord
-from cpvt_det.data.findings import POLICIES, require_no_errors
+from cpvt_det.data.findings import EXAMPLES, POLICIES, require_no_errors
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
 
 
-def check_datasets(cfg: CfgNode, splits: Sequence[str] = ("TRAIN", "TEST"), decode: bool = False) -> CheckedData:
+def check_datasets(
+    cfg: CfgNode, splits: Sequence[str] = ("TRAIN", "TEST"), decode: bool = False, examples: float = EXAMPLES
+) -> CheckedData:
     """Read and check the data sets of a config, and compare their classes with ``MODEL.NUM_CLASSES``, which is set.
 
     Args:
         cfg: the config.
         splits: which of ``DATASETS.TRAIN`` and ``DATASETS.TEST``.
-        decode: as in :func:`cpvt_det.data.check.check_data`.
+        decode, examples: as in :func:`cpvt_det.data.check.check_data`.
 
     Returns:
         The data sets without what has faults, and the faults, whatever ``DATASETS.ON_BAD`` is.
@@ -35,7 +37,7 @@ def check_datasets(cfg: CfgNode, splits: Sequence[str] = ("TRAIN", "TEST"), deco
     if cfg.DATASETS.ON_BAD not in POLICIES:
         raise UnknownNameError("DATASETS.ON_BAD", cfg.DATASETS.ON_BAD, POLICIES)
     train, tests = ([] if split not in splits else _find(cfg, split) for split in ("TRAIN", "TEST"))
-    data = check_data(train, tests, cfg.MODEL.DETR.NUM_OBJECT_QUERIES, decode)
+    data = check_data(train, tests, cfg.MODEL.DETR.NUM_OBJECT_QUERIES, decode, examples)
     for dataset in (data.train + data.tests)[:1]:
         try:
             set_classes(cfg, dataset.classes)

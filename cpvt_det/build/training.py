@@ -2,6 +2,7 @@
 """``SOLVER`` -> length, optimiser, moving average, step; and the weights to start from."""
 
 import logging
+import math
 
 import torch
 from fvcore.common.config import CfgNode
@@ -74,6 +75,7 @@ def build_step(
         ConfigError: settings that cannot be had.
     """
     solver = cfg.SOLVER
+    _require_numbers(solver, "SOLVER")
     if solver.CLIP_NORM < 0:
         raise ConfigError(f"SOLVER.CLIP_NORM must be 0, for no clipping, or more, got {solver.CLIP_NORM}")
     if solver.AMP.DTYPE not in AMP_DTYPES:
@@ -90,6 +92,15 @@ def build_step(
     with config_errors("SOLVER"):
         learning_rate = LearningRate(length, solver.SCHEDULE, solver.GAMMA)
     return TrainStep(model, optimizer, learning_rate, options, seed, ema)
+
+
+def _require_numbers(node: CfgNode, name: str) -> None:
+    """NaN is neither below a bound nor above one."""
+    for key, value in node.items():
+        if isinstance(value, CfgNode):
+            _require_numbers(value, f"{name}.{key}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name}.{key} must be a finite number, got {value}")
 
 
 def load_initial_weights(
@@ -113,7 +124,7 @@ def load_initial_weights(
         report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
         logger.info("%s: %s\n%s", cfg.MODEL.WEIGHTS, report, report.table())
         require_shapes(report, cfg.MODEL.WEIGHTS)
-        spoilt = "" if for_evaluation else not_finite(detector.state_dict())  # an evaluation names the image that shows it
+        spoilt = "" if for_evaluation else not_finite(detector.state_dict())  # an evaluation refuses them itself
         if spoilt:
             raise WeightsError(f"{cfg.MODEL.WEIGHTS} holds numbers that are not finite, in {spoilt}; training would take no step")
         if for_evaluation and report.is_partial and not allow_partial:

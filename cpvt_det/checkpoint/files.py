@@ -20,8 +20,11 @@ from torch import Tensor
 from cpvt_det.checkpoint.pickles import read_pickle
 from cpvt_det.errors import RunStoppedError, WeightsError, first_line
 
+UNPACKED = 10  # times the file that all of its parts may be; weights hardly compress
+SLACK = 1 << 20  # bytes
 
-def read_checkpoint(path: str | Path) -> Any:
+
+def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
     """Read a file that ``torch.save`` or safetensors wrote, or a pickle of arrays, onto the CPU.
 
     No code of the file's runs. Unpickling is torch's restricted one: beside tensors and plain containers it makes
@@ -30,6 +33,7 @@ def read_checkpoint(path: str | Path) -> Any:
     Args:
         path: the suffix ``.safetensors`` means that format, ``.pkl`` a pickle of arrays (detectron2's model zoo), others
             torch's.
+        only_look: at what is not a tensor; torch's tensors stay on the disk, and damage to them is not found.
 
     Returns:
         What was saved; a dict in any checkpoint.
@@ -43,13 +47,15 @@ def read_checkpoint(path: str | Path) -> Any:
     if not path.is_file():
         raise WeightsError(f"no weights file {path}")
     try:
-        _require_whole(path)
+        _require_proportion(path)
+        if not only_look:
+            _require_whole(path)
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
         if path.suffix == ".pkl":
             return read_pickle(path)
         with torch.serialization.safe_globals(_allowed_globals()):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=only_look and zipfile.is_zipfile(path))
     except Exception as error:  # what zip, pickle and file systems raise has no common base
         raise WeightsError(f"{path}: {_why(error)}") from error
 
@@ -74,6 +80,20 @@ def _require_whole(path: Path) -> None:
             damaged = archive.testzip()
         if damaged is not None:
             raise WeightsError(f"damaged: the checksum of its part {damaged} is wrong; get it again")
+
+
+def _require_proportion(path: Path) -> None:
+    """Refuse a zip file that is small and unpacks to all memory; torch's own is not compressed.
+
+    Raises:
+        WeightsError: it is one.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        unpacked, size = sum(part.file_size for part in archive.infolist()), path.stat().st_size
+    if unpacked > UNPACKED * size + SLACK:
+        raise WeightsError(f"refused, because its {size} bytes unpack to {unpacked}; save it with torch.save, uncompressed")
 
 
 def _sha256(path: Path) -> str:
@@ -147,6 +167,19 @@ def write_checkpoint(obj: Any, path: str | Path) -> None:
     except (OSError, RuntimeError) as error:
         kept = "; what was there before is whole" if path.exists() else ""
         raise RunStoppedError(f"cannot write {path}: {_why_unwritten(error)}{kept}") from error
+
+
+def write_line(text: str, path: Path) -> None:
+    """Put a line in place of a file, all of it or nothing.
+
+    Raises:
+        RunStoppedError: it cannot be written.
+    """
+    try:
+        with atomic_file(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise RunStoppedError(f"cannot write {path}: {_why_unwritten(error)}") from error
 
 
 def remove_checkpoint(path: Path) -> None:

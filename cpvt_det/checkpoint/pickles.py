@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickles of arrays, as in detectron2's model zoo, read without running what they ask for.
 
-A pickle names functions and calls them. Here the few names that arrays are written with stand for classes of this file, which only
-keep what they are given; every other name is refused. Arrays are made of that afterwards, by us.
+A pickle names functions and calls them. Here the few names that arrays are written with stand for makers of this file, which only
+keep what they are given; every other name is refused. Arrays are made of that afterwards, by us, and no more of them than the file
+has bytes for. Before anything is unpickled its operations are looked through, since some make Python take memory at will.
 """
 
 import pickle
+import pickletools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -17,6 +19,9 @@ from cpvt_det.errors import WeightsError
 
 PLAIN = (str, bytes, bool, int, float, type(None))
 KINDS = "biuf"  # of numpy's dtypes: numbers, no objects
+ASKING = dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), "objects") | {"FRAME": "bytes"}
+SLACK = 1 << 20  # bytes
+TOO_LITTLE = "more memory than a file of its size can mean"
 
 
 class _Dtype:
@@ -35,53 +40,85 @@ class _Array:
     """What numpy makes empty and then fills with its state, or makes of a buffer at once."""
 
     def __init__(self, *_: Any):
-        self.value = np.zeros(0)
+        self.parts: tuple = (b"", _Dtype("f8"), (0,), "C")
 
     def __setstate__(self, state: tuple) -> None:
         _, shape, dtype, by_column, content = state
-        self.value = _from_buffer(content, dtype, shape, "F" if by_column else "C").value
+        self.parts = content, dtype, shape, "F" if by_column else "C"
+
+    def values(self) -> np.ndarray:
+        """A view of the content."""
+        content, dtype, shape, order = self.parts
+        content = content.encode("latin1") if isinstance(content, str) else content  # of Python 2
+        return np.frombuffer(content, dtype.value).reshape(shape, order=order)
 
 
 def _from_buffer(content: bytes, dtype: _Dtype, shape: tuple[int, ...], order: str) -> _Array:
     array = _Array()
-    content = content.encode("latin1") if isinstance(content, str) else content  # of Python 2
-    array.value = np.frombuffer(content, dtype.value).reshape(shape, order=order)
+    array.parts = content, dtype, shape, order
     return array
 
 
 def _number(dtype: _Dtype, content: bytes) -> Any:
-    return _from_buffer(content, dtype, (), "C").value.item()
+    return _from_buffer(content, dtype, (), "C").values().item()
 
 
-def _bytes_of(text: str, encoding: str) -> bytes:
-    return text.encode("latin1")
+class _Maker:
+    """Calls a function. Unlike one it has no attributes that a pickle's BUILD could set."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable):
+        object.__setattr__(self, "_make", make)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._make(*arguments)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise WeightsError(f"refused, because it sets {name!r} of a function")
 
 
 def _no_bytes() -> bytes:
     return b""
 
 
-_MAKERS: dict[tuple[str, str], Callable] = {
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Dtype,
-    ("collections", "OrderedDict"): dict,
-    ("_codecs", "encode"): _bytes_of,
-    ("__builtin__", "bytes"): _no_bytes,  # before protocol 3
-}
-for _core in ("numpy.core", "numpy._core"):
-    _MAKERS[f"{_core}.multiarray", "_reconstruct"] = _Array
-    _MAKERS[f"{_core}.multiarray", "scalar"] = _number
-    _MAKERS[f"{_core}.numeric", "_frombuffer"] = _from_buffer
-
-
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, size: int):
+        super().__init__(file, encoding="latin1")
+        self._room = size
+        self._encoded: dict[int, tuple[str, bytes]] = {}
+        self._makers: dict[tuple[str, str], Callable] = {
+            ("numpy", "ndarray"): _Array,
+            ("numpy", "dtype"): _Dtype,
+            ("collections", "OrderedDict"): self._dict_of,
+            ("_codecs", "encode"): self._bytes_of,
+            ("__builtin__", "bytes"): _no_bytes,  # before protocol 3
+        }
+        for core in ("numpy.core", "numpy._core"):
+            self._makers[f"{core}.multiarray", "_reconstruct"] = _Array
+            self._makers[f"{core}.multiarray", "scalar"] = _number
+            self._makers[f"{core}.numeric", "_frombuffer"] = _from_buffer
+
     def find_class(self, module: str, name: str) -> Callable:
-        if (module, name) not in _MAKERS:
+        if (module, name) not in self._makers:
             raise WeightsError(
                 f"refused, because it holds a Python object ({module}.{name}) and unpickling that would run code; "
                 "where you trust its origin, save its arrays with torch.save"
             )
-        return _MAKERS[module, name]
+        return _Maker(self._makers[module, name])
+
+    def _dict_of(self, *pairs: Any) -> dict:
+        made = dict(*pairs)
+        self._room -= len(made)
+        if self._room < 0:
+            raise WeightsError(f"refused, because it fills {TOO_LITTLE}")
+        return made
+
+    def _bytes_of(self, text: str, encoding: str) -> bytes:
+        """The same bytes each time for the same text, which a pickle may ask for over and over."""
+        if id(text) not in self._encoded:
+            self._encoded[id(text)] = text, text.encode("latin1")
+        return self._encoded[id(text)][1]
 
 
 def read_pickle(path: Path) -> Any:
@@ -94,24 +131,47 @@ def read_pickle(path: Path) -> Any:
         WeightsError: anything else in it.
         Exception: a damaged file, by whatever it makes of the unpickler.
     """
+    size = path.stat().st_size
     with path.open("rb") as file:
-        return _plain(_Unpickler(file, encoding="latin1").load(), {})
+        _look_through(file, size)
+        file.seek(0)
+        return _Plain(size).of(_Unpickler(file, size).load())
 
 
-def _plain(value: Any, done: dict[int, Any]) -> Any:
-    """``value`` in plain containers; ``done`` has what became of those before, by id: a pickle may hold one many times over."""
-    if isinstance(value, PLAIN):
-        return value
-    if id(value) not in done:
-        done[id(value)] = _converted(value, done)
-    return done[id(value)]
+def _look_through(file: BinaryIO, size: int) -> None:
+    """Refuse memory for nothing: Python makes room for as many objects as the largest index that one is remembered under."""
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name in ASKING and argument > size:
+            raise WeightsError(f"refused, because it asks for {TOO_LITTLE}: {argument} {ASKING[operation.name]}")
 
 
-def _converted(value: Any, done: dict[int, Any]) -> Any:
-    if isinstance(value, _Array):
-        return torch.from_numpy(value.value.astype(value.value.dtype.newbyteorder("=")))  # a copy, which may be written to
-    if isinstance(value, dict):
-        return {_plain(key, done): _plain(item, done) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, done) for item in value]
-    raise WeightsError(f"it holds a {type(value).__name__}; expected containers, numbers, text and arrays")
+class _Plain:
+    """Turns what was unpickled into plain containers and tensors.
+
+    Args:
+        size: of the file in bytes, which bounds that of all tensors.
+    """
+
+    def __init__(self, size: int):
+        self._left = 2 * size + SLACK
+        self._done: dict[int, Any] = {}  # what became of those before, by id: a pickle may hold one many times over
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, PLAIN):
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = self._converted(value)
+        return self._done[id(value)]
+
+    def _converted(self, value: Any) -> Any:
+        if isinstance(value, _Array):
+            array = value.values()
+            self._left -= array.nbytes
+            if self._left < 0:
+                raise WeightsError(f"refused, because it fills {TOO_LITTLE}")
+            return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))  # a copy, which may be written to
+        if isinstance(value, dict):
+            return {self.of(key): self.of(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.of(item) for item in value]
+        raise WeightsError(f"it holds a {type(value).__name__}; expected containers, numbers, text and arrays")

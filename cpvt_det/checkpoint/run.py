@@ -6,7 +6,6 @@ node is ours. Data order and random state need no place in it: both follow from 
 """
 
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,22 @@ from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from cpvt_det import distributed
+from cpvt_det.checkpoint.choice import (
+    NUMBERED,
+    TAG,
+    checkpoints_of,
+    choose_of_run,
+    choose_to_resume,
+    name_run,
+    run_id_of,
+)
 from cpvt_det.checkpoint.files import (
-    atomic_file,
     not_finite,
     read_checkpoint,
     remove_checkpoint,
     remove_unfinished,
     write_checkpoint,
+    write_line,
 )
 from cpvt_det.config import changed_keys
 from cpvt_det.data.coco import Classes
@@ -30,8 +38,7 @@ from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.step import TrainStep
 
 logger = logging.getLogger("cpvt_det")
-BEST, FINAL = "model_best", "model_final"
-NUMBERED = re.compile(r"^model_(\d{7,})$")
+BEST = "model_best"
 
 
 class RunState:
@@ -41,16 +48,22 @@ class RunState:
         classes: what the labels mean.
         config: the run's config as YAML.
         seed: of the run.
+        run_id: of the run, which a resumed one keeps.
+        data: what it is trained on, as of :func:`cpvt_det.data.coco.describe_records`.
         ema: the moving average of the weights, where there is one.
 
     Attributes:
         best: the best AP so far, or ``None``.
     """
 
-    def __init__(self, classes: Classes, config: str, seed: int, ema: MovingAverage | None = None):
+    def __init__(
+        self, classes: Classes, config: str, seed: int, run_id: str, data: dict[str, Any], ema: MovingAverage | None = None
+    ):
         self.classes = classes
         self.config = config
         self.seed = seed
+        self.run_id = run_id
+        self.data = data
         self.ema = ema
         self.best: float | None = None
 
@@ -60,12 +73,14 @@ class RunState:
             "classes": {"ids": list(self.classes.ids), "names": list(self.classes.names)},
             "config": self.config,
             "seed": self.seed,
+            "run_id": self.run_id,
+            "data": self.data,
             "best": self.best,
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take seed, best AP and average of a checkpoint.
+        """Take seed, id, best AP and average of a checkpoint; log what was changed since.
 
         Raises:
             WeightsError: a checkpoint of other classes.
@@ -78,7 +93,14 @@ class RunState:
             )
         for change in changed_keys(state["config"], self.config):
             logger.warning("The resumed run goes on with another config: %s", change)
-        self.seed, self.best = state["seed"], state["best"]
+        before = state.get("data", self.data)  # not in checkpoints of before it was written down
+        if before != self.data:
+            logger.warning(
+                "The resumed run goes on with other training data: %d images, now %d; it is not the run that it would have been",
+                before["images"],
+                self.data["images"],
+            )
+        self.seed, self.best, self.run_id = state["seed"], state["best"], run_id_of({"cpvt_det": state})
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
 
@@ -142,24 +164,40 @@ class RunCheckpointer(Checkpointer):
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Write ``last_checkpoint``, all of it or nothing."""
-        with atomic_file(Path(self.save_dir) / "last_checkpoint") as file:
-            file.write(last_filename_basename.encode())
+        write_line(last_filename_basename, Path(self.save_dir) / TAG)
 
-    def resume(self) -> int:
-        """Load the newest checkpoint that is whole.
+    def begin(self, resume: bool) -> int:
+        """Go on with a run, or start one; and write down which run the folder is of.
+
+        Args:
+            resume: with the run that the folder is of. Otherwise with this very run alone: torchrun starts processes anew, and the
+                checkpoints in the folder may be another run's.
 
         Returns:
-            The iteration to go on with; 0, with a warning, where there is no checkpoint.
+            The iteration to go on with; 0 where there is no checkpoint, with a warning if one was to be resumed.
 
         Raises:
             WeightsError: no checkpoint that can be read, or one that is not of a run like this.
         """
-        if not _by_age(self.save_dir):
-            if self.has_checkpoint():
-                raise WeightsError(f"last_checkpoint in {self.save_dir} names {self.get_checkpoint_file()}, which is not there")
-            logger.warning("Nothing to resume in %s: starting at iteration 0", self.save_dir)
-            return 0
-        path, checkpoint = _newest_whole(self.save_dir)
+        state: RunState = self.checkpointables["cpvt_det"]
+        chosen = self._choose() if resume else choose_of_run(self.save_dir, state.run_id)
+        if chosen is not None:
+            self._take(*chosen)
+        distributed.gather_objects(None)  # until now, others may be looking which run the folder is of
+        if self.save_to_disk:
+            name_run(self.save_dir, state.run_id)
+        return 0 if chosen is None else chosen[1]["iteration"] + 1
+
+    def _choose(self) -> tuple[Path, dict[str, Any]] | None:
+        if checkpoints_of(Path(self.save_dir)):
+            return choose_to_resume(self.save_dir)
+        if self.has_checkpoint():
+            raise WeightsError(f"{TAG} in {self.save_dir} names {self.get_checkpoint_file()}, which is not there")
+        logger.warning("Nothing to resume in %s: starting at iteration 0", self.save_dir)
+        return None
+
+    def _take(self, path: Path, checkpoint: dict[str, Any]) -> None:
+        """Load everything that a checkpoint holds."""
         missing = [node for node in ("model", "iteration", *self.checkpointables) if node not in checkpoint]
         if missing:
             raise WeightsError(f"{path} cannot be resumed: it has no {', '.join(missing)}; start from it with MODEL.WEIGHTS")
@@ -176,9 +214,8 @@ class RunCheckpointer(Checkpointer):
         state: RunState = self.checkpointables["cpvt_det"]
         if state.ema is not None and not checkpoint["cpvt_det"]["ema"]:  # switched on since
             state.ema.module.load_state_dict(checkpoint["model"])
-        state.best = self._best_on_disk(state.seed)
+        state.best = self._best_on_disk(state.run_id)
         logger.info("Resumed from %s", path)
-        return checkpoint["iteration"] + 1
 
     def keep_best(self, ap: float, iteration: int) -> None:
         """Save ``model_best.pth`` where the AP rose."""
@@ -187,46 +224,17 @@ class RunCheckpointer(Checkpointer):
             state.best = ap
             self.save(BEST, iteration)
 
-    def _best_on_disk(self, seed: int) -> float | None:
+    def _best_on_disk(self, run_id: str) -> float | None:
         """The AP of this run's ``model_best.pth``: the last checkpoint is written before its own evaluation."""
         path = Path(self.save_dir) / f"{BEST}.pth"
         if not path.is_file():
             return None
         try:
-            node = read_checkpoint(path)["cpvt_det"]
+            best = read_checkpoint(path)
         except WeightsError as error:
             logger.warning("The best checkpoint is lost, the next evaluation makes another: %s", error)
             return None
-        return node["best"] if node["seed"] == seed else None
-
-
-def last_checkpoint(folder: str | Path) -> Path:
-    """The newest checkpoint in a run's folder that is whole.
-
-    Raises:
-        WeightsError: a folder without one.
-    """
-    if not _by_age(folder):
-        raise WeightsError(f"there is nothing to resume in {folder}: it has no checkpoint model_*.pth")
-    return _newest_whole(folder)[0]
-
-
-def _newest_whole(folder: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint that can be read, and what is in it; why the newer ones were skipped is logged."""
-    skipped = []
-    for path in _by_age(folder):
-        try:
-            return path, read_checkpoint(path)
-        except WeightsError as error:
-            logger.warning("Skipped a checkpoint: %s", error)
-            skipped.append(path.name)
-    raise WeightsError(f"no checkpoint in {folder} is whole ({', '.join(skipped)}); start anew, or from other MODEL.WEIGHTS")
-
-
-def _by_age(folder: str | Path) -> list[Path]:
-    """The run's checkpoints but its best, the newest first: by the time they were written, as an earlier run may have left more."""
-    paths = [path for path in Path(folder).expanduser().glob("model_*.pth") if path.stem == FINAL or NUMBERED.match(path.stem)]
-    return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+        return best["cpvt_det"]["best"] if run_id_of(best) == run_id else None
 
 
 def _numbered(folder: Path, up_to: int) -> list[Path]:

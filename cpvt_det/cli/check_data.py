@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det check-data``: what a run checks before its first iteration, and all that it found."""
 
+import math
+
 import click
 from fvcore.common.config import CfgNode
 
@@ -9,18 +11,19 @@ from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.cli.configs import config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.check import CheckedData
-from cpvt_det.data.findings import Findings, summary
+from cpvt_det.data.findings import EXAMPLES, Findings, summary
 from cpvt_det.errors import BadInputError, ConfigError, DataError
 
 
 @click.command(context_settings=RUN_CONTEXT)
 @config_options
 @click.option("--decode", is_flag=True, help="Decode every image too, which finds damage behind its header.")
-def check_data(config_file: str, decode: bool, runner: str, overrides: tuple[str, ...]) -> None:
+@click.option("--all", "every", is_flag=True, help=f"List every place, not the first {EXAMPLES} of a kind.")
+def check_data(config_file: str, decode: bool, every: bool, runner: str, overrides: tuple[str, ...]) -> None:
     """Find all faults in the data sets of DATASETS.TRAIN and DATASETS.TEST; KEY VALUE pairs override the config.
 
-    Prints every kind of fault with its first 20 places, and what a rule takes care of. Exit code 2 where there are faults that
-    DATASETS.ON_BAD does not leave out.
+    Prints every kind of fault with its first 20 places, or with --all every place, and what a rule takes care of. Exit code 2 where
+    there are faults that DATASETS.ON_BAD does not leave out.
 
     \b
     Example:
@@ -30,7 +33,7 @@ def check_data(config_file: str, decode: bool, runner: str, overrides: tuple[str
     cfg = load_any(config_file, overrides, runner)
     if not cfg.DATASETS.TRAIN and not cfg.DATASETS.TEST:
         raise ConfigError("there is nothing to check: DATASETS.TRAIN and DATASETS.TEST are empty")
-    data = build.check_datasets(cfg, decode=decode)
+    data = build.check_datasets(cfg, decode=decode, examples=math.inf if every else EXAMPLES)
     for dataset in {dataset.name: dataset for dataset in data.train + data.tests}.values():
         click.echo(dataset.describe())
     _compare_with_weights(cfg, data)

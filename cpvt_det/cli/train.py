@@ -2,7 +2,6 @@
 """``cpvt-det train``, and ``tools/train_net.py``, which is the same function: the command line of both runners."""
 
 import importlib.util
-import os
 from collections.abc import Callable
 
 import click
@@ -73,11 +72,7 @@ def run_config(
     eval_only: bool,
     allow_partial: bool,
 ) -> dict:
-    """Load a config and run it, in one process of the run; the results of the last evaluation.
-
-    A process that torchrun started anew (``--max-restarts``) goes on from the last checkpoint.
-    """
-    resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    """Load a config and run it, in one process of the run; the results of the last evaluation."""
     if device is not None:
         overrides = (*overrides, "MODEL.DEVICE", device)
     if runner == "detectron2":

@@ -14,6 +14,7 @@ from detectron2.data.datasets import register_coco_instances
 from detectron2.structures import BoxMode
 from detectron2.utils import comm
 
+from cpvt_det.checkpoint.files import atomic_file
 from cpvt_det.data.catalog import DatasetFiles, registered_datasets
 from cpvt_det.data.coco import CocoDataset, load_coco
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError
@@ -88,7 +89,8 @@ def find_registered(cfg: CfgNode) -> None:
             path = Path(cfg.OUTPUT_DIR) / "datasets" / f"{name}.json"
             if comm.is_main_process():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(to_coco(name)), encoding="utf-8")
+                with atomic_file(path) as file:  # check-data may read what a living run wrote
+                    file.write(json.dumps(to_coco(name)).encode())
             comm.synchronize()
             found.append([name, str(path), ""])
     cfg.DATASETS.REGISTER = [*cfg.DATASETS.REGISTER, *found]

@@ -18,6 +18,7 @@ from detectron2.utils import comm
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.config import config_root
 from cpvt_det.errors import ConfigError, first_line
@@ -72,6 +73,16 @@ def pretrained_resnet(name: str, weights: str, **options: Any) -> ResNetBackbone
     return backbone
 
 
+class SafeCheckpointer(DetectionCheckpointer):
+    """detectron2's checkpointer with our reader: no file's code runs, be it a ``.pkl``, and damage is found."""
+
+    def _load_file(self, filename: str) -> dict[str, Any]:
+        read = read_checkpoint(filename)
+        if isinstance(read, dict) and "model" in read:
+            return read
+        return {"model": state_dict_of(read, filename)}
+
+
 class ClippedAdamW(torch.optim.AdamW):
     """AdamW that bounds the norm of all gradients together before every step; detectron2's trainers have no other place for it.
 
@@ -105,12 +116,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError: as :func:`load_lazy_config`.
+        WeightsError: weights that cannot be read without running code.
     """
     cfg = load_lazy_config(args.config_file, args.opts)
     default_setup(cfg, args)
     model = instantiate(cfg.model).to(cfg.train.device)
     if args.eval_only:
-        DetectionCheckpointer(model).load(cfg.train.init_checkpoint)
+        SafeCheckpointer(model).load(cfg.train.init_checkpoint)
         return evaluate(cfg, model)
     return train(cfg, model, args.resume)
 
@@ -121,7 +133,7 @@ def train(cfg: DictConfig, model: nn.Module, resume: bool = False) -> dict[str, 
     optimizer = instantiate(cfg.optimizer)
     wrapped = create_ddp_model(model, **cfg.train.ddp)
     trainer = (AMPTrainer if cfg.train.amp.enabled else SimpleTrainer)(wrapped, instantiate(cfg.dataloader.train), optimizer)
-    checkpointer = DetectionCheckpointer(wrapped, cfg.train.output_dir, trainer=trainer)
+    checkpointer = SafeCheckpointer(wrapped, cfg.train.output_dir, trainer=trainer)
     results: dict[str, Any] = {}
 
     def test() -> dict[str, Any]:

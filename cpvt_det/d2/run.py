@@ -11,15 +11,14 @@ from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
 from cpvt_det import build, distributed
-from cpvt_det.checkpoint.run import last_checkpoint
+from cpvt_det.checkpoint.choice import last_checkpoint
 from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
 from cpvt_det.data.check import log_data
-from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import show_results
-from cpvt_det.runner.setup import choose_seed, describe_model, only_run_in, setup_run
+from cpvt_det.runner.evaluate import draw_run, show_results
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
 
 __all__ = ["load_cfg", "run"]
 
@@ -32,8 +31,8 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
     refuse_ignored(cfg)
     cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
-    find_registered(cfg)
     with only_run_in(cfg):
+        find_registered(cfg)
         return _evaluate_only(cfg, resume, allow_partial) if eval_only else _train(cfg, resume)
 
 
@@ -62,7 +61,7 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     length = build.build_length(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
-    trainer = Trainer(cfg, datasets, tests, choose_seed(cfg))
+    trainer = Trainer(cfg, datasets, tests, choose_seed(cfg), choose_run_id())
     trainer.resume_or_load(resume)
     logger.info(
         "Seed %d: iterations %d to %d of %s",
@@ -73,7 +72,7 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     )
     results = trainer.train()
     if distributed.rank() == 0:
-        draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
+        draw_run(output)
     if tests:
         show_results(cfg, trainer.evaluated, tests, results, output)
     return results

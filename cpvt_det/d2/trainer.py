@@ -20,12 +20,12 @@ from cpvt_det import build, distributed
 from cpvt_det.checkpoint.run import RunCheckpointer, RunState
 from cpvt_det.d2.config import without_untouched
 from cpvt_det.d2.evaluation import CleanCOCOEvaluator
-from cpvt_det.data.coco import CocoDataset
+from cpvt_det.data.coco import CocoDataset, describe_records
 from cpvt_det.data.loader import TrainLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import UnknownNameError, config_errors
 from cpvt_det.evaluation.coco import write_results
-from cpvt_det.runner.evaluate import place_of
+from cpvt_det.runner.evaluate import clear_place, place_of, require_finite
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.train import flatten, is_due
 from cpvt_det.solver.step import TrainingModel, TrainStep, wrap_for_processes
@@ -86,12 +86,13 @@ class Trainer(DefaultTrainer):
         cfg: the run's config; ``MODEL.NUM_CLASSES`` is set from ``datasets``.
         datasets, tests: as :func:`cpvt_det.build.load_splits` gives them.
         seed: of the run, unless it is resumed.
+        run_id: likewise.
 
     Raises:
         ConfigError: what the config asks for cannot be had.
     """
 
-    def __init__(self, cfg: CfgNode, datasets: list[CocoDataset], tests: list[CocoDataset], seed: int):
+    def __init__(self, cfg: CfgNode, datasets: list[CocoDataset], tests: list[CocoDataset], seed: int, run_id: str):
         TrainerBase.__init__(self)
         self.cfg = cfg
         self.tests = tests
@@ -101,7 +102,8 @@ class Trainer(DefaultTrainer):
         self.start_iter, self.max_iter, self._length = 0, length.max_iter, length
         torch.manual_seed(seed)
         detector = build_detector(cfg)
-        self.state = RunState(datasets[0].classes, without_untouched(cfg).dump(), seed, build.build_ema(cfg, detector))
+        config, data = without_untouched(cfg).dump(), describe_records(self._records)
+        self.state = RunState(datasets[0].classes, config, seed, run_id, data, build.build_ema(cfg, detector))
         model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
         optimizer = build.build_optimizer(cfg, detector)
         step = build.build_step(cfg, model, optimizer, length, seed, self.state.ema)
@@ -120,9 +122,9 @@ class Trainer(DefaultTrainer):
         """Go on from the last checkpoint, or else load the initial weights.
 
         Raises:
-            WeightsError: as :meth:`RunCheckpointer.resume` and :func:`cpvt_det.build.load_initial_weights`.
+            WeightsError: as :meth:`RunCheckpointer.begin` and :func:`cpvt_det.build.load_initial_weights`.
         """
-        self.start_iter = self.checkpointer.resume() if resume else 0
+        self.start_iter = self.checkpointer.begin(resume)
         if self.start_iter == 0:
             build.load_initial_weights(self.cfg, self.model, self.state.classes)
         self._trainer.step.seed = self.state.seed
@@ -152,7 +154,7 @@ class Trainer(DefaultTrainer):
         self.iter = self.start_iter
         self.guard = RunGuard(self.cfg, self.checkpointer, self._trainer.step, self.start_iter, self.max_iter)
         watched = dead_workers_named(self._trainer.data_loader.dataset)
-        with EventStorage(self.start_iter) as self.storage, self.guard, watched:
+        with EventStorage(self.start_iter) as self.storage, watched, self.guard:
             self.before_train()
             if self.tests and 0 < self.start_iter < self.max_iter and is_due(self.start_iter - 1, self._length):
                 missed = self._test_and_keep_best()  # the checkpoint is older than its evaluation
@@ -180,11 +182,16 @@ def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[s
 
     Returns:
         In the main process ``{"bbox": {...}}``, or by name for several sets, which ``results.json`` holds too; elsewhere ``{}``.
+
+    Raises:
+        RunStoppedError: weights that are not finite.
     """
+    require_finite(model)
     distributed.share_buffers(model)
     results = {}
     for dataset in tests:
         folder = place_of(dataset, tests, Path(cfg.OUTPUT_DIR) / "inference")
+        clear_place(folder)
         loader = build.build_test_loader(cfg, dataset.records)
         with dead_workers_named(loader.dataset):
             results[dataset.name] = inference_on_dataset(model, loader, CleanCOCOEvaluator(cfg, dataset, str(folder)))

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from cpvt_det import distributed
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import CocoDataset, ImageRecord, read_coco, require_same_classes
-from cpvt_det.data.findings import Findings
+from cpvt_det.data.findings import EXAMPLES, Findings
 from cpvt_det.data.images import ImageHeader, read_header, read_image
 from cpvt_det.data.rules import Fault, Id
 from cpvt_det.errors import DataError
@@ -58,20 +58,27 @@ class Seen:
     why: str = ""
 
 
-def check_data(train: Sequence[DatasetFiles], tests: Sequence[DatasetFiles], num_queries: int, decode: bool = False) -> CheckedData:
+def check_data(
+    train: Sequence[DatasetFiles],
+    tests: Sequence[DatasetFiles],
+    num_queries: int,
+    decode: bool = False,
+    examples: float = EXAMPLES,
+) -> CheckedData:
     """Read and check data sets. In a run of several processes, the first looks at the images for all.
 
     Args:
         train, tests: files of each data set; one may be in both.
         num_queries: of the detector.
         decode: decode every image, which finds damage behind the header too.
+        examples: of each kind of finding, how many are kept by name.
     """
-    together = Findings()
+    together = Findings("", examples)
     read: dict[str, CocoDataset] = {}
     files = {one.name: one for one in (*train, *tests)}
     for one in files.values():
         try:
-            read[one.name] = read_coco(one)
+            read[one.name] = read_coco(one, examples)
         except DataError as error:
             together.add_fatal("data sets that cannot be read", str(error))
     roots = {record.file_name: str(files[name].image_root) for name in read for record in read[name].records}

@@ -5,9 +5,10 @@ The start of the road of one image; ``data/mapper.py`` comes next. Other formats
 of the records is left out of the ground truth too; ``data/rules.py`` says what that is.
 """
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.findings import Findings, require_no_errors
+from cpvt_det.data.findings import EXAMPLES, Findings, require_no_errors
 from cpvt_det.data.foreign import read_foreign
-from cpvt_det.data.rules import Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
+from cpvt_det.data.rules import THIN, Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError
 from cpvt_det.garbage import no_garbage_collection
 
@@ -92,6 +93,15 @@ class CocoDataset:
         truth["annotations"] = [box for box in truth["annotations"] if box["image_id"] not in image_ids]
 
 
+def describe_records(records: Sequence[ImageRecord]) -> dict[str, Any]:
+    """How many images a run is trained on, and a hash of them in their order, wherever the files lie."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(f"{record.image_id} {record.height} {record.width}".encode())
+        digest.update(record.boxes_xyxy.tobytes() + record.labels.tobytes())
+    return {"images": len(records), "sha256": digest.hexdigest()}
+
+
 def load_coco(files: DatasetFiles) -> CocoDataset:
     """Read a data set that has no faults.
 
@@ -107,23 +117,25 @@ def load_coco(files: DatasetFiles) -> CocoDataset:
     return dataset
 
 
-def read_coco(files: DatasetFiles) -> CocoDataset:
+def read_coco(files: DatasetFiles, examples: float = EXAMPLES) -> CocoDataset:
     """Read a data set, and leave out what has faults; ``findings`` tells them.
 
     Args:
         files: where it is; of COCO's, images are not opened.
+        examples: of each kind of finding, how many are kept by name.
 
     Raises:
         DataError: a file that is missing or of no known format.
     """
     with no_garbage_collection():
         content = _read_json(files.annotations) if files.is_coco else read_foreign(files)
-        findings = Findings(f"{files.name} ({files.annotations})")
+        findings = Findings(f"{files.name} ({files.annotations})", examples)
         categories = _read_categories(_section(content, "categories", files), findings)
         classes = Classes(tuple(c["id"] for c in categories), tuple(str(c["name"]) for c in categories))
         label_of = {category_id: label for label, category_id in enumerate(classes.ids)}
         images = _read_images(_section(content, "images", files), findings)
         kept = _read_annotations(content, images, label_of, findings)
+        _require_pixels([annotation["bbox"] for group in kept.values() for annotation in group], findings)
         records = [_record(image, kept[image["id"]], label_of, files.image_root) for image in images.values()]
         annotations = [annotation for group in kept.values() for annotation in group]
         truth = {"images": list(images.values()), "categories": categories, "annotations": annotations}
@@ -218,6 +230,13 @@ def _read_annotations(content: dict, images: dict[Id, dict], label_of: dict[Id, 
     return kept
 
 
+def _require_pixels(boxes: Sequence[list[float]], findings: Findings) -> None:
+    """Refuse boxes as parts of the image's sides, a frequent mistake: each by itself might be one of less than a pixel."""
+    if boxes and all(max(x + w, y + h) <= 1 for x, y, w, h in boxes):
+        why = f"all {len(boxes)} lie within [0, 1]; bbox is [x, y, width, height] in pixels, not in parts of the image's sides"
+        findings.add_fatal("boxes that are not in pixels", why)
+
+
 def _repeated_id(annotation: Any, seen: set[int | str]) -> Fault | None:
     """Whether an annotation before had this id; it is added to the ids seen. None at all is fine."""
     annotation_id = annotation.get("id") if type(annotation) is dict else None
@@ -244,6 +263,8 @@ def _clean(annotation: dict, number: int, size: Size, findings: Findings) -> dic
         findings.add_note(why, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     if box is None:
         return None
+    if min(box[2:]) < 1:
+        findings.add_note(THIN, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     area, crowd = annotation.get("area"), annotation.get("iscrowd")
     if (area is None or crowd is None) and "source" not in annotation:  # other formats have neither
         findings.add_note("annotations without area or iscrowd, filled in", _where(annotation, number))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cpvt_det.errors import DataError, DataFaultsError
 
 EXAMPLES = 20
-"""Of each kind; the rest is counted."""
+"""Of each kind; the rest is counted, unless all are asked for."""
 POLICIES = ("error", "drop")
 """Of ``DATASETS.ON_BAD``."""
 
@@ -18,7 +18,7 @@ class Group:
 
     Attributes:
         count: how many there are.
-        examples: where the first ``EXAMPLES`` of them are, and what is wrong there.
+        examples: where the first of them are, and what is wrong there.
     """
 
     count: int = 0
@@ -34,6 +34,7 @@ class Findings:
 
     Args:
         source: the place, a data set with its JSON say; empty where the findings say it themselves.
+        examples: how many of each kind are kept.
 
     Attributes:
         fatal: nothing can be left out to mend these.
@@ -41,23 +42,30 @@ class Findings:
         notes: dealt with by a rule, always and everywhere: counted, and no reason to stop.
     """
 
-    def __init__(self, source: str = ""):
+    def __init__(self, source: str = "", examples: float = EXAMPLES):
         self.source = source
+        self.examples = examples
         self.fatal: Groups = {}
         self.faults: Groups = {}
         self.notes: Groups = {}
 
     def add_fatal(self, heading: str, where: str) -> None:
         """Take something that a run cannot go on with."""
-        _add(self.fatal, heading, where)
+        self._add(self.fatal, heading, where)
 
     def add_fault(self, heading: str, where: str) -> None:
         """Take an image or a box that has to be left out."""
-        _add(self.faults, heading, where)
+        self._add(self.faults, heading, where)
 
     def add_note(self, heading: str, where: str) -> None:
         """Take something that is only counted."""
-        _add(self.notes, heading, where)
+        self._add(self.notes, heading, where)
+
+    def _add(self, groups: Groups, heading: str, where: str) -> None:
+        group = groups.setdefault(heading, Group())
+        group.count += 1
+        if len(group.examples) < self.examples:
+            group.examples.append(_printable(where))
 
     def has_errors(self, on_bad: str) -> bool:
         """Whether a run has to stop, under a policy of ``POLICIES``."""
@@ -107,13 +115,6 @@ def summary(found: Iterable[Findings]) -> str:
 
 def _advice(found: Iterable[Findings]) -> str:
     return "" if any(one.fatal for one in found) else "; DATASETS.ON_BAD drop leaves out these images and boxes"
-
-
-def _add(groups: Groups, heading: str, where: str) -> None:
-    group = groups.setdefault(heading, Group())
-    group.count += 1
-    if len(group.examples) < EXAMPLES:
-        group.examples.append(_printable(where))
 
 
 def _printable(text: str) -> str:

@@ -19,8 +19,10 @@ Size = tuple[float, float]
 WITHOUT_AREA = "boxes without area, left out"
 OUTSIDE = "boxes outside the image, left out"
 CLIPPED = "boxes partly outside the image, clipped"
+THIN = "boxes less than a pixel wide or high, kept"
 LARGEST_ID = 2**63 - 1
 LARGEST_NUMBER = 1e15
+LARGEST_AREA = 1e10  # square pixels; COCO's evaluation counts no object beyond, nor any of negative area
 LARGEST_SIDE = 10**6  # pixels
 SMALL = 0.1  # pixels; below, a side may vanish in the float32 of the records
 
@@ -76,6 +78,11 @@ def annotation_fault(annotation: Any, sizes: Mapping[Id, Size], categories: Cont
         value = annotation.get(key)
         if value is not None and not is_number(value):
             return f"annotations whose {key} is no number", f"{key} {value!r}"
+    area = annotation.get("area")
+    if area is not None and not 0 <= area <= LARGEST_AREA:
+        return "annotations whose area no evaluation counts", f"area {area!r}; expected 0 to 1e10 square pixels"
+    if annotation.get("iscrowd") not in (None, 0, 1):
+        return "annotations whose iscrowd is neither 0 nor 1", f"iscrowd {annotation['iscrowd']!r}"
     return None
 
 

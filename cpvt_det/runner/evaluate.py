@@ -15,11 +15,14 @@ from tqdm import tqdm
 
 from cpvt_det import distributed
 from cpvt_det.build import build_evaluator, build_postprocessor, build_test_loader, build_test_mapper
+from cpvt_det.checkpoint.files import not_finite, remove_unfinished
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.images import read_image
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.mapper import Sample
+from cpvt_det.errors import DataError, RunStoppedError
 from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_detections, write_results
+from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.evaluation.pictures import draw_comparison, save_contact_sheet
 from cpvt_det.evaluation.report import truth_of, write_report
 from cpvt_det.postprocess import PostProcessor
@@ -49,11 +52,17 @@ def evaluate(cfg: CfgNode, detector: nn.Module, datasets: Sequence[CocoDataset],
 
     Returns:
         ``{"bbox": {"AP": ..., ...}}`` in percent for one data set, ``{name: {"bbox": ...}}`` for several.
+
+    Raises:
+        RunStoppedError: weights that are not finite.
     """
+    require_finite(detector)
     distributed.share_buffers(detector)
     results = {}
     for dataset in datasets:
-        results[dataset.name] = _evaluate_one(cfg, detector, dataset, place_of(dataset, datasets, output / "inference"))
+        folder = place_of(dataset, datasets, output / "inference")
+        clear_place(folder)
+        results[dataset.name] = _evaluate_one(cfg, detector, dataset, folder)
     merged = results[datasets[0].name] if len(datasets) == 1 else results
     if distributed.rank() == 0:
         write_results(merged, output / "results.json")
@@ -96,6 +105,23 @@ def gather_detections(evaluator: CocoEvaluator) -> None:
             evaluator.merge(state)
 
 
+def require_finite(detector: nn.Module) -> None:
+    """Refuse weights that are not finite: not all of them show in a score, and the figures would mean nothing.
+
+    Raises:
+        RunStoppedError: with the names of some.
+    """
+    spoilt = not_finite(detector.state_dict())
+    if spoilt:
+        raise RunStoppedError(f"the weights are not finite ({spoilt}) and are not evaluated")
+
+
+def clear_place(folder: Path) -> None:
+    """Remove what a killed evaluation left unfinished in its folder, which is this run's alone."""
+    if distributed.rank() == 0:
+        remove_unfinished(folder)
+
+
 def place_of(dataset: CocoDataset, datasets: Sequence[CocoDataset], folder: Path) -> Path:
     """Where the files of one of the test sets go: ``folder``, or where there are several its part of that name."""
     return folder if len(datasets) == 1 else folder / dataset.name
@@ -120,6 +146,14 @@ def show_results(cfg: CfgNode, detector: nn.Module, datasets: Sequence[CocoDatas
         folder = place_of(dataset, datasets, output / "report")
         write_report(dataset, detections, figures, folder, cfg.TEST.PICTURE_THRESHOLD, cfg.TEST.PICTURES)
         logger.info("Report: %s", folder / "report.md")
+
+
+def draw_run(output: Path) -> None:
+    """Draw the curves of a run; one without figures, because somebody removed ``metrics.json``, is finished all the same."""
+    try:
+        draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
+    except DataError as error:
+        logger.warning("No curves are drawn: %s", error)
 
 
 def draw_pictures(cfg: CfgNode, detector: nn.Module, dataset: CocoDataset, path: Path) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from fvcore.common.config import CfgNode
 
-from cpvt_det.checkpoint.run import FINAL, RunCheckpointer
-from cpvt_det.errors import InterruptedRun
+from cpvt_det import distributed
+from cpvt_det.checkpoint.choice import FINAL
+from cpvt_det.checkpoint.run import RunCheckpointer
+from cpvt_det.errors import InterruptedRun, RunStoppedError
 from cpvt_det.runner.signals import Stopped, StopSignals
 from cpvt_det.solver.step import TrainStep
 
@@ -17,6 +19,9 @@ logger = logging.getLogger("cpvt_det")
 
 class RunGuard:
     """Keeps what a run has reached. Every process calls its methods after the same steps.
+
+    An error that leaves its ``with`` block between two steps finds the last one saved, where there is one process: with several,
+    the others may be elsewhere.
 
     Args:
         cfg: the run's, of whose ``SOLVER`` it takes the periods.
@@ -32,14 +37,18 @@ class RunGuard:
         self._save_period, self._log_period = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.SOLVER.LOG_PERIOD
         self._signals = StopSignals()
         self._is_due = False
-        self._iteration = self._saved = start - 1
+        self._start, self._iteration, self._saved = start, start - 1, start - 1
 
     def __enter__(self) -> "RunGuard":
         self._signals.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._signals.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *more: object) -> None:
+        try:
+            if isinstance(error, Exception) and not isinstance(error, RunStoppedError) and distributed.world_size() == 1:
+                self._rescue()
+        finally:
+            self._signals.__exit__(kind, error, *more)
 
     def after_step(self, iteration: int) -> None:
         """Save where a checkpoint is due; it waits for a step that is good, so that the last checkpoint is.
@@ -51,7 +60,7 @@ class RunGuard:
         is_last = iteration + 1 == self.max_iter
         self._is_due |= (iteration + 1) % self._save_period == 0
         if self._is_due or is_last or (iteration + 1) % self._log_period == 0:
-            self.step.bad_steps.tell()
+            self._tell()
         if self._is_due and not self.step.bad_steps.in_a_row:
             self._save()
         if is_last:
@@ -75,7 +84,7 @@ class RunGuard:
         Raises:
             InterruptedRun: a signal came.
         """
-        self.step.bad_steps.tell()
+        self._tell()
         try:
             with self._signals.at_once():
                 yield
@@ -84,6 +93,32 @@ class RunGuard:
         except Exception:
             self._save_unsaved()
             raise
+
+    def _tell(self) -> None:
+        """Have bad steps told; where they end the run, say what there is to go on with."""
+        try:
+            self.step.bad_steps.tell()
+        except RunStoppedError as error:
+            raise RunStoppedError(f"{error}; {self._way_out()}") from error
+
+    def _way_out(self) -> str:
+        look = "look at those images and at MODEL.PIXEL_STD"
+        if self._saved < 0:
+            return f"there is no checkpoint: {look}, and start anew with a lower SOLVER.BASE_LR"
+        if self._iteration - self._start < self.step.bad_steps.in_a_row:
+            return f"no step was good since --resume: {look}; or its checkpoint is spoilt: remove it and --resume the one before"
+        return f"the last checkpoint is of iteration {self._saved}, before them: {look}, or --resume it with a lower SOLVER.BASE_LR"
+
+    def _rescue(self) -> None:
+        """Save the last step after an error, unless that came in the middle of one; the error itself stays what ends the run."""
+        if self.step.done is None or self.step.done <= self._saved:
+            return
+        self._iteration = self.step.done
+        try:
+            self._save()
+            logger.warning("Iteration %d is saved; --resume goes on after it", self._iteration)
+        except RunStoppedError as error:
+            logger.warning("The last step is lost: %s", error)
 
     def _leave(self, signum: int) -> None:
         self._save_unsaved()

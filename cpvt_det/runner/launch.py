@@ -4,6 +4,7 @@
 import logging
 import os
 import signal
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cpvt_det.errors import ConfigError, RunStoppedError, exit_code
+from cpvt_det.runner.setup import JOB_ID
 
 
 def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
@@ -60,6 +62,7 @@ def _run_in_group(main: Callable[..., Any], args: tuple) -> Any:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     # Restarted processes share the store with those before them, and would look for them under their addresses.
     store, rank, world_size = next(dist.rendezvous("env://"))
+    os.environ[JOB_ID] = store.compare_set(JOB_ID, "", uuid.uuid4().hex).decode()  # the first to come chooses it for all
     store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # MODEL.DEVICE may be cpu
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

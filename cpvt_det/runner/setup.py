@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ except ImportError:  # on Windows, where nothing is locked
     fcntl = None
 
 logger = logging.getLogger("cpvt_det")
+JOB_ID = "CPVT_DET_JOB_ID"
+"""A variable of the environment, set by ``launch``."""
 METRICS_LOGGER = "cpvt_det.metrics"
 """Its lines go to the file alone: on the screen the progress bar says the same."""
 
@@ -116,6 +119,11 @@ def choose_seed(cfg: CfgNode) -> int:
         raise ConfigError(f"SEED must be below 2 ** 63, got {cfg.SEED}")
     seed = cfg.SEED if cfg.SEED >= 0 else int.from_bytes(os.urandom(4), "little")
     return distributed.gather_objects(seed)[0]
+
+
+def choose_run_id() -> str:
+    """Another one for each run, the same in all its processes, and in those that torchrun starts in the place of dead ones."""
+    return distributed.gather_objects(os.environ.get(JOB_ID) or uuid.uuid4().hex)[0]
 
 
 def _start_log(path: Path) -> None:

@@ -7,15 +7,16 @@ import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det import build, distributed
-from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState, last_checkpoint
+from cpvt_det.checkpoint.choice import last_checkpoint
+from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState
 from cpvt_det.data.check import log_data
+from cpvt_det.data.coco import describe_records
 from cpvt_det.data.loader import dead_workers_named
-from cpvt_det.evaluation.curves import draw_curves
 from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import Results, evaluate, show_results
+from cpvt_det.runner.evaluate import Results, draw_run, evaluate, show_results
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
-from cpvt_det.runner.setup import choose_seed, describe_model, only_run_in, setup_run
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
 from cpvt_det.solver.schedule import Length
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 
@@ -67,7 +68,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
 
-    state = RunState(classes, cfg.dump(), choose_seed(cfg))
+    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(), describe_records(records))
     torch.manual_seed(state.seed)
     detector = build.build_detector(cfg).to(build.build_device(cfg))
     model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
@@ -75,7 +76,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     step = build.build_step(cfg, model, build.build_optimizer(cfg, detector), length, state.seed, state.ema)
     trainer = TrainerState(step)
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
-    start = checkpointer.resume() if resume else 0
+    start = checkpointer.begin(resume)
     if start == 0:
         build.load_initial_weights(cfg, detector, classes)
     else:
@@ -87,8 +88,8 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     results: Results = {}
     with (
         MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
-        RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
         dead_workers_named(loader.dataset),
+        RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
     ):
 
         def evaluate_after(iteration: int) -> Results:
@@ -108,7 +109,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
             if tests and is_due(iteration, length):
                 results = evaluate_after(iteration)
     if distributed.rank() == 0:
-        draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
+        draw_run(output)
     if tests:
         show_results(cfg, evaluated, tests, results, output)
     return results

@@ -96,8 +96,7 @@ class BadSteps:
                 logger.warning("Iteration %d is left out: %s", step.iteration, _why(step))
         if in_a_row >= self.limit:
             raise RunStoppedError(
-                f"{int(in_a_row)} steps in a row were not finite (SOLVER.MAX_BAD_STEPS {self.limit}; the log names their images); "
-                "the last checkpoint is from before them: look at those images, or --resume it with a lower SOLVER.BASE_LR"
+                f"{int(in_a_row)} steps in a row were not finite (SOLVER.MAX_BAD_STEPS {self.limit}; the log names their images)"
             )
 
 

@@ -102,6 +102,7 @@ class TrainStep:
 
     Attributes:
         bad_steps: to be asked from time to time what it found.
+        done: the iteration of the last call; ``None`` before the first, during one, and after one that an error ended half-way.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class TrainStep:
         self.options = options
         self.seed = seed
         self.ema = ema
+        self.done: int | None = None
         device = self.training_model.detector.pixel_mean.device
         self.bad_steps = BadSteps(options.max_bad_steps, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp_dtype == torch.float16)
@@ -157,6 +159,7 @@ class TrainStep:
             ``total_loss``, every loss, every metric, ``grad_norm``, and ``skipped``, 1 for a step that was not taken: detached
             scalars on the device, of this process.
         """
+        self.done = None
         self.model.train()
         torch.manual_seed(mix_seed(self.seed, iteration, distributed.rank()))
         factor = self.learning_rate.factor(iteration)
@@ -173,6 +176,7 @@ class TrainStep:
             buffer.copy_(torch.where(bad, old, buffer))
         if self.ema is not None:
             self.ema.update_parameters(self.training_model.detector, ~bad)
+        self.done = iteration
         return {**record, "skipped": bad.float()}
 
     def _update(self, bad: Tensor) -> None:

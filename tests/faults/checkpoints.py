@@ -3,12 +3,18 @@
 
 A checkpoint is written to a temporary file, flushed to the disk and renamed, its SHA-256 beside it is in the format of
 `sha256sum`, and `last_checkpoint` follows after both. Every read compares the two; files from elsewhere, which have none beside
-them, are compared with the checksums inside torch's zip format. `--resume`, and `--eval-only --resume`, take the newest that is
-whole, by the time it was written; to go back further, move the newer ones away. `SOLVER.CHECKPOINT_KEEP` numbered ones stay,
-with `model_best.pth` and `model_final.pth`. What is not finite is not saved.
+them, are compared with the checksums inside torch's zip format. `SOLVER.CHECKPOINT_KEEP` numbered ones stay, with
+`model_best.pth` and `model_final.pth`. What is not finite is not saved.
+
+A run has an id, random, in its checkpoints and in the file `run_id` of its `OUTPUT_DIR`, which a resumed run keeps. `--resume`,
+and `--eval-only --resume`, take the checkpoint of that run that has gone furthest and is whole, whatever the files' times; of two
+of the same iteration the one that `last_checkpoint` names. To go back further, move those beyond away. Where the run that was
+started last has none, the newest of an earlier one is taken, with a warning. Processes that torchrun starts anew go on with their
+own run alone, and the best AP is that of one run. Checkpoints of before there were ids are told apart by their seeds.
 
 No file's code is run: torch's are read with `weights_only=True`, with an allow-list for `argparse.Namespace` and numpy's
-numbers and arrays; a `.pkl` by an unpickler that knows arrays, numbers, text and containers and nothing else.
+numbers and arrays; a `.pkl` by an unpickler that knows arrays, numbers, text and containers and nothing else. Neither may take
+more memory than a file of its size can mean.
 
 `python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 36 fell
 into the middle of a save, 0 checkpoints were lost, and none was older than the last that the process had called saved.
@@ -20,6 +26,7 @@ import pickle
 import resource
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +101,11 @@ def hide_code_in_zip(out: Path) -> None:
     torch.save({"model": {"a": torch.ones(1)}, "x": Code()}, out / "code.pth")
 
 
+def zip_bomb(out: Path) -> None:
+    with zipfile.ZipFile(out / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(64 << 20))
+
+
 def zoo(out: Path) -> None:
     arrays = {name: tensor.numpy() for name, tensor in read_checkpoint(out / FINAL)["model"].items()}
     (out / "zoo.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "somebody"}))
@@ -115,11 +127,11 @@ def empty(out: Path) -> None:
         path.unlink()
 
 
-def full_disk(folder: Path) -> Ending:
+def full_disk(folder: Path, runner: str = "builtin") -> Ending:
     """In a process that may write no file as large as a checkpoint."""
     drawn: Drawn = draw(folder / "data", lambda _: None)
     (folder / "run.yaml").write_text("VERSION: 2\n")
-    words = ["--config-file", str(folder / "run.yaml"), "--runner", "builtin", *overrides(drawn.files, folder / "out", **SHORT)]
+    words = ["--config-file", str(folder / "run.yaml"), "--runner", runner, *overrides(drawn.files, folder / "out", **SHORT)]
     result = subprocess.run(
         [sys.executable, "-m", "cpvt_det", "train", *words],
         capture_output=True,
@@ -160,6 +172,16 @@ CASES = [
         "code in a .pth",
         weights(hide_code_in_zip, name="code.pth"),
         "code.pth: refused, because it holds a Python object (...mkdir)",
+    ),
+    Case(
+        "a .pkl of 10 bytes that asks for 64 GB",
+        weights(lambda out: (out / "x.pkl").write_bytes(b"\x80\x02Nr\xff\xff\xff\xff."), name="x.pkl"),
+        "x.pkl: refused, because it asks for more memory than a file of its size can mean: 4294967295 objects",
+    ),
+    Case(
+        "a .pth of 64 KB that unpacks to 64 MB",
+        weights(zip_bomb, name="bomb.pth"),
+        "bomb.pth: refused, because its ... unpack to 67",
     ),
     Case("a .pkl of arrays, as in the model zoo", weights(zoo, name="zoo.pkl"), "zoo.pkl: ... tensors loaded", 0),
     Case(
@@ -213,6 +235,12 @@ CASES = [
         "--resume in an empty folder",
         after_run(nothing, "--resume", OUTPUT_DIR="OUT/new"),
         "Nothing to resume in ...: starting at iteration 0",
+        0,
+    ),
+    Case(
+        "--resume where the run that was started last left no checkpoint",
+        after_run(lambda out: (out / "run_id").write_text("another"), "--resume"),
+        f"The run that was last started in ... left no whole checkpoint; ...{FINAL} is of an earlier one",
         0,
     ),
     Case("disk full at a save", full_disk, "stopped: cannot write ...model_0000000.pth: File too large", 1),

@@ -65,6 +65,11 @@ def bad_boxes(drawn: Drawn) -> None:
     drawn.path(4).unlink()
 
 
+def many_faults(drawn: Drawn) -> None:
+    first = drawn.content["annotations"][0]
+    drawn.content["annotations"] = [{**first, "id": number, "bbox": []} for number in range(1, 25)]
+
+
 def train_then_eval(folder: Path) -> Ending:
     """Train on two classes, evaluate on two of which one has another name."""
     drawn = draw(folder / "data", second_set(rename))
@@ -117,6 +122,10 @@ CASES = [
         "drawn: 3 images, 0 of them without objects, 5 boxes, 2 classes; boxes that are not four numbers: 1; image files that ...",
         0,
     ),
+    Case(
+        "check-data --all", check(many_faults, "--all"), "boxes that are not four numbers: 24\n...annotations[23] (id 24, image 1)"
+    ),
+    Case("24 faults of a kind", check(many_faults), "annotations[19] (id 20, image 1): ...\n    and 4 more\n"),
     Case("DATASETS.ON_BAD drop, no image left", check(break_all, DATASETS__ON_BAD="drop"), "drawn: no image has an object"),
     Case("DATASETS.ON_BAD drop, other classes", check(second_set(rename), DATASETS__ON_BAD="drop"), "have different classes"),
     Case(

@@ -15,7 +15,8 @@ optimiser's state, the scaler, the best AP and the seed, with equality and no to
 | by kill -9 of one of two processes, restarted by torchrun | synchronised norms | builtin, detectron2 | `test_processes.py` |
 
 A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130, at once where an evaluation runs; a
-second one (half a second later at least, since a terminal and torchrun both send the first) ends everything at once.
+second one (half a second later at least, since a terminal and torchrun both send the first) ends everything at once. In a run of
+one process an error between two steps, of an image or a data worker say, finds the last step saved too.
 """
 
 import os
@@ -54,9 +55,42 @@ def classes(folder: Path) -> Ending:
     return call_on(other, "train", "--resume", **{**SHORT, "OUTPUT_DIR": folder / "out"})
 
 
+def box_less(folder: Path) -> Ending:
+    ending = after_run(nothing)(folder)
+    if ending.code:
+        return ending
+    other = draw(folder / "other", lambda drawn: drawn.content["annotations"].pop())
+    return call_on(other, "train", "--resume", **{**SHORT, "OUTPUT_DIR": folder / "out"})
+
+
+def unreadable(folder: Path) -> Ending:
+    """All images become unreadable in the third step."""
+    drawn = draw(folder / "data", lambda _: None)
+    real = TrainStep.__call__
+
+    def step(self: TrainStep, samples: list, iteration: int) -> dict:
+        if iteration == 2:
+            for image_id in range(1, 5):
+                drawn.path(image_id).write_bytes(b"x")
+        return real(self, samples, iteration)
+
+    with mock.patch.object(TrainStep, "__call__", step):
+        return call_on(drawn, "train", **{**SHORT, "SOLVER__MAX_ITER": 9, "SOLVER__CHECKPOINT_PERIOD": 9})
+
+
+def without_metrics(folder: Path) -> Ending:
+    return after_run(lambda out: (out / "metrics.json").unlink(), "--resume")(folder)
+
+
 CASES = [
     Case("SIGTERM", signalled(signal.SIGTERM), "interrupted by SIGTERM: iteration 1 is saved; --resume goes on after it", 143),
     Case("Ctrl-C", signalled(signal.SIGINT), "interrupted by SIGINT: iteration 1 is saved; --resume goes on after it", 130),
+    Case(
+        "images that become unreadable in the third step",
+        unreadable,
+        "Iteration 2 is saved; --resume goes on after it...error: cannot read image ",
+    ),
+    Case("--resume of a finished run without its metrics.json", without_metrics, "No curves are drawn: no line of ", 0),
     Case(
         "--resume with another learning rate",
         after_run(nothing, "--resume", SOLVER__BASE_LR=0.001),
@@ -67,6 +101,12 @@ CASES = [
         "--resume with another width",
         after_run(nothing, "--resume", MODEL__DETR__HIDDEN_DIM=32),
         "MODEL.DETR.HIDDEN_DIM was 16, is 32...is of another model than the config's and cannot be resumed",
+    ),
+    Case(
+        "--resume with a box less in the training data",
+        box_less,
+        "The resumed run goes on with other training data: 4 images, now 4",
+        0,
     ),
     Case("--resume with other classes", classes, "the run to resume was trained on other classes (2: cell, mite)"),
 ]

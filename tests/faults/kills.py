@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from cpvt_det.checkpoint.choice import last_checkpoint
 from cpvt_det.checkpoint.files import read_checkpoint
-from cpvt_det.checkpoint.run import RunCheckpointer, RunState, last_checkpoint
+from cpvt_det.checkpoint.run import RunCheckpointer, RunState
 from cpvt_det.data.coco import Classes
 
 NUMBERS = 2_000_000  # in the checkpoint, 8 MB
@@ -47,9 +48,9 @@ def save_for_ever(folder: str) -> None:
     """Resume, and save iteration after iteration, each number in it being the iteration's; print every one that is saved."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(NUMBERS, 1, bias=False)
-    state = RunState(Classes((0,), ("cat",)), "VERSION: 2\n", seed=0)
+    state = RunState(Classes((0,), ("cat",)), "VERSION: 2\n", 0, "a", {"images": 1, "sha256": ""})
     checkpointer = RunCheckpointer(model, folder, 2, trainer=_Iteration(), cpvt_det=state)
-    iteration = checkpointer.resume()
+    iteration = checkpointer.begin(resume=True)
     while True:
         model.weight.data.fill_(iteration)
         checkpointer.save(f"model_{iteration:07d}", iteration)

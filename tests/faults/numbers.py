@@ -24,6 +24,18 @@ def overflowing(folder: Path) -> Ending:
     return call_on(drawn, "train", "--eval-only", OUTPUT_DIR=folder / "eval", MODEL__WEIGHTS=folder / "huge.pth")
 
 
+def infinite(folder: Path) -> Ending:
+    """A class that can never be found: its score is 0, and no detection shows anything."""
+    drawn = draw(folder / "data", lambda _: None)
+    trained = call_on(drawn, "train", DATASETS__TEST=(), SOLVER__MAX_ITER=1)
+    if trained.code:
+        return trained
+    weights = torch.load(folder / "out/model_final.pth", weights_only=True)["model"]
+    weights["class_embed.bias"][0] = -torch.inf
+    torch.save(weights, folder / "infinite.pth")
+    return call_on(drawn, "train", "--eval-only", OUTPUT_DIR=folder / "eval", MODEL__WEIGHTS=folder / "infinite.pth")
+
+
 def detected(boxes: list, scores: list):
     """Detections of one image, given to the evaluator."""
 
@@ -77,6 +89,7 @@ TABLE = "Evaluation on drawn:"
 
 CASES = [
     Case("scores that overflow", overflowing, "the detections of image id 1: ... scores are not finite", 1),
+    Case("a weight that is infinite", infinite, "stopped: the weights are not finite (class_embed.bias) and are not evaluated", 1),
     Case("a score that is NaN", detected([[0.0, 0, 9, 9]], [float("nan")]), "image id 1: 1 of 1 scores are not finite", 1),
     Case("a box that is NaN", detected([[0, 0, float("nan"), 9]], [0.5]), "image id 1: 1 of 1 boxes are not finite", 1),
     Case("an infinite box", detected([[0, 0, float("inf"), 9]], [0.5]), "image id 1: 1 of 1 boxes are not finite", 1),

@@ -74,7 +74,7 @@ CASES = [
     Case(
         "a data worker killed",
         dead_worker,
-        "stopped: a data worker (process ...) died while reading .../3.png; --resume goes on",
+        "stopped: a data worker (process ...) died while reading .../3.png; --resume goes on from the last checkpoint",
         1,
     ),
 ]

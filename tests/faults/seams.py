@@ -6,8 +6,8 @@ against what is not finite, clipping, accumulation, autocast and EMA (`solver/st
 and resume (`checkpoint/`), what happens between two steps, with saving and signals (`runner/guard.py`, `runner/signals.py`),
 folder, lock, log and seed (`runner/setup.py`), and the processes (`runner/launch.py`).
 
-The detectron2 runner meets them at these seams, and is tested at them (`test_detectron2.py`, `test_interruption.py`,
-`test_processes.py`, `test_faults.py`):
+The detectron2 runner meets them at these seams, and is tested at them (`test_detectron2.py`, `test_detectron2_faults.py`,
+`test_interruption.py`, `test_processes.py`, `test_faults.py`):
 
 | seam | in `cpvt_det/d2/` | what goes through it |
 |:--|:--|:--|

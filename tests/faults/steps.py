@@ -6,15 +6,18 @@ average stay as they were, bit for bit, in all processes alike. A loss that is n
 carries that to every process, and the fused optimiser leaves out the step by a flag on the device: the host waits for nothing,
 and reads the flags when a line of the log is due. The log names the images whose predictions are not finite, or else those of
 the step; `skipped` in `metrics.json` counts such steps. A checkpoint that is due waits for the next good step, so that after
-`SOLVER.MAX_BAD_STEPS` in a row the last one is good (exit code 1). `tests/test_bad_steps.py` has every kind of it, with
-accumulation and in half precision.
+`SOLVER.MAX_BAD_STEPS` in a row the last one is of the last good step (exit code 1). It may be spoilt all the same: finite weights
+of a diverged run can give NaN for every image, which the run says when it is resumed. `tests/test_bad_steps.py` has every kind of
+bad step, with accumulation and in half precision.
 
 Box heads, matching and losses run in float32 under autocast: `tests/test_padding.py` compares the bits.
 """
 
 from pathlib import Path
 
-from faults.case import Case, Ending
+from tiny import overrides
+
+from faults.case import Case, Ending, call
 from faults.checkpoints import SHORT
 from faults.drawn import call_on, draw
 
@@ -29,20 +32,45 @@ def train(**more: object):
     return run
 
 
+def resume_spoilt(folder: Path) -> Ending:
+    """Diverge at once, and do as the message says."""
+    ended = train(SOLVER__BASE_LR=1e30)(folder)
+    if ended.code != 1:
+        return ended
+    drawn = draw(folder / "again", lambda _: None)
+    settings = {**SHORT, "SOLVER__MAX_ITER": 12, "SOLVER__MAX_BAD_STEPS": 3, "SOLVER__BASE_LR": 1e-5}
+    return call_on(drawn, "train", "--resume", **settings, OUTPUT_DIR=folder / "out")
+
+
+def nan_bound(folder: Path) -> Ending:
+    (folder / "run.yaml").write_text("SOLVER: {CLIP_NORM: .nan}\n")
+    words = overrides(draw(folder / "data", lambda _: None).files, folder / "out", **SHORT)
+    return call("train", "--config-file", folder / "run.yaml", "--runner", "builtin", *words)
+
+
 CASES = [
     Case(
         "learning rate of 1e30",
         train(SOLVER__BASE_LR=1e30),
         "is left out: predictions that are not finite for images ...stopped: 3 steps in a row were not finite "
-        "(SOLVER.MAX_BAD_STEPS 3; the log names their images); the last checkpoint is from before them",
+        "(SOLVER.MAX_BAD_STEPS 3; the log names their images); the last checkpoint is of iteration 0, before them: look at",
         1,
     ),
     Case("weights that overflow", train(SOLVER__BASE_LR=1e39), "stopped: the weights are not finite (...) and are not saved", 1),
     Case(
         "images divided by zero",
         train(MODEL__PIXEL_STD=[0.0, 1.0, 1.0]),
-        "Iteration 0 is left out: predictions that are not finite for images ...stopped: 3 steps in a row were not finite",
+        "Iteration 0 is left out: predictions that are not finite for images ...stopped: 3 steps in a row were not finite "
+        "(SOLVER.MAX_BAD_STEPS 3; the log names their images); there is no checkpoint: look at those images and at "
+        "MODEL.PIXEL_STD, and start anew with a lower SOLVER.BASE_LR",
         1,
     ),
+    Case(
+        "a checkpoint of finite weights that give NaN, --resume",
+        resume_spoilt,
+        "no step was good since --resume: look at ...; or its checkpoint is spoilt: remove it and --resume the one before",
+        1,
+    ),
+    Case("NaN as a bound of gradients", nan_bound, "SOLVER.CLIP_NORM must be a finite number, got nan"),
     Case("MAX_BAD_STEPS of 0", train(SOLVER__MAX_BAD_STEPS=0), "SOLVER.MAX_BAD_STEPS must be at least 1, got 0"),
 ]

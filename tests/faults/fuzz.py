@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs ``tests/test_fuzz.py`` with as many inputs a test as asked for, and counts those that were tried.
+
+As in::
+
+    PYTHONPATH=tests python -m faults.fuzz 1500
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FILE = Path(__file__).resolve().parents[1] / "test_fuzz.py"
+OUTCOMES = re.compile(r"- (\d+) passing\D+(\d+) failing")
+
+
+def fuzz(examples: int) -> str:
+    """The counts, and what pytest says of a test that failed."""
+    words = [sys.executable, "-m", "pytest", str(FILE), "-q", "--hypothesis-show-statistics"]
+    environment = {**os.environ, "CPVT_FUZZ_EXAMPLES": str(examples)}
+    told = subprocess.run(words, env=environment, capture_output=True, text=True).stdout
+    found = [tuple(map(int, match)) for match in OUTCOMES.findall(told)]
+    passed, failed = sum(one[0] for one in found), sum(one[1] for one in found)
+    return f"{passed + failed} inputs tried, {failed} of them failed\n{told.splitlines()[-1]}"
+
+
+if __name__ == "__main__":
+    print(fuzz(int(sys.argv[1])))
