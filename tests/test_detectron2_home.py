@@ -142,7 +142,7 @@ print(json.dumps([ap, len(found), list(found.image_size), boxes.max().item()]))
 @pytest.mark.parametrize("model", ["detr", "deformable_detr"])
 def test_default_trainer_predictor_and_evaluator(drawn_coco, tmp_path, model):
     drawn_coco.files.annotations.write_text(json.dumps({**drawn_coco.content, "info": {}}))  # pycocotools wants it
-    name, annotations, root = (str(part) for part in vars(drawn_coco.files).values())
+    name, annotations, root = drawn_coco.files.name, str(drawn_coco.files.annotations), str(drawn_coco.files.image_root)
     words = [*SMALL_WORDS, "DATASETS.REGISTER", [[name, annotations, root]], "DATASETS.TRAIN", (name,), "DATASETS.TEST", (name,)]
     words += ["OUTPUT_DIR", str(tmp_path), "SOLVER.MAX_ITER", 3, "SOLVER.STEPS", (2,), "SOLVER.IMS_PER_BATCH", 2]
     words += ["INPUT.MIN_SIZE_TRAIN", (64,), "INPUT.MIN_SIZE_TEST", 64, "DATALOADER.NUM_WORKERS", 0]
