@@ -132,7 +132,7 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """AP by iteration: the mean of the seeds, their range as a band. That a step costs the same with all, the suite ``model`` shows."""
+    """AP by iteration: the mean of the seeds, their range as a band. A step costs the same with all (suite ``model``)."""
     import matplotlib
 
     matplotlib.use("Agg")
