@@ -58,7 +58,7 @@ def playground(tmp_path_factory, tiny_run):
     for name in ("shapes/val", "coco/val2017"):
         shutil.copytree(folder / "mine/images", folder / "datasets" / name)
     write_voc(folder / "datasets/BCCD_Dataset/BCCD", {"train": SIZES, "val": [7, 30]})
-    run = tiny_run("deformable")
+    run = tiny_run("detr")
     shutil.copytree(run.folder, folder / "output")
     for name in ("mine", "peg", "sine", "none", "quickstart", "tutorial"):
         shutil.copytree(run.folder, folder / "output" / name)

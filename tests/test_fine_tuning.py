@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts that are frozen, learning rates of parts, and what a run is told before it starts."""
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from cpvt_det.config import get_cfg
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.models.parts import in_part
-from cpvt_det.runner.advice import log_advice
+from cpvt_det.runner import advice
 from cpvt_det.solver.optimizer import parameter_groups
 from cpvt_det.solver.schedule import Length
 
@@ -106,12 +104,12 @@ def records_with(*counts):
         (184_823, "", 0, []),
     ],
 )
-def test_a_run_is_told_what_to_expect(caplog, iterations, weights, objects, said):
+def test_a_run_is_told_what_to_expect(monkeypatch, iterations, weights, objects, said):
     cfg = get_cfg()
     cfg.MODEL.WEIGHTS = weights
-    caplog.set_level(logging.WARNING, logger="cpvt_det")
-    logging.getLogger("cpvt_det").propagate = True
-    log_advice(cfg, Length(iterations, (), 0, 0, ""), records_with(0, objects))
-    assert len(caplog.messages) == len(said)
-    for message, words in zip(caplog.messages, said, strict=True):
+    messages = []
+    monkeypatch.setattr(advice.logger, "warning", lambda text, *values: messages.append(text % values))
+    advice.log_advice(cfg, Length(iterations, (), 0, 0, ""), records_with(0, objects))
+    assert len(messages) == len(said)
+    for message, words in zip(messages, said, strict=True):
         assert words in message
