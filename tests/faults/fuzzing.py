@@ -6,7 +6,7 @@ at random, by content and by bytes. Every input has to work, or to end in an err
 score 100 with its ground truth as detections, an image to be as large as its header says, and what is read leaves no file behind.
 The suite tries 100 inputs a test, the same each time. `PYTHONPATH=tests python -m faults.fuzz 1000` tries more, and printed:
 
-```
+```text
 19000 inputs tried, 0 of them failed
 ```
 

@@ -9,7 +9,7 @@ What it changes and what it costs says `python benchmarks/mask_padding.py`, here
 queries and drawn weights, an image of 480 x 640 and one of 640 x 427 in a batch, each compared with itself alone, in float32; then
 the batch timed with and without in turns, with the quartiles over rounds:
 
-```
+```text
 MASK_PADDING False: logits differ by 4.1e-02 (1.6e-02 of the largest), boxes by 1.4e-03
 MASK_PADDING True: logits differ by 2.6e-06 (1.0e-06 of the largest), boxes by 1.2e-07
 CPU time with over without: 1.004 (0.998 to 1.010), 15 rounds
