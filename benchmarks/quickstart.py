@@ -32,7 +32,7 @@ class Run:
     """One training of ``configs/quickstart/deformable_peg.yaml``, but for this.
 
     Args:
-        encoding: of the encoder; ``none`` leaves out the decoder's too.
+        encoding: of the encoder.
         seed: of weights and data order.
         bf16: train under autocast.
     """
@@ -77,7 +77,6 @@ def train(run: Run, path: Path) -> None:
     """
     words = ["MODEL.POSITION.NAME", run.encoding, "SEED", run.seed, "SOLVER.AMP.ENABLED", run.bf16]
     words += ["TEST.EVAL_PERIOD", PERIOD, "TEST.PICTURES", 0, "SOLVER.CHECKPOINT_PERIOD", 5000, "OUTPUT_DIR", path.parent]
-    words += ["MODEL.POSITION.DECODER", "none"] if run.encoding == "none" else []
     command = [sys.executable, "-m", "cpvt_det", "train", "--config-file", "quickstart/deformable_peg.yaml", "--runner", "builtin"]
     before = _cpu_seconds()
     environment = os.environ | thread_environment(1)
