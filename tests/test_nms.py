@@ -62,3 +62,16 @@ def test_an_exported_program_takes_the_steps():
     program = torch.export.export(Chooser(), draw(0))
     assert "torchvision" not in str(program.graph)
     assert program.module()(*draw(1)).tolist() == choose_apart(*draw(1), 0.6, 5).tolist()
+
+
+def test_an_image_gets_the_same_choice_in_any_batch():
+    """Of boxes on a coarse grid many overlaps are the threshold itself, where the last bit decides."""
+    generator = torch.Generator().manual_seed(0)
+    corners = torch.randint(1, 6, (16, 40, 2), generator=generator) / 10
+    sides = torch.randint(1, 4, (16, 40, 2), generator=generator) / 10
+    boxes, scores = torch.cat((corners, corners + sides), -1), torch.rand(16, 40, generator=generator)
+    padded = torch.zeros(16, 40, dtype=torch.bool)
+    together = choose_apart(boxes, scores, padded, 0.5, 30)
+    for image in range(16):
+        one = slice(image, image + 1)
+        assert torch.equal(choose_apart(boxes[one], scores[one], padded[one], 0.5, 30)[0], together[image])

@@ -5,7 +5,7 @@ import math
 
 import torch
 from torch import Tensor
-from torchvision.ops import batched_nms
+from torchvision.ops import nms
 
 SUPPRESSED = 1e3  # taken off the score of boxes that a better one stands for; twice that off padded ones'
 
@@ -30,10 +30,13 @@ def choose_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: 
 
 
 def _rank_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
-    """:func:`choose_apart` by torchvision's operator, which looks at every box."""
-    images = torch.arange(len(scores), device=scores.device)[:, None].expand_as(scores)
-    kept = batched_nms(boxes_xyxy.flatten(0, 1), scores.flatten(), images.flatten(), threshold)
-    behind = torch.ones_like(scores).flatten().index_fill(0, kept, 0).view_as(scores)
+    """:func:`choose_apart` by torchvision's operator, which looks at every box.
+
+    Image by image: ``batched_nms`` moves the boxes of each image elsewhere, and what that rounds depends on the batch.
+    """
+    behind = torch.ones_like(scores)
+    for image, boxes, of_boxes in zip(behind, boxes_xyxy, scores, strict=True):
+        image[nms(boxes, of_boxes, threshold)] = 0
     return (scores - SUPPRESSED * (behind + 2 * padded)).topk(count, dim=1).indices
 
 
