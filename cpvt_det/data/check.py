@@ -9,23 +9,20 @@ import os
 import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from PIL import Image
 from tqdm import tqdm
 
 from cpvt_det import distributed
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import CocoDataset, ImageRecord, read_coco, require_same_classes
 from cpvt_det.data.findings import EXAMPLES, Findings
-from cpvt_det.data.images import ImageHeader, read_header, read_image
+from cpvt_det.data.images import ImageHeader, file_threads, read_header, read_image
 from cpvt_det.data.rules import Fault, Id
 from cpvt_det.errors import DataError
 
 logger = logging.getLogger("cpvt_det")
-THREADS = 16  # more than cores: they wait for the disk
 TOO_MANY = "images with more boxes than queries, some of which no query can learn"
 
 
@@ -109,8 +106,7 @@ def look_at_images(roots: Mapping[str, str], decode: bool = False) -> dict[str, 
         roots: paths, each with the folder that its data set names it below.
         decode: decode every image, not only those that seem cut off.
     """
-    Image.init()  # Pillow's list of formats, which threads would fill at the same time
-    with ThreadPoolExecutor(THREADS) as pool:
+    with file_threads() as pool:
         found = pool.map(partial(_look, decode=decode), roots, roots.values())
         bar = tqdm(found, "checking images", len(roots), leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
         return dict(zip(roots, bar, strict=True))

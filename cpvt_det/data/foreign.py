@@ -5,16 +5,13 @@ What is odd in them goes through as it is, so that ``data/rules.py`` finds it.
 """
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.images import read_header
+from cpvt_det.data.images import file_threads, read_header
 from cpvt_det.data.voc import read_voc
 from cpvt_det.data.yolo import find_yolo, read_yolo
 from cpvt_det.errors import DataError
-
-THREADS = 16  # more than cores: they wait for the disk
 
 
 def read_foreign(files: DatasetFiles) -> dict[str, list[dict[str, Any]]]:
@@ -47,7 +44,7 @@ def read_foreign(files: DatasetFiles) -> dict[str, list[dict[str, Any]]]:
 
 def _add_sizes(images: Iterable[dict[str, Any]]) -> None:
     missing = [image for image in images if not image.get("height") or not image.get("width")]
-    with ThreadPoolExecutor(THREADS) as pool:
+    with file_threads() as pool:
         for image, (height, width) in zip(missing, pool.map(_size, (image["file_name"] for image in missing)), strict=True):
             image.update(height=height, width=width)
 

@@ -5,8 +5,11 @@ Everything becomes 8-bit RGB, turned as EXIF says. 16 bits keep their high byte,
 range (floats, 32-bit integers) are refused.
 """
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -34,6 +37,14 @@ SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 WIDTH, LENGTH, PHOTOMETRIC = 256, 257, 262  # tags of TIFF
 WHITE_IS_ZERO = 0  # a value of the last; Pillow minds it for 8 bits only
+
+
+@contextlib.contextmanager
+def file_threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads that read image files; more than cores, as they wait for the disk."""
+    Image.init()  # Pillow's list of formats, which threads would fill at the same time
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ def log_advice(cfg: CfgNode, length: Length, records: Sequence[ImageRecord]) -> 
     most = max((len(record.labels) for record in records), default=0)
     if queries / 2 < most <= queries:  # of more, the check of the data tells
         logger.warning(
-            "An image has %d objects, more than half of the %d queries, which then hardly specialise; raise "
-            "MODEL.DETR.NUM_OBJECT_QUERIES",
+            "An image has %d objects, more than half of the %d queries; raise MODEL.DETR.NUM_OBJECT_QUERIES",
             most,
             queries,
         )
