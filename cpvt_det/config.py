@@ -63,7 +63,7 @@ def _add_model(cfg: CfgNode) -> None:
 
     # Options of an encoding of your own may be added in YAML.
     model.POSITION = CfgNode(new_allowed=True)
-    model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, peg, sine+peg, sine_offset+peg
+    model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, peg, sine+peg, sine_offset+peg, and peg_*, the ablations
     model.POSITION.DECODER = "sine"  # of the keys of DETR's decoder: sine, same (as the encoder), none
     model.POSITION.TABLE_SIZE = 50  # learned: the largest map side
     model.POSITION.POSITIONS = [0]  # peg: after these encoder layers; -1 is before the first
@@ -179,19 +179,20 @@ def changed_keys(before: str, now: str) -> list[str]:
     Returns:
         For each "KEY was X, is Y".
     """
-    old, new = (dict(_flat(CfgNode.load_cfg(text))) for text in (before, now))
+    old, new = (dict(flat_items(CfgNode.load_cfg(text))) for text in (before, now))
     keys = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not SAME_RUN.match(key)]
     return [f"{key} was {old[key]!r}, is {new[key]!r}" for key in keys]
 
 
 def key_names(cfg: CfgNode) -> list[str]:
     """The full names of all keys of a config, as in ``MODEL.POSITION.NAME``."""
-    return [name for name, _ in _flat(cfg)]
+    return [name for name, _ in flat_items(cfg)]
 
 
-def _flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_items(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys that are no groups, by their full names, and their values."""
     for key, value in node.items():
-        yield from _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+        yield from flat_items(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
 
 def config_root() -> Path:

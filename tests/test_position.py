@@ -77,7 +77,7 @@ def test_embedding_has_shape_and_dtype_of_the_features(name, num_levels, dtype):
     features, masks = make_batch(LEVELS[num_levels], dtype=dtype)
     embedding = build(name, num_levels, dtype)(features, masks)
     if embedding is None:
-        assert name in ("none", "peg")
+        assert name == "none" or name.startswith("peg")
         return
     assert [level.shape for level in embedding] == [level.shape for level in features]
     assert all(level.dtype == dtype and torch.isfinite(level).all() for level in embedding)
@@ -122,9 +122,10 @@ def test_every_parameter_gets_a_gradient(name, num_levels):
     assert total.requires_grad == any(True for _ in encoding.parameters())
     if total.requires_grad:
         total.backward()
-    for parameter_name, parameter in encoding.named_parameters():
-        assert torch.isfinite(parameter.grad).all(), parameter_name
-        assert (parameter.grad != 0).any(), parameter_name
+    trained = [(part, parameter) for part, parameter in encoding.named_parameters() if parameter.requires_grad]
+    for part, parameter in trained:
+        assert torch.isfinite(parameter.grad).all(), part
+        assert (parameter.grad != 0).any(), part
 
 
 def test_image_alone_gets_what_it_gets_in_a_larger_batch(name, num_levels):
@@ -329,7 +330,7 @@ def test_options_of_the_config_that_belong_to_others_are_no_error(name):
     cfg = get_cfg()
     cfg.MODEL.POSITION.NAME = name
     encoding = build_encoder_position(cfg, 16, num_levels=1, num_layers=6)
-    assert isinstance(encoding, PEGEncoding) == ("peg" in name)
+    assert isinstance(encoding, PEGEncoding) == ("peg" in name and name != "peg_query_key")
     assert isinstance(encoding, PositionEncoding)
 
 

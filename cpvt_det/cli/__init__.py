@@ -25,6 +25,7 @@ COMMANDS = {
     "predict": "Detect objects in images: pictures and JSON.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "show": "Draw attention, position encodings, or what the model is fed.",
+    "study": "Train the runs of a plan, and compare them.",
     "train": "Train a detector, and evaluate it.",
 }
 

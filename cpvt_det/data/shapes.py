@@ -83,7 +83,9 @@ def _describe(split: str, count: int, seed: int, spec: ShapesSpec) -> dict[str, 
         "split": split,
         "num_images": count,
         "seed": seed,
-        "spec": {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(spec).items()},
+        "spec": {
+            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(spec).items() if value is not None
+        },
     }
 
 

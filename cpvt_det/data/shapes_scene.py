@@ -57,6 +57,7 @@ class ShapesSpec:
         max_overlap: how much of a box other boxes may cover, all together.
         min_visible: how much of an object's area the image border leaves at least; at half, an hourglass is a triangle.
         scale: multiplies both ranges of pixels; one seed draws the same scenes at every scale.
+        aspect: width over height of every image, whose area is that of a square with a side in ``image_sides``.
 
     Raises:
         ConfigError: a value that nothing can be drawn with.
@@ -68,15 +69,19 @@ class ShapesSpec:
     max_overlap: float = 0.5
     min_visible: float = 0.6
     scale: float = 1.0
+    aspect: float | None = None
 
     def __post_init__(self) -> None:
+        if self.aspect is not None and not 0 < self.aspect < math.inf:
+            raise ConfigError(f"aspect is width over height, above 0, got {self.aspect}")
         for name in ("image_sides", "object_sides"):
             sides = getattr(self, name)
             if len(sides) != 2 or not 0 < sides[0] <= sides[1] < math.inf:
                 raise ConfigError(f"{name} must be least and greatest, both above 0, got {sides}")
-        if self.object_sides[1] > self.image_sides[0]:
+        shortest = min(_sides_of(self, self.image_sides[0], self.image_sides[0]))
+        if self.object_sides[1] > shortest:
             raise ConfigError(
-                f"object_sides up to {self.object_sides[1]} do not fit image_sides from {self.image_sides[0]}; "
+                f"object_sides up to {self.object_sides[1]} do not fit image_sides from {shortest}; "
                 "make the objects smaller or the images larger"
             )
         if not 0 < self.scale < math.inf or self.object_sides[0] * self.scale < 4:
@@ -90,6 +95,14 @@ class ShapesSpec:
             raise ConfigError(f"max_overlap must be in [0, 1], got {self.max_overlap}")
         if not 0 < self.min_visible <= 1:
             raise ConfigError(f"min_visible must be in (0, 1], got {self.min_visible}")
+
+
+def _sides_of(spec: ShapesSpec, width: int, height: int) -> tuple[int, int]:
+    """Width and height of an image, of two drawn sides."""
+    if spec.aspect is None:
+        return width, height
+    root = math.sqrt(spec.aspect)
+    return round(width * root), round(width / root)
 
 
 @dataclass
@@ -169,7 +182,7 @@ def draw_image(spec: ShapesSpec, rng: np.random.Generator) -> tuple[np.ndarray, 
 
 def plan_scene(spec: ShapesSpec, rng: np.random.Generator) -> Scene:
     """Decide what is where, at scale 1 whatever ``spec.scale``."""
-    width, height = (int(side) for side in rng.integers(spec.image_sides[0], spec.image_sides[1] + 1, 2))
+    width, height = _sides_of(spec, *rng.integers(spec.image_sides[0], spec.image_sides[1] + 1, 2).tolist())
     backdrop = _plan_backdrop(rng)
     marks = [_plan_mark(width, height, rng) for _ in range(rng.integers(0, 5))]
     shapes: list[Shape] = []

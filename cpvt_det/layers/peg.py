@@ -87,23 +87,37 @@ class PEGDetection(nn.Module):
             ValueError: tokens, mask and shapes that do not agree.
             TypeError: a mask that is not bool.
         """
+        branch = self.branch(tokens, padding_mask, level_shapes)
+        if not may_be_padded(padding_mask):
+            return tokens + branch
+        return torch.where(padding_mask[..., None], tokens, tokens + branch)
+
+    def branch(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
+        """What is added to the tokens; arguments as in :meth:`encode_levels`.
+
+        Returns:
+            (B, N, C); at padded tokens it means nothing.
+        """
         self._check(tokens, padding_mask, level_shapes)
-        padded = padding_mask[..., None] if may_be_padded(padding_mask) else None
-        is_masked = self.mask_input and padded is not None
-        x = tokens.masked_fill(padded, 0) if is_masked else tokens
-        maps = x.split([height * width for height, width in level_shapes], dim=1)
-        branches = [self._convolve(level, shape) for level, shape in zip(maps, level_shapes, strict=True)]
+        is_masked = self.mask_input and may_be_padded(padding_mask)
+        x = tokens.masked_fill(padding_mask[..., None], 0) if is_masked else tokens
+        lengths = [height * width for height, width in level_shapes]
+        levels = zip(x.split(lengths, dim=1), padding_mask.split(lengths, dim=1), level_shapes, strict=True)
+        branches = [self._convolve(*level) for level in levels]
         branch = branches[0] if len(branches) == 1 else torch.cat(branches, dim=1)
         branch = branch.transpose(1, 2)[..., None]  # (B, N, C) -> (B, C, N, 1), a map for the norm
-        branch = self.norm(branch, ~padded[:, None] if is_masked else None)
+        branch = self.norm(branch, ~padding_mask[:, None, :, None] if is_masked else None)
         branch = F.relu(branch[..., 0].transpose(1, 2))  # (B, C, N, 1) -> (B, N, C)
-        if self.scale is not None:
-            branch = branch * self.scale
-        return tokens + branch if padded is None else torch.where(padded, tokens, tokens + branch)
+        return branch if self.scale is None else branch * self.scale
 
-    def _convolve(self, tokens: Tensor, shape: Size) -> Tensor:
+    def _convolve(self, tokens: Tensor, padding_mask: Tensor, shape: Size) -> Tensor:
         """(B, H * W, C) -> the same; batch-first tokens are the channels-last view of their map, so without a copy."""
         return self.conv(tokens.unflatten(1, shape).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
+
+    @property
+    def last_conv(self) -> nn.Conv2d:
+        """What the norm can be folded into."""
+        return self.conv
 
     @torch.no_grad()
     def fold(self) -> "PEGDetection":
@@ -119,8 +133,8 @@ class PEGDetection(nn.Module):
         if isinstance(self.norm, NoNorm):
             return self
         factor = self.norm.weight * torch.rsqrt(self.norm.running_var + self.norm.eps)
-        self.conv.weight.mul_(factor[:, None, None, None])
-        self.conv.bias = nn.Parameter(self.norm.bias - self.norm.running_mean * factor)
+        self.last_conv.weight.mul_(factor[:, None, None, None])
+        self.last_conv.bias = nn.Parameter(self.norm.bias - self.norm.running_mean * factor)
         self.norm = NoNorm()
         return self
 

@@ -95,7 +95,7 @@ def build_position(name: str, channels: int, num_levels: int = 1, num_layers: in
 
 def position_options(name: str) -> set[str]:
     """The keywords that the builder of a registered encoding takes."""
-    return set(inspect.signature(POSITION_REGISTRY.get(name)).parameters) - {"additive"}  # the registry's choice, not an option
+    return set(inspect.signature(POSITION_REGISTRY.get(name)).parameters) - {"additive", "peg"}  # the registry's choices
 
 
 class SineEncoding(PositionEncoding):
@@ -204,6 +204,7 @@ class PEGEncoding(PositionEncoding):
         num_levels: L.
         num_layers: encoder layers, the bound of ``positions``.
         additive: builds, from the channels, an encoding that is asked for the additive embedding.
+        peg: builds, from the channels and the last four, what acts; :class:`PEGDetection` or one of ``layers/peg_ablations.py``.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
         share_levels: one PEG for all levels at a position, whose norm looks at all of them, instead of one for each.
         kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`.
@@ -218,6 +219,7 @@ class PEGEncoding(PositionEncoding):
         num_levels: int = 1,
         num_layers: int = 6,
         additive: Callable[[int], PositionEncoding] | None = None,
+        peg: Callable[..., nn.Module] = PEGDetection,
         positions: Sequence[int] = (0,),
         share_levels: bool = False,
         kernel_size: int = 3,
@@ -234,8 +236,7 @@ class PEGEncoding(PositionEncoding):
         self.pegs = nn.ModuleDict(
             {
                 _layer_key(position): nn.ModuleList(
-                    PEGDetection(channels, kernel_size, norm, mask_input, zero_init)
-                    for _ in range(1 if share_levels else num_levels)
+                    peg(channels, kernel_size, norm, mask_input, zero_init) for _ in range(1 if share_levels else num_levels)
                 )
                 for position in positions
             }

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det study``: many runs of one plan, and what they say. The work is in ``cpvt_det/study/``."""
+
+import os
+from pathlib import Path
+
+import click
+
+from cpvt_det.cli import debug_option
+
+plan_argument = click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path, dir_okay=False))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@debug_option
+def study() -> None:
+    """Train the runs of a plan, and compare them.
+
+    \b
+    Example:
+      cpvt-det study run studies/position_encodings/plan.yaml
+      cpvt-det study report studies/position_encodings/plan.yaml
+    """
+
+
+@study.command()
+@plan_argument
+@click.option(
+    "--processes", default=os.cpu_count() or 1, show_default="one a core", type=click.IntRange(min=1), help="Runs at once."
+)
+@click.option("--group", "groups", multiple=True, metavar="NAME", help="Only this group of the plan; may be given again.")
+@debug_option
+def run(plan: Path, processes: int, groups: tuple[str, ...]) -> None:
+    """Train and measure every run of PLAN that has no record yet; one that was cut off goes on from its last checkpoint.
+
+    Data sets that the plan describes are drawn first. Every run has one thread; on a GPU several share it.
+    """
+    from cpvt_det.study.run import run_study
+
+    run_study(plan, processes, groups, click.echo)
+
+
+@study.command()
+@plan_argument
+@debug_option
+def report(plan: Path) -> None:
+    """Write tables with 95 % intervals over seeds, and figures, of the records there are."""
+    from cpvt_det.study.report import write_report
+
+    for path in write_report(plan):
+        click.echo(path)
