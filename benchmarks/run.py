@@ -15,10 +15,11 @@ from cpvt_det.cli import debug_option, told_in_one_line
 from cpvt_det.errors import BadInputError
 
 # Libraries read the number of threads when they are imported, so the rest is imported when it is known.
+QUICKSTART = Path(__file__).resolve().parent.parent / "studies" / "quickstart" / "plan.yaml"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--suite", "suites", multiple=True, help="A file of benchmarks/suites; may be repeated.  [default: all]")
+@click.option("--suite", "suites", multiple=True, help="A file of benchmarks/suites, or quickstart.  [default: all but quickstart]")
 @click.option("--peer", "peers", multiple=True, metavar="NAME=PATH", help="A checkout to compare with; may be repeated.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of every contender.")
@@ -42,6 +43,8 @@ def main(
 ) -> None:
     """Time our implementations against public ones, A B A B in one run, and write a table, JSON and a chart.
 
+    The suite quickstart is no duel: it trains the runs of studies/quickstart/plan.yaml that have no record yet, for hours.
+
     Libraries that are installed take part by themselves; checkouts are given by their path. Outputs are compared first:
     a contender that computes something else is not timed, and the exit code is 1.
 
@@ -57,13 +60,19 @@ def main(
     from benchmarks.runner import run_suite
     from benchmarks.suites import Options, find_suite, known_suites
 
-    chosen = [(name, find_suite(name)) for name in suites or known_suites()]
+    chosen = [(name, find_suite(name)) for name in suites or known_suites() if name != "quickstart"]
     _check_device(device)
     size = "quick" if quick else "all" if everything else "default"
     options = Options(device, threads, size, find_peers(peers))
     unequal = []
     for name, suite in chosen:
         unequal += run_suite(name, suite, options, output, pattern, memory)
+    if "quickstart" in suites:
+        from cpvt_det.study.report import write_report
+        from cpvt_det.study.run import run_study
+
+        run_study(QUICKSTART, processes=1, tell=click.echo)
+        click.echo(write_report(QUICKSTART)[0])
     if unequal:
         raise RuntimeError(f"not the same work in {len(unequal)} cases, the first: {unequal[0]}")
 

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fvcore.common.config import CfgNode
 from PIL import Image
 
+from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +57,19 @@ OBJECTS = [
 def drawn_coco(tmp_path) -> DrawnCoco:
     """:func:`draw_coco` in the test's own folder."""
     return draw_coco(tmp_path)
+
+
+@pytest.fixture
+def drawn_cfg(drawn_coco) -> CfgNode:
+    """A config that trains and evaluates on :func:`drawn_coco`."""
+    cfg = get_cfg()
+    cfg.DATASETS.REGISTER = [["drawn", str(drawn_coco.files.annotations), str(drawn_coco.files.image_root)]]
+    cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ("drawn",)
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TEST = (32, 40), 96, 0
+    cfg.INPUT.RESIZE_CROP.ENABLED = False
+    cfg.DATALOADER.NUM_WORKERS = 0
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    return cfg
 
 
 def draw_coco(folder: Path) -> DrawnCoco:

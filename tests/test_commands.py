@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/test_checkpoint.py",
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
     r"cpvt-det plug-matrix .*--peer": "other projects' checkouts: tests/test_plug_families.py",
+    r"cpvt-det study run ": "hours of training: tests/test_study.py",
     r"cpvt-det shapes datasets/shapes$": "tests/test_shapes.py draws fewer",
 }
 """Commands, by pattern, and why they are not run here."""
@@ -69,6 +70,7 @@ def playground(tmp_path_factory, tiny_run):
     Image.open(run.image(7)).save(folder / "datasets/shapes/val/000029.jpg")
     for name in ("configs", "tools", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "studies", folder / "studies")  # a report is written beside its plan
     return folder
 
 

@@ -188,7 +188,7 @@ def load_plan(path: str | Path) -> Plan:
     path = Path(path)
     try:
         told = yaml.safe_load(path.read_text(encoding="utf-8"))
-        data = [DrawnData(name, told_["images"], told_["seed"], _spec(told_)) for name, told_ in told["data"].items()]
+        data = [DrawnData(name, keys["images"], keys["seed"], _spec(keys)) for name, keys in told.get("data", {}).items()]
         groups = [_group(name, keys) for name, keys in told["groups"].items()]
         plan = Plan(path.parent, Path(told["output"]), data, told.get("sweeps", {}), groups)
     except ConfigError:

@@ -35,8 +35,8 @@ def write_report(path: Path) -> list[Path]:
         records = read_group(plan, group)
         if not records:
             continue
-        parts += [f"## {group.name}", results_table(plan, group, records)]
-        parts += [f"### AP by {sweep}\n\n{sweep_table(plan, sweep, records)}" for sweep in group.sweeps]
+        parts += [f"## {group.name}", results_table(group, records)]
+        parts += [f"### AP by {sweep}\n\n{sweep_tables(plan, group, sweep, records)}" for sweep in group.sweeps]
         parts += [f"### {probe}\n\n{probe_table(probe, records)}" for probe in group.probes]
         files += draw_group(plan, group, records)
     seconds = sum(
@@ -81,41 +81,52 @@ def paired(values: Values, others: Values) -> tuple[float, float, float]:
     return mean, half, p
 
 
-def results_table(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant: the figures of COCO, the difference of AP to the baseline, CPU time a step."""
+def results_table(group: Group, records: Mapping[str, Mapping[int, Record]]) -> str:
+    """A row for each variant: the figures of COCO that there are, the difference of AP to the baseline, CPU time a step."""
+    known = [key for key in FIGURES if any(run[key] is not None for runs in records.values() for run in runs.values())]
+    aps = {variant: {seed: run["AP"] for seed, run in runs.items()} for variant, runs in records.items()}
     rows = []
     for variant, runs in records.items():
-        figures = [_with_interval([run[key] for run in runs.values()], 1) for key in FIGURES]
-        baseline = records.get(group.baseline)
-        difference = _difference(runs, baseline, variant == group.baseline) if baseline else []
+        figures = [_with_interval([run[key] for run in runs.values()], 1) for key in known]
         step = np.median([1000 * run["seconds"] / run["iterations"] for run in runs.values()])
-        rows.append([variant, len(runs), *figures, *difference, f"{step:.0f}"])
-    against = [f"AP less {group.baseline}'s", "p"] if records.get(group.baseline) else []
-    return _table(rows, ["encoding", "seeds", *FIGURES, *against, "ms a step"])
+        rows.append([variant, len(runs), *figures, *_difference(aps, variant, group.baseline), f"{step:.0f}"])
+    against = [f"AP less {group.baseline}'s", "p"] if group.baseline in records else []
+    return _table(rows, ["encoding", "seeds", *known, *against, "ms a step"])
 
 
-def _difference(runs: Mapping[int, Record], baseline: Mapping[int, Record], is_itself: bool) -> list[str]:
-    if is_itself:
+def _difference(values: Mapping[str, Values], variant: str, baseline: str) -> list[str]:
+    """Of the means, and its p; nothing without a baseline, empty for the baseline itself."""
+    if baseline not in values:
+        return []
+    if variant == baseline:
         return ["", ""]
-    mean, half, p = paired(*({seed: run["AP"] for seed, run in group.items()} for group in (runs, baseline)))
+    mean, half, p = paired(values[variant], values[baseline])
     return [_text(mean, half, 1, "+"), "n/a" if math.isnan(p) else f"{p:.3f}"]
 
 
-def sweep_table(plan: Plan, sweep: str, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant, a column for each data set of the sweep: AP."""
+def sweep_tables(plan: Plan, group: Group, sweep: str, records: Mapping[str, Mapping[int, Record]]) -> str:
+    """A row for each variant, a column for each data set of the sweep: AP, and its difference to the baseline's."""
     sets = plan.sweeps[sweep]
-    rows = [[variant, *(_with_interval(_of_sweep(runs, sweep, name), 1) for name in sets)] for variant, runs in records.items()]
-    return _table(rows, ["encoding", *(f"{value:g}" for value in sets.values())])
+    head = ["encoding", *(f"{value:g}" for value in sets.values())]
+    aps = {variant: {name: _of_sweep(runs, sweep, name) for name in sets} for variant, runs in records.items()}
+    rows = [[variant, *(_with_interval(list(values.values()), 1) for values in found.values())] for variant, found in aps.items()]
+    if group.baseline not in aps:
+        return _table(rows, head)
+    others = [variant for variant in aps if variant != group.baseline]
+    differences = [
+        [variant, *(_text(*paired(aps[variant][n], aps[group.baseline][n])[:2], 1, "+") for n in sets)] for variant in others
+    ]
+    return f"{_table(rows, head)}\n\nless {group.baseline}'s, paired by seed:\n\n{_table(differences, head)}"
 
 
 def probe_table(probe: str, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant, a column for each figure of the probe."""
+    """A row for each variant, a column for each figure of the probe, in three digits."""
     measured = {
         variant: [run["probes"][probe] for run in runs.values() if probe in run["probes"]] for variant, runs in records.items()
     }
     measured = {variant: taken for variant, taken in measured.items() if taken}
     keys = list(next(iter(measured.values()))[0]) if measured else []
-    rows = [[variant, *(_with_interval([one[key] for one in taken], 3) for key in keys)] for variant, taken in measured.items()]
+    rows = [[variant, *(_digits(*interval([one[key] for one in taken])) for key in keys)] for variant, taken in measured.items()]
     return _table(rows, ["encoding", *keys])
 
 
@@ -124,7 +135,7 @@ def draw_group(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Reco
     drawn = [_draw(plan, group, "iteration", _curves(records))]
     for sweep in group.sweeps:
         points = {
-            variant: {value: _of_sweep(runs, sweep, name) for name, value in plan.sweeps[sweep].items()}
+            variant: {value: list(_of_sweep(runs, sweep, name).values()) for name, value in plan.sweeps[sweep].items()}
             for variant, runs in records.items()
         }
         drawn.append(_draw(plan, group, sweep, points))
@@ -161,10 +172,10 @@ def _draw(plan: Plan, group: Group, axis: str, series: Mapping[str, Mapping[floa
     return path
 
 
-def _of_sweep(runs: Mapping[int, Record], sweep: str, name: str) -> list[float]:
+def _of_sweep(runs: Mapping[int, Record], sweep: str, name: str) -> Values:
     """AP of the seeds on a data set; none where the encoding refuses it, or it was not evaluated."""
-    values = (run["sweeps"].get(sweep, {}).get(name) for run in runs.values())
-    return [value for value in values if value is not None]
+    values = {seed: run["sweeps"].get(sweep, {}).get(name) for seed, run in runs.items()}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def _with_interval(values: Sequence[float | None], digits: int) -> str:
@@ -176,6 +187,10 @@ def _text(mean: float, half: float, digits: int, sign: str = "") -> str:
     if math.isnan(mean):
         return "n/a"
     return f"{mean:{sign}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+
+
+def _digits(mean: float, half: float) -> str:
+    return f"{mean:.3g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
 
 
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:
