@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from cpvt_det.layers import PEGDetection, build_position
-from cpvt_det.layers.peg_ablations import BorderlessPEG, FrozenPEG, SeparablePEG, stacked_pointwise, stacked_separable
+from cpvt_det.layers.peg_ablations import BorderlessPEG, FrozenPEG, SeparablePEG, stacked_separable, stacked_single
 from cpvt_det.structures import padding_mask_of
 
 CHANNELS, SHAPE = 16, (5, 7)
@@ -47,11 +47,11 @@ def weights_of_convolutions(name, **options):
         ("peg_stacked", {}, 4 * (CHANNELS**2 + 9 * CHANNELS)),
         ("peg_frozen", {}, 9 * CHANNELS),
         ("peg_borderless", {}, 9 * CHANNELS),
-        ("peg_pointwise", {}, 12 * CHANNELS),
+        ("peg_twelve_1x1", {}, 12 * CHANNELS),
         ("peg_query_key", {}, 9 * CHANNELS),
     ],
 )
-def test_weights_of_the_convolutions_are_as_many_as_the_paper_counts(name, options, count):
+def test_weights_of_the_convolutions_are_as_many_as_expected(name, options, count):
     assert weights_of_convolutions(name, **options) == count
 
 
@@ -104,7 +104,7 @@ def test_an_image_without_a_valid_token_stays_as_it_is():
     assert torch.equal(make(BorderlessPEG)(tokens, mask, SHAPE)[1], tokens[1])
 
 
-@pytest.mark.parametrize("build", [stacked_separable, stacked_pointwise])
+@pytest.mark.parametrize("build", [stacked_separable, stacked_single])
 def test_stacks_are_their_members_in_turn(build):
     tokens, mask = make_batch()
     stack = make(build)
@@ -115,9 +115,9 @@ def test_stacks_are_their_members_in_turn(build):
     assert not torch.equal(expected, stack[0](tokens, mask, SHAPE))
 
 
-def test_pointwise_sees_no_neighbour():
+def test_twelve_of_one_cell_see_no_neighbour():
     tokens, mask = make_batch()
-    stack = make(stacked_pointwise)
+    stack = make(stacked_single)
     changed = tokens.clone()
     changed[0, 17] += 1
     differ = (stack(tokens, mask, SHAPE) != stack(changed, mask, SHAPE))[0].any(-1)

@@ -5,20 +5,26 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from cpvt_det.build import load_trained
+from cpvt_det.data.shapes_scene import Shape
 from cpvt_det.errors import ConfigError, RunStoppedError, UnknownNameError
+from cpvt_det.layers import build_position
+from cpvt_det.structures import Detections, padding_mask_of
 from cpvt_det.study import probes
+from cpvt_det.study import run as study
 from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import interval, paired, write_report
-from cpvt_det.study.run import is_done, run_study
+from cpvt_det.study.report import interval, paired, read_group, write_report
+from cpvt_det.study.run import is_done, missing_runs, run_study
 
 ROOT = Path(__file__).parent.parent
-STUDY = ROOT / "studies" / "position_encodings" / "plan.yaml"
+STUDIES = sorted(ROOT.glob("studies/*/plan.yaml"))
 TINY = {"images": 6, "seed": 0, "image_sides": [48, 64], "object_sides": [12, 40], "max_objects": 2}
 CONFIG = """
 _BASE_: {base}
@@ -33,52 +39,67 @@ TEST: {{PICTURES: 0, EVAL_EPOCHS: 1.0}}
 """
 
 
-def plan_of(folder, **changes):
-    told = {
+def told(folder):
+    wide = {**TINY, "seed": 1, "object_sides": [12, 27], "aspect": 3.0, "scale": 2.0}
+    keys = {"SOLVER.EPOCHS": 1.0, "SOLVER.BASE_LR": 0.0, "SOLVER.BACKBONE_LR": 0.0, "MODEL.BACKBONE.FREEZE_AT": 3}
+    learned = {"MODEL.POSITION.NAME": "learned", "MODEL.POSITION.TABLE_SIZE": 20}
+    return {
         "output": str(folder / "output"),
-        "data": {
-            "train": TINY,
-            "val": {**TINY, "seed": 1},
-            "wide": {**TINY, "seed": 1, "object_sides": [12, 27], "aspect": 3.0, "scale": 2.0},
-        },
+        "data": {"train": TINY, "val": {**TINY, "seed": 1}, "wide": wide},
         "sweeps": {"shape": {"val": 1.0, "wide": 3.0}},
         "groups": {
             "first": {"config": "tiny.yaml", "seeds": 1, "variants": {"none": {"MODEL.POSITION.NAME": "none"}}},
             "main": {
                 "config": "tiny.yaml",
                 "backbone": "first/none/0",
+                "keys": {"MODEL.BACKBONE.FREEZE_AT": 3, "MODEL.BACKBONE.NORM": "FrozenBN"},
                 "seeds": 2,
                 "baseline": "learned",
                 "sweeps": ["shape"],
-                "probes": ["padding"],
-                "variants": {
-                    "learned": {"MODEL.POSITION.NAME": "learned", "MODEL.POSITION.TABLE_SIZE": 20},
-                    "peg": {"MODEL.POSITION.NAME": "peg"},
-                },
+                "probes": ["padding", "place", "scale"],
+                "variants": {"learned": learned, "peg": {"MODEL.POSITION.NAME": "peg"}},
             },
             "tuned": {
                 "config": "tiny.yaml",
                 "weights": "main/learned",
-                "keys": {"SOLVER.EPOCHS": 1.0, "SOLVER.BASE_LR": 0.0, "SOLVER.BACKBONE_LR": 0.0, "MODEL.BACKBONE.FREEZE_AT": 3},
-                "seeds": 1,
-                "variants": {"same": {"MODEL.POSITION.NAME": "learned", "MODEL.POSITION.TABLE_SIZE": 20}},
+                "keys": {**keys, "MODEL.BACKBONE.NORM": "FrozenBN"},
+                "seeds": 2,
+                "beside": ["main/learned"],
+                "baseline": "main/learned",
+                "variants": {"same": learned},
             },
         },
-        **changes,
     }
-    folder.mkdir(exist_ok=True)
-    (folder / "tiny.yaml").write_text(CONFIG.format(base=ROOT / "configs" / "_detectron2.yaml"))
-    (folder / "plan.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
-    return folder / "plan.yaml"
+
+
+def write_plan(path, content):
+    path.parent.mkdir(exist_ok=True)
+    (path.parent / "tiny.yaml").write_text(CONFIG.format(base=ROOT / "configs" / "_detectron2.yaml"))
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def plan_of(folder, **changes):
+    return write_plan(folder / "plan.yaml", {**told(folder), **changes})
+
+
+def changed(path, change):
+    """The plan beside it, in the same folder, after a change."""
+    content = yaml.safe_load(path.read_text())
+    change(content)
+    return load_plan(write_plan(path.with_name("changed.yaml"), content))
+
+
+NAMES = ["first/none/0", "main/learned/0", "main/peg/0", "main/learned/1", "main/peg/1", "tuned/same/0", "tuned/same/1"]
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A plan that was worked through, with the lines that were told."""
     path = plan_of(tmp_path_factory.mktemp("study"))
-    told = []
-    run_study(path, 2, tell=told.append)
-    return path, told
+    lines = []
+    run_study(path, 2, tell=lines.append)
+    return path, lines
 
 
 def record(path, name):
@@ -86,102 +107,182 @@ def record(path, name):
 
 
 def test_every_run_of_the_plan_has_a_record(done):
-    path, told = done
+    path, lines = done
     plan = load_plan(path)
-    names = [run.name for run in plan.runs()]
-    assert names == ["first/none/0", "main/learned/0", "main/peg/0", "main/learned/1", "main/peg/1", "tuned/same/0"]
+    assert [run.name for run in plan.runs()] == NAMES
     assert all(is_done(plan, run) for run in plan.runs())
-    assert sorted(line.split()[2].rstrip(":") for line in told) == sorted(names)
-    assert (plan.folder / "log.txt").read_text().splitlines() == told
-    for name in names:
+    assert sorted(line.split()[2].rstrip(":") for line in lines) == sorted(NAMES)
+    assert (plan.folder / "log.txt").read_text().splitlines() == lines
+    for name in NAMES:
         kept = record(path, name)
         assert kept["run"] == name and kept["iterations"] == (2 if name.startswith("tuned") else 4)
-        assert 0 <= kept["AP"] <= 100 and kept["APl"] is None  # there are no large objects
+        assert kept["APl"] is None  # there are no large objects
         assert "1 threads" in kept["environment"]
 
 
-def test_a_record_is_what_the_run_s_own_evaluation_said(done):
+def test_a_record_is_what_the_run_s_own_files_say(done):
     path, _ = done
-    kept = record(path, "main/peg/0")
-    results = json.loads((load_plan(path).output_of("main/peg/0") / "results.json").read_text())
-    assert kept["AP"] == results["bbox"]["AP"] == kept["curve"]["4"] == kept["sweeps"]["shape"]["val"]
-    assert list(kept["curve"]) == ["2", "4"]
+    for name in ("main/peg/0", "main/learned/1"):
+        kept, output = record(path, name), load_plan(path).output_of(name)
+        assert kept["AP"] == json.loads((output / "results.json").read_text())["bbox"]["AP"]
+        lines = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
+        assert kept["curve"] == {str(line["iteration"] + 1): line["bbox/AP"] for line in lines if "bbox/AP" in line}
+        assert list(kept["curve"]) == ["2", "4"]
 
 
 def test_an_encoding_that_refuses_a_size_has_no_figure_there(done):
     """A learned table of 20 does not reach the 21 or more columns of wide images drawn twice as large."""
     path, _ = done
-    assert record(path, "main/learned/0")["sweeps"]["shape"]["wide"] is None
-    assert record(path, "main/peg/0")["sweeps"]["shape"]["wide"] is not None
+    shape = [record(path, f"main/{name}/0")["measured"]["sweeps"]["shape"] for name in ("learned", "peg")]
+    assert [value is None for sweep in shape for value in sweep.values()] == [False, True, False, False]
 
 
 def weights(path, name):
     return load_trained(load_plan(path).output_of(name) / "model_final.pth").detector.state_dict()
 
 
-def test_seeds_and_variants_differ_and_share_what_they_should(done):
+def test_seeds_differ_and_the_backbone_is_the_plan_s(done):
     path, _ = done
-    first, second = weights(path, "main/peg/0"), weights(path, "main/peg/1")
+    first, second, source = (weights(path, name) for name in ("main/peg/0", "main/peg/1", "first/none/0"))
+    frozen = [name for name in first if name.startswith("backbone.") and not name.endswith("num_batches_tracked")]
+    assert len(frozen) > 20
+    assert all(torch.equal(first[name], source[name]) and torch.equal(second[name], source[name]) for name in frozen)
     assert not torch.equal(first["class_embed.weight"], second["class_embed.weight"])
 
 
-def test_a_run_starts_from_the_weights_of_its_seed(done):
-    """At learning rates of zero the weights are those it started from; batch norms' statistics are frozen."""
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_starts_from_the_weights_of_its_seed(done, seed):
+    """At learning rates of zero the weights are those it started from."""
     path, _ = done
-    before, after = weights(path, "main/learned/0"), weights(path, "tuned/same/0")
+    before, after = weights(path, f"main/learned/{seed}"), weights(path, f"tuned/same/{seed}")
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_run_starts_from_the_backbone_of_the_plan(done):
-    path, _ = done
-    log = (load_plan(path).output_of("main/peg/1") / "log.txt").read_text()
-    assert f"Backbone weights: {load_plan(path).output_of('first/none/0') / 'backbone.pth'}" in log
 
 
 def test_what_is_done_is_not_done_again(done):
     path, _ = done
-    told = []
-    run_study(path, 1, tell=told.append)
-    assert told == []
+    lines = []
+    run_study(path, 1, tell=lines.append)
+    assert lines == []
 
 
-def test_a_changed_plan_asks_for_what_it_changes_and_what_starts_from_it(done, tmp_path):
+def set_rate(plan):
+    plan["groups"]["main"]["variants"]["learned"]["SOLVER.BASE_LR"] = 2e-4
+
+
+def set_images(plan):
+    plan["data"]["val"]["images"] = 7
+
+
+def test_a_changed_plan_asks_for_what_it_changes_and_what_starts_from_it(done):
     path, _ = done
-    told = yaml.safe_load(path.read_text())
-    told["groups"]["main"]["variants"]["learned"]["SOLVER.BASE_LR"] = 2e-4
-    changed = path.with_name("changed.yaml")
-    changed.write_text(yaml.safe_dump(told, sort_keys=False))
-    plan = load_plan(changed)
-    assert [run.name for run in plan.runs() if not is_done(plan, run)] == ["main/learned/0", "main/learned/1", "tuned/same/0"]
+    plan = changed(path, set_rate)
+    expected = ["main/learned/0", "main/learned/1", "tuned/same/0", "tuned/same/1"]
+    assert [run.name for run in missing_runs(plan, list(plan_groups(plan)))] == expected
+    assert set(read_group(plan, plan.group("main"))) == {"peg"}  # the report has none of the old ones
+    assert set(read_group(plan, plan.group("tuned"))) == set()
+
+
+def plan_groups(plan):
+    return (group.name for group in plan.groups)
 
 
 def test_changed_data_asks_for_all_that_use_it(done):
     path, _ = done
-    told = yaml.safe_load(path.read_text())
-    told["data"]["val"]["images"] = 7
-    changed = path.with_name("changed_data.yaml")
-    changed.write_text(yaml.safe_dump(told, sort_keys=False))
-    plan = load_plan(changed)
-    assert not any(is_done(plan, run) for run in plan.runs())
+    plan = changed(path, set_images)
+    assert [run.name for run in missing_runs(plan, list(plan_groups(plan)))] == NAMES
 
 
-def test_a_run_whose_origin_has_no_record_says_so(tmp_path):
-    with pytest.raises(RunStoppedError, match=r"main/learned/0: it starts from first/none/0, which has no record yet"):
-        run_study(plan_of(tmp_path / "study"), 1, groups=["main"])
+def test_what_is_measured_anew_is_not_trained_anew(done, monkeypatch):
+    path, _ = done
+    plan = changed(path, lambda plan: plan["groups"]["main"].update(probes=["scale"], sweeps=[]))
+    assert [run.name for run in missing_runs(plan, ["main"])] == [name for name in NAMES if name.startswith("main")]
+    monkeypatch.setattr(study, "train", None)
+    before = record(path, "main/peg/0")
+    plan = changed(path, lambda plan: None)
+    after = study.execute(plan, "main/peg/0")
+    assert after["measured"]["sweeps"] == before["measured"]["sweeps"]
+    assert after["measured"]["probes"]["place"] == pytest.approx(before["measured"]["probes"]["place"])
+
+
+def test_an_origin_whose_weights_are_gone_is_trained_again(done):
+    """As in a clone, which has the records only."""
+    path, _ = done
+    plan = changed(path, lambda plan: plan["groups"]["main"].update(seeds=3))
+    names = [run.name for run in missing_runs(plan, ["main"])]
+    assert names == ["main/learned/2", "main/peg/2"]
+    weights_of_first = plan.output_of("first/none/0") / "model_final.pth"
+    weights_of_first.rename(weights_of_first.with_suffix(".away"))
+    try:
+        assert [run.name for run in missing_runs(plan, ["main"])] == ["first/none/0", *names]
+    finally:
+        weights_of_first.with_suffix(".away").rename(weights_of_first)
+
+
+class Killed(BaseException):
+    """What no handler catches."""
+
+
+def test_a_run_goes_on_only_from_its_own_attempt(tmp_path, monkeypatch):
+    """Whatever lies in its folder of a run before the plan changed, and however that ended."""
+    path = plan_of(tmp_path / "study", groups={"first": told(tmp_path)["groups"]["first"]})
+    study.draw_dataset(load_plan(path).data_root("train"), 1, 6, 0, load_plan(path).data[0].spec, 1)
+    study.draw_dataset(load_plan(path).data_root("val"), 1, 6, 1, load_plan(path).data[1].spec, 1)
+    study.execute(load_plan(path), "first/none/0")
+    before = weights(path, "first/none/0")
+    plan = changed(path, lambda plan: plan["groups"]["first"]["variants"]["none"].update({"SOLVER.BASE_LR": 1e-2}))
+
+    def die(cfg, resume):
+        assert not resume
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "train", die)
+        with pytest.raises(Killed):
+            study.execute(plan, "first/none/0")
+    kept = study.execute(plan, "first/none/0")
+    after = weights(path, "first/none/0")
+    assert not torch.equal(before["class_embed.weight"], after["class_embed.weight"])
+    assert kept["fingerprint"] == plan.fingerprint(plan.run("first/none/0"))
+    attempt = json.loads((plan.output_of("first/none/0") / "attempt.json").read_text())
+    assert kept["cpu_seconds"] == pytest.approx(attempt["cpu_seconds"], abs=0.1)
+    assert attempt["cpu_seconds"] > 0
+
+
+def test_a_run_that_fails_is_told_and_the_others_are_done(tmp_path):
+    """Here a configuration that only training finds out about."""
+    groups = {"first": told(tmp_path)["groups"]["first"]}
+    groups["first"]["variants"] = {
+        "bad": {"MODEL.POSITION.NAME": "none", "SOLVER.AMP.DTYPE": "float8"},
+        "none": {"MODEL.POSITION.NAME": "none"},
+    }
+    lines = []
+    with pytest.raises(RunStoppedError, match="1 runs failed: first/bad/0"):
+        run_study(plan_of(tmp_path / "study", groups=groups), 2, tell=lines.append)
+    told_of = {line.split()[2].rstrip(":"): line for line in lines}
+    assert "failed: UnknownNameError: unknown SOLVER.AMP.DTYPE 'float8'" in told_of["first/bad/0"]
+    assert "AP " in told_of["first/none/0"]
+
+
+def group_of(**changes):
+    return {"groups": {"a": {"config": "tiny.yaml", "seeds": 1, "variants": {"v": {}}, **changes}}}
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"groups": {"a": {"config": "tiny.yaml", "seeds": 1, "variants": {"v": {"MODEL.POSITION.NAM": "peg"}}}}},
-            "position encoding 'peg' 'nam'",
-        ),
-        ({"groups": {"a": {"config": "tiny.yaml", "seed": 1, "variants": {}}}}, "key of group a 'seed' .did you mean 'seeds'"),
-        ({"groups": {"a": {"config": "no.yaml", "seeds": 1, "variants": {"v": {}}}}}, "no config file"),
-        ({"groups": {"a": {"config": "tiny.yaml", "seeds": 1, "variants": {"v": {}}, "sweeps": ["x"]}}}, "sweep of group a 'x'"),
-        ({"groups": {"a": {"config": "tiny.yaml", "seeds": 1, "variants": {"v": {}}, "probes": ["x"]}}}, "probe of group a 'x'"),
-        ({"groups": {"a": {"config": "tiny.yaml", "seeds": 1, "variants": {"v": {}}, "backbone": "b/v/0"}}}, "no run 'b/v/0'"),
+        (group_of(variants={"v": {"MODEL.POSITION.NAM": "peg"}}), "position encoding 'peg' 'nam'"),
+        (group_of(variants={"v": {"MODEL.POSITIN.NAME": "peg"}}), "MODEL.POSITIN"),
+        (group_of(variants={"v": None}), "no plan of a study"),
+        (group_of(seed=1), "key of group a 'seed' .did you mean 'seeds'"),
+        (group_of(config="no.yaml"), "no config file"),
+        (group_of(sweeps=["x"]), "sweep of group a 'x'"),
+        (group_of(probes=["x"]), "probe of group a 'x'"),
+        (group_of(baseline="w"), "baseline of group a 'w'"),
+        (group_of(beside=["b/v"]), "variant beside group a, of an earlier one 'b/v'"),
+        (group_of(backbone="b/v/0"), "run that a/v/0 starts from, of an earlier group 'b/v/0'"),
+        (group_of(weights="a/v"), "run that a/v/0 starts from, of an earlier group 'a/v/0'"),
+        ({"sweeps": {"shape": {"vall": 1.0}}}, "data set of sweep shape 'vall'"),
+        ({"sweeps": None}, "no plan of a study"),
         ({"data": {"train": {"images": 3, "seed": 0, "image_sides": [8, 9]}}}, "do not fit image_sides"),
         ({"data": {"train": {"images": 3, "seed": 0, "sides": [8, 9]}}}, "sides"),
         ({"data": {"train": {"seed": 0}}}, "images"),
@@ -221,29 +322,32 @@ def test_paired_differences_by_hand():
 
 def test_report_tells_means_intervals_and_differences(done):
     path, _ = done
+    for place, name in enumerate(NAMES):  # the tiny runs all have an AP of 0
+        kept = record(path, name)
+        kept["AP"] = 10.0 + place**2
+        load_plan(path).record_path(name).write_text(json.dumps(kept))
     files = write_report(path)
     text = files[0].read_text()
-    aps = [record(path, f"main/peg/{seed}")["AP"] for seed in (0, 1)]
-    mean, half = interval(aps)
+    mean, half = interval([14.0, 26.0])
     row = next(line for line in text.split("## main")[1].splitlines() if line.startswith("| peg"))
     assert f" {mean:.1f} ± {half:.1f} |" in row
+    mean, half, p = paired({0: 14.0, 1: 26.0}, {0: 11.0, 1: 19.0})
+    assert f" {mean:+.1f} ± {half:.1f} | {p:.3f} |" in row
     assert "AP less learned's" in text
-    assert [file.name for file in files[1:]] == [
-        "first_iteration.png",
-        "main_iteration.png",
-        "main_shape.png",
-        "tuned_iteration.png",
-    ]
+    assert "| main/learned |" in text.split("## tuned")[1]
+    names = ["first_iteration.png", "main_iteration.png", "main_shape.png", "tuned_iteration.png"]
+    assert [file.name for file in files[1:]] == names
     assert all(file.stat().st_size > 5000 for file in files[1:])
-    table = text.split("### AP by shape")[1].split("###")[0]
-    learned = next(line for line in table.splitlines() if line.startswith("| learned"))
+    learned = next(line for line in text.split("### AP by shape")[1].splitlines() if line.startswith("| learned"))
     assert learned.split("|")[-2].strip() == "n/a"
+    hours = sum(record(path, name)["cpu_seconds"] + record(path, name)["measured"]["cpu_seconds"] for name in NAMES) / 3600
+    assert f"7 of 7 runs; {hours:.1f} hours of one core" in text
 
 
 def test_report_of_a_study_without_records_is_empty(tmp_path):
     files = write_report(plan_of(tmp_path / "study"))
     assert [os.path.basename(file) for file in files] == ["report.md"]
-    assert "0.0 hours" in files[0].read_text()
+    assert "0 of 7 runs; 0.0 hours" in files[0].read_text()
 
 
 # What is measured
@@ -266,21 +370,65 @@ def test_translation_moves_the_object_and_nothing_else():
     assert not torch.equal(images[0], images[-1])
 
 
+def answer(box, label, score, *more):
+    boxes, labels, scores = (torch.tensor(part) for part in zip((box, label, score), *more, strict=True))
+    return Detections(boxes, scores, labels)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (answer([0.0, 0.0, 10.0, 10.0], 2, 0.8), (0.8, 1.0)),
+        (answer([0.0, 0.0, 10.0, 5.0], 2, 0.8), (0.8, 0.5)),
+        (answer([0.0, 0.0, 10.0, 4.0], 2, 0.8), (0, 0)),  # too little of it
+        (answer([0.0, 0.0, 10.0, 10.0], 1, 0.8), (0, 0)),  # another class
+        (answer([0.0, 0.0, 10.0, 10.0], 2, 0.3, ([50.0, 50.0, 60.0, 60.0], 2, 0.4)), (0, 0)),  # not the best one
+    ],
+)
+def test_an_answer_is_the_best_detection_alone(found, expected):
+    shape = Shape(2, [], np.array([0.0, 0.0, 10.0, 10.0]))
+    assert probes._answer(found, shape) == pytest.approx(expected)
+
+
+def test_place_is_read_off_tokens_that_hold_it():
+    """Tokens that are linear in row and column tell them; noise tells nothing."""
+    masks = [padding_mask_of([(h, w)], (8, 10))[0] for h, w in ((8, 10), (5, 10), (8, 6), (3, 4), (8, 9), (6, 7))]
+    places = [probes._places(mask) for mask in masks]
+    assert places[3].view(8, 10, 2)[2, 3].tolist() == pytest.approx([2.5 / 3, 3.5 / 4])
+    assert places[3].view(8, 10, 2)[3:].isnan().all() and places[3].view(8, 10, 2)[:, 4:].isnan().all()
+    targets = [place[place[:, 0].isfinite()] for place in places]
+    generator = torch.Generator().manual_seed(0)
+    mixed = [target @ torch.randn(2, 8, generator=torch.Generator().manual_seed(1)).double() + 3 for target in targets]
+    noise = [torch.randn(len(target), 8, generator=generator) for target in targets]
+    assert probes._r2(mixed, targets) > 0.95
+    assert probes._r2(noise, targets) < 0.1
+
+
 def test_probes_of_a_trained_model(done):
     path, _ = done
     trained = load_trained(load_plan(path).output_of("main/peg/0") / "model_final.pth")
     found = probes.probe_translation(trained, canvas=64)
     assert set(found) == {"score", "score_std", "iou", "iou_std", "found"}
-    assert 0 <= found["iou"] <= 1 and 0 <= found["found"] <= 100
-    changed = probes.probe_padding(trained, images=3)
-    assert max(changed.values()) < 1e-4  # an image's answer does not depend on its padding
+    kept = record(path, "main/peg/0")["measured"]["probes"]
+    assert max(kept["padding"].values()) < 1e-4  # an image's answer does not depend on its padding
+    assert kept["scale"] == {"mean": 0.0}
+    trained.detector.backbone.mask_padding = False  # padding leaks into the features
+    assert max(probes.probe_padding(trained).values()) > 1e-4
 
 
-# The study that is committed
+def test_scale_of_a_zero_initialised_peg():
+    position = build_position("peg", 8, zero_init=True)
+    torch.nn.init.constant_(position.pegs["0"][0].scale, -0.25)
+    assert probes.probe_scale(SimpleNamespace(detector=SimpleNamespace(position=position))) == {"mean": 0.25}
 
 
-def test_committed_records_are_of_the_committed_plan():
-    plan = load_plan(STUDY)
-    for run in plan.runs():
-        if plan.record_path(run.name).is_file():
-            assert is_done(plan, run), run.name
+# The studies that are committed
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.parent.name)
+def test_committed_records_are_of_the_committed_plan(path):
+    plan = load_plan(path)
+    recorded = [run for run in plan.runs() if plan.record_path(run.name).is_file()]
+    assert recorded
+    for run in recorded:
+        assert is_done(plan, run), run.name

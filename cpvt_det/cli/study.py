@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det study``: many runs of one plan, and what they say. The work is in ``cpvt_det/study/``."""
 
-import os
 from pathlib import Path
 
 import click
@@ -25,19 +24,21 @@ def study() -> None:
 
 @study.command()
 @plan_argument
-@click.option(
-    "--processes", default=os.cpu_count() or 1, show_default="one a core", type=click.IntRange(min=1), help="Runs at once."
-)
+@click.option("--processes", type=click.IntRange(min=1), help="Runs at once.  [default: one a core, on a GPU four]")
 @click.option("--group", "groups", multiple=True, metavar="NAME", help="Only this group of the plan; may be given again.")
 @debug_option
-def run(plan: Path, processes: int, groups: tuple[str, ...]) -> None:
+def run(plan: Path, processes: int | None, groups: tuple[str, ...]) -> None:
     """Train and measure every run of PLAN that has no record yet; one that was cut off goes on from its last checkpoint.
 
-    Data sets that the plan describes are drawn first. Every run has one thread; on a GPU several share it.
+    Data sets that the plan describes are drawn first. Every run has one thread. On a GPU several share it; of many GPUs,
+    CUDA_VISIBLE_DEVICES chooses.
     """
+    import torch
+
+    from cpvt_det.data.shapes import usable_cores
     from cpvt_det.study.run import run_study
 
-    run_study(plan, processes, groups, click.echo)
+    run_study(plan, processes or (4 if torch.cuda.is_available() else usable_cores()), groups, click.echo)
 
 
 @study.command()

@@ -57,7 +57,7 @@ def draw_dataset(
         DataError: the folder holds a shapes data set of other parameters and ``overwrite`` is False, or it holds
             something else.
     """
-    num_processes = min(16, _usable_cores()) if num_processes is None else num_processes
+    num_processes = min(16, usable_cores()) if num_processes is None else num_processes
     given = {"num_train": num_train, "num_val": num_val, "seed": seed, "num_processes": num_processes}
     for name, value in given.items():
         least = 0 if name == "seed" else 1
@@ -67,7 +67,7 @@ def draw_dataset(
     if root.exists() and not root.is_dir():
         raise DataError(f"{root} is a file; the shapes data set needs a folder")
     counts = dict(zip(SPLITS, (num_train, num_val), strict=True))
-    wanted = {split: _describe(split, count, seed, spec) for split, count in counts.items()}
+    wanted = {split: describe(split, count, seed, spec) for split, count in counts.items()}
     missing = [split for split in SPLITS if not _is_drawn(root, wanted[split], overwrite)]
     for split in missing:
         _mark_unfinished(root, split)
@@ -75,7 +75,7 @@ def draw_dataset(
         _draw_split(root, wanted[split], spec, num_processes)
 
 
-def _describe(split: str, count: int, seed: int, spec: ShapesSpec) -> dict[str, Any]:
+def describe(split: str, count: int, seed: int, spec: ShapesSpec) -> dict[str, Any]:
     """The JSON's ``info``: all that the drawing depends on."""
     return {
         "description": "the shapes data set of cpvt-det",
@@ -178,5 +178,6 @@ def _file_name(index: int) -> str:
     return f"{index:06d}.jpg"
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,13 +2,15 @@
 """What PEG is without one of its parts, or with more of one: the paper's ablations, each an encoding of its own.
 
 They are for comparison; :mod:`cpvt_det.layers.peg` is the module to use. Kernel sizes, positions, norms and the authors' masking
-need no class: ``MODEL.POSITION.KERNEL_SIZE``, ``POSITIONS``, ``NORM`` and ``MASK_INPUT`` are keys of all of them.
+need no class: ``MODEL.POSITION`` has keys for them.
 
-Source: arXiv 2102.10882, the ablation tables on ImageNet.
+Source: arXiv 2102.10882, the ablation tables on ImageNet. Three are our reading of a line there: the twelve 1x1 convolutions are
+depthwise, PEG without zero padding keeps its residual, and that on queries and keys is made once, of the projected features.
 """
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +20,18 @@ from cpvt_det.layers.position import PEGEncoding, PositionEncoding, register_pos
 from cpvt_det.structures import Size
 
 STACKED = 4
-POINTWISE = 12
+SINGLE = 12
 
 
 class SeparablePEG(PEGDetection):
     """The depthwise convolution is followed by a pointwise one, so that channels mix: k * k * C + C * C weights.
 
     Args:
-        channels, kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`.
+        channels, options, named: as in :class:`PEGDetection`.
     """
 
-    def __init__(self, channels: int, kernel_size: int = 3, norm: str = "BN", mask_input: bool = True, zero_init: bool = False):
-        super().__init__(channels, kernel_size, norm, mask_input, zero_init)
+    def __init__(self, channels: int, *options: Any, **named: Any):
+        super().__init__(channels, *options, **named)
         self.conv = nn.Sequential(self.conv, nn.Conv2d(channels, channels, 1, bias=False))
 
     @property
@@ -41,11 +43,11 @@ class FrozenPEG(PEGDetection):
     """The convolution keeps its random weights: what the zero padding alone tells. The norm is trained.
 
     Args:
-        channels, kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`.
+        channels, options, named: as in :class:`PEGDetection`.
     """
 
-    def __init__(self, channels: int, kernel_size: int = 3, norm: str = "BN", mask_input: bool = True, zero_init: bool = False):
-        super().__init__(channels, kernel_size, norm, mask_input, zero_init)
+    def __init__(self, channels: int, *options: Any, **named: Any):
+        super().__init__(channels, *options, **named)
         self.conv.requires_grad_(False)
 
 
@@ -53,12 +55,12 @@ class BorderlessPEG(PEGDetection):
     """No zero padding: beyond the valid part of an image its border tokens are repeated, and tell no token where it is.
 
     Args:
-        channels, kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`. Nothing padded is ever looked at, whatever
-            ``mask_input`` is; it decides about the norm's statistics alone.
+        channels, options, named: as in :class:`PEGDetection`. Nothing padded is ever looked at, whatever ``mask_input`` is; it
+            decides about the norm's statistics alone.
     """
 
-    def __init__(self, channels: int, kernel_size: int = 3, norm: str = "BN", mask_input: bool = True, zero_init: bool = False):
-        super().__init__(channels, kernel_size, norm, mask_input, zero_init)
+    def __init__(self, channels: int, *options: Any, **named: Any):
+        super().__init__(channels, *options, **named)
         self.conv.padding = (0, 0)
 
     def _convolve(self, tokens: Tensor, padding_mask: Tensor, shape: Size) -> Tensor:
@@ -89,14 +91,19 @@ class StackedPEG(nn.ModuleList):
         return tokens
 
 
-def stacked_separable(*options, **more) -> StackedPEG:
+def stacked_separable(channels: int, *options: Any, **named: Any) -> StackedPEG:
     """Four :class:`SeparablePEG`; arguments are theirs."""
-    return StackedPEG(SeparablePEG(*options, **more) for _ in range(STACKED))
+    return StackedPEG(SeparablePEG(channels, *options, **named) for _ in range(STACKED))
 
 
-def stacked_pointwise(channels: int, kernel_size: int = 3, *options, **more) -> StackedPEG:
-    """Twelve 1x1 PEGs, which have weights enough but see no neighbour and so no border; ``kernel_size`` is not used."""
-    return StackedPEG(PEGDetection(channels, 1, *options, **more) for _ in range(POINTWISE))
+def stacked_single(channels: int, kernel_size: int = 3, *options: Any, **named: Any) -> StackedPEG:
+    """Twelve PEGs of one cell: more weights than one of 3x3, but they see no neighbour and so no border.
+
+    Args:
+        channels, options, named: as in :class:`PEGDetection`.
+        kernel_size: not used.
+    """
+    return StackedPEG(PEGDetection(channels, 1, *options, **named) for _ in range(SINGLE))
 
 
 class QueryKeyPEG(PositionEncoding):
@@ -135,5 +142,5 @@ register_position("peg_separable")(functools.partial(PEGEncoding, peg=SeparableP
 register_position("peg_stacked")(functools.partial(PEGEncoding, peg=stacked_separable))
 register_position("peg_frozen")(functools.partial(PEGEncoding, peg=FrozenPEG))
 register_position("peg_borderless")(functools.partial(PEGEncoding, peg=BorderlessPEG))
-register_position("peg_pointwise")(functools.partial(PEGEncoding, peg=stacked_pointwise))
+register_position("peg_twelve_1x1")(functools.partial(PEGEncoding, peg=stacked_single))
 register_position("peg_query_key")(QueryKeyPEG)

@@ -2,7 +2,8 @@
 """A study's plan: which runs there are, what each trains on, and what is measured of it. One YAML file says it all."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det.build import build_encoder_position
 from cpvt_det.config import SAME_RUN, flat_items, get_cfg, load_cfg, merge_checked
+from cpvt_det.data.shapes import describe
 from cpvt_det.data.shapes_scene import ShapesSpec
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors, first_line
-from cpvt_det.study.probes import PROBES
+from cpvt_det.study.probes import VERSIONS
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class DrawnData:
     Attributes:
         name: what ``DATASETS.TRAIN`` and ``TEST`` of the configs call it.
         images: how many.
-        seed: of the drawing; sets of one seed hold the same scenes.
+        seed: of the drawing; sets of one seed that differ in ``scale`` alone hold the same scenes.
         spec: what the images are like.
     """
 
@@ -32,6 +34,10 @@ class DrawnData:
     images: int
     seed: int
     spec: ShapesSpec
+
+    def describe(self) -> dict[str, Any]:
+        """All that the drawing depends on."""
+        return describe("val", self.images, self.seed, self.spec)
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,11 @@ class Group:
     Attributes:
         name: of the group.
         config: the YAML, beside the plan.
-        seeds: how many of each variant, from 0 on.
+        seeds: how many of each variant, from 0 on; they change weights and the order of the data.
         variants: name -> the keys of the config that make it.
         keys: further keys, of all variants.
-        baseline: the variant that the others are compared with, of this group or, as ``group/variant``, of another.
+        beside: variants of earlier groups, as ``group/variant``, that tables show with these.
+        baseline: the variant that the others are compared with, of this group or of ``beside``.
         sweeps: which of the plan's sweeps every trained detector is evaluated on.
         probes: which of ``PROBES`` are taken of it.
         weights: ``group/variant`` whose weights of the same seed the runs start from.
@@ -56,11 +63,17 @@ class Group:
     seeds: int
     variants: Mapping[str, Mapping[str, Any]]
     keys: Mapping[str, Any] = field(default_factory=dict)
+    beside: Sequence[str] = ()
     baseline: str = ""
     sweeps: Sequence[str] = ()
     probes: Sequence[str] = ()
     weights: str = ""
     backbone: str = ""
+
+    def runs(self) -> Iterator["Run"]:
+        """Seed by seed, so that a study cut short has pairs."""
+        for seed in range(self.seeds):
+            yield from (Run(self, variant, seed) for variant in self.variants)
 
 
 @dataclass(frozen=True)
@@ -100,12 +113,12 @@ class Plan:
     data: Sequence[DrawnData]
     sweeps: Mapping[str, Mapping[str, float]]
     groups: Sequence[Group]
+    _fingerprints: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def runs(self) -> Iterator[Run]:
-        """All runs, of a group seed by seed, so that a study cut short has pairs."""
+        """All runs, group after group."""
         for group in self.groups:
-            for seed in range(group.seeds):
-                yield from (Run(group, variant, seed) for variant in group.variants)
+            yield from group.runs()
 
     def group(self, name: str) -> Group:
         """A group by its name.
@@ -155,15 +168,26 @@ class Plan:
         return [name, str(root / "annotations" / "val.json"), str(root / "val")]
 
     def fingerprint(self, run: Run) -> str:
-        """Twelve digits that change with the keys that a run sets, with its data, and with the runs that it starts from."""
+        """Twelve digits that change with the keys that a run sets, with its drawn data, and with the runs that it starts from.
+
+        Not with the defaults of keys that it leaves alone, nor with data that the plan does not draw.
+        """
+        if run.name in self._fingerprints:
+            return self._fingerprints[run.name]
         cfg, defaults = self.config_of(run), dict(flat_items(get_cfg()))
-        told = [(key, value) for key, value in sorted(flat_items(cfg)) if not SAME_RUN.match(key) and value != defaults.get(key)]
-        data = [data for data in self.data if data.name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)]
+        told = {key: value for key, value in flat_items(cfg) if not SAME_RUN.match(key) and value != defaults.get(key)}
+        data = {data.name: data.describe() for data in self.data if data.name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)}
         before = [self.fingerprint(self.run(origin)) for origin in self.origins(run)]
-        return hashlib.sha256(repr((told, data, before)).encode()).hexdigest()[:12]
+        return self._fingerprints.setdefault(run.name, _digits([told, data, before]))
+
+    def measured_fingerprint(self, group: Group) -> str:
+        """Twelve digits that change with what is measured of a group's trained detectors."""
+        drawn = {data.name: data.describe() for data in self.data}
+        sweeps = {sweep: {name: drawn[name] for name in self.sweeps[sweep]} for sweep in group.sweeps}
+        return _digits([sweeps, {probe: VERSIONS[probe] for probe in group.probes}])
 
     def origins(self, run: Run) -> list[str]:
-        """The names of the runs whose weights a run starts from."""
+        """The names of the runs whose weights a run starts from, of earlier groups."""
         weights = f"{run.group.weights}/{run.seed}" if run.group.weights else ""
         return [name for name in (weights, run.group.backbone) if name]
 
@@ -180,7 +204,7 @@ class Plan:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan, and build every run's config once, so that a misspelt key is found before the first run.
+    """Read a plan, and build every variant's config, so that a misspelt key is found before the first run.
 
     Raises:
         ConfigError: a file that is no plan, or runs that cannot be.
@@ -191,22 +215,40 @@ def load_plan(path: str | Path) -> Plan:
         data = [DrawnData(name, keys["images"], keys["seed"], _spec(keys)) for name, keys in told.get("data", {}).items()]
         groups = [_group(name, keys) for name, keys in told["groups"].items()]
         plan = Plan(path.parent, Path(told["output"]), data, told.get("sweeps", {}), groups)
+        for sweep, sets in plan.sweeps.items():
+            _require_known(f"data set of sweep {sweep}", sets, [drawn.name for drawn in data])
+        for place, group in enumerate(groups):
+            _check_group(plan, group, groups[:place])
     except ConfigError:
         raise
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no plan of a study: {type(error).__name__} {first_line(error)}") from error
-    for group in plan.groups:
-        for sweep in group.sweeps:
-            if sweep not in plan.sweeps:
-                raise UnknownNameError(f"sweep of group {group.name}", sweep, plan.sweeps)
-        for probe in group.probes:
-            if probe not in PROBES:
-                raise UnknownNameError(f"probe of group {group.name}", probe, PROBES)
-        for run in (Run(group, variant, 0) for variant in group.variants):
-            plan.fingerprint(run)
-            cfg = plan.config_of(run)  # whose MODEL.POSITION may hold any key until the encoding is built
-            build_encoder_position(cfg, cfg.MODEL.DETR.HIDDEN_DIM, 1, cfg.MODEL.DETR.ENC_LAYERS)
     return plan
+
+
+def _check_group(plan: Plan, group: Group, earlier: Sequence[Group]) -> None:
+    _require_known(f"sweep of group {group.name}", group.sweeps, plan.sweeps)
+    _require_known(f"probe of group {group.name}", group.probes, VERSIONS)
+    variants = [f"{other.name}/{variant}" for other in earlier for variant in other.variants]
+    _require_known(f"variant beside group {group.name}, of an earlier one", group.beside, variants)
+    if group.baseline:
+        _require_known(f"baseline of group {group.name}", [group.baseline], [*group.variants, *group.beside])
+    before = [f"{other.name}/{variant}/{seed}" for other in earlier for variant in other.variants for seed in range(other.seeds)]
+    for run in group.runs():
+        _require_known(f"run that {run.name} starts from, of an earlier group", plan.origins(run), before)
+    for variant in group.variants:
+        cfg = plan.config_of(Run(group, variant, 0))  # whose MODEL.POSITION may hold any key until the encoding is built
+        build_encoder_position(cfg, cfg.MODEL.DETR.HIDDEN_DIM, 1, cfg.MODEL.DETR.ENC_LAYERS)
+
+
+def _require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UnknownNameError(kind, name, known)
+
+
+def _digits(told: Any) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _group(name: str, keys: Mapping[str, Any]) -> Group:

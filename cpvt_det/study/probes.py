@@ -1,60 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What AP does not say of a trained detector: how its answer changes with the place of an object and with the padding."""
+"""What AP does not say of a trained detector: how its answer changes with place and padding, and what its tokens know."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.ops import box_iou
 
 from cpvt_det.build import Trained, build_postprocessor
 from cpvt_det.data.shapes_scene import Scene, Shape, ShapesSpec, draw_image, paint_scene, plan_scene
+from cpvt_det.models import DETR
 from cpvt_det.runner.evaluate import detect
+from cpvt_det.structures import Detections, level_padding_mask
 
 SCENES = 24
 PLACES = 4  # along each axis
 FOUND = 0.5  # IoU
+OBJECT_SIDES = (16.0, 32.0)
+IMAGES = 48
+CANVASES = (1.5, 2.0)
+RIDGE = 1.0
 
 
 @torch.no_grad()
-def probe_translation(trained: Trained, canvas: int, object_sides: tuple[float, float] = (16, 32)) -> dict[str, float]:
+def probe_translation(trained: Trained, canvas: int) -> dict[str, float]:
     """Move one object over a canvas; nothing else in the image changes, its noise neither.
 
     Args:
         trained: of the shapes' classes.
         canvas: pixels a side.
-        object_sides: pixels.
 
     Returns:
-        Of the best detection of the object's class: ``score`` and ``iou``, means over scenes and places; ``score_std`` and
-        ``iou_std``, over the places of a scene, means over scenes; and ``found``, the percentage of places with an IoU of 0.5.
+        Of the image's best detection, whose class and box must be the object's (an IoU of 0.5), or else count as 0: ``score`` and
+        ``iou``, means over scenes and places; ``score_std`` and ``iou_std``, over the places of a scene, means over scenes; and
+        ``found``, the percentage of places where they are.
     """
     postprocess = build_postprocessor(trained.cfg)
-    spec = ShapesSpec(image_sides=(canvas, canvas), object_sides=object_sides, max_objects=1)
-    scores, ious = [], []
+    spec = ShapesSpec(image_sides=(canvas, canvas), object_sides=OBJECT_SIDES, max_objects=1)
+    answers = []
     for seed, scene in _scenes_of_one(spec):
-        shape = scene.shapes[0]
-        boxes = [moved.box for moved in _moves(shape, canvas)]
-        images = [_paint(replace(scene, marks=[], shapes=[moved]), seed) for moved in _moves(shape, canvas)]
+        moves = list(_moves(scene.shapes[0], canvas))
+        images = [_paint(replace(scene, marks=[], shapes=[moved]), seed) for moved in moves]
         samples = [{"image": image, "height": canvas, "width": canvas} for image in images]
-        for found, box in zip(detect(trained.detector, postprocess, samples), boxes, strict=True):
-            of_class = found.labels == shape.label
-            overlaps = box_iou(found.boxes_xyxy[of_class].double(), torch.from_numpy(box)[None])[:, 0]
-            near = overlaps >= FOUND
-            scores.append(found.scores[of_class][near].max().item() if near.any() else 0.0)
-            ious.append(overlaps.max().item() if len(overlaps) else 0.0)
-    score, iou = (np.array(values).reshape(SCENES, -1) for values in (scores, ious))
+        found = detect(trained.detector, postprocess, samples)
+        answers += [_answer(best, moved) for best, moved in zip(found, moves, strict=True)]
+    score, iou = np.array(answers).reshape(SCENES, -1, 2).transpose(2, 0, 1)
     return {
         "score": score.mean().item(),
         "score_std": score.std(1).mean().item(),
         "iou": iou.mean().item(),
         "iou_std": iou.std(1).mean().item(),
-        "found": 100 * (iou >= FOUND).mean().item(),
+        "found": 100 * (iou > 0).mean().item(),
     }
+
+
+def _answer(found: Detections, shape: Shape) -> tuple[float, float]:
+    """Score and IoU of the best detection, or zeros where it is not the shape."""
+    best = int(found.scores.argmax())
+    overlap = box_iou(found.boxes_xyxy[best, None].double(), torch.from_numpy(shape.box)[None]).item()
+    is_right = found.labels[best].item() == shape.label and overlap >= FOUND
+    return (found.scores[best].item(), overlap) if is_right else (0.0, 0.0)
 
 
 def _scenes_of_one(spec: ShapesSpec) -> Iterator[tuple[int, Scene]]:
@@ -83,25 +94,24 @@ def _moves(shape: Shape, canvas: int) -> Iterator[Shape]:
 
 
 def _paint(scene: Scene, seed: int) -> Tensor:
-    return torch.from_numpy(paint_scene(scene, 1.0, np.random.default_rng(seed))).permute(2, 0, 1).contiguous()
+    return _tensor(paint_scene(scene, 1.0, np.random.default_rng(seed)))
 
 
 @torch.no_grad()
-def probe_padding(trained: Trained, images: int = 24, factors: tuple[float, ...] = (1.5, 2.0)) -> dict[str, float]:
+def probe_padding(trained: Trained) -> dict[str, float]:
     """Put each image alone on its own canvas and on larger ones.
 
     Returns:
-        For each factor of the canvas' sides, the largest change of a logit over the largest logit, and of a box, in its units
+        For canvases of 1.5 times and twice the sides, the largest change of a logit over the largest logit, and of a box in parts
         of the image.
     """
     detector, divisor = trained.detector, trained.detector.size_divisibility
-    changes = {f"{part}_{factor:g}": 0.0 for factor in factors for part in ("logits", "boxes")}
-    for seed in range(images):
-        image = draw_image(ShapesSpec(image_sides=(48, 80), object_sides=(12, 44)), np.random.default_rng([seed, 78]))[0]
-        batch = detector.preprocess([torch.from_numpy(image).permute(2, 0, 1)])
+    changes = {f"{part}_{factor:g}": 0.0 for factor in CANVASES for part in ("logits", "boxes")}
+    for image in _images():
+        batch = detector.preprocess([image])
         own = detector(batch.images, batch.padding_mask)
-        for factor in factors:
-            height, width = (divisor * round(factor * side / divisor) - side for side in batch.images.shape[2:])
+        for factor in CANVASES:
+            height, width = (divisor * math.ceil(factor * side / divisor) - side for side in batch.images.shape[2:])
             grown = F.pad(batch.images, (0, width, 0, height))
             padded = detector(grown, F.pad(batch.padding_mask, (0, width, 0, height), value=True))
             for part in ("logits", "boxes"):
@@ -111,9 +121,86 @@ def probe_padding(trained: Trained, images: int = 24, factors: tuple[float, ...]
     return changes
 
 
+@torch.no_grad()
+def probe_place(trained: Trained) -> dict[str, float]:
+    """How well a linear read-out of a token tells its row and column, as parts of the image: of the finest level.
+
+    Returns:
+        R2 on images that the read-out was not fitted to, mean of row and column: of tokens ``before`` the encoder and ``after``.
+    """
+    tokens: dict[str, list[Tensor]] = {"before": [], "after": []}
+    places = []
+
+    def keep_tokens(module: nn.Module, inputs: tuple[Any, ...], memory: Tensor) -> None:
+        tokens["before"].append(inputs[0][0])
+        tokens["after"].append(memory[0])
+
+    hook = trained.detector.transformer.encoder.register_forward_hook(keep_tokens)
+    try:
+        for image in _images():
+            batch = trained.detector.preprocess([image])
+            trained.detector(batch.images, batch.padding_mask)
+            places.append(_places(level_padding_mask(batch.padding_mask, min(_strides(trained)))[0]))
+    finally:
+        hook.remove()
+    valid = [place[:, 0].isfinite() for place in places]
+    targets = [place[keep] for place, keep in zip(places, valid, strict=True)]
+    return {
+        when: _r2([found[: len(keep)][keep] for found, keep in zip(seen, valid, strict=True)], targets)
+        for when, seen in tokens.items()
+    }
+
+
+def _strides(trained: Trained) -> list[int]:
+    detector = trained.detector
+    return [detector.backbone.strides[-1]] if isinstance(detector, DETR) else detector.strides
+
+
+def _places(padding_mask: Tensor) -> Tensor:
+    """(H, W) mask -> (H * W, 2) row and column of each cell in [0, 1] of the valid part, NaN where padded."""
+    height, width = (int((~padding_mask).any(dim).sum()) for dim in (1, 0))
+    rows, columns = torch.meshgrid(*(torch.arange(side) for side in padding_mask.shape), indexing="ij")
+    places = torch.stack([(rows + 0.5) / height, (columns + 0.5) / width], dim=-1).double()
+    return places.masked_fill(padding_mask.cpu()[..., None], math.nan).flatten(0, 1)
+
+
+def _r2(tokens: list[Tensor], targets: list[Tensor]) -> float:
+    """Of a ridge regression, fitted to two thirds of the images and tested on the others."""
+    split = 2 * len(tokens) // 3
+    (x, y), (x_test, y_test) = (
+        (torch.cat(tokens[part]).cpu().double(), torch.cat(targets[part])) for part in (slice(split), slice(split, None))
+    )
+    mean, std = x.mean(0), x.std(0).clamp(min=1e-9)
+    x, x_test = ((part - mean) / std for part in (x, x_test))
+    weights = torch.linalg.solve(x.T @ x + RIDGE * torch.eye(x.shape[1], dtype=x.dtype), x.T @ (y - y.mean(0)))
+    errors = (x_test @ weights + y.mean(0) - y_test).square().sum(0) / (y_test - y_test.mean(0)).square().sum(0)
+    return (1 - errors).mean().item()
+
+
+def probe_scale(trained: Trained) -> dict[str, float]:
+    """What became of zero-initialised scales: ``mean`` of their absolute values, 0 where nothing was learned or there are none."""
+    scales = [tensor for name, tensor in trained.detector.position.named_parameters() if name.endswith("scale")]
+    return {"mean": torch.cat(scales).abs().mean().item() if scales else 0.0}
+
+
+def _images() -> Iterator[Tensor]:
+    """(3, h, w) uint8, of the sizes of the study's training images."""
+    spec = ShapesSpec(image_sides=(48, 80), object_sides=(12, 44), max_objects=3)
+    for seed in range(IMAGES):
+        yield _tensor(draw_image(spec, np.random.default_rng([seed, 78]))[0])
+
+
+def _tensor(image: np.ndarray) -> Tensor:
+    return torch.from_numpy(image).permute(2, 0, 1).contiguous()
+
+
 PROBES: dict[str, Callable[[Trained], dict[str, float]]] = {
     "translation": partial(probe_translation, canvas=80),
     "translation_twice": partial(probe_translation, canvas=160),
     "padding": probe_padding,
+    "place": probe_place,
+    "scale": probe_scale,
 }
 """By the name that plans call them."""
+VERSIONS = dict.fromkeys(PROBES, 1)
+"""Raise one with any change of what a probe measures, so that records of before are told apart."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a study -> tables with 95 % intervals over seeds, paired by seed, and figures."""
 
-import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,53 +13,58 @@ from tabulate import tabulate
 
 from cpvt_det.evaluation.curves import new_figure, save_figure
 from cpvt_det.study.plan import Group, Plan, load_plan
+from cpvt_det.study.run import FIGURES, Record, is_done, read_record
 
-Record = dict[str, Any]
 Values = dict[int, float]
 """By seed."""
-FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 
 
 def write_report(path: Path) -> list[Path]:
-    """Write ``report.md`` beside the plan and the figures beside it.
+    """Write ``report.md`` and ``figures/`` beside the plan, of the records that are of the plan as it is now.
 
     Returns:
         The files.
 
     Raises:
-        ConfigError: a plan that cannot be read.
+        BadInputError: a plan that cannot be read, or matplotlib is not installed.
     """
     plan = load_plan(path)
-    parts, files = [f"# {plan.folder.name}", f"`cpvt-det study report {path.as_posix()}`"], []
+    parts, files = [f"# {plan.folder.name}", f"`cpvt-det study report {os.path.relpath(path)}`"], []
     for group in plan.groups:
         records = read_group(plan, group)
-        if not records:
+        if not records.keys() & group.variants.keys():
             continue
         parts += [f"## {group.name}", results_table(group, records)]
         parts += [f"### AP by {sweep}\n\n{sweep_tables(plan, group, sweep, records)}" for sweep in group.sweeps]
         parts += [f"### {probe}\n\n{probe_table(probe, records)}" for probe in group.probes]
         files += draw_group(plan, group, records)
-    seconds = sum(
-        record["seconds"] for group in plan.groups for runs in read_group(plan, group).values() for record in runs.values()
-    )
-    parts.append(f"{seconds / 3600:.1f} hours of one core for training.")
+    parts.append(_account(plan))
     report = plan.folder / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return [report, *files]
 
 
 def read_group(plan: Plan, group: Group) -> dict[str, dict[int, Record]]:
-    """The records there are, by variant and seed; with those of a baseline of another group, of the group's seeds."""
-    names = {variant: f"{group.name}/{variant}" for variant in group.variants}
-    if "/" in group.baseline:
-        names = {group.baseline: group.baseline, **names}
-    found = {}
-    for variant, name in names.items():
-        paths = {seed: plan.record_path(f"{name}/{seed}") for seed in range(group.seeds)}
-        records = {seed: json.loads(path.read_text(encoding="utf-8")) for seed, path in paths.items() if path.is_file()}
+    """The records there are of a group and what stands beside it, by variant and seed."""
+    found: dict[str, dict[int, Record]] = {}
+    runs = list(plan.runs())
+    for name in (*group.beside, *group.variants):
+        of = name if "/" in name else f"{group.name}/{name}"
+        seeds = (run for run in runs if run.name.rpartition("/")[0] == of and run.seed < group.seeds)
+        records = {run.seed: record for run in seeds if (record := read_record(plan, run))}
         if records:
-            found[variant] = records
+            found[name] = records
     return found
+
+
+def _account(plan: Plan) -> str:
+    """How much there is of the plan, what it took, and on what."""
+    runs = list(plan.runs())
+    records = [record for run in runs if (record := read_record(plan, run))]
+    hours = sum(record["cpu_seconds"] + record["measured"]["cpu_seconds"] for record in records) / 3600
+    places = sorted({record["environment"] for record in records})
+    done = sum(is_done(plan, run) for run in runs)
+    return "\n\n".join([f"{done} of {len(runs)} runs; {hours:.1f} hours of one core, training and measuring.", *places])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -88,8 +93,16 @@ def results_table(group: Group, records: Mapping[str, Mapping[int, Record]]) -> 
     rows = []
     for variant, runs in records.items():
         figures = [_with_interval([run[key] for run in runs.values()], 1) for key in known]
-        step = np.median([1000 * run["seconds"] / run["iterations"] for run in runs.values()])
-        rows.append([variant, len(runs), *figures, *_difference(aps, variant, group.baseline), f"{step:.0f}"])
+        steps = [run["ms_per_step"] for run in runs.values() if run["ms_per_step"]]
+        rows.append(
+            [
+                variant,
+                len(runs),
+                *figures,
+                *_difference(aps, variant, group.baseline),
+                f"{np.median(steps):.0f}" if steps else "n/a",
+            ]
+        )
     against = [f"AP less {group.baseline}'s", "p"] if group.baseline in records else []
     return _table(rows, ["encoding", "seeds", *known, *against, "ms a step"])
 
@@ -122,7 +135,8 @@ def sweep_tables(plan: Plan, group: Group, sweep: str, records: Mapping[str, Map
 def probe_table(probe: str, records: Mapping[str, Mapping[int, Record]]) -> str:
     """A row for each variant, a column for each figure of the probe, in three digits."""
     measured = {
-        variant: [run["probes"][probe] for run in runs.values() if probe in run["probes"]] for variant, runs in records.items()
+        variant: [run["measured"]["probes"][probe] for run in runs.values() if probe in run["measured"]["probes"]]
+        for variant, runs in records.items()
     }
     measured = {variant: taken for variant, taken in measured.items() if taken}
     keys = list(next(iter(measured.values()))[0]) if measured else []
@@ -131,7 +145,7 @@ def probe_table(probe: str, records: Mapping[str, Mapping[int, Record]]) -> str:
 
 
 def draw_group(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Record]]) -> list[Path]:
-    """AP by iteration, and by each of the group's sweeps: means, with 95 % bands."""
+    """AP by iteration, and by each of the group's sweeps: means, with 95 % bands where there are seeds enough."""
     drawn = [_draw(plan, group, "iteration", _curves(records))]
     for sweep in group.sweeps:
         points = {
@@ -143,11 +157,12 @@ def draw_group(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Reco
 
 
 def _curves(records: Mapping[str, Mapping[int, Record]]) -> dict[str, dict[float, list[float]]]:
+    curves = {variant: [run["curve"] for run in runs.values()] for variant, runs in records.items()}
     return {
         variant: {
-            int(at): [run["curve"][at] for run in runs.values() if at in run["curve"]] for at in next(iter(runs.values()))["curve"]
+            int(at): [curve[at] for curve in found if at in curve] for at in dict.fromkeys(at for curve in found for at in curve)
         }
-        for variant, runs in records.items()
+        for variant, found in curves.items()
     }
 
 
@@ -155,10 +170,11 @@ def _draw(plan: Plan, group: Group, axis: str, series: Mapping[str, Mapping[floa
     figure = new_figure(8, 5)
     axes = figure.subplots()
     for place, (variant, points) in enumerate(series.items()):
-        known = {x: interval(values) for x, values in points.items() if values}
-        x, means, halves = (np.array(part) for part in (list(known), *zip(*known.values(), strict=True)))
-        axes.plot(x, means, color=f"C{place % 10}", marker=".", linestyle="--" if place > 9 else "-", label=variant)
-        axes.fill_between(x, means - halves, means + halves, color=f"C{place % 10}", alpha=0.12, linewidth=0)
+        known = [(x, *interval(values)) for x, values in points.items() if values]
+        if known:
+            x, means, halves = np.array(known).T
+            axes.plot(x, means, color=f"C{place % 10}", marker=".", linestyle="--" if place > 9 else "-", label=variant)
+            axes.fill_between(x, means - halves, means + halves, color=f"C{place % 10}", alpha=0.12, linewidth=0)
     if axis != "iteration":
         axes.set_xscale("log")
         ticks = list(next(iter(series.values())))
@@ -174,7 +190,7 @@ def _draw(plan: Plan, group: Group, axis: str, series: Mapping[str, Mapping[floa
 
 def _of_sweep(runs: Mapping[int, Record], sweep: str, name: str) -> Values:
     """AP of the seeds on a data set; none where the encoding refuses it, or it was not evaluated."""
-    values = {seed: run["sweeps"].get(sweep, {}).get(name) for seed, run in runs.items()}
+    values = {seed: run["measured"]["sweeps"].get(sweep, {}).get(name) for seed, run in runs.items()}
     return {seed: value for seed, value in values.items() if value is not None}
 
 

@@ -4,21 +4,22 @@
 import contextlib
 import io
 import json
-import logging
 import math
 import multiprocessing
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from cpvt_det import build
 from cpvt_det.build import Trained, load_trained
 from cpvt_det.data.shapes import draw_dataset
-from cpvt_det.errors import ConfigError, RunStoppedError
+from cpvt_det.errors import BadInputError, RunStoppedError, first_line
 from cpvt_det.evaluation.coco import write_json
 from cpvt_det.evaluation.curves import read_metrics
 from cpvt_det.runner.evaluate import evaluate
@@ -27,125 +28,181 @@ from cpvt_det.runner.train import run as train
 from cpvt_det.study.plan import Plan, Run, load_plan
 from cpvt_det.study.probes import PROBES
 
-logger = logging.getLogger("cpvt_det")
-KEPT = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+WEIGHTS, BACKBONE, ATTEMPT = "model_final.pth", "backbone.pth", "attempt.json"
+FAILED = "failed"
+Record = dict[str, Any]
 
 
 def run_study(path: Path, processes: int, groups: Sequence[str] = (), tell: Callable[[str], None] = print) -> None:
     """Train and measure every run of a plan that has no record yet, group after group.
 
+    A run that was cut off goes on from its last checkpoint; one whose plan has changed begins anew. Where only what is measured
+    has changed, trained weights are measured again. Runs that others start from are trained again where their weights are gone.
+
     Args:
         path: the plan.
         processes: runs at once, each with one thread.
-        groups: only these of the plan's.
-        tell: is called with a line for each run that ends.
+        groups: only these of the plan's, and what they start from.
+        tell: is called with a line for each run that ends; ``log.txt`` beside the plan has them too.
 
     Raises:
-        ConfigError: a plan that cannot be run.
-        RunStoppedError: a run failed; those beside it were finished.
+        BadInputError: a plan that cannot be run, or data that cannot be drawn.
+        RunStoppedError: runs failed; the others were finished.
     """
     plan = load_plan(path)
-    chosen = [plan.group(name) for name in groups] or plan.groups
-    draw_data(plan)
-    for group in chosen:
-        todo = [run for run in plan.runs() if run.group is group and not is_done(plan, run)]
-        # A process for each run: nothing of one is left for the next.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
-            futures = {pool.submit(execute, path, run.name): run for run in todo}
-            for number, future in enumerate(as_completed(futures), 1):
-                run = futures[future]
-                if future.exception() is not None:
-                    pool.shutdown(cancel_futures=True)
-                    raise RunStoppedError(f"{run.name}: {future.exception()}") from future.exception()
-                _tell(plan, future.result(), f"{number}/{len(todo)}", tell)
-
-
-def _tell(plan: Plan, record: dict[str, Any], place: str, tell: Callable[[str], None]) -> None:
-    """A line for a run that has ended, in ``log.txt`` beside the plan too."""
-    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {record['run']}: AP {record['AP']:.1f}, {record['seconds']:.0f} s ({place})"
-    with (plan.folder / "log.txt").open("a", encoding="utf-8") as log:
-        log.write(f"{line}\n")
-    tell(line)
-
-
-def draw_data(plan: Plan) -> None:
-    """Draw the plan's data sets where they are not there yet; each is the ``val`` split of a shapes data set of its own."""
-    for data in plan.data:
+    for data in plan.data:  # each is the ``val`` split of a shapes data set of its own
         draw_dataset(plan.data_root(data.name), 1, data.images, data.seed, data.spec)
+    failed = []
+    todo = missing_runs(plan, [plan.group(name).name for name in groups] or [group.name for group in plan.groups])
+    for group in plan.groups:
+        names = [run.name for run in todo if run.group is group]
+        for number, (name, outcome) in enumerate(_execute_all(path, names, processes), 1):
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name}: {outcome} ({number}/{len(names)})"
+            with (plan.folder / "log.txt").open("a", encoding="utf-8") as log:
+                log.write(f"{line}\n")
+            tell(line)
+            failed += [name] if outcome.startswith(FAILED) else []
+    if failed:
+        raise RunStoppedError(f"{len(failed)} runs failed: {', '.join(failed)}")
+
+
+def missing_runs(plan: Plan, groups: Sequence[str]) -> list[Run]:
+    """What is to be done, in the plan's order: runs of groups without a record, and what those start from without weights."""
+    todo = {run.name for run in plan.runs() if run.group.name in groups and not is_done(plan, run)}
+    for run in reversed(list(plan.runs())):  # origins are of earlier groups
+        if run.name in todo and not is_trained(plan, run):
+            todo |= {name for name in plan.origins(run) if not is_trained(plan, plan.run(name))}
+    return [run for run in plan.runs() if run.name in todo]
 
 
 def is_done(plan: Plan, run: Run) -> bool:
-    """Whether there is a record of a run, and of the run that the plan describes now."""
+    """Whether there is a record of a run as the plan describes it now, with all that is to be measured."""
+    record = read_record(plan, run)
+    return bool(record) and record["measured"]["fingerprint"] == plan.measured_fingerprint(run.group)
+
+
+def read_record(plan: Plan, run: Run) -> Record | None:
+    """The record of a run, where there is one and the plan still describes that run."""
     path = plan.record_path(run.name)
-    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["fingerprint"] == plan.fingerprint(run)
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return record if record and record["fingerprint"] == plan.fingerprint(run) else None
 
 
-def execute(path: Path, name: str) -> dict[str, Any]:
-    """Train and measure one run in this process; a run that was cut off goes on from its last checkpoint.
+def is_trained(plan: Plan, run: Run) -> bool:
+    """Whether the weights of a run that has a record are there to start from."""
+    return read_record(plan, run) is not None and (plan.output_of(run.name) / WEIGHTS).is_file()
+
+
+def _execute_all(path: Path, names: Sequence[str], processes: int) -> Iterator[tuple[str, str]]:
+    """Names of runs and what became of each, as they end; a process for each, so that nothing of one is left for the next."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1)
+    try:
+        futures = {pool.submit(_told, path, name): name for name in names}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _told(path: Path, name: str) -> str:
+    """:func:`execute`, in a word; errors too, as not all of them can travel between processes."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # of several runs at once; log.txt of the run has it
+            record = execute(load_plan(path), name)
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{FAILED}: {type(error).__name__}: {first_line(error)}"
+    return f"AP {record['AP']:.1f}, {record['cpu_seconds']:.0f} s"
+
+
+def execute(plan: Plan, name: str) -> Record:
+    """Train and measure one run in this process, as far as that is still to be done.
 
     Returns:
         The record, which is written beside the plan.
+
+    Raises:
+        BadInputError, RunStoppedError: as :func:`cpvt_det.runner.train.run`.
     """
     torch.set_num_threads(1)
-    with contextlib.redirect_stderr(io.StringIO()):  # of several runs at once; log.txt has it
-        return _execute(load_plan(path), name)
-
-
-def _execute(plan: Plan, name: str) -> dict[str, Any]:
     run = plan.run(name)
-    for needed in plan.origins(run):
-        if not is_done(plan, plan.run(needed)):
-            raise ConfigError(f"it starts from {needed}, which has no record yet")
-    cfg, start = plan.config_of(run), time.process_time()
-    output = Path(cfg.OUTPUT_DIR)
-    marker = output / "fingerprint"
-    resume = marker.is_file() and marker.read_text(encoding="utf-8") == plan.fingerprint(run)
-    output.mkdir(parents=True, exist_ok=True)
-    marker.write_text(plan.fingerprint(run), encoding="utf-8")
-    results = train(cfg, resume=resume)["bbox"]
-    trained_in = time.process_time() - start
-    stop_log()
-    metrics = read_metrics(output / "metrics.json")
-    trained = load_trained(output / "model_final.pth")
-    save_backbone(trained, output / "backbone.pth")
-    record = {
-        "run": name,
-        "fingerprint": plan.fingerprint(run),
-        "environment": describe_environment(),
-        **{key: _or_none(results[key]) for key in KEPT},
-        "iterations": max(metrics) + 1,
-        "seconds": round(trained_in, 1),  # of this process's CPU, evaluations included
-        "curve": {iteration + 1: _or_none(line["bbox/AP"]) for iteration, line in metrics.items() if "bbox/AP" in line},
-        "loss": {iteration + 1: round(line["total_loss"], 4) for iteration, line in list(metrics.items())[-1:]},
-        "sweeps": {sweep: evaluate_sweep(plan, run, trained, sweep) for sweep in run.group.sweeps},
-        "probes": {probe: PROBES[probe](trained) for probe in run.group.probes},
-    }
+    record = read_record(plan, run) if is_trained(plan, run) else None
+    if record is None:
+        record = _train(plan, run)
+    record["measured"] = _measure(plan, run)
     plan.record_path(name).parent.mkdir(parents=True, exist_ok=True)
     write_json(record, plan.record_path(name), indent=1)
     return record
 
 
+def _train(plan: Plan, run: Run) -> Record:
+    """Train, from the last checkpoint of an attempt at this very run or anew."""
+    cfg, fingerprint = plan.config_of(run), plan.fingerprint(run)
+    output = Path(cfg.OUTPUT_DIR)
+    attempt = output / ATTEMPT
+    earlier = json.loads(attempt.read_text(encoding="utf-8")) if attempt.is_file() else {}
+    if earlier.get("fingerprint") != fingerprint:
+        shutil.rmtree(output, ignore_errors=True)
+        earlier = {"fingerprint": fingerprint, "cpu_seconds": 0.0}
+        output.mkdir(parents=True)
+    write_json(earlier, attempt)
+    before = time.process_time()
+    try:
+        results = train(cfg, resume=(output / "last_checkpoint").is_file())["bbox"]
+    finally:
+        stop_log()
+        earlier["cpu_seconds"] += time.process_time() - before
+        write_json(earlier, attempt)
+    metrics = read_metrics(output / "metrics.json")
+    body = load_trained(output / WEIGHTS).detector.backbone.body
+    torch.save(body.state_dict(), output / BACKBONE)  # as MODEL.BACKBONE.WEIGHTS takes it
+    return {
+        "run": run.name,
+        "fingerprint": fingerprint,
+        "environment": describe_environment(),
+        **{key: _or_none(results[key]) for key in FIGURES},
+        "iterations": max(metrics) + 1,
+        "ms_per_step": round(1000 * float(np.median([line["time"] for line in metrics.values() if "time" in line])), 2),
+        "cpu_seconds": round(earlier["cpu_seconds"], 1),  # of all attempts, with evaluations
+        "curve": {iteration + 1: _or_none(line["bbox/AP"]) for iteration, line in metrics.items() if "bbox/AP" in line},
+    }
+
+
+def _measure(plan: Plan, run: Run) -> Record:
+    before, trained = time.process_time(), load_trained(plan.output_of(run.name) / WEIGHTS)
+    sweeps = {sweep: evaluate_sweep(plan, run, trained, sweep) for sweep in run.group.sweeps}
+    probes = {probe: PROBES[probe](trained) for probe in run.group.probes}
+    seconds = round(time.process_time() - before, 1)
+    return {
+        "fingerprint": plan.measured_fingerprint(run.group),
+        "cpu_seconds": seconds,
+        "sweeps": sweeps,
+        "probes": probes,
+    }
+
+
 def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[str, float | None]:
-    """AP on every data set of a sweep; ``None`` where the encoding refuses images of that size."""
+    """AP on every data set of a sweep; ``None`` where the encoding refuses images of that size.
+
+    Raises:
+        BadInputError: data that cannot be read.
+    """
     found = {}
     for name in plan.sweeps[sweep]:
         cfg = plan.config_of(run)
         cfg.DATASETS.TEST = [name]
+        tests = build.load_tests(cfg)
         try:
-            results = evaluate(cfg, trained.detector, build.load_tests(cfg), plan.output_of(run.name) / "sweeps" / name)
+            found[name] = evaluate(cfg, trained.detector, tests, plan.output_of(run.name) / "sweeps" / name)["bbox"]["AP"]
+        except BadInputError:
+            raise
         except ValueError:
-            found[name] = None
-        else:
-            found[name] = _or_none(results["bbox"]["AP"])
-    return found
+            found[name] = math.nan
+    stop_log()
+    return {name: _or_none(value) for name, value in found.items()}
 
 
 def _or_none(value: float) -> float | None:
     """JSON has no NaN, which is the AP of objects that there are none of."""
     return value if math.isfinite(value) else None
-
-
-def save_backbone(trained: Trained, path: Path) -> None:
-    """The backbone as ``MODEL.BACKBONE.WEIGHTS`` takes it: torchvision's names."""
-    torch.save(trained.detector.backbone.body.state_dict(), path)
