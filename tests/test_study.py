@@ -20,7 +20,7 @@ from cpvt_det.structures import Detections, padding_mask_of
 from cpvt_det.study import probes
 from cpvt_det.study import run as study
 from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import interval, paired, read_group, write_report
+from cpvt_det.study.report import holm, interval, paired, read_group, write_report
 from cpvt_det.study.run import is_done, missing_runs, run_study
 
 ROOT = Path(__file__).parent.parent
@@ -320,6 +320,12 @@ def test_paired_differences_by_hand():
     assert math.isnan(paired({0: 1.0, 1: 2.0}, {0: 0.0, 1: 1.0})[2])  # equal differences: no test
 
 
+def test_holm_by_hand():
+    """0.01 of three is 0.03, 0.02 of two 0.04, and 0.035 of one is no less than what comes before it."""
+    assert holm([0.035, math.nan, 0.01, 0.02]) == pytest.approx([0.04, math.nan, 0.03, 0.04], nan_ok=True)
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+
+
 def test_report_tells_means_intervals_and_differences(done):
     path, _ = done
     for place, name in enumerate(NAMES):  # the tiny runs all have an AP of 0
@@ -330,9 +336,9 @@ def test_report_tells_means_intervals_and_differences(done):
     text = files[0].read_text()
     mean, half = interval([14.0, 26.0])
     row = next(line for line in text.split("## main")[1].splitlines() if line.startswith("| peg"))
-    assert f" {mean:.1f} ± {half:.1f} |" in row
+    assert f" {mean:.1f} ± {half:.1f} |" in " ".join(row.split())
     mean, half, p = paired({0: 14.0, 1: 26.0}, {0: 11.0, 1: 19.0})
-    assert f" {mean:+.1f} ± {half:.1f} | {p:.3f} |" in row
+    assert f" {mean:+.1f} ± {half:.1f} | {p:.3f} | {p:.3f} |" in " ".join(row.split())
     assert "AP less learned's" in text
     assert "| main/learned |" in text.split("## tuned")[1]
     names = ["first_iteration.png", "main_iteration.png", "main_shape.png", "tuned_iteration.png"]

@@ -86,35 +86,40 @@ def paired(values: Values, others: Values) -> tuple[float, float, float]:
     return mean, half, p
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's correction for as many comparisons; NaN stays, and is not counted."""
+    order = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    corrected, least = list(p_values), 0.0
+    for rank, (p, place) in enumerate(order):
+        least = max(least, min(1.0, (len(order) - rank) * p))
+        corrected[place] = least
+    return corrected
+
+
 def results_table(group: Group, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant: the figures of COCO that there are, the difference of AP to the baseline, CPU time a step."""
+    """A row for each variant: the figures of COCO that there are, the difference of AP to the baseline, time a step."""
     known = [key for key in FIGURES if any(run[key] is not None for runs in records.values() for run in runs.values())]
-    aps = {variant: {seed: run["AP"] for seed, run in runs.items()} for variant, runs in records.items()}
-    rows = []
+    rows = {}
     for variant, runs in records.items():
-        figures = [_with_interval([run[key] for run in runs.values()], 1) for key in known]
         steps = [run["ms_per_step"] for run in runs.values() if run["ms_per_step"]]
-        rows.append(
-            [
-                variant,
-                len(runs),
-                *figures,
-                *_difference(aps, variant, group.baseline),
-                f"{np.median(steps):.0f}" if steps else "n/a",
-            ]
-        )
-    against = [f"AP less {group.baseline}'s", "p"] if group.baseline in records else []
-    return _table(rows, ["encoding", "seeds", *known, *against, "ms a step"])
+        step = f"{np.median(steps):.0f}" if steps else "n/a"
+        rows[variant] = [variant, len(runs), step, *(_with_interval([run[key] for run in runs.values()], 1) for key in known)]
+    against = _against(records, group.baseline)
+    head = ["encoding", "seeds", "ms a step", *known, *([f"AP less {group.baseline}'s", "p", "p, Holm"] if against else [])]
+    return _table([[*row, *against.get(variant, [""] * (len(head) - len(row)))] for variant, row in rows.items()], head)
 
 
-def _difference(values: Mapping[str, Values], variant: str, baseline: str) -> list[str]:
-    """Of the means, and its p; nothing without a baseline, empty for the baseline itself."""
-    if baseline not in values:
-        return []
-    if variant == baseline:
-        return ["", ""]
-    mean, half, p = paired(values[variant], values[baseline])
-    return [_text(mean, half, 1, "+"), "n/a" if math.isnan(p) else f"{p:.3f}"]
+def _against(records: Mapping[str, Mapping[int, Record]], baseline: str) -> dict[str, list[str]]:
+    """Of each variant but the baseline, the difference of AP, its p, and that corrected for all of them."""
+    aps = {variant: {seed: run["AP"] for seed, run in runs.items()} for variant, runs in records.items()}
+    if baseline not in aps:
+        return {}
+    found = {variant: paired(values, aps[baseline]) for variant, values in aps.items() if variant != baseline}
+    corrected = holm([p for *_, p in found.values()])
+    return {
+        variant: [_text(mean, half, 1, "+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in (p, p_holm))]
+        for (variant, (mean, half, p)), p_holm in zip(found.items(), corrected, strict=True)
+    }
 
 
 def sweep_tables(plan: Plan, group: Group, sweep: str, records: Mapping[str, Mapping[int, Record]]) -> str:
