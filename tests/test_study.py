@@ -54,7 +54,7 @@ def told(folder):
                 "backbone": "first/none/0",
                 "keys": {"MODEL.BACKBONE.FREEZE_AT": 3, "MODEL.BACKBONE.NORM": "FrozenBN"},
                 "seeds": 2,
-                "baseline": "learned",
+                "baselines": ["learned"],
                 "sweeps": ["shape"],
                 "probes": ["padding", "place", "scale"],
                 "variants": {"learned": learned, "peg": {"MODEL.POSITION.NAME": "peg"}},
@@ -65,7 +65,7 @@ def told(folder):
                 "keys": {**keys, "MODEL.BACKBONE.NORM": "FrozenBN"},
                 "seeds": 2,
                 "beside": ["main/learned"],
-                "baseline": "main/learned",
+                "baselines": ["main/learned"],
                 "variants": {"same": learned},
             },
         },
@@ -277,7 +277,7 @@ def group_of(**changes):
         (group_of(config="no.yaml"), "no config file"),
         (group_of(sweeps=["x"]), "sweep of group a 'x'"),
         (group_of(probes=["x"]), "probe of group a 'x'"),
-        (group_of(baseline="w"), "baseline of group a 'w'"),
+        (group_of(baselines=["w"]), "baseline of group a 'w'"),
         (group_of(beside=["b/v"]), "variant beside group a, of an earlier one 'b/v'"),
         (group_of(backbone="b/v/0"), "run that a/v/0 starts from, of an earlier group 'b/v/0'"),
         (group_of(weights="a/v"), "run that a/v/0 starts from, of an earlier group 'a/v/0'"),
@@ -335,10 +335,10 @@ def test_report_tells_means_intervals_and_differences(done):
     files = write_report(path)
     text = files[0].read_text()
     mean, half = interval([14.0, 26.0])
-    row = next(line for line in text.split("## main")[1].splitlines() if line.startswith("| peg"))
+    row, against, *_ = (line for line in text.split("## main")[1].splitlines() if line.startswith("| peg"))
     assert f" {mean:.1f} ± {half:.1f} |" in " ".join(row.split())
     mean, half, p = paired({0: 14.0, 1: 26.0}, {0: 11.0, 1: 19.0})
-    assert f" {mean:+.1f} ± {half:.1f} | {p:.3f} | {p:.3f} |" in " ".join(row.split())
+    assert f" {mean:+.1f} ± {half:.1f} | {p:.3f} | {p:.3f} |" in " ".join(against.split())
     assert "AP less learned's" in text
     assert "| main/learned |" in text.split("## tuned")[1]
     names = ["first_iteration.png", "main_iteration.png", "main_shape.png", "tuned_iteration.png"]
@@ -438,3 +438,11 @@ def test_committed_records_are_of_the_committed_plan(path):
     assert recorded
     for run in recorded:
         assert is_done(plan, run), run.name
+
+
+def test_tables_of_the_study_s_page_are_those_of_its_report():
+    report = (ROOT / "studies/position_encodings/report.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs/position_encodings.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in page if line.startswith("|")]
+    assert len(rows) > 50
+    assert [row for row in rows if row not in report] == []

@@ -51,7 +51,7 @@ class Group:
         variants: name -> the keys of the config that make it.
         keys: further keys, of all variants.
         beside: variants of earlier groups, as ``group/variant``, that tables show with these.
-        baseline: the variant that the others are compared with, of this group or of ``beside``.
+        baselines: variants that the others are compared with, of this group or of ``beside``; in sweeps the first.
         sweeps: which of the plan's sweeps every trained detector is evaluated on.
         probes: which of ``PROBES`` are taken of it.
         weights: ``group/variant`` whose weights of the same seed the runs start from.
@@ -64,7 +64,7 @@ class Group:
     variants: Mapping[str, Mapping[str, Any]]
     keys: Mapping[str, Any] = field(default_factory=dict)
     beside: Sequence[str] = ()
-    baseline: str = ""
+    baselines: Sequence[str] = ()
     sweeps: Sequence[str] = ()
     probes: Sequence[str] = ()
     weights: str = ""
@@ -231,8 +231,7 @@ def _check_group(plan: Plan, group: Group, earlier: Sequence[Group]) -> None:
     _require_known(f"probe of group {group.name}", group.probes, VERSIONS)
     variants = [f"{other.name}/{variant}" for other in earlier for variant in other.variants]
     _require_known(f"variant beside group {group.name}, of an earlier one", group.beside, variants)
-    if group.baseline:
-        _require_known(f"baseline of group {group.name}", [group.baseline], [*group.variants, *group.beside])
+    _require_known(f"baseline of group {group.name}", group.baselines, [*group.variants, *group.beside])
     before = [f"{other.name}/{variant}/{seed}" for other in earlier for variant in other.variants for seed in range(other.seeds)]
     for run in group.runs():
         _require_known(f"run that {run.name} starts from, of an earlier group", plan.origins(run), before)

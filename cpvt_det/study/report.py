@@ -34,7 +34,8 @@ def write_report(path: Path) -> list[Path]:
         records = read_group(plan, group)
         if not records.keys() & group.variants.keys():
             continue
-        parts += [f"## {group.name}", results_table(group, records)]
+        parts += [f"## {group.name}", results_table(records)]
+        parts += [f"paired by seed:\n\n{differences_table(group, records)}"] if records.keys() & set(group.baselines) else []
         parts += [f"### AP by {sweep}\n\n{sweep_tables(plan, group, sweep, records)}" for sweep in group.sweeps]
         parts += [f"### {probe}\n\n{probe_table(probe, records)}" for probe in group.probes]
         files += draw_group(plan, group, records)
@@ -96,30 +97,31 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def results_table(group: Group, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant: the figures of COCO that there are, the difference of AP to the baseline, time a step."""
+def results_table(records: Mapping[str, Mapping[int, Record]]) -> str:
+    """A row for each variant: time a step, and the figures of COCO that there are."""
     known = [key for key in FIGURES if any(run[key] is not None for runs in records.values() for run in runs.values())]
-    rows = {}
+    rows = []
     for variant, runs in records.items():
         steps = [run["ms_per_step"] for run in runs.values() if run["ms_per_step"]]
         step = f"{np.median(steps):.0f}" if steps else "n/a"
-        rows[variant] = [variant, len(runs), step, *(_with_interval([run[key] for run in runs.values()], 1) for key in known)]
-    against = _against(records, group.baseline)
-    head = ["encoding", "seeds", "ms a step", *known, *([f"AP less {group.baseline}'s", "p", "p, Holm"] if against else [])]
-    return _table([[*row, *against.get(variant, [""] * (len(head) - len(row)))] for variant, row in rows.items()], head)
+        rows.append([variant, len(runs), step, *(_with_interval([run[key] for run in runs.values()], 1) for key in known)])
+    return _table(rows, ["encoding", "seeds", "ms a step", *known])
 
 
-def _against(records: Mapping[str, Mapping[int, Record]], baseline: str) -> dict[str, list[str]]:
-    """Of each variant but the baseline, the difference of AP, its p, and that corrected for all of them."""
+def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]]) -> str:
+    """A row for each variant, three columns for each baseline: the difference of AP, its p, and that by Holm for all variants."""
     aps = {variant: {seed: run["AP"] for seed, run in runs.items()} for variant, runs in records.items()}
-    if baseline not in aps:
-        return {}
-    found = {variant: paired(values, aps[baseline]) for variant, values in aps.items() if variant != baseline}
-    corrected = holm([p for *_, p in found.values()])
-    return {
-        variant: [_text(mean, half, 1, "+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in (p, p_holm))]
-        for (variant, (mean, half, p)), p_holm in zip(found.items(), corrected, strict=True)
-    }
+    rows, head = {variant: [variant] for variant in aps}, ["encoding"]
+    for baseline in (name for name in group.baselines if name in aps):
+        found = {variant: paired(values, aps[baseline]) for variant, values in aps.items() if variant != baseline}
+        corrected = dict(zip(found, holm([p for *_, p in found.values()]), strict=True))
+        head += [f"AP less {baseline}'s", "p", "p, Holm"]
+        for variant, row in rows.items():
+            mean, half, p = found.get(variant, (math.nan,) * 3)
+            values = (p, corrected.get(variant, math.nan))
+            row += [_text(mean, half, 1, "+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in values)]
+            row[-3:] = row[-3:] if variant != baseline else [""] * 3
+    return _table(list(rows.values()), head)
 
 
 def sweep_tables(plan: Plan, group: Group, sweep: str, records: Mapping[str, Mapping[int, Record]]) -> str:
@@ -128,13 +130,12 @@ def sweep_tables(plan: Plan, group: Group, sweep: str, records: Mapping[str, Map
     head = ["encoding", *(f"{value:g}" for value in sets.values())]
     aps = {variant: {name: _of_sweep(runs, sweep, name) for name in sets} for variant, runs in records.items()}
     rows = [[variant, *(_with_interval(list(values.values()), 1) for values in found.values())] for variant, found in aps.items()]
-    if group.baseline not in aps:
+    baseline = next((name for name in group.baselines if name in aps), None)
+    if baseline is None:
         return _table(rows, head)
-    others = [variant for variant in aps if variant != group.baseline]
-    differences = [
-        [variant, *(_text(*paired(aps[variant][n], aps[group.baseline][n])[:2], 1, "+") for n in sets)] for variant in others
-    ]
-    return f"{_table(rows, head)}\n\nless {group.baseline}'s, paired by seed:\n\n{_table(differences, head)}"
+    others = [variant for variant in aps if variant != baseline]
+    differences = [[variant, *(_text(*paired(aps[variant][n], aps[baseline][n])[:2], 1, "+") for n in sets)] for variant in others]
+    return f"{_table(rows, head)}\n\nless {baseline}'s, paired by seed:\n\n{_table(differences, head)}"
 
 
 def probe_table(probe: str, records: Mapping[str, Mapping[int, Record]]) -> str:
