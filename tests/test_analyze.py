@@ -95,6 +95,11 @@ def test_activations_are_what_products_put_out():
     assert costs_of(**DEFORMABLE).activations["encoder"] == 75 * (16 + 32 + 16 + 16 + 16 + 32 + 16)
 
 
+PEG = 9 * 16 + 2 * 16  # kernels, and the norm's weight and bias
+SEPARABLE = 16 * 16 + PEG
+PEGS = {"peg_separable": SEPARABLE, "peg_stacked": 4 * SEPARABLE, "peg_twelve_1x1": 12 * (16 + 2 * 16)}
+
+
 @pytest.mark.parametrize("kind", DETECTORS)
 @pytest.mark.parametrize("encoding", [name for name, _ in POSITION_REGISTRY])
 def test_parameters_are_all_of_them(kind, encoding):
@@ -102,7 +107,8 @@ def test_parameters_are_all_of_them(kind, encoding):
     parameters = count_costs(detector, batch.images, batch.padding_mask).parameters
     assert sum(parameters.values()) == sum(parameter.numel() for parameter in detector.parameters())
     assert parameters["rest"] == 0
-    assert parameters["PEG"] == ((9 * 16 + 2 * 16) * (2 if kind == "deformable" else 1) if "peg" in encoding else 0)
+    of_a_level = PEGS.get(encoding, PEG) if "peg" in encoding else 0
+    assert parameters["PEG"] == of_a_level * (2 if kind == "deformable" else 1)
     assert parameters["position"] == (2 * 50 * 8 if encoding == "learned" else 0)
     assert parameters["backbone"] == sum(parameter.numel() for parameter in detector.backbone.parameters())
 

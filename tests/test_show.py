@@ -13,12 +13,13 @@ from cpvt_det.cli import main
 from cpvt_det.cli import show as command
 from cpvt_det.data.coco import load_coco
 from cpvt_det.errors import BadInputError
+from cpvt_det.layers import POSITION_REGISTRY
 from cpvt_det.show import attention as drawing
 from cpvt_det.show import data as feeding
 from cpvt_det.show.figures import new_grid
 from cpvt_det.show.observation import Observation, tokens_at
 from cpvt_det.show.places import PlacedAttention, attention_by_place
-from cpvt_det.show.position import added_by
+from cpvt_det.show.position import NamedDetector, _place, added_by, draw_kernels
 from cpvt_det.show.recording import Samples, attention_weights, record_inputs
 from cpvt_det.structures import level_padding_mask
 
@@ -251,3 +252,17 @@ def test_training_images_are_drawn_with_the_boxes_that_are_learned(drawn_coco, t
 def test_the_smallest_numbers_of_a_point_are_read():
     assert command._point("0,12.5") == (0, 12.5)
     assert command._point("-3,4") == (-3, 4)
+
+
+@pytest.mark.parametrize("encoding", [name for name, _ in POSITION_REGISTRY])
+def test_kernels_are_drawn_of_every_encoding_that_has_them(encoding, tmp_path):
+    model = NamedDetector(encoding, detector_of(MODEL__POSITION__NAME=encoding))
+    drawn = draw_kernels([model], tmp_path / "kernels.png")
+    assert (drawn is not None) == ("peg" in encoding) == (tmp_path / "kernels.png").exists()
+
+
+def test_places_of_pegs_in_words():
+    assert _place("pegs.before.0") == "before the first layer, level 0"
+    assert _place("pegs.2.1") == "after layer 2, level 1"
+    assert _place("pegs.0.1.3") == "after layer 0, level 1, number 3"
+    assert _place("pegs.1") == "to queries and keys, level 1"

@@ -8,7 +8,7 @@ from torch import nn
 
 from cpvt_det.build import build_detector
 from cpvt_det.layers.deformable_attention import ms_deform_attn
-from cpvt_det.layers.position import POSITION_REGISTRY
+from cpvt_det.layers.position import POSITION_REGISTRY, PEGEncoding
 from cpvt_det.show.observation import attention_layers
 from cpvt_det.show.recording import attention_weights, record_added, record_inputs, sampling_points
 
@@ -126,7 +126,9 @@ def test_what_is_added_is_what_the_encoding_gives(kind, encoding):
         run(detector, batch)
         handle.remove()
     wheres = [part.where for part in added]
-    assert wheres == ["to queries and keys"] * (encoding not in ("none", "peg")) + ["after layer 0"] * encoding.endswith("peg")
+    acts = isinstance(detector.position, PEGEncoding)
+    is_added = detector.position.additive is not None if acts else encoding != "none"
+    assert wheres == ["to queries and keys"] * is_added + ["after layer 0"] * acts
     assert [part.seen_by for part in added] == [0 if part.layer is None else 1 for part in added]
     tokens, injected = inputs["next"][0], outputs[0]
     for part in added:

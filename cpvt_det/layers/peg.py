@@ -115,6 +115,11 @@ class PEGDetection(nn.Module):
         return self.conv(tokens.unflatten(1, shape).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
 
     @property
+    def depthwise(self) -> nn.Conv2d:
+        """The convolution that looks at neighbours."""
+        return self.conv
+
+    @property
     def last_conv(self) -> nn.Conv2d:
         """What the norm can be folded into."""
         return self.conv

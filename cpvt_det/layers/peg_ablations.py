@@ -35,8 +35,12 @@ class SeparablePEG(PEGDetection):
         self.conv = nn.Sequential(self.conv, nn.Conv2d(channels, channels, 1, bias=False))
 
     @property
+    def depthwise(self) -> nn.Conv2d:
+        return self.conv[0]
+
+    @property
     def last_conv(self) -> nn.Conv2d:
-        return self.conv[-1]
+        return self.conv[1]
 
 
 class FrozenPEG(PEGDetection):

@@ -109,7 +109,7 @@ def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
     title = "Kernels of PEG before its norm, one a channel in rows; right: their mean"
     figure, panels = new_grid(len(pegs), 2, (4.2, 4.0), title)
     for (name, peg), (mosaic, mean) in zip(pegs, panels, strict=True):
-        kernels = peg.conv.weight.detach()[:, 0].float().cpu()
+        kernels = peg.depthwise.weight.detach()[:, 0].float().cpu()
         bound = kernels.abs().max().item() or 1.0
         drawn = mosaic.imshow(_mosaic(kernels), cmap=DIVERGING, vmin=-bound, vmax=bound, interpolation="nearest")
         figure.colorbar(drawn, ax=mosaic, fraction=0.04)
@@ -126,9 +126,11 @@ def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
 
 
 def _place(name: str) -> str:
-    """``pegs.0.1`` in words."""
-    _, layer, level = name.split(".")
-    return f"{'before the first layer' if layer == 'before' else f'after layer {layer}'}, level {level}"
+    """``pegs.0.1`` in words; a number more counts a stack, one less is of an encoding that queries and keys get."""
+    _, *layer, level = name.split(".")[:3]
+    stacked = "".join(f", number {place}" for place in name.split(".")[3:])
+    where = {"": "to queries and keys", "before": "before the first layer"}.get("".join(layer), f"after layer {''.join(layer)}")
+    return f"{where}, level {level}{stacked}"
 
 
 def _mosaic(kernels: Tensor) -> np.ndarray:
