@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -194,7 +195,8 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
         cfg.DATASETS.TEST = [name]
         tests = build.load_tests(cfg)
         try:
-            found[name] = evaluate(cfg, trained.detector, tests, plan.output_of(run.name) / "sweeps" / name)["bbox"]["AP"]
+            with tempfile.TemporaryDirectory() as folder:  # of the detections, some MB
+                found[name] = evaluate(cfg, trained.detector, tests, Path(folder))["bbox"]["AP"]
         except BadInputError:
             raise
         except ValueError:
