@@ -53,6 +53,7 @@ class DETR(Detector):
         frozen: Sequence[str] = (),
     ):
         super().__init__(backbone, num_queries, pixel_mean, pixel_std)
+        self.strides = [backbone.strides[-1]]
         self.input_proj = Conv2d(backbone.channels[-1], channels, kernel_size=1)
         self.position = position
         self.decoder_same = decoder_position == "same"
@@ -65,7 +66,7 @@ class DETR(Detector):
 
     def _detect(self, maps: list[Tensor], padding_mask: Tensor) -> Predictions:
         features = self.input_proj(maps[-1])
-        mask = level_padding_mask(padding_mask, self.backbone.strides[-1])
+        mask = level_padding_mask(padding_mask, self.strides[0])
         # Padded tokens are never seen again; zero keeps a non-finite one out of 0 * value in the attention.
         if may_be_padded(mask):
             features = features.masked_fill(mask[:, None], 0)

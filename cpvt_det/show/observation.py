@@ -67,7 +67,7 @@ class Observation:
     @property
     def strides(self) -> list[int]:
         """Pixels of the resized image a token, over levels."""
-        return [self.detector.backbone.strides[-1]] if self.is_dense else self.detector.strides
+        return self.detector.strides
 
     @property
     def scale(self) -> Point:

@@ -15,7 +15,6 @@ from torchvision.ops import box_iou
 
 from cpvt_det.build import Trained, build_postprocessor
 from cpvt_det.data.shapes_scene import Scene, Shape, ShapesSpec, draw_image, paint_scene, plan_scene
-from cpvt_det.models import DETR
 from cpvt_det.runner.evaluate import detect
 from cpvt_det.structures import Detections, level_padding_mask
 
@@ -140,7 +139,7 @@ def probe_place(trained: Trained) -> dict[str, float]:
         for image in _images():
             batch = trained.detector.preprocess([image])
             trained.detector(batch.images, batch.padding_mask)
-            places.append(_places(level_padding_mask(batch.padding_mask, min(_strides(trained)))[0]))
+            places.append(_places(level_padding_mask(batch.padding_mask, trained.detector.strides[0])[0]))
     finally:
         hook.remove()
     valid = [place[:, 0].isfinite() for place in places]
@@ -149,11 +148,6 @@ def probe_place(trained: Trained) -> dict[str, float]:
         when: _r2([found[: len(keep)][keep] for found, keep in zip(seen, valid, strict=True)], targets)
         for when, seen in tokens.items()
     }
-
-
-def _strides(trained: Trained) -> list[int]:
-    detector = trained.detector
-    return [detector.backbone.strides[-1]] if isinstance(detector, DETR) else detector.strides
 
 
 def _places(padding_mask: Tensor) -> Tensor:

@@ -116,11 +116,10 @@ def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]])
         found = {variant: paired(values, aps[baseline]) for variant, values in aps.items() if variant != baseline}
         corrected = dict(zip(found, holm([p for *_, p in found.values()]), strict=True))
         head += [f"AP less {baseline}'s", "p", "p, Holm"]
-        for variant, row in rows.items():
-            mean, half, p = found.get(variant, (math.nan,) * 3)
-            values = (p, corrected.get(variant, math.nan))
-            row += [_text(mean, half, 1, "+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in values)]
-            row[-3:] = row[-3:] if variant != baseline else [""] * 3
+        rows[baseline] += [""] * 3
+        for variant, (mean, half, p) in found.items():
+            values = (p, corrected[variant])
+            rows[variant] += [_text(mean, half, 1, "+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in values)]
     return _table(list(rows.values()), head)
 
 

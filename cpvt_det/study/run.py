@@ -201,7 +201,6 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
             raise
         except ValueError:
             found[name] = math.nan
-    stop_log()
     return {name: _or_none(value) for name, value in found.items()}
 
 
