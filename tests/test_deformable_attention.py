@@ -237,6 +237,7 @@ def test_a_forked_child_has_threads_of_its_own():
 
 def _fork_and_compare():
     torch.set_num_threads(2)
+    kernels.SMALL_WORK = 1
     shapes, *sizes = CASES["wide and tall"]
     inputs = make_inputs(shapes, *sizes, dtype=torch.float32)
     expected = run(shapes, inputs, "numba")

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How numba's kernels are compiled and run here.
 
-Kernels release the interpreter lock and run on a small pool of Python threads: numba's own threading layers do not survive a
-fork, or may not be called from two threads at once.
+Kernels release the interpreter lock and run in torch's own threads, or where these cannot be had in a pool of Python threads:
+numba's threading layers do not survive a fork, or may not be called from two threads at once.
 """
 
+import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -18,6 +20,7 @@ import torch
 from cpvt_det.errors import first_line
 
 logger = logging.getLogger("cpvt_det")
+_PROCESS = os.getpid()
 SMALL_WORK = 1 << 18  # multiplications, below which handing work to a thread costs more than it saves
 
 
@@ -52,17 +55,68 @@ def cut(length: int, work: int) -> list[tuple[int, int]]:
 
 
 def run(kernel: Callable, arrays: tuple, pieces: list[tuple[int, int]]) -> list:
-    """Call the kernel on every piece, the first of them on this thread."""
+    """Call the kernel on every piece, each in a thread.
+
+    Returns:
+        What each call returned.
+    """
     if len(pieces) == 1:
         return [kernel(*arrays, *pieces[0])]
-    others = [_pool().submit(kernel, *arrays, *piece) for piece in pieces[1:]]
-    return [kernel(*arrays, *pieces[0]), *(other.result() for other in others)]
+    return _map_in_threads(os.getpid())(lambda piece: kernel(*arrays, *piece), pieces)
+
+
+class TorchThreads:
+    """The threads of the OpenMP library that torch itself computes in, by the calls that GCC compiles ``omp parallel`` into.
+
+    After each parallel part of torch's they spin on their cores for milliseconds, waiting for the next: threads beside them would
+    get half a core.
+
+    Args:
+        library: path of one that is linked with that OpenMP library.
+
+    Raises:
+        OSError, AttributeError: there is no such library, or it lacks those calls.
+    """
+
+    _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+    def __init__(self, library: str):
+        self._parallel = ctypes.CDLL(library).GOMP_parallel
+        self._parallel.argtypes, self._parallel.restype = (self._WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+
+    def map(self, function: Callable, items: list) -> list:
+        """``[function(item) for item in items]``; each thread takes the next item that nobody has, until there is none.
+
+        Raises:
+            Exception: of ``function``, after all threads ended.
+        """
+        waiting = iter(range(len(items)))  # a step of it is one step of the interpreter's, too
+        results, errors = [None] * len(items), []
+
+        def work(_: int | None) -> None:
+            try:
+                for index in waiting:
+                    results[index] = function(items[index])
+            except BaseException as error:  # nobody above would hear of it
+                errors.append(error)
+
+        self._parallel(self._WORK(work), None, 0, 0)  # 0: the whole team, as it would have to be gathered again for the next part
+        work(None)  # whatever is left where a signal kept a thread from its work
+        if errors:
+            raise errors[0]
+        return results
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="cpvt_det")
+def _map_in_threads(process: int) -> Callable[[Callable, list], list]:
+    """A parallel ``map`` of this process. Threads do not live on in a forked child, where OpenMP would wait for its own forever."""
+    if process == _PROCESS:
+        with contextlib.suppress(OSError, AttributeError):  # torch has other threads here
+            return TorchThreads(torch._C.__file__).map
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="cpvt_det")
 
+    def map_in_pool(function: Callable, items: list) -> list:
+        others = [pool.submit(function, item) for item in items[1:]]
+        return [function(items[0]), *(other.result() for other in others)]
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not live on in a child
+    return map_in_pool
