@@ -213,16 +213,22 @@ def test_losses_in_float32_are_those_in_float64(classification):
 
 
 def test_softmax_loss_is_torch_s_weighted_cross_entropy():
+    """With its gradient, for which each layer's sum is weighted by another number."""
     classification = SoftmaxClassification(K, background_weight=0.3)
-    logits = torch.randn(D, B, Q, K + 1, dtype=torch.float64)
+    logits = (3 * torch.randn(D, B, Q, K + 1, dtype=torch.float64)).requires_grad_()
     classes = torch.randint(K + 1, (D, B, Q))
     weights = torch.tensor([1, 1, 1, 0.3], dtype=torch.float64)
+    found = classification.loss(logits, classes)
+    scales = torch.arange(1.0, D + 1, dtype=torch.float64)
+    (slopes,) = torch.autograd.grad(scales @ found, logits)
+    total = 0
     for layer in range(D):
         matched = (classes[layer] < K).sum().double()
         normalizer = classification.normalizer(matched, B * Q - matched, matched)
-        found = classification.loss(logits, classes)[layer] / normalizer
         expected = torch.nn.functional.cross_entropy(logits[layer].flatten(0, 1), classes[layer].flatten(), weights)
-        assert float(found) == pytest.approx(float(expected), abs=1e-12)
+        assert (found[layer] / normalizer).item() == pytest.approx(expected.item(), abs=1e-12)
+        total = total + scales[layer] * normalizer * expected
+    torch.testing.assert_close(slopes, torch.autograd.grad(total, logits)[0], rtol=1e-10, atol=1e-12)
 
 
 def test_metrics_by_hand():

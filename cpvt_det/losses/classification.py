@@ -52,10 +52,16 @@ class SoftmaxClassification:
         Returns:
             (D,).
         """
-        weights = torch.ones(self.num_logits, dtype=logits.dtype, device=logits.device)
-        weights[-1] = self.background_weight
-        losses = F.cross_entropy(logits.flatten(0, 2), classes.flatten(), weights, reduction="none")
-        return losses.view(classes.shape).sum((1, 2))
+        return KnownGradient.apply(logits, *self._loss_and_slopes(logits, classes[..., None]))
+
+    @torch.no_grad()
+    def _loss_and_slopes(self, logits: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.ones_like(classes, dtype=logits.dtype).masked_fill_(classes == self.num_classes, self.background_weight)
+        slopes = logits.log_softmax(-1)
+        losses = -weights * slopes.gather(-1, classes)
+        slopes.exp_()
+        slopes.scatter_(-1, classes, slopes.gather(-1, classes) - 1).mul_(weights)
+        return losses.sum((1, 2, 3)), slopes
 
     def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
         """The sum of the weights of all queries: the loss is a weighted mean."""
@@ -108,18 +114,35 @@ class FocalClassification:
         return positive - negative
 
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
-        """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`.
+        """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`."""
+        return KnownGradient.apply(logits, *self._loss_and_slopes(logits, classes[..., None]))
 
-        Nearly all are negatives: first every one is taken for such, then the few that are not are set right.
+    @torch.no_grad()
+    def _loss_and_slopes(self, logits: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+        """All logits are taken for negatives first, then the few that are not are set right; layer by layer, which fits a cache."""
+        is_object, own = classes != self.num_classes, classes.clamp(max=self.num_classes - 1)
+        sums, slopes = logits.new_empty(len(logits)), torch.empty_like(logits)
+        for x, total, slope, index, here in zip(logits, sums, slopes, own, is_object, strict=True):
+            losses = self._negatives(x, 1 - self.alpha, slope)
+            positive = -x.gather(-1, index)
+            positive_slope = torch.empty_like(positive)
+            positive_losses = self._negatives(positive, self.alpha, positive_slope)
+            losses.scatter_(-1, index, torch.where(here, positive_losses, losses.gather(-1, index)))
+            slope.scatter_(-1, index, torch.where(here, -positive_slope, slope.gather(-1, index)))
+            total.copy_(losses.sum())
+        return sums, slopes
+
+    def _negatives(self, x: Tensor, weight: float, slope: Tensor) -> Tensor:
+        """weight * p^gamma * -log(1 - p) for p = sigmoid(x): the loss of negatives of logits x, or of positives of logits -x.
+
+        Its slope, weight * p^gamma * (p + gamma * (1 - p) * -log(1 - p)), is written to ``slope``.
         """
-        own = logits.gather(-1, classes.clamp(max=self.num_classes - 1)[..., None])[..., 0]  # (D, B, Q)
-        without = classes == self.num_classes
-        as_positive, as_negative = (self._negatives(x.masked_fill(without, -torch.inf)) for x in (-own, own))
-        return self.alpha * as_positive + (1 - self.alpha) * (self._negatives(logits) - as_negative)
-
-    def _negatives(self, x: Tensor) -> Tensor:
-        """What negatives of logits x (D, ...) add to each layer's loss, or positives of logits -x; before their weight."""
-        return FocalOfNegatives.apply(x, self.gamma)
+        probability, entropy = x.sigmoid(), F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)
+        factor = (probability**self.gamma).mul_(weight)
+        losses = factor * entropy
+        entropy.mul_(self.gamma)
+        torch.addcmul(entropy, entropy, probability, value=-1, out=slope).add_(probability).mul_(factor)
+        return losses
 
     def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
         """The number of boxes."""
@@ -136,30 +159,19 @@ class FocalClassification:
         return (logits > 0).any(-1)
 
 
-class FocalOfNegatives(torch.autograd.Function):
-    """The sum of p^gamma * -log(1 - p) for p = sigmoid(x) over all but the first dimension; x = -inf adds nothing.
-
-    Its gradient, p^gamma * (p + gamma * (1 - p) * -log(1 - p)), is worked out on the way, layer by layer: what one layer needs
-    stays in a cache.
-    """
+class KnownGradient(torch.autograd.Function):
+    """Sums (D,) over logits (D, ...) whose slopes, of the logits' shape, were worked out along with them: nothing else is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: float) -> Tensor:
-        sums, slopes = x.new_empty(len(x)), torch.empty_like(x)
-        for layer, total, slope in zip(x, sums, slopes, strict=True):
-            probability, entropy = layer.sigmoid(), F.softplus(layer, threshold=SOFTPLUS_IS_LINEAR)
-            factor = probability**gamma
-            total.copy_((factor * entropy).sum())
-            entropy.mul_(gamma)
-            torch.addcmul(entropy, entropy, probability, value=-1, out=slope).add_(probability).mul_(factor)
+    def forward(ctx: Any, logits: Tensor, sums: Tensor, slopes: Tensor) -> Tensor:
         ctx.save_for_backward(slopes)
         return sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (slopes,) = ctx.saved_tensors
-        return slopes * gradient.view(-1, *[1] * (slopes.ndim - 1)), None
+        return slopes * gradient.view(-1, *[1] * (slopes.ndim - 1)), None, None
 
 
 Classification = SoftmaxClassification | FocalClassification
