@@ -331,6 +331,7 @@ def test_report_tells_means_intervals_and_differences(done):
     for place, name in enumerate(NAMES):  # the tiny runs all have an AP of 0
         kept = record(path, name)
         kept["AP"] = 10.0 + place**2
+        kept["curve"] = {at: value + place**2 for at, value in kept["curve"].items()}
         load_plan(path).record_path(name).write_text(json.dumps(kept))
     files = write_report(path)
     text = files[0].read_text()
@@ -340,8 +341,11 @@ def test_report_tells_means_intervals_and_differences(done):
     mean, half, p = paired({0: 14.0, 1: 26.0}, {0: 11.0, 1: 19.0})
     assert f" {mean:+.1f} ± {half:.1f} | {p:.3f} | {p:.3f} |" in " ".join(against.split())
     assert "AP less learned's" in text
+    along = text.split("## main")[1].split("### AP by iteration")[1].split("###")[0].splitlines()
+    assert along[2].split() == ["|", "encoding", "|", "2", "|", "4", "|"]
+    assert [line.split("|")[2].strip() for line in along if line.startswith("| peg")] == ["10.0 ± 76.2", "+5.0 ± 25.4"]
     assert "| main/learned |" in text.split("## tuned")[1]
-    names = ["first_iteration.png", "main_iteration.png", "main_shape.png", "tuned_iteration.png"]
+    names = ["first_iteration.png", "main_iteration.png", "main_shape.png"]  # the tuned were evaluated once: no curve
     assert [file.name for file in files[1:]] == names
     assert all(file.stat().st_size > 5000 for file in files[1:])
     learned = next(line for line in text.split("### AP by shape")[1].splitlines() if line.startswith("| learned"))

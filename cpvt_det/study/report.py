@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a study -> tables with 95 % intervals over seeds, paired by seed, and figures."""
 
+import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from cpvt_det.study.run import FIGURES, Record, is_done, read_record
 
 Values = dict[int, float]
 """By seed."""
+Curves = dict[str, dict[float, Values]]
+"""AP by variant and place on an axis."""
 
 
 def write_report(path: Path) -> list[Path]:
@@ -36,9 +39,10 @@ def write_report(path: Path) -> list[Path]:
             continue
         parts += [f"## {group.name}", results_table(records)]
         parts += [f"paired by seed:\n\n{differences_table(group, records)}"] if records.keys() & set(group.baselines) else []
-        parts += [f"### AP by {sweep}\n\n{sweep_tables(plan, group, sweep, records)}" for sweep in group.sweeps]
+        for axis, curves in curves_of(plan, group, records).items():
+            parts.append(f"### AP by {axis}\n\n{curve_tables(group, curves)}")
+            files.append(draw_figure(plan, group, axis, curves))
         parts += [f"### {probe}\n\n{probe_table(probe, records)}" for probe in group.probes]
-        files += draw_group(plan, group, records)
     parts.append(_account(plan))
     report = plan.folder / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -123,17 +127,37 @@ def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]])
     return _table(list(rows.values()), head)
 
 
-def sweep_tables(plan: Plan, group: Group, sweep: str, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant, a column for each data set of the sweep: AP, and its difference to the baseline's."""
-    sets = plan.sweeps[sweep]
-    head = ["encoding", *(f"{value:g}" for value in sets.values())]
-    aps = {variant: {name: _of_sweep(runs, sweep, name) for name in sets} for variant, runs in records.items()}
-    rows = [[variant, *(_with_interval(list(values.values()), 1) for values in found.values())] for variant, found in aps.items()]
-    baseline = next((name for name in group.baselines if name in aps), None)
+def curves_of(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Record]]) -> dict[str, Curves]:
+    """AP by iteration, where there are several, and by each of the group's sweeps; less what was not evaluated."""
+    own = [run for variant in group.variants for run in records.get(variant, {}).values()]
+    iterations = sorted({int(at) for run in own for at in run["curve"]})
+    curves = {"iteration": _curves(records, {at: ("curve", str(at)) for at in iterations})} if len(iterations) > 1 else {}
+    for sweep in group.sweeps:
+        sets = plan.sweeps[sweep].items()
+        curves[sweep] = _curves(records, {place: ("measured", "sweeps", sweep, name) for name, place in sets})
+    return curves
+
+
+def _curves(records: Mapping[str, Mapping[int, Record]], path_of: Mapping[float, Sequence[str]]) -> Curves:
+    def values(runs: Mapping[int, Record], path: Sequence[str]) -> Values:
+        found = {seed: functools.reduce(lambda part, key: (part or {}).get(key), path, run) for seed, run in runs.items()}
+        return {seed: ap for seed, ap in found.items() if ap is not None}
+
+    return {variant: {place: values(runs, path) for place, path in path_of.items()} for variant, runs in records.items()}
+
+
+def curve_tables(group: Group, curves: Curves) -> str:
+    """A row for each variant, a column for each place on the axis: AP, and its difference to the baseline's."""
+    head = ["encoding", *(f"{place:g}" for place in next(iter(curves.values())))]
+    rows = [[variant, *(_with_interval(values.values(), 1) for values in along.values())] for variant, along in curves.items()]
+    baseline = next((name for name in group.baselines if name in curves), None)
     if baseline is None:
         return _table(rows, head)
-    others = [variant for variant in aps if variant != baseline]
-    differences = [[variant, *(_text(*paired(aps[variant][n], aps[baseline][n])[:2], 1, "+") for n in sets)] for variant in others]
+    differences = [
+        [variant, *(_text(*paired(values, curves[baseline][place])[:2], 1, "+") for place, values in along.items())]
+        for variant, along in curves.items()
+        if variant != baseline
+    ]
     return f"{_table(rows, head)}\n\nless {baseline}'s, paired by seed:\n\n{_table(differences, head)}"
 
 
@@ -149,40 +173,19 @@ def probe_table(probe: str, records: Mapping[str, Mapping[int, Record]]) -> str:
     return _table(rows, ["encoding", *keys])
 
 
-def draw_group(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Record]]) -> list[Path]:
-    """AP by iteration, and by each of the group's sweeps: means, with 95 % bands where there are seeds enough."""
-    drawn = [_draw(plan, group, "iteration", _curves(records))]
-    for sweep in group.sweeps:
-        points = {
-            variant: {value: list(_of_sweep(runs, sweep, name).values()) for name, value in plan.sweeps[sweep].items()}
-            for variant, runs in records.items()
-        }
-        drawn.append(_draw(plan, group, sweep, points))
-    return drawn
-
-
-def _curves(records: Mapping[str, Mapping[int, Record]]) -> dict[str, dict[float, list[float]]]:
-    curves = {variant: [run["curve"] for run in runs.values()] for variant, runs in records.items()}
-    return {
-        variant: {
-            int(at): [curve[at] for curve in found if at in curve] for at in dict.fromkeys(at for curve in found for at in curve)
-        }
-        for variant, found in curves.items()
-    }
-
-
-def _draw(plan: Plan, group: Group, axis: str, series: Mapping[str, Mapping[float, Sequence[float]]]) -> Path:
+def draw_figure(plan: Plan, group: Group, axis: str, curves: Curves) -> Path:
+    """Means, with 95 % bands where there are seeds enough."""
     figure = new_figure(8, 5)
     axes = figure.subplots()
-    for place, (variant, points) in enumerate(series.items()):
-        known = [(x, *interval(values)) for x, values in points.items() if values]
+    for number, (variant, along) in enumerate(curves.items()):
+        known = [(place, *interval(list(values.values()))) for place, values in along.items() if values]
         if known:
             x, means, halves = np.array(known).T
-            axes.plot(x, means, color=f"C{place % 10}", marker=".", linestyle="--" if place > 9 else "-", label=variant)
-            axes.fill_between(x, means - halves, means + halves, color=f"C{place % 10}", alpha=0.12, linewidth=0)
+            axes.plot(x, means, color=f"C{number % 10}", marker=".", linestyle="--" if number > 9 else "-", label=variant)
+            axes.fill_between(x, means - halves, means + halves, color=f"C{number % 10}", alpha=0.12, linewidth=0)
     if axis != "iteration":
         axes.set_xscale("log")
-        ticks = list(next(iter(series.values())))
+        ticks = list(next(iter(curves.values())))
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
         axes.minorticks_off()
     axes.set(xlabel=axis, ylabel="AP", ylim=(0, None), title=f"{group.name}: mean of the seeds, 95 % band")
@@ -193,13 +196,7 @@ def _draw(plan: Plan, group: Group, axis: str, series: Mapping[str, Mapping[floa
     return path
 
 
-def _of_sweep(runs: Mapping[int, Record], sweep: str, name: str) -> Values:
-    """AP of the seeds on a data set; none where the encoding refuses it, or it was not evaluated."""
-    values = {seed: run["measured"]["sweeps"].get(sweep, {}).get(name) for seed, run in runs.items()}
-    return {seed: value for seed, value in values.items() if value is not None}
-
-
-def _with_interval(values: Sequence[float | None], digits: int) -> str:
+def _with_interval(values: Iterable[float | None], digits: int) -> str:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return _text(*interval(known), digits) if known else "n/a"
 
