@@ -4,6 +4,7 @@
 import functools
 import importlib.util
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from cpvt_det.data.catalog import DatasetFiles
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
+# What tests start is to import the package of this tree too, whatever tree an environment was installed from.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def pytest_collection_modifyitems(items):

@@ -24,8 +24,7 @@ needs_triton = pytest.mark.skipif(not deformable_triton.is_available(), reason="
 def run_script(name: str, **environment: str) -> dict:
     """The JSON object that a script beside this file prints, in a process whose Triton has seen only ``environment``."""
     inherited = {name: x for name, x in os.environ.items() if not name.startswith("TRITON_")}
-    path = os.pathsep.join((str(TESTS.parent), os.environ.get("PYTHONPATH", "")))
-    environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run([sys.executable, str(TESTS / name)], capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
