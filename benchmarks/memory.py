@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory of one contender above what stood there before: on a CPU in a process of its own.
 
-``python -m benchmarks.memory`` is that process; ``peak_bytes`` starts it, three times, as a peak moves by a tenth with how the C
-library's blocks fall. It builds the case again, so that no other contender's memory is in the way, and does the work on a tiny
-input first, so that libraries and compiled code are not counted.
+``python -m benchmarks.memory`` is that process. It builds the case again, so that no other contender's memory is in the way, and
+does the work on a tiny input first, so that libraries and compiled code are not counted. There glibc gives every block of a
+megabyte back as it is freed, so the peak is what is alive, and not how blocks fell.
 """
 
 import gc
 import json
-import statistics
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -22,11 +22,12 @@ from benchmarks.suites import Options, find_case, find_suite
 from cpvt_det.memory import forget_peak, give_back, peak, resident
 
 ROOT = Path(__file__).resolve().parent.parent
-PROCESSES = 3
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""Of glibc: the size from which a block is the kernel's, fixed; else it grows to 32 MB as such blocks are freed."""
 
 
 def peak_bytes(suite: str, case: Case, contender: Contender, options: Options) -> int | None:
-    """Bytes that one call takes at its peak, the median of three; None for a contender that has no peak to speak of (a limit).
+    """Bytes that one call takes at its peak; None for a contender that has no peak to speak of (a limit).
 
     Raises:
         RuntimeError: the process failed; with the last line of what it said.
@@ -40,14 +41,11 @@ def peak_bytes(suite: str, case: Case, contender: Contender, options: Options) -
     peers = {} if ours else {name: path and str(path) for name, path in options.peers.items()}
     words = json.dumps({"suite": suite, "case": case.name, "contender": contender.name, **asdict(options), "peers": peers})
     command = [sys.executable, "-m", "benchmarks.memory", words]
-    peaks = []
-    for _ in range(PROCESSES):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-            raise RuntimeError(f"peak memory of {contender.name} in {case.name}: {said}")
-        peaks.append(int(done.stdout.strip().splitlines()[-1]))
-    return statistics.median(peaks)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | GIVE_BACK, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise RuntimeError(f"peak memory of {contender.name} in {case.name}: {said}")
+    return int(done.stdout.strip().splitlines()[-1])
 
 
 def _peak_on_gpu(contender: Contender) -> int:

@@ -115,6 +115,19 @@ def official_op_file(folder: Path) -> types.ModuleType:
     return module
 
 
+@functools.cache
+def detrex_core(folder: Path) -> Callable[..., Any]:
+    """detrex's pure-PyTorch core, from its one file: all of detrex imports only where it is compiled."""
+    path = folder / CHECKOUTS["detrex"][1]
+    spec = importlib.util.spec_from_file_location("benchmarks_peer_detrex", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadInputError(f"peer detrex: {path.name} cannot be imported: {error}") from error
+    return module.multi_scale_deformable_attn_pytorch
+
+
 @contextlib.contextmanager
 def _extension(folder: Path) -> Iterator[None]:
     """The extension as installed, else as built inside the checkout, else an empty module of its name."""

@@ -69,7 +69,7 @@ class Result:
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """``SUITE_DEVICE.json``, ``.md`` and ``.png``.
+    """``SUITE_DEVICE.json``, ``.md`` and ``.png``; on a CPU with several threads ``SUITE_cpu_Nthreads``.
 
     Args:
         result: of a run.
@@ -108,9 +108,10 @@ def as_table(result: Result, style: str = "simple") -> str:
             line += [_times(result.ratio(row)), _times(over) if over else ""]
             line += [f"{limit / result.seconds(row):.0%}" if limit else ""] * share
             line += [f"{row.peak_bytes / 1e6:.0f}" if row.peak_bytes is not None else ""] * memory
+            line.append(f"{row.difference:.1g}" if row.difference is not None and number else "")
             lines.append(line)
     headers = [*columns, "contender", "wall ms", "CPU ms", "times as fast", "as the fastest peer"]
-    headers += ["share of limit"] * share + ["peak MB"] * memory
+    headers += ["share of limit"] * share + ["peak MB"] * memory + ["differs by"]
     text = {"disable_numparse": True, "colalign": ["left"] * (len(columns) + 1) + ["right"] * (len(headers) - len(columns) - 1)}
     return tabulate(lines, headers, tablefmt=style, **(text if lines else {}))
 
@@ -127,7 +128,8 @@ def as_markdown(result: Result) -> str:
         f"Machine: {'; '.join(machine)}.",
         f"Limits measured in this run: {'; '.join(limits)}.",
         f"Versions: {'; '.join(facts)}.",
-        f"Ratios are of {clock}, paired by round: median (quartiles). `times as fast` refers to the first row of each case.",
+        f"Ratios are of {clock}, paired by round: median (quartiles). `times as fast` refers to the first row of each case; "
+        "`differs by` is the largest difference of what was compared with that row's, of its largest value.",
         as_table(result, "github"),
         *counted(result),
     ]

@@ -3,7 +3,8 @@
 """How time and memory of a training step grow: with the image, the batch, the queries, the objects and the processes.
 
 ``python benchmarks/scaling.py``. Every point is a process of its own, which takes a tiny step first; time is CPU seconds
-of one thread, its memory the peak above what the process held before. ``--processes`` compares two DDP processes with one.
+of one thread, its memory the peak above what the process held before. ``--processes`` compares two DDP processes with one, by wall
+clock: on two free cores.
 """
 
 import json
@@ -79,14 +80,26 @@ def main(output: Path, quick: bool, processes: bool, point: str | None) -> None:
     if point:
         click.echo(json.dumps(measure(Point(**json.loads(point)))))
     elif processes:
-        click.echo(compare_processes(rounds=1 if quick else 3))
+        rows = compare_processes(rounds=1 if quick else 3)
+        write(output / "processes_cpu", "benchmarks/scaling.py --processes", rows, shares(rows))
     else:
         rows = sweep(quick)
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "scaling_cpu.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        (output / "scaling_cpu.md").write_text(tables(rows), encoding="utf-8")
+        write(output / "scaling_cpu", "benchmarks/scaling.py", rows, tables(rows))
         draw(rows, output / "scaling_cpu.png")
-        click.echo(tables(rows))
+
+
+def write(path: Path, command: str, rows: list[dict], table: str) -> None:
+    """``.json`` and ``.md``, with machine and versions, and the table on the screen."""
+    from benchmarks.machine import machine, versions
+    from benchmarks.peers import peer_versions
+
+    about = {"command": f"python {command}", "machine": machine("cpu"), "versions": versions() | peer_versions({})}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    told = [f"`{about['command']}`", *("; ".join(f"{k} {v}" for k, v in about[name].items()) for name in ("machine", "versions"))]
+    title, _, rest = table.partition("\n\n")
+    path.with_suffix(".md").write_text("\n\n".join([title, *told, rest]), encoding="utf-8")
+    click.echo(table)
 
 
 def sweep(quick: bool) -> list[dict]:
@@ -171,10 +184,7 @@ def tables(rows: list[dict]) -> str:
     """A Markdown table for each sweep, and one of the exponents."""
     from tabulate import tabulate
 
-    from benchmarks.machine import machine, versions
-
-    told = "; ".join(f"{name} {value}" for name, value in {**machine("cpu"), **versions()}.items())
-    parts = ["# How a training step grows, cpu, 1 thread", "`python benchmarks/scaling.py`", told]
+    parts = ["# How a training step grows, cpu, 1 thread"]
     columns = [(detector, position) for detector in QUERIES for position in ("sine", "peg")]
     for varied, (rest, values) in SWEEPS.items():
         fixed = {name: value for name, value in asdict(rest).items() if value and name != varied}
@@ -219,14 +229,28 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def compare_processes(rounds: int) -> str:
+def compare_processes(rounds: int) -> list[dict]:
     """Images a second, by wall clock, of one process and of two with DDP (gloo), one thread each, by turns."""
-    lines = ["| detector | images/s, 1 process | images/s, 2 processes | share of twice one, by round |", "|---|---|---|---|"]
+    return [
+        {"detector": detector, **{str(count): _images_per_second(detector, count) for count in (1, 2)}}
+        for detector in QUERIES
+        for _ in range(rounds)
+    ]
+
+
+def shares(rows: list[dict]) -> str:
+    """A Markdown table of what two processes do of twice the work of one."""
+    from tabulate import tabulate
+
+    body = []
     for detector in QUERIES:
-        one, two = zip(*((_images_per_second(detector, 1), _images_per_second(detector, 2)) for _ in range(rounds)), strict=True)
-        shares = ", ".join(f"{b / (2 * a):.2f}" for a, b in zip(one, two, strict=True))
-        lines.append(f"| {detector} | {statistics.median(one):.3f} | {statistics.median(two):.3f} | {shares} |")
-    return "\n".join(lines)
+        one, two = zip(*((row["1"], row["2"]) for row in rows if row["detector"] == detector), strict=True)
+        found = [b / (2 * a) for a, b in zip(one, two, strict=True)]
+        by_round = ", ".join(f"{share:.2f}" for share in found)
+        body.append([detector, *(f"{statistics.median(values):.3f}" for values in (one, two)), by_round, statistics.median(found)])
+    head = ["detector", "images/s, 1 process", "images/s, 2 processes", "share of twice one, by round", "median"]
+    table = tabulate(body, head, tablefmt="pipe", floatfmt=("", "", "", "", ".2f"), disable_numparse=[1, 2, 3])
+    return f"# Two processes with DDP against one, cpu, 1 thread each\n\n{table}\n"
 
 
 def _images_per_second(detector: str, count: int) -> float:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpvt_det.memory import zeros
+
 Size = tuple[int, int]
 
 
@@ -48,7 +50,9 @@ class PaddedBatch:
                 raise ValueError(f"expected images of shape (3, h, w) with h, w >= 1, got {tuple(image.shape)}")
         sizes = [(image.shape[1], image.shape[2]) for image in images]
         height, width = (-(-max(side) // divisor) * divisor for side in zip(*sizes, strict=True))
-        canvas = (images[0] if mean is None else mean).new_zeros(len(images), 3, height, width)
+        like = images[0] if mean is None else mean
+        shape = (len(images), 3, height, width)
+        canvas = zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_zeros(shape)
         for place, image in zip(canvas, images, strict=True):
             here = place[:, : image.shape[1], : image.shape[2]].copy_(image.to(canvas.device, non_blocking=True))
             if mean is not None:
@@ -71,6 +75,10 @@ class Targets:
     def to(self, device: torch.device | str) -> "Targets":
         """The same targets on another device."""
         return Targets(self.labels.to(device, non_blocking=True), self.boxes_cxcywh.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Targets":
+        """The same targets where copies to a GPU wait for nobody; a ``DataLoader`` asks for it."""
+        return Targets(self.labels.pin_memory(), self.boxes_cxcywh.pin_memory())
 
     def __len__(self) -> int:
         return len(self.labels)

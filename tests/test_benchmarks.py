@@ -15,7 +15,7 @@ from click.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is no part of the installed package
 
 import cpvt_det
-from benchmarks import machine, memory, models, peers, profile_step, report, runner, suites
+from benchmarks import machine, memory, models, peers, profile_step, report, runner, scaling, suites
 from benchmarks.clocks import Command, CommandRun, ProcessClock, Sample, fixed_threads
 from benchmarks.equal import difference
 from benchmarks.gather import corner_rows, make_gather
@@ -302,6 +302,7 @@ def test_run_writes_json_a_table_and_a_chart_without_any_peer(tiny_op, tmp_path)
     assert case["counts"].keys() == {"compulsory_bytes", "gathered_bytes", "flop"}
     assert case["left_out"] == {
         "official core": "no checkout given: --peer deformable_detr=PATH",
+        "detrex": "no checkout given: --peer detrex=PATH",
         "transformers": "not installed",
     }
     row = case["rows"][0]
@@ -413,6 +414,17 @@ def test_a_checkout_is_loaded_with_a_stub_where_its_extension_is_not_built(tmp_p
     )
 
 
+def test_detrex_s_core_is_loaded_from_its_file_alone(tmp_path):
+    path = tmp_path / peers.CHECKOUTS["detrex"][1]
+    path.parent.mkdir(parents=True)
+    path.write_text("def multi_scale_deformable_attn_pytorch(*args):\n    return 'core'\n")
+    assert peers.detrex_core(tmp_path)() == "core"
+    path.write_text("import no_such_module\n")
+    peers.detrex_core.cache_clear()
+    with pytest.raises(BadInputError, match="multi_scale_deform_attn.py cannot be imported: No module named 'no_such_module'"):
+        peers.detrex_core(tmp_path)
+
+
 def test_packages_of_one_name_come_from_their_own_checkout_and_are_gone_after(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "PACKAGES", ("benchmarked_models",))
     found = []
@@ -489,12 +501,28 @@ def test_steps_in_a_process_of_their_own_tell_their_time_and_output():
 
 
 @pytest.mark.parametrize("passes", model.PASSES)
-def test_encoders_with_and_without_sine_are_timed(passes):
-    shape = model.Shape(TINY_RECIPES["DETR"], (64, 128), 1, passes)
-    sine, peg = model.make_encoder_work(shape, Options()).contenders
-    assert sine.call().shape == peg.call().shape == (1, 8, 32)
+@pytest.mark.parametrize(("detector", "tokens"), [("DETR", 8), ("Deformable-DETR", 128 + 32 + 8 + 2)])
+def test_models_and_their_encoders_are_timed_with_sine_and_with_peg(detector, tokens, passes):
+    shape = model.Shape(TINY_RECIPES[detector], (64, 128), 1, passes)
+    sine, peg = model.make_encoding_work(shape, "encoder of ", Options()).contenders
+    assert sine.call().shape == peg.call().shape == (1, tokens, 32)
     assert peg.other_work
     assert not sine.other_work
+    whole = [contender.call()[0] for contender in model.make_encoding_work(shape, "", Options()).contenders]
+    assert whole[0].shape == whole[1].shape
+    assert not torch.equal(*whole)
+
+
+def test_shares_of_two_processes_are_written_with_machine_and_versions(tmp_path, capsys):
+    rows = [{"detector": name, "1": 2.0, "2": two} for name in scaling.QUERIES for two in (3.0, 3.8, 3.6)]
+    scaling.write(tmp_path / "new" / "processes_cpu", "benchmarks/scaling.py --processes", rows, scaling.shares(rows))
+    assert "| DETR            | 2.000                 | 3.600                   |" in (table := capsys.readouterr().out)
+    assert table.count("0.75, 0.95, 0.90") == 2
+    assert table.count("0.90 |") == 2
+    content = json.loads((tmp_path / "new" / "processes_cpu.json").read_text())
+    assert content["rows"] == rows
+    assert {"command", "machine", "versions"} < content.keys()
+    assert "cpvt_det" in (tmp_path / "new" / "processes_cpu.md").read_text()
 
 
 def test_a_step_is_profiled_operation_by_operation(monkeypatch):
@@ -513,6 +541,7 @@ def test_cases_of_models_are_unique_and_default_is_a_part_of_all():
         assert len(set(everything)) == len(everything)
         assert set(default) <= set(everything)
         assert not any(shape.is_padded for shape in model.shapes("all", device) if shape.recipe.two_stage)
+        assert {1, 8 if device == "cuda" else 2} <= {shape.batch for shape in model.shapes("all", device)}
 
 
 def test_the_gpu_gather_in_tritons_interpreter():

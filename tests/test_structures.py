@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padded batches and their masks, box formats, and the way from predictions to detections in pixels."""
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from cpvt_det.boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from cpvt_det.build import build_postprocessor
 from cpvt_det.config import get_cfg
 from cpvt_det.losses import FocalClassification, SoftmaxClassification
+from cpvt_det.memory import resident
 from cpvt_det.postprocess import PostProcessor
 from cpvt_det.structures import Detections, PaddedBatch, Predictions, Targets, level_padding_mask, padding_mask_of
 
@@ -49,6 +53,36 @@ def test_images_are_normalised_on_the_canvas_and_the_padding_stays_zero():
     assert batch.images.dtype == torch.float32
     assert torch.equal(batch.images, expected.images)
     assert torch.equal(batch.padding_mask, expected.padding_mask)
+
+
+@pytest.mark.parametrize("large_pages", [True, False])
+def test_a_canvas_of_many_megabytes_is_like_a_small_one(monkeypatch, large_pages):
+    if not large_pages:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    images = [torch.randint(256, (3, 700, 901), dtype=torch.uint8), torch.randint(256, (3, 640, 1000), dtype=torch.uint8)]
+    mean, std = torch.tensor([100.0, 110, 120])[:, None, None], torch.tensor([50.0, 60, 70])[:, None, None]
+    batch = PaddedBatch.from_images(images, 64, mean, std)
+    expected = torch.zeros(2, 3, 704, 1024)
+    for image, place in zip(images, expected, strict=True):
+        place[:, : image.shape[1], : image.shape[2]] = (image - mean) / std
+    assert torch.equal(batch.images, expected)
+    assert torch.equal(batch.images.clone().requires_grad_().mul(2).detach(), 2 * expected)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell what a process holds")
+def test_a_large_canvas_goes_with_the_last_that_holds_it():
+    images, before = [torch.ones(3, 1000, 1000)], resident()
+    canvases = [PaddedBatch.from_images(images).images[0, 0] for _ in range(5)]
+    assert resident() - before > 50e6
+    del canvases
+    assert resident() - before < 20e6
+
+
+def test_targets_are_pinned_whole(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    targets = Targets(torch.tensor([3]), torch.zeros(1, 4)).pin_memory()
+    assert targets.labels.tolist() == [4]
+    assert targets.boxes_cxcywh.tolist() == [[1.0] * 4]
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 5), (3, 5), (3, 0, 5), (3, 5, 0), (2, 3, 5, 5)])

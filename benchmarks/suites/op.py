@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gather import corner_rows, make_gather
 from benchmarks.harness import Case, Contender, Plan, Work
 from benchmarks.machine import free_bytes
-from benchmarks.peers import official_core, official_cuda_op, transformers_module
+from benchmarks.peers import detrex_core, official_core, official_cuda_op, transformers_module
 from benchmarks.suites import Options
 from cpvt_det.layers.deformable_attention import ms_deform_attn
 from cpvt_det.structures import Size
@@ -246,6 +246,12 @@ def _peers(inputs: Inputs, options: Options, left_out: dict[str, str]) -> list[C
                 call = partial(_official_cuda, op, shapes_tensor, starts)
                 found.append(("official CUDA op", (call, inputs), True, None, (0, 0)))
         found.append(("official core", (partial(_official_core, official_core(checkout)), inputs), True, None, (3.2, 3.3)))
+    if "detrex" in options.peers:
+        found.append(
+            ("detrex", (partial(_detrex, detrex_core(options.peers["detrex"]), shapes_tensor), inputs), True, None, (3.2, 3.3))
+        )
+    else:
+        left_out["detrex"] = "no checkout given: --peer detrex=PATH"
     if "transformers" in options.peers:
         call = partial(_transformers, transformers_module(), shapes_tensor, starts)
         found.append(("transformers", (call, inputs), True, None, (3.2, 3.3)))
@@ -260,6 +266,10 @@ def _official_cuda(op: Callable[..., Tensor], shapes_tensor: Tensor, starts: Ten
 
 def _official_core(core: Callable[..., Tensor], inputs: Inputs) -> Tensor:
     return core(inputs.value, inputs.level_shapes, inputs.locations, inputs.weights)
+
+
+def _detrex(core: Callable[..., Tensor], shapes_tensor: Tensor, inputs: Inputs) -> Tensor:
+    return core(inputs.value, shapes_tensor, inputs.locations, inputs.weights)
 
 
 def _transformers(module: Any, shapes_tensor: Tensor, starts: Tensor, inputs: Inputs) -> Tensor:
