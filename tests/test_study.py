@@ -20,7 +20,7 @@ from cpvt_det.structures import Detections, padding_mask_of
 from cpvt_det.study import probes
 from cpvt_det.study import run as study
 from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import holm, interval, paired, read_group, write_report
+from cpvt_det.study.report import holm, interval, iterations_to, paired, read_group, write_report
 from cpvt_det.study.run import is_done, missing_runs, run_study
 
 ROOT = Path(__file__).parent.parent
@@ -324,6 +324,17 @@ def test_holm_by_hand():
     """0.01 of three is 0.03, 0.02 of two 0.04, and 0.035 of one is no less than what comes before it."""
     assert holm([0.035, math.nan, 0.01, 0.02]) == pytest.approx([0.04, math.nan, 0.03, 0.04], nan_ok=True)
     assert holm([0.6, 0.7]) == [1.0, 1.0]
+
+
+def test_iterations_to_an_ap_by_hand():
+    curves = {
+        "peg": {100: {0: 4.0, 1: 8.0}, 200: {0: 8.0, 1: 6.0}, 300: {0: 12.0, 1: 14.0}},
+        "none": {100: {0: 0.0}, 200: {0: 10.0}, 300: {0: 11.0}},
+    }
+    found = iterations_to(curves)
+    assert found == {"peg": {5: {0: 125, 1: 62.5}, 10: {0: 250, 1: 250}}, "none": {5: {0: 150}, 10: {0: 200}}}
+    curves["none"][300][0] = curves["none"][200][0] = 4.0
+    assert iterations_to(curves) == {}
 
 
 def test_report_tells_means_intervals_and_differences(done):

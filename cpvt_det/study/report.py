@@ -5,6 +5,7 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from cpvt_det.study.run import FIGURES, Record, is_done, read_record
 Values = dict[int, float]
 """By seed."""
 Curves = dict[str, dict[float, Values]]
-"""AP by variant and place on an axis."""
+"""AP, or what else is asked, by variant and place on an axis."""
 
 
 def write_report(path: Path) -> list[Path]:
@@ -42,6 +43,8 @@ def write_report(path: Path) -> list[Path]:
         for axis, curves in curves_of(plan, group, records).items():
             parts.append(f"### AP by {axis}\n\n{curve_tables(group, curves)}")
             files.append(draw_figure(plan, group, axis, curves))
+            if axis == "iteration" and (reached := iterations_to(curves)):
+                parts.append(f"### iterations to an AP\n\n{curve_tables(group, reached, digits=0)}")
         parts += [f"### {probe}\n\n{probe_table(probe, records)}" for probe in group.probes]
     parts.append(_account(plan))
     report = plan.folder / "report.md"
@@ -146,15 +149,31 @@ def _curves(records: Mapping[str, Mapping[int, Record]], path_of: Mapping[float,
     return {variant: {place: values(runs, path) for place, path in path_of.items()} for variant, runs in records.items()}
 
 
-def curve_tables(group: Group, curves: Curves) -> str:
+def iterations_to(curves: Curves) -> Curves:
+    """Iterations by variant and AP, of the last five multiples of 5 that every run reaches; on a straight line between evaluations."""
+    runs: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for variant, along in curves.items():
+        for iteration, values in along.items():
+            for seed, ap in values.items():
+                runs.setdefault((variant, seed), [(0.0, 0.0)]).append((iteration, ap))
+    least = min((max(ap for _, ap in run) for run in runs.values()), default=0.0)
+    found: Curves = {}
+    for level in [5.0 * n for n in range(1, 21) if 5 * n <= least][-5:]:
+        for (variant, seed), run in runs.items():
+            (x0, y0), (x1, y1) = next(pair for pair in pairwise(run) if pair[1][1] >= level)
+            found.setdefault(variant, {}).setdefault(level, {})[seed] = x0 + (x1 - x0) * (level - y0) / (y1 - y0)
+    return found
+
+
+def curve_tables(group: Group, curves: Curves, digits: int = 1) -> str:
     """A row for each variant, a column for each place on the axis: AP, and its difference to the baseline's."""
     head = ["encoding", *(f"{place:g}" for place in next(iter(curves.values())))]
-    rows = [[variant, *(_with_interval(values.values(), 1) for values in along.values())] for variant, along in curves.items()]
+    rows = [[variant, *(_with_interval(values.values(), digits) for values in along.values())] for variant, along in curves.items()]
     baseline = next((name for name in group.baselines if name in curves), None)
     if baseline is None:
         return _table(rows, head)
     differences = [
-        [variant, *(_text(*paired(values, curves[baseline][place])[:2], 1, "+") for place, values in along.items())]
+        [variant, *(_text(*paired(values, curves[baseline][place])[:2], digits, "+") for place, values in along.items())]
         for variant, along in curves.items()
         if variant != baseline
     ]
