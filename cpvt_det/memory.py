@@ -1,39 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of this process: what it holds, what it held at most, and large pages for what is large."""
+"""What this process holds in memory, and what it held at most."""
 
 import contextlib
 import ctypes
-import math
-import mmap
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 try:
     import resource
 except ImportError:  # on Windows
     resource = None
-
-LARGE = 4 << 20
-"""Bytes of two large pages; for less, the usual ones do."""
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As ``torch.zeros`` on the CPU, in pages of 2 MB where Linux has them.
-
-    A new canvas of 8 images is 84 MB. In pages of 4 KB, being touched for the first time takes it three quarters of the time of all
-    normalising and padding.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(pages, dtype=dtype).view(*shape)
-    return torch.zeros(*shape, dtype=dtype)
 
 
 def give_back() -> None:

@@ -4,15 +4,18 @@
 On the road of one image: after ``data/mapper.py``, around ``models/detr.py``, before ``losses/`` and ``postprocess.py``.
 """
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpvt_det.memory import zeros
-
 Size = tuple[int, int]
+LARGE = 4 << 20
+"""Bytes of two large pages; for less, the usual ones do."""
 
 
 @dataclass
@@ -52,12 +55,27 @@ class PaddedBatch:
         height, width = (-(-max(side) // divisor) * divisor for side in zip(*sizes, strict=True))
         like = images[0] if mean is None else mean
         shape = (len(images), 3, height, width)
-        canvas = zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_zeros(shape)
+        canvas = _zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_zeros(shape)
         for place, image in zip(canvas, images, strict=True):
             here = place[:, : image.shape[1], : image.shape[2]].copy_(image.to(canvas.device, non_blocking=True))
             if mean is not None:
                 here.sub_(mean).div_(std)
         return cls(canvas, padding_mask_of(sizes, (height, width), canvas.device), sizes)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As ``torch.zeros`` on the CPU, in pages of 2 MB where Linux has them.
+
+    A new canvas of 8 images is 84 MB. In pages of 4 KB, being touched for the first time takes it three quarters of the time of all
+    normalising and padding.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(pages, dtype=dtype).view(*shape)
+    return torch.zeros(*shape, dtype=dtype)
 
 
 @dataclass

@@ -150,7 +150,7 @@ def _curves(records: Mapping[str, Mapping[int, Record]], path_of: Mapping[float,
 
 
 def iterations_to(curves: Curves) -> Curves:
-    """Iterations by variant and AP, of the last five multiples of 5 that every run reaches; on a straight line between evaluations."""
+    """Iterations by variant and AP, of the last five multiples of 5 that every run reaches; straight lines between evaluations."""
     runs: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for variant, along in curves.items():
         for iteration, values in along.items():
