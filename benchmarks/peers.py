@@ -104,28 +104,30 @@ def official_op_file(folder: Path) -> types.ModuleType:
     Raises:
         BadInputError: a file that cannot be imported.
     """
-    path = folder / CHECKOUTS["deformable_detr"][1]
-    spec = importlib.util.spec_from_file_location("benchmarks_peer_deformable_detr", path)
-    module = importlib.util.module_from_spec(spec)
     with _extension(folder):
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            raise BadInputError(f"peer deformable_detr: {path.name} cannot be imported: {error}") from error
-    return module
+        return _module("deformable_detr", folder)
 
 
 @functools.cache
 def detrex_core(folder: Path) -> Callable[..., Any]:
-    """detrex's pure-PyTorch core, from its one file: all of detrex imports only where it is compiled."""
-    path = folder / CHECKOUTS["detrex"][1]
-    spec = importlib.util.spec_from_file_location("benchmarks_peer_detrex", path)
+    """detrex's pure-PyTorch core, from its one file: all of detrex imports only where it is compiled.
+
+    Raises:
+        BadInputError: a file that cannot be imported.
+    """
+    return _module("detrex", folder).multi_scale_deformable_attn_pytorch
+
+
+def _module(name: str, folder: Path) -> types.ModuleType:
+    """The file that a checkout is known by, imported alone."""
+    path = folder / CHECKOUTS[name][1]
+    spec = importlib.util.spec_from_file_location(f"benchmarks_peer_{name}", path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise BadInputError(f"peer detrex: {path.name} cannot be imported: {error}") from error
-    return module.multi_scale_deformable_attn_pytorch
+        raise BadInputError(f"peer {name}: {path.name} cannot be imported: {error}") from error
+    return module
 
 
 @contextlib.contextmanager

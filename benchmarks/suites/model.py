@@ -90,7 +90,8 @@ def shapes(size: str, device: str) -> list[Shape]:
         canvas = (-(-image[0] // STRIDE) * STRIDE, -(-image[1] // STRIDE) * STRIDE)
         two_stage = Recipe(two_stage=True)
         kinds = [(DETR, image, several), (DEFORMABLE, image, 1), (DEFORMABLE, image, several), (two_stage, canvas, 1)]
-        kinds += [(DETR, image, 1)] * (device == "cuda")
+        if device == "cuda":
+            kinds.append((DETR, image, 1))
     return [Shape(*kind, passes) for kind, passes in product(kinds, PASSES)]
 
 
