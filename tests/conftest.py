@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from cpvt_det.data.catalog import DatasetFiles
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
+sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 # What tests start is to import the package of this tree too, whatever tree an environment was installed from.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
@@ -115,3 +117,13 @@ def tiny_run(tmp_path_factory):
     from trained import train_tiny
 
     return functools.cache(lambda detector: train_tiny(tmp_path_factory.mktemp("runs") / detector, detector))
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    """The machine's limits as a benchmark measures them, at sizes that take no time."""
+    from benchmarks import machine
+
+    monkeypatch.setattr(machine, "COPIES", dict.fromkeys(machine.COPIES, 1))
+    monkeypatch.setattr(machine, "SIDES", {"cpu": 16})
+    monkeypatch.setattr(machine, "SECONDS", 0)

@@ -5,19 +5,15 @@ import importlib.util
 import io
 import json
 import re
-import sys
 from collections import Counter
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is no part of the installed package
-
-from benchmarks import criteria, machine, mask_padding, peers, photos
+from benchmarks import criteria, mask_padding, peers, photos
 from benchmarks.harness import Plan, UnequalWorkError, assert_equal_work
 from benchmarks.run import main
 from benchmarks.suites import Options, data, eval, loss
@@ -28,11 +24,8 @@ ONCE = Plan(warm_up=0, rounds=1, most_rounds=1, seconds=0)
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, small_limits):
     """Every suite on very little, without peers."""
-    monkeypatch.setattr(machine, "COPIES", dict.fromkeys(machine.COPIES, 1))
-    monkeypatch.setattr(machine, "SIDES", {"cpu": 16})
-    monkeypatch.setattr(machine, "SECONDS", 0)
     monkeypatch.setattr(peers, "IMPORTED", ())
     monkeypatch.setattr(eval, "IMAGES", {"quick": 5})
     monkeypatch.setattr(data, "IMAGES", {"quick": 6})
