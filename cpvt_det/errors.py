@@ -31,6 +31,10 @@ class WeightsError(BadInputError):
     """Weights that cannot be read or do not fit."""
 
 
+class MapSizeError(ValueError):
+    """A map that is larger than an encoding can tell the places of."""
+
+
 class RunStoppedError(RuntimeError):
     """A run that cannot go on though its input was right; the message says why, and what is left of it."""
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from cpvt_det.layers import PEGDetection, build_position
-from cpvt_det.layers.peg_ablations import BorderlessPEG, FrozenPEG, SeparablePEG, stacked_separable, stacked_single
+from cpvt_det.layers.peg_ablations import BorderlessPEG, FrozenPEG, SeparablePEG, stacked_separable, stacked_single_cell
 from cpvt_det.structures import padding_mask_of
 
 CHANNELS, SHAPE = 16, (5, 7)
@@ -104,7 +104,7 @@ def test_an_image_without_a_valid_token_stays_as_it_is():
     assert torch.equal(make(BorderlessPEG)(tokens, mask, SHAPE)[1], tokens[1])
 
 
-@pytest.mark.parametrize("build", [stacked_separable, stacked_single])
+@pytest.mark.parametrize("build", [stacked_separable, stacked_single_cell])
 def test_stacks_are_their_members_in_turn(build):
     tokens, mask = make_batch()
     stack = make(build)
@@ -117,7 +117,7 @@ def test_stacks_are_their_members_in_turn(build):
 
 def test_twelve_of_one_cell_see_no_neighbour():
     tokens, mask = make_batch()
-    stack = make(stacked_single)
+    stack = make(stacked_single_cell)
     changed = tokens.clone()
     changed[0, 17] += 1
     differ = (stack(tokens, mask, SHAPE) != stack(changed, mask, SHAPE))[0].any(-1)

@@ -218,6 +218,25 @@ def test_an_origin_whose_weights_are_gone_is_trained_again(done):
         weights_of_first.with_suffix(".away").rename(weights_of_first)
 
 
+def test_an_origin_that_is_trained_again_has_to_come_out_as_before(done):
+    """What started from it, and what is to start from it now, are compared with each other."""
+    path, _ = done
+    plan, before = load_plan(path), record(path, "first/none/0")
+    kept = weights(path, "first/none/0")
+    other = {**before, "AP": 12.5}
+    plan.record_path("first/none/0").write_text(json.dumps(other))
+    output = plan.output_of("first/none/0")
+    output.rename(output.with_suffix(".away"))
+    with pytest.raises(RunStoppedError, match=r"trained again it has AP .*, not 12\.5 as its record says"):
+        study.execute(plan, "first/none/0")
+    assert record(path, "first/none/0") == other
+    assert not output.exists()  # nothing can start from it
+    plan.record_path("first/none/0").write_text(json.dumps(before))
+    study.execute(plan, "first/none/0")
+    again = weights(path, "first/none/0")
+    assert all(torch.equal(again[name], kept[name]) for name in kept)
+
+
 class Killed(BaseException):
     """What no handler catches."""
 
@@ -359,6 +378,11 @@ def test_report_tells_means_intervals_and_differences(done):
     names = ["first_iteration.png", "main_iteration.png", "main_shape.png"]  # the tuned were evaluated once: no curve
     assert [file.name for file in files[1:]] == names
     assert all(file.stat().st_size > 5000 for file in files[1:])
+    place = text.split("## main")[1].split("### place")[1].split("###")[0]
+    told_of = [record(path, name)["measured"]["probes"]["place"]["after"] for name in NAMES[1:5]]
+    mean, half, _ = paired(dict(enumerate(told_of[1::2])), dict(enumerate(told_of[::2])))  # peg's less learned's
+    assert "less learned's, paired by seed:" in place
+    assert place.rstrip().splitlines()[-1].split("|")[-2].strip() == f"{mean:+.3g} ± {half:.2g}"
     learned = next(line for line in text.split("### AP by shape")[1].splitlines() if line.startswith("| learned"))
     assert learned.split("|")[-2].strip() == "n/a"
     hours = sum(record(path, name)["cpu_seconds"] + record(path, name)["measured"]["cpu_seconds"] for name in NAMES) / 3600

@@ -19,8 +19,8 @@ from cpvt_det.layers.peg import PEGDetection
 from cpvt_det.layers.position import PEGEncoding, PositionEncoding, register_position
 from cpvt_det.structures import Size
 
-STACKED = 4
-SINGLE = 12
+NUM_SEPARABLE = 4
+NUM_SINGLE_CELL = 12
 
 
 class SeparablePEG(PEGDetection):
@@ -97,17 +97,22 @@ class StackedPEG(nn.ModuleList):
 
 def stacked_separable(channels: int, *options: Any, **named: Any) -> StackedPEG:
     """Four :class:`SeparablePEG`; arguments are theirs."""
-    return StackedPEG(SeparablePEG(channels, *options, **named) for _ in range(STACKED))
+    return StackedPEG(SeparablePEG(channels, *options, **named) for _ in range(NUM_SEPARABLE))
 
 
-def stacked_single(channels: int, kernel_size: int = 3, *options: Any, **named: Any) -> StackedPEG:
+def stacked_single_cell(channels: int, kernel_size: int = 3, *options: Any, **named: Any) -> StackedPEG:
     """Twelve PEGs of one cell: more weights than one of 3x3, but they see no neighbour and so no border.
 
     Args:
         channels, options, named: as in :class:`PEGDetection`.
-        kernel_size: not used.
+        kernel_size: the default and no other, as theirs is 1.
+
+    Raises:
+        ValueError: another kernel size.
     """
-    return StackedPEG(PEGDetection(channels, 1, *options, **named) for _ in range(SINGLE))
+    if kernel_size != 3:
+        raise ValueError(f"PEGs of one cell have a kernel of 1, got kernel_size {kernel_size}")
+    return StackedPEG(PEGDetection(channels, 1, *options, **named) for _ in range(NUM_SINGLE_CELL))
 
 
 class QueryKeyPEG(PositionEncoding):
@@ -146,5 +151,5 @@ register_position("peg_separable")(functools.partial(PEGEncoding, peg=SeparableP
 register_position("peg_stacked")(functools.partial(PEGEncoding, peg=stacked_separable))
 register_position("peg_frozen")(functools.partial(PEGEncoding, peg=FrozenPEG))
 register_position("peg_borderless")(functools.partial(PEGEncoding, peg=BorderlessPEG))
-register_position("peg_twelve_1x1")(functools.partial(PEGEncoding, peg=stacked_single))
+register_position("peg_twelve_1x1")(functools.partial(PEGEncoding, peg=stacked_single_cell))
 register_position("peg_query_key")(QueryKeyPEG)

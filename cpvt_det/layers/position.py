@@ -14,7 +14,7 @@ import torch
 from fvcore.common.registry import Registry
 from torch import Tensor, nn
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.errors import MapSizeError, UnknownNameError
 from cpvt_det.layers.peg import PEGDetection, encode_levels
 from cpvt_det.structures import Size, require_bool
 
@@ -165,7 +165,8 @@ class LearnedEncoding(PositionEncoding):
         table_size: the largest map side there is a vector for.
 
     Raises:
-        ValueError: odd channels; in ``forward``, a map with a longer side.
+        ValueError: odd channels.
+        MapSizeError: in ``forward``, a map with a longer side.
 
     Source: facebookresearch/detr ``models/position_encoding.py``.
     """
@@ -186,7 +187,7 @@ class LearnedEncoding(PositionEncoding):
         batch, _, height, width = feature.shape
         size = self.row_embed.num_embeddings
         if height > size or width > size:
-            raise ValueError(
+            raise MapSizeError(
                 f"a map of {height} x {width} tokens is beyond the learned table of {size} x {size}; "
                 "set MODEL.POSITION.TABLE_SIZE, use smaller images, or an encoding without a table (sine, peg)"
             )

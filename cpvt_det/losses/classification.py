@@ -107,11 +107,11 @@ class FocalClassification:
 
     def cost(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The focal loss of a positive less that of a negative; arguments as in :meth:`SoftmaxClassification.cost`."""
-        picked = _pick(logits, labels)
-        probability = picked.sigmoid()
-        positive = self.alpha * (1 - probability) ** self.gamma * -(probability + 1e-8).log()
-        negative = (1 - self.alpha) * probability**self.gamma * -(1 - probability + 1e-8).log()
-        return positive - negative
+        probability = _pick(logits, labels).sigmoid_()
+        rest = 1 - probability
+        minus_positive = (probability + 1e-8).log_().mul_(rest**self.gamma)
+        minus_negative = (rest + 1e-8).log_().mul_(probability**self.gamma)
+        return minus_negative.mul_(1 - self.alpha).sub_(minus_positive, alpha=self.alpha)
 
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`."""

@@ -94,6 +94,5 @@ class HungarianMatcher:
         """(D, B, T, Q) float, as the solver is faster with the short side first; rows beyond an image's count mean nothing."""
         boxes, wanted = predictions.boxes, targets.boxes_cxcywh
         cost = self.class_cost * self.classification.cost(predictions.logits, targets.labels)
-        cost += self.l1_cost * torch.cdist(wanted[None], boxes, p=1)
-        cost -= self.giou_cost * pairwise_generalized_iou(cxcywh_to_xyxy(wanted)[None], cxcywh_to_xyxy(boxes))
-        return cost
+        cost.add_(torch.cdist(wanted[None], boxes, p=1), alpha=self.l1_cost)
+        return cost.sub_(pairwise_generalized_iou(cxcywh_to_xyxy(wanted)[None], cxcywh_to_xyxy(boxes)), alpha=self.giou_cost)

@@ -51,7 +51,7 @@ class Group:
         variants: name -> the keys of the config that make it.
         keys: further keys, of all variants.
         beside: variants of earlier groups, as ``group/variant``, that tables show with these.
-        baselines: variants that the others are compared with, of this group or of ``beside``; in sweeps the first.
+        baselines: variants that the others are compared with, of this group or of ``beside``.
         sweeps: which of the plan's sweeps every trained detector is evaluated on.
         probes: which of ``PROBES`` are taken of it.
         weights: ``group/variant`` whose weights of the same seed the runs start from.
@@ -178,13 +178,13 @@ class Plan:
         told = {key: value for key, value in flat_items(cfg) if not SAME_RUN.match(key) and value != defaults.get(key)}
         data = {data.name: data.describe() for data in self.data if data.name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)}
         before = [self.fingerprint(self.run(origin)) for origin in self.origins(run)]
-        return self._fingerprints.setdefault(run.name, _digits([told, data, before]))
+        return self._fingerprints.setdefault(run.name, _hash([told, data, before]))
 
     def measured_fingerprint(self, group: Group) -> str:
         """Twelve digits that change with what is measured of a group's trained detectors."""
         drawn = {data.name: data.describe() for data in self.data}
         sweeps = {sweep: {name: drawn[name] for name in self.sweeps[sweep]} for sweep in group.sweeps}
-        return _digits([sweeps, {probe: VERSIONS[probe] for probe in group.probes}])
+        return _hash([sweeps, {probe: VERSIONS[probe] for probe in group.probes}])
 
     def origins(self, run: Run) -> list[str]:
         """The names of the runs whose weights a run starts from, of earlier groups."""
@@ -246,7 +246,7 @@ def _require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> Non
             raise UnknownNameError(kind, name, known)
 
 
-def _digits(told: Any) -> str:
+def _hash(told: Any) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 

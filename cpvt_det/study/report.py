@@ -4,7 +4,7 @@
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from cpvt_det.study.run import FIGURES, Record, is_done, read_record
 
 Values = dict[int, float]
 """By seed."""
-Curves = dict[str, dict[float, Values]]
-"""AP, or what else is asked, by variant and place on an axis."""
+Curves = dict[str, dict[float | str, Values]]
+"""AP, or what else is asked, by variant and place on an axis; figures of a probe, by variant and name."""
 
 
 def write_report(path: Path) -> list[Path]:
@@ -44,8 +44,10 @@ def write_report(path: Path) -> list[Path]:
             parts.append(f"### AP by {axis}\n\n{curve_tables(group, curves)}")
             files.append(draw_figure(plan, group, axis, curves))
             if axis == "iteration" and (reached := iterations_to(curves)):
-                parts.append(f"### iterations to an AP\n\n{curve_tables(group, reached, digits=0)}")
-        parts += [f"### {probe}\n\n{probe_table(probe, records)}" for probe in group.probes]
+                parts.append(f"### iterations to an AP\n\n{curve_tables(group, reached, functools.partial(_text, digits=0))}")
+        for probe in group.probes:
+            if measured := probe_figures(probe, records):
+                parts.append(f"### {probe}\n\n{curve_tables(group, measured, _three_digits)}")
     parts.append(_account(plan))
     report = plan.folder / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -104,6 +106,21 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
+def _with_interval(values: Iterable[float | None], text: Callable[..., str]) -> str:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return text(*interval(known)) if known else "n/a"
+
+
+def _text(mean: float, half: float, digits: int = 1, sign: str = "") -> str:
+    if math.isnan(mean):
+        return "n/a"
+    return f"{mean:{sign}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+
+
+def _three_digits(mean: float, half: float, sign: str = "") -> str:
+    return f"{mean:{sign}.3g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
+
+
 def results_table(records: Mapping[str, Mapping[int, Record]]) -> str:
     """A row for each variant: time a step, and the figures of COCO that there are."""
     known = [key for key in FIGURES if any(run[key] is not None for runs in records.values() for run in runs.values())]
@@ -111,7 +128,7 @@ def results_table(records: Mapping[str, Mapping[int, Record]]) -> str:
     for variant, runs in records.items():
         steps = [run["ms_per_step"] for run in runs.values() if run["ms_per_step"]]
         step = f"{np.median(steps):.0f}" if steps else "n/a"
-        rows.append([variant, len(runs), step, *(_with_interval([run[key] for run in runs.values()], 1) for key in known)])
+        rows.append([variant, len(runs), step, *(_with_interval([run[key] for run in runs.values()], _text) for key in known)])
     return _table(rows, ["encoding", "seeds", "ms a step", *known])
 
 
@@ -126,7 +143,7 @@ def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]])
         rows[baseline] += [""] * 3
         for variant, (mean, half, p) in found.items():
             values = (p, corrected[variant])
-            rows[variant] += [_text(mean, half, 1, "+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in values)]
+            rows[variant] += [_text(mean, half, sign="+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in values)]
     return _table(list(rows.values()), head)
 
 
@@ -165,31 +182,29 @@ def iterations_to(curves: Curves) -> Curves:
     return found
 
 
-def curve_tables(group: Group, curves: Curves, digits: int = 1) -> str:
-    """A row for each variant, a column for each place on the axis: AP, and its difference to the baseline's."""
-    head = ["encoding", *(f"{place:g}" for place in next(iter(curves.values())))]
-    rows = [[variant, *(_with_interval(values.values(), digits) for values in along.values())] for variant, along in curves.items()]
-    baseline = next((name for name in group.baselines if name in curves), None)
-    if baseline is None:
-        return _table(rows, head)
-    differences = [
-        [variant, *(_text(*paired(values, curves[baseline][place])[:2], digits, "+") for place, values in along.items())]
-        for variant, along in curves.items()
-        if variant != baseline
-    ]
-    return f"{_table(rows, head)}\n\nless {baseline}'s, paired by seed:\n\n{_table(differences, head)}"
+def curve_tables(group: Group, curves: Curves, text: Callable[..., str] = _text) -> str:
+    """A row for each variant, a column for each place on the axis: what was found, and its differences to the baselines'."""
+    head = ["encoding", *(place if isinstance(place, str) else f"{place:g}" for place in next(iter(curves.values())))]
+    rows = [[variant, *(_with_interval(values.values(), text) for values in along.values())] for variant, along in curves.items()]
+    parts = [_table(rows, head)]
+    for baseline in (name for name in group.baselines if name in curves):
+        differences = [
+            [variant, *(text(*paired(values, curves[baseline][place])[:2], sign="+") for place, values in along.items())]
+            for variant, along in curves.items()
+            if variant != baseline
+        ]
+        parts += [f"less {baseline}'s, paired by seed:", _table(differences, head)]
+    return "\n\n".join(parts)
 
 
-def probe_table(probe: str, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant, a column for each figure of the probe, in three digits."""
-    measured = {
-        variant: [run["measured"]["probes"][probe] for run in runs.values() if probe in run["measured"]["probes"]]
-        for variant, runs in records.items()
-    }
-    measured = {variant: taken for variant, taken in measured.items() if taken}
-    keys = list(next(iter(measured.values()))[0]) if measured else []
-    rows = [[variant, *(_digits(*interval([one[key] for one in taken])) for key in keys)] for variant, taken in measured.items()]
-    return _table(rows, ["encoding", *keys])
+def probe_figures(probe: str, records: Mapping[str, Mapping[int, Record]]) -> Curves:
+    """What a probe found, by variant, figure and seed."""
+    found: Curves = {}
+    for variant, runs in records.items():
+        for seed, run in runs.items():
+            for figure, value in run["measured"]["probes"].get(probe, {}).items():
+                found.setdefault(variant, {}).setdefault(figure, {})[seed] = value
+    return found
 
 
 def draw_figure(plan: Plan, group: Group, axis: str, curves: Curves) -> Path:
@@ -213,21 +228,6 @@ def draw_figure(plan: Plan, group: Group, axis: str, curves: Curves) -> Path:
     path = plan.folder / "figures" / f"{group.name}_{axis}.png"
     save_figure(figure, path)
     return path
-
-
-def _with_interval(values: Iterable[float | None], digits: int) -> str:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return _text(*interval(known), digits) if known else "n/a"
-
-
-def _text(mean: float, half: float, digits: int, sign: str = "") -> str:
-    if math.isnan(mean):
-        return "n/a"
-    return f"{mean:{sign}.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
-
-
-def _digits(mean: float, half: float) -> str:
-    return f"{mean:.3g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
 
 
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ import torch
 from cpvt_det import build
 from cpvt_det.build import Trained, load_trained
 from cpvt_det.data.shapes import draw_dataset
-from cpvt_det.errors import BadInputError, RunStoppedError, first_line
+from cpvt_det.errors import MapSizeError, RunStoppedError, first_line
 from cpvt_det.evaluation.coco import write_json
 from cpvt_det.evaluation.curves import read_metrics
 from cpvt_det.runner.evaluate import evaluate
@@ -125,12 +125,20 @@ def execute(plan: Plan, name: str) -> Record:
 
     Raises:
         BadInputError, RunStoppedError: as :func:`cpvt_det.runner.train.run`.
+        RunStoppedError: a run with a record was trained again, for what starts from it, and came out otherwise.
     """
     torch.set_num_threads(1)
     run = plan.run(name)
-    record = read_record(plan, run) if is_trained(plan, run) else None
-    if record is None:
-        record = _train(plan, run)
+    record = read_record(plan, run)
+    if not is_trained(plan, run):
+        trained = _train(plan, run)
+        if record is not None and any(trained[figure] != record[figure] for figure in FIGURES):
+            shutil.rmtree(plan.output_of(name))  # nothing may start from it
+            raise RunStoppedError(
+                f"trained again it has AP {trained['AP']}, not {record['AP']} as its record says: other code or another machine; "
+                "what starts from it could not be compared with what did; remove its record and theirs to begin anew"
+            )
+        record = trained
     record["measured"] = _measure(plan, run)
     plan.record_path(name).parent.mkdir(parents=True, exist_ok=True)
     write_json(record, plan.record_path(name), indent=1)
@@ -197,9 +205,7 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
         try:
             with tempfile.TemporaryDirectory() as folder:  # of the detections, some MB
                 found[name] = evaluate(cfg, trained.detector, tests, Path(folder))["bbox"]["AP"]
-        except BadInputError:
-            raise
-        except ValueError:
+        except MapSizeError:
             found[name] = math.nan
     return {name: _or_none(value) for name, value in found.items()}
 
