@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from cpvt_det.structures import Detections, padding_mask_of
 from cpvt_det.study import probes
 from cpvt_det.study import run as study
 from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import holm, interval, iterations_to, paired, read_group, write_report
+from cpvt_det.study.report import holm, interval, iterations_to, paired, read_group, unpaired, write_report
 from cpvt_det.study.run import is_done, missing_runs, run_study
 
 ROOT = Path(__file__).parent.parent
@@ -339,6 +340,15 @@ def test_paired_differences_by_hand():
     assert math.isnan(paired({0: 1.0, 1: 2.0}, {0: 0.0, 1: 1.0})[2])  # equal differences: no test
 
 
+def test_unpaired_p_is_welch_s_by_hand():
+    """1, 2, 3 and 2, 4, 6: t = 2 / sqrt(1/3 + 4/3) = 1.549 with 2.94 degrees of freedom; the order of the seeds does not count."""
+    expected = pytest.approx(0.2209, abs=1e-4)
+    assert unpaired({0: 2.0, 1: 4.0, 2: 6.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == expected
+    assert unpaired({0: 6.0, 1: 2.0, 2: 4.0}, {3: 1.0, 4: 2.0, 5: 3.0}) == expected
+    assert math.isnan(unpaired({0: 1.0}, {0: 2.0, 1: 3.0}))
+    assert math.isnan(unpaired({0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0}))
+
+
 def test_holm_by_hand():
     """0.01 of three is 0.03, 0.02 of two 0.04, and 0.035 of one is no less than what comes before it."""
     assert holm([0.035, math.nan, 0.01, 0.02]) == pytest.approx([0.04, math.nan, 0.03, 0.04], nan_ok=True)
@@ -480,8 +490,17 @@ def test_committed_records_are_of_the_committed_plan(path):
 
 
 def test_tables_of_the_study_s_page_are_those_of_its_report():
-    report = (ROOT / "studies/position_encodings/report.md").read_text(encoding="utf-8").splitlines()
-    page = (ROOT / "docs/position_encodings.md").read_text(encoding="utf-8").splitlines()
-    rows = [line for line in page if line.startswith("|")]
-    assert len(rows) > 50
-    assert [row for row in rows if row not in report] == []
+    """Each stands, whole, in the section of the report that the lines above it name: (report: `group`, section)."""
+    report = (ROOT / "studies/position_encodings/report.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/position_encodings.md").read_text(encoding="utf-8")
+    section, tables = None, 0
+    for block in page.split("\n\n"):
+        for group, part in re.findall(r"\(report: `(\w+)`(?:, ([\w ]+))?[;)]", block):
+            of_group = report.split(f"\n## {group}\n")[1].split("\n## ")[0]
+            section = of_group.split(f"\n### {part}\n")[1].split("\n### ")[0] if part else of_group.split("\n### ")[0]
+        if block.startswith("#"):
+            section = None
+        if block.startswith("|"):
+            tables += 1
+            assert block.strip() in section
+    assert tables > 25

@@ -96,6 +96,13 @@ def paired(values: Values, others: Values) -> tuple[float, float, float]:
     return mean, half, p
 
 
+def unpaired(values: Values, others: Values) -> float:
+    """The p of Welch's test, which takes the seeds for independent runs."""
+    if min(len(values), len(others)) < 2 or np.ptp([*values.values(), *others.values()]) == 0:
+        return math.nan
+    return float(stats.ttest_ind(list(values.values()), list(others.values()), equal_var=False).pvalue)
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's correction for as many comparisons; NaN stays, and is not counted."""
     order = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
@@ -133,16 +140,16 @@ def results_table(records: Mapping[str, Mapping[int, Record]]) -> str:
 
 
 def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant, three columns for each baseline: the difference of AP, its p, and that by Holm for all variants."""
+    """A row for each variant; for each baseline the difference of AP, its p, that by Holm for all variants, and Welch's p."""
     aps = {variant: {seed: run["AP"] for seed, run in runs.items()} for variant, runs in records.items()}
     rows, head = {variant: [variant] for variant in aps}, ["encoding"]
     for baseline in (name for name in group.baselines if name in aps):
         found = {variant: paired(values, aps[baseline]) for variant, values in aps.items() if variant != baseline}
         corrected = dict(zip(found, holm([p for *_, p in found.values()]), strict=True))
-        head += [f"AP less {baseline}'s", "p", "p, Holm"]
-        rows[baseline] += [""] * 3
+        head += [f"AP less {baseline}'s", "p", "p, Holm", "p, unpaired"]
+        rows[baseline] += [""] * 4
         for variant, (mean, half, p) in found.items():
-            values = (p, corrected[variant])
+            values = (p, corrected[variant], unpaired(aps[variant], aps[baseline]))
             rows[variant] += [_text(mean, half, sign="+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in values)]
     return _table(list(rows.values()), head)
 
