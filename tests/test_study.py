@@ -399,6 +399,17 @@ def test_report_tells_means_intervals_and_differences(done):
     assert f"7 of 7 runs; {hours:.1f} hours of one core" in text
 
 
+def test_report_leaves_out_a_sweep_that_is_still_to_be_evaluated(done):
+    path, _ = done
+    for name in NAMES:
+        kept = record(path, name)
+        kept["measured"]["sweeps"] = {}
+        load_plan(path).record_path(name).write_text(json.dumps(kept))
+    files = write_report(path)
+    assert "main_shape.png" not in [file.name for file in files]
+    assert "AP by shape" not in files[0].read_text()
+
+
 def test_report_of_a_study_without_records_is_empty(tmp_path):
     files = write_report(plan_of(tmp_path / "study"))
     assert [os.path.basename(file) for file in files] == ["report.md"]

@@ -162,7 +162,7 @@ def curves_of(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Recor
     for sweep in group.sweeps:
         sets = plan.sweeps[sweep].items()
         curves[sweep] = _curves(records, {place: ("measured", "sweeps", sweep, name) for name, place in sets})
-    return curves
+    return {axis: found for axis, found in curves.items() if any(values for along in found.values() for values in along.values())}
 
 
 def _curves(records: Mapping[str, Mapping[int, Record]], path_of: Mapping[float, Sequence[str]]) -> Curves:
