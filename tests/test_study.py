@@ -21,7 +21,17 @@ from cpvt_det.structures import Detections, padding_mask_of
 from cpvt_det.study import probes
 from cpvt_det.study import run as study
 from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import holm, interval, iterations_to, paired, read_group, unpaired, write_report
+from cpvt_det.study.report import (
+    corrected_over_sweeps,
+    curves_of,
+    holm,
+    interval,
+    iterations_to,
+    paired,
+    read_group,
+    unpaired,
+    write_report,
+)
 from cpvt_det.study.run import is_done, missing_runs, run_study
 
 ROOT = Path(__file__).parent.parent
@@ -399,15 +409,30 @@ def test_report_tells_means_intervals_and_differences(done):
     assert f"7 of 7 runs; {hours:.1f} hours of one core" in text
 
 
-def test_report_leaves_out_a_sweep_that_is_still_to_be_evaluated(done):
-    path, _ = done
-    for name in NAMES:
-        kept = record(path, name)
-        kept["measured"]["sweeps"] = {}
-        load_plan(path).record_path(name).write_text(json.dumps(kept))
-    files = write_report(path)
-    assert "main_shape.png" not in [file.name for file in files]
-    assert "AP by shape" not in files[0].read_text()
+def swept(**aps):
+    """A run that was evaluated on the sweep ``shape`` alone, or not at all."""
+    return {"curve": {}, "measured": {"sweeps": {"shape": aps} if aps else {}}}
+
+
+def test_sweeps_are_corrected_together_by_hand(tmp_path):
+    """Differences 1, 2, 3 have p 0.0742; 10.1, 10.2, 10.3 have t = 10.2 / (0.1 / sqrt(3)) and p 3.2e-5, twice of it by Holm."""
+    plan = load_plan(plan_of(tmp_path / "study"))
+    group = plan.group("main")
+    learned = {seed: swept(val=5.0, wide=5.0) for seed in range(3)}
+    peg = {seed: swept(val=6.0 + seed, wide=15.1 + seed / 10) for seed in range(3)}
+    (said,) = corrected_over_sweeps(plan, group, curves_of(plan, group, {"learned": learned, "peg": peg}))
+    assert said.startswith("Of 2 differences to learned on the sweeps' data sets, 1 have intervals without 0; ")
+    assert said.endswith("remain: peg on wide (0.000).")
+    assert corrected_over_sweeps(plan, group, curves_of(plan, group, {"peg": peg})) == []
+    same = {seed: swept(val=5.0 + seed, wide=5.0 - seed) for seed in range(3)}
+    (said,) = corrected_over_sweeps(plan, group, curves_of(plan, group, {"learned": learned, "peg": same}))
+    assert "0 have intervals without 0" in said and said.endswith("remain: none.")
+
+
+def test_a_sweep_that_is_still_to_be_evaluated_has_no_curves(tmp_path):
+    plan = load_plan(plan_of(tmp_path / "study"))
+    assert curves_of(plan, plan.group("main"), {"peg": {0: swept()}}) == {}
+    assert list(curves_of(plan, plan.group("main"), {"peg": {0: swept(val=1.0)}})) == ["shape"]
 
 
 def test_report_of_a_study_without_records_is_empty(tmp_path):

@@ -40,11 +40,14 @@ def write_report(path: Path) -> list[Path]:
             continue
         parts += [f"## {group.name}", results_table(records)]
         parts += [f"paired by seed:\n\n{differences_table(group, records)}"] if records.keys() & set(group.baselines) else []
-        for axis, curves in curves_of(plan, group, records).items():
+        by_axis = curves_of(plan, group, records)
+        for axis, curves in by_axis.items():
             parts.append(f"### AP by {axis}\n\n{curve_tables(group, curves)}")
             files.append(draw_figure(plan, group, axis, curves))
             if axis == "iteration" and (reached := iterations_to(curves)):
                 parts.append(f"### iterations to an AP\n\n{curve_tables(group, reached, functools.partial(_text, digits=0))}")
+        if sentences := corrected_over_sweeps(plan, group, by_axis):
+            parts += ["### all sweeps", *sentences]
         for probe in group.probes:
             if measured := probe_figures(probe, records):
                 parts.append(f"### {probe}\n\n{curve_tables(group, measured, _three_digits)}")
@@ -202,6 +205,29 @@ def curve_tables(group: Group, curves: Curves, text: Callable[..., str] = _text)
         ]
         parts += [f"less {baseline}'s, paired by seed:", _table(differences, head)]
     return "\n\n".join(parts)
+
+
+def corrected_over_sweeps(plan: Plan, group: Group, by_axis: Mapping[str, Curves]) -> list[str]:
+    """For each baseline, which differences to it remain when the p of all the sweeps' data sets are corrected together."""
+    sentences = []
+    for baseline in group.baselines:
+        found = {
+            f"{variant} on {name}": paired(along[place], by_axis[sweep][baseline][place])
+            for sweep in group.sweeps
+            for name, place in plan.sweeps[sweep].items()
+            for variant, along in by_axis.get(sweep, {}).items()
+            if variant != baseline and baseline in by_axis[sweep]
+        }
+        known = {name: difference for name, difference in found.items() if not math.isnan(difference[2])}
+        p_values = dict(zip(known, holm([p for _, _, p in known.values()]), strict=True))
+        remaining = [f"{name} ({p:.3f})" for name, p in p_values.items() if p < 0.05]
+        without_zero = sum(p < 0.05 for _, _, p in known.values())
+        if known:
+            sentences.append(
+                f"Of {len(known)} differences to {baseline} on the sweeps' data sets, {without_zero} have intervals without 0; "
+                f"after Holm's correction for all of them remain: {', '.join(remaining) or 'none'}."
+            )
+    return sentences
 
 
 def probe_figures(probe: str, records: Mapping[str, Mapping[int, Record]]) -> Curves:
