@@ -382,6 +382,8 @@ def test_report_tells_means_intervals_and_differences(done):
         kept = record(path, name)
         kept["AP"] = 10.0 + place**2
         kept["curve"] = {at: value + place**2 for at, value in kept["curve"].items()}
+        for sweep in kept["measured"]["sweeps"].values():
+            sweep["val"] = 10.0 + place**2
         load_plan(path).record_path(name).write_text(json.dumps(kept))
     files = write_report(path)
     text = files[0].read_text()
@@ -405,6 +407,7 @@ def test_report_tells_means_intervals_and_differences(done):
     assert place.rstrip().splitlines()[-1].split("|")[-2].strip() == f"{mean:+.3g} ± {half:.2g}"
     learned = next(line for line in text.split("### AP by shape")[1].splitlines() if line.startswith("| learned"))
     assert learned.split("|")[-2].strip() == "n/a"
+    assert "Of 1 differences to learned" in text.split("### all sweeps")[1]  # val: 3 and 7; wide: learned has none
     hours = sum(record(path, name)["cpu_seconds"] + record(path, name)["measured"]["cpu_seconds"] for name in NAMES) / 3600
     assert f"7 of 7 runs; {hours:.1f} hours of one core" in text
 

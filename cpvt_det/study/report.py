@@ -208,7 +208,10 @@ def curve_tables(group: Group, curves: Curves, text: Callable[..., str] = _text)
 
 
 def corrected_over_sweeps(plan: Plan, group: Group, by_axis: Mapping[str, Curves]) -> list[str]:
-    """For each baseline, which differences to it remain when the p of all the sweeps' data sets are corrected together."""
+    """For each baseline, which differences to it remain when the p of all the sweeps' data sets are corrected together.
+
+    A data set of two sweeps counts once.
+    """
     sentences = []
     for baseline in group.baselines:
         found = {
