@@ -39,6 +39,10 @@ class RunStoppedError(RuntimeError):
     """A run that cannot go on though its input was right; the message says why, and what is left of it."""
 
 
+class DeadWorkerError(RunStoppedError):
+    """A data worker died: what the run has reached is whole."""
+
+
 class InterruptedRun(KeyboardInterrupt):
     """A run that a signal ended, after it saved.
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches that repeat: of samples, workers, processes and a run that goes on."""
 
+import os
 import random
+import signal
+import threading
 from collections import Counter
 from itertools import islice
 
@@ -13,9 +16,9 @@ from hypothesis import strategies as st
 
 from cpvt_det.build import build_test_loader, build_train_loader, load_splits, training_records
 from cpvt_det.data.coco import load_coco
-from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
+from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, dead_workers_named, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, DeadWorkerError
 from cpvt_det.structures import PaddedBatch
 
 evaluation_loader.__test__ = evaluation_transform.__test__ = False  # no tests, whatever pytest thinks of their names
@@ -48,6 +51,16 @@ def test_samples_do_not_depend_on_the_workers(dataset):
     alone = list(islice(make_loader(dataset), 7))
     torch.manual_seed(123)
     assert_same_batches(alone, list(islice(make_loader(dataset, num_workers=2), 7)))
+
+
+@pytest.mark.parametrize("met", [ConnectionResetError, EOFError])
+def test_a_worker_that_dies_while_it_hands_over_tensors_is_named(dataset, met):
+    """The reader meets the end of the worker's socket before torch tells of the worker."""
+    batches = iter(make_loader(dataset, num_workers=1))
+    next(batches)
+    threading.Timer(0.2, os.kill, (int(dataset.at_work[0, 0]), signal.SIGKILL)).start()
+    with pytest.raises(DeadWorkerError, match=r"a data worker \(process \d+\) died"), dead_workers_named(dataset):
+        raise met
 
 
 def test_loader_continues_from_an_iteration(dataset):

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,10 +20,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.mapper import Mapper, Sample
-from cpvt_det.errors import RunStoppedError
+from cpvt_det.errors import DeadWorkerError
 
 Draw = tuple[int, int]
 """(epoch, index of the record)."""
+
+NEWS = 5.0  # seconds in which torch hears of a worker that ended; its signal cuts them short
 
 
 class MappedDataset(Dataset):
@@ -71,10 +74,14 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
     """Within this block the death of a data worker, which torch tells of wherever it meets the program, says what it was reading.
 
     Raises:
-        RunStoppedError: a worker died.
+        DeadWorkerError: a worker died.
     """
     try:
-        yield
+        try:
+            yield
+        except (ConnectionError, EOFError):  # of the socket that hands over tensors, some moments before torch knows why
+            time.sleep(NEWS)
+            raise
     except RuntimeError as error:
         told = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error))
         if told is None:
@@ -82,7 +89,7 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
         dead = [int(pid) for pid in told[1].split(",")]
         images = [dataset.records[index].file_name for pid, index in dataset.at_work.tolist() if pid in dead and index >= 0]
         reading = f"while reading {', '.join(images)}" if images else "between two images"
-        raise RunStoppedError(
+        raise DeadWorkerError(
             f"a data worker (process {told[1]}) died {reading}; --resume goes on from the last checkpoint"
         ) from error
 

@@ -10,7 +10,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det import distributed
 from cpvt_det.checkpoint.choice import FINAL
 from cpvt_det.checkpoint.run import RunCheckpointer
-from cpvt_det.errors import InterruptedRun, RunStoppedError
+from cpvt_det.errors import DeadWorkerError, InterruptedRun, RunStoppedError
 from cpvt_det.runner.signals import Stopped, StopSignals
 from cpvt_det.solver.step import TrainStep
 
@@ -44,8 +44,9 @@ class RunGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *more: object) -> None:
+        whole = isinstance(error, DeadWorkerError) or not isinstance(error, RunStoppedError)
         try:
-            if isinstance(error, Exception) and not isinstance(error, RunStoppedError) and distributed.world_size() == 1:
+            if isinstance(error, Exception) and whole and distributed.world_size() == 1:
                 self._rescue()
         finally:
             self._signals.__exit__(kind, error, *more)

@@ -88,8 +88,8 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     results: Results = {}
     with (
         MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
-        dead_workers_named(loader.dataset),
         RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
+        dead_workers_named(loader.dataset),  # before the guard saves, so that no late news of it comes in between
     ):
 
         def evaluate_after(iteration: int) -> Results:

@@ -13,14 +13,18 @@ A run of 2,000 steps with an evaluation every 200 held, in its last tenth agains
 open files against 9 (`python -m faults.long_run 2000`; `tests/test_long_run.py` is shorter).
 """
 
+import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
 from cpvt_det.data.mapper import Mapper
+from cpvt_det.solver.step import TrainStep
 from faults.case import Case, Ending
 from faults.checkpoints import SHORT
 from faults.drawn import call_on, draw
@@ -68,6 +72,27 @@ def dead_worker(folder: Path) -> Ending:
         return call_on(draw(folder / "data", lambda _: None), "train", **SHORT, DATALOADER__NUM_WORKERS=1)
 
 
+def dead_worker_between_steps(folder: Path) -> Ending:
+    """It reads for the third step, and dies once the second is done."""
+    real_read, reads, real_step, steps = Mapper.__call__, itertools.count(), TrainStep.__call__, multiprocessing.Value("i", 0)
+
+    def read(self: Mapper, record):
+        if next(reads) == 4:
+            while steps.value < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real_read(self, record)
+
+    def step(self: TrainStep, samples: list, iteration: int) -> dict:
+        scalars = real_step(self, samples, iteration)
+        steps.value += 1
+        return scalars
+
+    words = {**SHORT, "SOLVER__MAX_ITER": 9, "SOLVER__CHECKPOINT_PERIOD": 9, "DATALOADER__NUM_WORKERS": 1}
+    with mock.patch.object(Mapper, "__call__", read), mock.patch.object(TrainStep, "__call__", step):
+        return call_on(draw(folder / "data", lambda _: None), "train", **words)
+
+
 CASES = [
     Case("a second run in the folder of one that lives", second_run, "another run, process ..., is using OUTPUT_DIR "),
     Case("a run in the folder of one that was killed", killed_run, "", 0),
@@ -75,6 +100,12 @@ CASES = [
         "a data worker killed",
         dead_worker,
         "stopped: a data worker (process ...) died while reading .../3.png; --resume goes on from the last checkpoint",
+        1,
+    ),
+    Case(
+        "a data worker killed between two steps",
+        dead_worker_between_steps,
+        "Iteration 1 is saved; --resume goes on after it...stopped: a data worker (process ...) died while reading ",
         1,
     ),
 ]
