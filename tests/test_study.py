@@ -2,34 +2,24 @@
 """Studies: a plan's runs are trained once each, start from what they should, and are told with honest intervals."""
 
 import json
-import math
 import os
-import re
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import yaml
 
 from cpvt_det.build import load_trained
-from cpvt_det.data.shapes_scene import Shape
 from cpvt_det.errors import ConfigError, RunStoppedError, UnknownNameError
-from cpvt_det.layers import build_position
-from cpvt_det.structures import Detections, padding_mask_of
 from cpvt_det.study import probes
 from cpvt_det.study import run as study
 from cpvt_det.study.plan import load_plan
 from cpvt_det.study.report import (
     corrected_over_sweeps,
     curves_of,
-    holm,
     interval,
-    iterations_to,
     paired,
     read_group,
-    unpaired,
     write_report,
 )
 from cpvt_det.study.run import is_done, missing_runs, run_study
@@ -334,48 +324,6 @@ def test_a_missing_plan_and_an_unknown_group_are_refused(tmp_path):
 # The report
 
 
-def test_interval_by_hand():
-    """Of 1, 2, 3: standard deviation 1, t of 2 degrees of freedom 4.3027, so 4.3027 / sqrt(3)."""
-    mean, half = interval([1.0, 2.0, 3.0])
-    assert mean == 2 and half == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
-    assert interval([5.0])[0] == 5 and math.isnan(interval([5.0])[1])
-
-
-def test_paired_differences_by_hand():
-    """Differences 1, 2, 3 of the common seeds: t = 2 / (1 / sqrt(3)), p = 0.0742 two-sided; seed 9 has no partner."""
-    mean, half, p = paired({0: 2.0, 1: 4.0, 2: 6.0, 9: 50.0}, {0: 1.0, 1: 2.0, 2: 3.0})
-    assert (mean, half) == (2, pytest.approx(4.302653 / math.sqrt(3), rel=1e-6))
-    assert p == pytest.approx(0.0742, abs=1e-4)
-    assert all(math.isnan(value) for value in paired({0: 1.0}, {1: 1.0}))
-    assert math.isnan(paired({0: 1.0, 1: 2.0}, {0: 0.0, 1: 1.0})[2])  # equal differences: no test
-
-
-def test_unpaired_p_is_welch_s_by_hand():
-    """1, 2, 3 and 2, 4, 6: t = 2 / sqrt(1/3 + 4/3) = 1.549 with 2.94 degrees of freedom; the order of the seeds does not count."""
-    expected = pytest.approx(0.2209, abs=1e-4)
-    assert unpaired({0: 2.0, 1: 4.0, 2: 6.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == expected
-    assert unpaired({0: 6.0, 1: 2.0, 2: 4.0}, {3: 1.0, 4: 2.0, 5: 3.0}) == expected
-    assert math.isnan(unpaired({0: 1.0}, {0: 2.0, 1: 3.0}))
-    assert math.isnan(unpaired({0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0}))
-
-
-def test_holm_by_hand():
-    """0.01 of three is 0.03, 0.02 of two 0.04, and 0.035 of one is no less than what comes before it."""
-    assert holm([0.035, math.nan, 0.01, 0.02]) == pytest.approx([0.04, math.nan, 0.03, 0.04], nan_ok=True)
-    assert holm([0.6, 0.7]) == [1.0, 1.0]
-
-
-def test_iterations_to_an_ap_by_hand():
-    curves = {
-        "peg": {100: {0: 4.0, 1: 8.0}, 200: {0: 8.0, 1: 6.0}, 300: {0: 12.0, 1: 14.0}},
-        "none": {100: {0: 0.0}, 200: {0: 10.0}, 300: {0: 11.0}},
-    }
-    found = iterations_to(curves)
-    assert found == {"peg": {5: {0: 125, 1: 62.5}, 10: {0: 250, 1: 250}}, "none": {5: {0: 150}, 10: {0: 200}}}
-    curves["none"][300][0] = curves["none"][200][0] = 4.0
-    assert iterations_to(curves) == {}
-
-
 def test_report_tells_means_intervals_and_differences(done):
     path, _ = done
     for place, name in enumerate(NAMES):  # the tiny runs all have an AP of 0
@@ -447,57 +395,6 @@ def test_report_of_a_study_without_records_is_empty(tmp_path):
 # What is measured
 
 
-def test_translation_moves_the_object_and_nothing_else():
-    spec = probes.ShapesSpec(image_sides=(64, 64), object_sides=(16, 24), max_objects=1)
-    seed, scene = next(probes._scenes_of_one(spec))
-    moves = list(probes._moves(scene.shapes[0], 64))
-    assert len(moves) == probes.PLACES**2
-    boxes = torch.tensor([move.box.tolist() for move in moves])
-    assert boxes[:, :2].min() == 0 and boxes[:, 2:].max() == 64
-    assert torch.allclose(boxes[:, 2:] - boxes[:, :2], boxes[:1, 2:] - boxes[:1, :2])
-    images = [probes._paint(probes.replace(scene, marks=[], shapes=[move]), seed) for move in moves]
-    outside = torch.ones(64, 64, dtype=torch.bool)
-    for move in (moves[0], moves[-1]):
-        x1, y1, x2, y2 = move.box.tolist()
-        outside[max(0, int(y1) - 1) : int(y2) + 2, max(0, int(x1) - 1) : int(x2) + 2] = False
-    assert torch.equal(images[0][:, outside], images[-1][:, outside])
-    assert not torch.equal(images[0], images[-1])
-
-
-def answer(box, label, score, *more):
-    boxes, labels, scores = (torch.tensor(part) for part in zip((box, label, score), *more, strict=True))
-    return Detections(boxes, scores, labels)
-
-
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (answer([0.0, 0.0, 10.0, 10.0], 2, 0.8), (0.8, 1.0)),
-        (answer([0.0, 0.0, 10.0, 5.0], 2, 0.8), (0.8, 0.5)),
-        (answer([0.0, 0.0, 10.0, 4.0], 2, 0.8), (0, 0)),  # too little of it
-        (answer([0.0, 0.0, 10.0, 10.0], 1, 0.8), (0, 0)),  # another class
-        (answer([0.0, 0.0, 10.0, 10.0], 2, 0.3, ([50.0, 50.0, 60.0, 60.0], 2, 0.4)), (0, 0)),  # not the best one
-    ],
-)
-def test_an_answer_is_the_best_detection_alone(found, expected):
-    shape = Shape(2, [], np.array([0.0, 0.0, 10.0, 10.0]))
-    assert probes._answer(found, shape) == pytest.approx(expected)
-
-
-def test_place_is_read_off_tokens_that_hold_it():
-    """Tokens that are linear in row and column tell them; noise tells nothing."""
-    masks = [padding_mask_of([(h, w)], (8, 10))[0] for h, w in ((8, 10), (5, 10), (8, 6), (3, 4), (8, 9), (6, 7))]
-    places = [probes._places(mask) for mask in masks]
-    assert places[3].view(8, 10, 2)[2, 3].tolist() == pytest.approx([2.5 / 3, 3.5 / 4])
-    assert places[3].view(8, 10, 2)[3:].isnan().all() and places[3].view(8, 10, 2)[:, 4:].isnan().all()
-    targets = [place[place[:, 0].isfinite()] for place in places]
-    generator = torch.Generator().manual_seed(0)
-    mixed = [target @ torch.randn(2, 8, generator=torch.Generator().manual_seed(1)).double() + 3 for target in targets]
-    noise = [torch.randn(len(target), 8, generator=generator) for target in targets]
-    assert probes._r2(mixed, targets) > 0.95
-    assert probes._r2(noise, targets) < 0.1
-
-
 def test_probes_of_a_trained_model(done):
     path, _ = done
     trained = load_trained(load_plan(path).output_of("main/peg/0") / "model_final.pth")
@@ -510,12 +407,6 @@ def test_probes_of_a_trained_model(done):
     assert max(probes.probe_padding(trained).values()) > 1e-4
 
 
-def test_scale_of_a_zero_initialised_peg():
-    position = build_position("peg", 8, zero_init=True)
-    torch.nn.init.constant_(position.pegs["0"][0].scale, -0.25)
-    assert probes.probe_scale(SimpleNamespace(detector=SimpleNamespace(position=position))) == {"mean": 0.25}
-
-
 # The studies that are committed
 
 
@@ -526,20 +417,3 @@ def test_committed_records_are_of_the_committed_plan(path):
     assert recorded
     for run in recorded:
         assert is_done(plan, run), run.name
-
-
-def test_tables_of_the_study_s_page_are_those_of_its_report():
-    """Each stands, whole, in the section of the report that the lines above it name: (report: `group`, section)."""
-    report = (ROOT / "studies/position_encodings/report.md").read_text(encoding="utf-8")
-    page = (ROOT / "docs/position_encodings.md").read_text(encoding="utf-8")
-    section, tables = None, 0
-    for block in page.split("\n\n"):
-        for group, part in re.findall(r"\(report: `(\w+)`(?:, ([\w ]+))?[;)]", block):
-            of_group = report.split(f"\n## {group}\n")[1].split("\n## ")[0]
-            section = of_group.split(f"\n### {part}\n")[1].split("\n### ")[0] if part else of_group.split("\n### ")[0]
-        if block.startswith("#"):
-            section = None
-        if block.startswith("|"):
-            tables += 1
-            assert block.strip() in section
-    assert tables > 25
