@@ -84,7 +84,7 @@ def test_a_signal_saves_the_step_and_the_resumed_run_is_the_run_never_interrupte
     assert f"interrupted by {signum.name}: iteration {stop - 1} is saved; --resume goes on after it" in told
     assert "Traceback" not in told
     assert steps_of(folder) == stop
-    wait_for(lambda: not living(process.pid), 10)
+    wait_for(lambda: not living(process.pid), 30)
     if signum == signal.SIGINT:
         return  # it has been saved in the same way
     more = {**LONG, "SOLVER__MAX_ITER": stop + 2, "DATASETS__TEST": ()}
@@ -107,8 +107,8 @@ def test_a_second_signal_leaves_at_once_and_takes_the_workers_along(start, runne
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
         time.sleep(1)
-    assert process.wait(5) == 143
-    wait_for(lambda: not living(process.pid), 5)
+    assert process.wait(30) == 143
+    wait_for(lambda: not living(process.pid), 30)
     assert not list(folder.glob("model_*.pth"))
 
 
@@ -160,7 +160,7 @@ def test_a_dead_data_worker_names_the_image_it_died_on(start, runner, where):
     assert process.wait(120) == 1
     told = process.stderr.read()
     assert re.search(r"stopped: a data worker \(process \d+\) died while reading \S+030\.png; --resume goes on", told)
-    wait_for(lambda: not living(process.pid), 15)
+    wait_for(lambda: not living(process.pid), 30)
     if where == "evaluation":
         assert (folder / "model_0000000.pth").is_file()
 
