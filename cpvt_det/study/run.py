@@ -45,17 +45,20 @@ def run_study(path: Path, processes: int, groups: Sequence[str] = (), tell: Call
         path: the plan.
         processes: runs at once, each with one thread.
         groups: only these of the plan's, and what they start from.
-        tell: is called with a line for each run that ends; ``log.txt`` beside the plan has them too.
+        tell: is called with a line for each run that ends, which ``log.txt`` beside the plan has too, or where there is none to do.
 
     Raises:
         BadInputError: a plan that cannot be run, or data that cannot be drawn.
         RunStoppedError: runs failed; the others were finished.
     """
     plan = load_plan(path)
+    todo = missing_runs(plan, [plan.group(name).name for name in groups] or [group.name for group in plan.groups])
+    if not todo:
+        tell("Nothing to do: every run has its record")
+        return
     for data in plan.data:  # each is the ``val`` split of a shapes data set of its own
         draw_dataset(plan.data_root(data.name), 1, data.images, data.seed, data.spec)
     failed = []
-    todo = missing_runs(plan, [plan.group(name).name for name in groups] or [group.name for group in plan.groups])
     for group in plan.groups:
         names = [run.name for run in todo if run.group is group]
         for number, (name, outcome) in enumerate(_execute_all(path, names, processes), 1):
