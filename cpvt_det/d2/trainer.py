@@ -154,7 +154,7 @@ class Trainer(DefaultTrainer):
         self.iter = self.start_iter
         self.guard = RunGuard(self.cfg, self.checkpointer, self._trainer.step, self.start_iter, self.max_iter)
         watched = dead_workers_named(self._trainer.data_loader.dataset)
-        with EventStorage(self.start_iter) as self.storage, self.guard, watched:
+        with EventStorage(self.start_iter) as self.storage, self.guard, watched:  # the guard saves after all news of a worker
             self.before_train()
             if self.tests and 0 < self.start_iter < self.max_iter and is_due(self.start_iter - 1, self._length):
                 missed = self._test_and_keep_best()  # the checkpoint is older than its evaluation
