@@ -2,6 +2,9 @@
 """Linear layers and convolutions on the faster library: the same numbers and gradients, wherever they run."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -75,6 +78,39 @@ def test_a_convolution_with_its_norm_is_torch_s(library, kernel, stride, padding
     before = convolve(convolution, x, norm)
     norm.bias += 1
     torch.testing.assert_close(convolve(convolution, x, norm), before + 1)  # no folded weight was kept
+
+
+NARROW = """
+import torch
+from torch import nn
+from cpvt_det.layers.products import Conv2d
+torch.set_num_threads(1)
+for channels in range(1, 8):
+    for _ in range(100):
+        convolution = Conv2d(channels, 2 * channels, 1, stride=2, bias=False)
+        images = torch.randn(2, channels, 24, 20).to(memory_format=torch.channels_last)
+        convolution(images).sum().backward()
+print("whole")
+"""
+
+
+def test_narrow_strided_convolutions_leave_memory_whole():
+    """With the instructions by which torch's own spoil it, ``tests/upstream/strided_1x1.py``."""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    ended = subprocess.run([sys.executable, "-c", NARROW], env=environment, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout) == (0, "whole\n"), ended.stderr
+
+
+@pytest.mark.parametrize("channels", [1, 7, 8])
+@pytest.mark.parametrize("size", [(9, 7), (8, 4), (1, 1)], ids=str)
+def test_narrow_strided_convolutions_are_as_by_hand(library, channels, size):
+    convolution = nn.Conv2d(channels, 5, 1, stride=(2, 3))
+    x, weight, bias = torch.randn(2, channels, *size), convolution.weight, convolution.bias
+    cells = torch.zeros(2, -(-size[0] // 2), -(-size[1] // 3), 5)
+    for i in range(cells.shape[1]):
+        for j in range(cells.shape[2]):
+            cells[:, i, j] = x[:, :, 2 * i, 3 * j] @ weight[:, :, 0, 0].T + bias
+    torch.testing.assert_close(convolve(convolution, x), cells.permute(0, 3, 1, 2))
 
 
 def test_half_precision_stays_with_torch_s_own_product(library):

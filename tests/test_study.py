@@ -30,7 +30,7 @@ TINY = {"images": 6, "seed": 0, "image_sides": [48, 64], "object_sides": [12, 40
 CONFIG = """
 _BASE_: {base}
 MODEL:
-  BACKBONE: {{NAME: resnet10, WIDTH: 4, NORM: BN, FREEZE_AT: 0, STAGES: [3]}}
+  BACKBONE: {{NAME: resnet10, WIDTH: 8, NORM: BN, FREEZE_AT: 0, STAGES: [3]}}
   DETR: {{HIDDEN_DIM: 8, NHEADS: 2, DIM_FEEDFORWARD: 8, ENC_LAYERS: 1, DEC_LAYERS: 1, NUM_OBJECT_QUERIES: 5}}
 INPUT: {{MIN_SIZE_TRAIN: [], MIN_SIZE_TEST: 0, RESIZE_CROP: {{ENABLED: False}}}}
 DATASETS: {{TRAIN: [train], TEST: [val]}}
