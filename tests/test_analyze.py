@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det analyze`` against counts by hand, and whatever way the products are made."""
 
+import json
+
 import pytest
 import torch
 from click.testing import CliRunner
+from record_operations import CONFIGS, OPERATIONS, count_config
 from tiny import DEFORMABLE, DETECTORS, random_config
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpvt_det.build import build_detector
 from cpvt_det.cli import main
@@ -126,6 +130,24 @@ def test_the_way_products_are_made_does_not_count(kind, monkeypatch):
     detector, _ = make(**DETECTORS[kind])
     padded = detector.preprocess([torch.zeros(3, 40, 50), torch.zeros(3, *SIZE)])
     assert count_costs(detector, padded.images, padded.padding_mask).multiply_adds["PEG"] == 2 * counts[0].multiply_adds["PEG"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_operations_of_a_config_are_those_of_every_machine(path):
+    recorded = json.loads(OPERATIONS.read_text(encoding="utf-8"))
+    assert count_config(path) == recorded[f"{path.parent.name}/{path.stem}"]
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_kernel_of_attention_does_not_count(backend, padded):
+    """Those that a CPU has; the others need a GPU."""
+    detector, batch = make()
+    if padded:
+        batch = detector.preprocess([torch.zeros(3, 40, 50), torch.zeros(3, *SIZE)])
+    by_default = count_costs(detector, batch.images, batch.padding_mask)
+    with sdpa_kernel(backend):
+        assert count_costs(detector, batch.images, batch.padding_mask) == by_default
 
 
 def test_counting_leaves_no_hooks_and_changes_nothing():

@@ -2,8 +2,9 @@
 """What a detector costs by part: parameters, multiply-adds, activations.
 
 Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and booked to the innermost part
-whose module is running. So it does not matter by which of a processor's ways a product is made. Deformable sampling, which has
-a kernel for every device, is counted by formula from the shapes.
+whose module is running. So it does not matter by which of a processor's ways a product is made. What has a kernel for every
+device is counted from the shapes: deformable sampling, and attention, whose kernel for CPUs torch's formulas do not know before
+torch 2.15.
 """
 
 import contextlib
@@ -12,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -90,7 +93,8 @@ def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts
         costs.multiply_adds[running[-1]] += multiply_adds
         costs.activations[running[-1]] += activations
 
-    with torch.no_grad(), _followed(detector, parts, running), _sampling_counted(detector, book), _Counter(book):
+    products = _Products(book)
+    with torch.no_grad(), _followed(detector, parts, running), _sampling_counted(detector, book), products, _Attention(products):
         detector(images, padding_mask)
     return costs
 
@@ -101,18 +105,46 @@ def part_of(name: str, parts: Mapping[str, Sequence[str]]) -> str:
     return max(found)[1] if found else REST
 
 
-class _Counter(TorchDispatchMode):
+class _Products(TorchDispatchMode):
+    """Books convolutions and matrix products as they are run."""
+
     def __init__(self, book: Callable[[int, int], None]):
         super().__init__()
-        self._book = book
+        self.book = book
+        self.is_paused = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = function(*args, **(kwargs or {}))
         formula = flop_registry.get(function._overloadpacket)
-        if formula is not None:
+        if formula is not None and not self.is_paused:
             first = out[0] if isinstance(out, tuple) else out
-            self._book(formula(*args, **(kwargs or {}), out_val=out) // 2, first.numel())
+            self.book(formula(*args, **(kwargs or {}), out_val=out) // 2, first.numel())
         return out
+
+
+class _Attention(TorchFunctionMode):
+    """Books attention from the shapes, whichever kernel it takes and whatever that one is made of."""
+
+    def __init__(self, products: _Products):
+        super().__init__()
+        self._products = products
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is not F.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        query, key = _query_and_key(*args, **(kwargs or {}))
+        self._products.is_paused = True
+        try:
+            out = function(*args, **(kwargs or {}))
+        finally:
+            self._products.is_paused = False
+        scores = out.shape[:-1].numel() * key.shape[-2]  # (B, M, Q, N)
+        self._products.book(scores * (query.shape[-1] + out.shape[-1]), out.numel())
+        return out
+
+
+def _query_and_key(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return query, key
 
 
 @contextlib.contextmanager
