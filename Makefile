@@ -2,9 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A worker that dies is replaced twice, then the run ends.
+WORKERS := --numprocesses auto --dist loadfile --max-worker-restart 2
 DETECTRON2_PYTHON := $(HOME)/.venvs/detectron2/bin/python
 
-.PHONY: quickstart test docs lint clean
+OLDEST := .venv-oldest
+
+.PHONY: quickstart test matrix docs lint clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/cpvt-det shapes datasets/shapes
@@ -12,13 +16,18 @@ quickstart: $(VENV)/installed
 	@echo "Figures: output/quickstart/results.json. Pictures: output/quickstart/pictures/"
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest $(WORKERS)
 	@if ! $(DETECTRON2_PYTHON) -c "import detectron2" 2>/dev/null; then \
 		echo "Tests passed without detectron2. Those marked detectron2 did not run: $(DETECTRON2_PYTHON) does not import it."; \
 	else \
-		$(DETECTRON2_PYTHON) -m pytest -m detectron2 && \
+		$(DETECTRON2_PYTHON) -m pytest -m detectron2 $(WORKERS) && \
 		echo "Tests passed without detectron2, and those marked detectron2 with $(DETECTRON2_PYTHON)."; \
 	fi
+
+# The oldest torch of setup.py, then the newest that pip takes.
+matrix: $(OLDEST)/installed-test $(VENV)/installed-test
+	$(BIN)/python tests/matrix.py $(OLDEST)/bin/python $(BIN)/python
+	@echo "The table: benchmarks/results/matrix.md"
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -q docs output/docs
@@ -29,7 +38,7 @@ lint: $(VENV)/installed-test
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) build *.egg-info output
+	rm -rf $(VENV) $(OLDEST) build *.egg-info output
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -44,4 +53,9 @@ $(VENV)/installed-docs: setup.py | $(VENV)/bin/python
 
 $(VENV)/installed-test: setup.py | $(VENV)/bin/python
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[test]"
+	touch $@
+
+$(OLDEST)/installed-test: setup.py
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check torch==2.9.0 torchvision==0.24.0 -e ".[test]"
 	touch $@

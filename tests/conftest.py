@@ -15,13 +15,14 @@ import pytest
 import torch
 from fvcore.common.config import CfgNode
 from PIL import Image
+from worker_pipes import pytest_configure  # noqa: F401
 
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
 
 ROOT = Path(__file__).resolve().parent.parent
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # another number: tests/matrix.py
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 # What tests start is to import the package of this tree too, whatever tree an environment was installed from.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
