@@ -61,7 +61,7 @@ def measure(name: str) -> tuple[int, float]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from cpvt_det.build import build_detector
+    from cpvt_det.builders import build_detector
     from cpvt_det.config import load_cfg
 
     detector = build_detector(load_cfg(str(CONFIGS / name), ["MODEL.NUM_CLASSES", "80"])).eval()

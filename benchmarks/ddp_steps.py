@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.models import CONFIGS, PEERS
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.config import load_cfg
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 from cpvt_det.structures import Targets
@@ -21,9 +21,9 @@ def main(detector_name: str) -> None:
     dist.init_process_group("gloo")
     words = ["MODEL.NUM_CLASSES", "80", "SOLVER.IMS_PER_BATCH", str(BATCH * dist.get_world_size())]
     cfg = load_cfg(str(CONFIGS / f"{PEERS[detector_name]}_r50_peg_50ep.yaml"), words)
-    detector = build.build_detector(cfg)
-    model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
-    step = build.build_step(cfg, model, build.build_optimizer(cfg, detector), build.build_length(cfg, 1000), seed=0)
+    detector = builders.build_detector(cfg)
+    model = wrap_for_processes(TrainingModel(detector, builders.build_criterion(cfg)))
+    step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_length(cfg, 1000), seed=0)
     generator = torch.Generator().manual_seed(dist.get_rank())
     samples = [
         {

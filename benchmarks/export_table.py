@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tabulate import tabulate
 from torch import nn
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.cli import debug_option, told_in_one_line
 from cpvt_det.cli import main as cpvt_det
@@ -33,7 +33,7 @@ def write_random(config: str, encoding: str | None, path: Path) -> None:
     torch.manual_seed(0)
     words = ["MODEL.NUM_CLASSES", str(CLASSES), "MODEL.DEVICE", "cpu"]
     cfg = load_cfg(config, words + (["MODEL.POSITION.NAME", encoding] if encoding else []))
-    detector = build.build_detector(cfg)
+    detector = builders.build_detector(cfg)
     for name, value in detector.state_dict().items():
         if "running_mean" in name:
             nn.init.uniform_(value, -0.3, 0.3)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers import official_deformable_detr, official_detr
-from cpvt_det.build import build_criterion, build_detector
+from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict
 from cpvt_det.config import load_cfg
 from cpvt_det.structures import PaddedBatch, Targets

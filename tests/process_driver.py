@@ -16,7 +16,7 @@ import torch.distributed as dist
 from test_solver import tiny_cfg
 from tiny import DETECTORS
 
-from cpvt_det import build, distributed
+from cpvt_det import builders, distributed
 from cpvt_det.layers.norm import MaskedSyncBatchNorm2d
 from cpvt_det.runner.launch import launch
 from cpvt_det.solver.schedule import Length
@@ -53,14 +53,14 @@ def take_steps(folder, detector, spoilt):
         **DETECTORS[detector],
     )
     torch.manual_seed(0)
-    model = build.build_detector(cfg).double()
+    model = builders.build_detector(cfg).double()
     for name, parameter in model.named_parameters():
         if name.endswith("sampling_offsets.bias"):  # away from whole cells, where an interpolation has two gradients
             parameter.data += torch.randn_like(parameter) * 0.3
     assert any(isinstance(module, MaskedSyncBatchNorm2d) for module in model.modules())
-    ema = build.build_ema(cfg, model)
-    wrapped = wrap_for_processes(TrainingModel(model, build.build_criterion(cfg)))
-    step = build.build_step(cfg, wrapped, build.build_optimizer(cfg, model), Length(STEPS, (), 0, 0, ""), 0, ema)
+    ema = builders.build_ema(cfg, model)
+    wrapped = wrap_for_processes(TrainingModel(model, builders.build_criterion(cfg)))
+    step = builders.build_step(cfg, wrapped, builders.build_optimizer(cfg, model), Length(STEPS, (), 0, 0, ""), 0, ema)
     share = BATCH // distributed.world_size()
     totals = []
     for iteration in range(STEPS):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from cpvt_det.build import build_detector
+from cpvt_det.builders import build_detector
 from cpvt_det.config import config_root, load_cfg
-from cpvt_det.show.costs import count_costs
+from cpvt_det.visualize.costs import count_costs
 
 OPERATIONS = Path(__file__).with_name("operations.json")
 CONFIGS = sorted(path for path in config_root().glob("*/*.yaml") if path.parent.name != "plug" and path.name[0] != "_")

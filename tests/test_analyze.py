@@ -11,13 +11,13 @@ from tiny import DEFORMABLE, DETECTORS, random_config
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cpvt_det.build import build_detector
+from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers import products
-from cpvt_det.layers.position import POSITION_REGISTRY
-from cpvt_det.show import speed
-from cpvt_det.show.costs import PARTS, count_costs, find_parts, part_of
+from cpvt_det.ops import linear as products
+from cpvt_det.position.registry import POSITION_REGISTRY
+from cpvt_det.visualize import speed
+from cpvt_det.visualize.costs import PARTS, count_costs, find_parts, part_of
 
 SIZE = (48, 80)
 

@@ -8,7 +8,7 @@ import torch
 import torchvision
 from test_models import small_cfg
 
-from cpvt_det.build import build_backbone, build_detector
+from cpvt_det.builders import build_backbone, build_detector
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.models import ResNetBackbone
 

@@ -9,7 +9,7 @@ import torch
 from test_solver import make_samples, make_step, tiny_cfg
 from tiny import DETECTORS
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.errors import RunStoppedError
 from cpvt_det.solver.ema import MovingAverage
 
@@ -38,7 +38,7 @@ def make_run(detector="detr", **options):
     """A step with a moving average, after two good steps."""
     cfg = tiny_cfg(**DETECTORS[detector])
     torch.manual_seed(0)
-    step = make_step(cfg, build.build_detector(cfg), **options)
+    step = make_step(cfg, builders.build_detector(cfg), **options)
     if step.scaler.is_enabled():
         step.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     step.ema = MovingAverage(step.training_model.detector, 0.5)
@@ -125,7 +125,7 @@ def test_the_images_of_a_bad_step_are_named(caplog):
 
 def test_an_image_is_named_alone_where_norms_keep_images_apart(caplog):
     cfg = tiny_cfg(MODEL__BACKBONE__NORM="GN", MODEL__POSITION__NAME="sine")
-    step = make_step(cfg, build.build_detector(cfg))
+    step = make_step(cfg, builders.build_detector(cfg))
     with caplog.at_level(logging.WARNING, logger="cpvt_det"):
         step(spoilt_samples(), 0)
         step.bad_steps.tell()

@@ -66,7 +66,7 @@ import importlib, torch
 torch.set_num_threads(1)
 for name in {modules!r}:
     importlib.import_module(name)
-from cpvt_det.build import build_criterion, build_detector
+from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.config import get_cfg
 from cpvt_det.structures import Targets
 cfg = get_cfg()

@@ -16,7 +16,7 @@ import torch
 import torchvision
 from click.testing import CliRunner
 
-from cpvt_det.build import build_detector
+from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_backbone_weights, load_weights, read_weights
 from cpvt_det.checkpoint.convert import CONVERSIONS, detect_source
 from cpvt_det.checkpoint.files import atomic_file, read_checkpoint, state_dict_of, write_checkpoint

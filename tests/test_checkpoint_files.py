@@ -19,9 +19,9 @@ import torch
 from test_checkpoint import Payload, detector, same
 
 from cpvt_det.checkpoint import load_weights, pickles
-from cpvt_det.checkpoint.choice import last_checkpoint
+from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
-from cpvt_det.checkpoint.run import RunCheckpointer, RunState
+from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.config import changed_keys, get_cfg
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import RunStoppedError, WeightsError

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tiny import DETECTORS, MODEL
 from torch import nn
 
-from cpvt_det.build import build_detector
+from cpvt_det.builders import build_detector
 from cpvt_det.config import load_cfg
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.structures import PaddedBatch

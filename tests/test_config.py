@@ -6,7 +6,7 @@ import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det import config
-from cpvt_det.build import build_criterion, build_detector, build_device, build_postprocessor
+from cpvt_det.builders import build_criterion, build_detector, build_device, build_postprocessor
 from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.config import config_root, find_config, get_cfg, load_cfg, merge_overrides, read_config
 from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line

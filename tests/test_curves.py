@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from cpvt_det.errors import BadInputError, DataError
-from cpvt_det.evaluation.curves import curves_figure, draw_curves, read_metrics
+from cpvt_det.visualize.curves import curves_figure, draw_curves, read_metrics
 
 METRICS = """\
 {"iteration": 19, "total_loss": 9.0, "loss_class": 5.0, "loss_giou": 4.0, "lr": 0.1, "images_per_second": 3.0}

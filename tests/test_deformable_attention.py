@@ -12,10 +12,10 @@ import torch
 from torch.export import Dim
 
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers import deformable_attention as module
-from cpvt_det.layers import deformable_numba as numba_kernels
-from cpvt_det.layers import kernels
-from cpvt_det.layers.deformable_attention import ms_deform_attn
+from cpvt_det.ops import deformable_attention as module
+from cpvt_det.ops import deformable_numba as numba_kernels
+from cpvt_det.ops import numba_threads as kernels
+from cpvt_det.ops.deformable_attention import ms_deform_attn
 
 IMPLEMENTATIONS = ["numba", "eager", "export"]
 OPERATOR = torch.ops.cpvt_det.ms_deform_attn
@@ -512,7 +512,7 @@ def test_float64_stays_float64_under_autocast(implementation):
 WITHOUT_NUMBA = """
 import sys, torch
 sys.modules["numba"] = None
-from cpvt_det.layers.deformable_attention import ms_deform_attn
+from cpvt_det.ops.deformable_attention import ms_deform_attn
 call = torch.ones(1, 6, 1, 4), [(2, 3)], torch.rand(1, 2, 1, 1, 3, 2), torch.ones(1, 2, 1, 1, 3)
 assert torch.equal(ms_deform_attn(*call), ms_deform_attn(*call, "eager"))
 try:
@@ -523,7 +523,7 @@ except ImportError as error:
 
 WITHOUT_A_CACHE_FOLDER = """
 import sys, torch
-import cpvt_det.layers.deformable_attention as module
+import cpvt_det.ops.deformable_attention as module
 assert "numba" not in sys.modules
 import numba.core.caching as caching
 caching.CacheImpl._locator_classes = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton_interpreter_cases as cases
 
-from cpvt_det.layers import deformable_triton
+from cpvt_det.ops import deformable_triton
 
 TESTS = Path(__file__).resolve().parent
 TARGETS = [

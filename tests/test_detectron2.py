@@ -8,7 +8,7 @@ import torch
 from test_runner import assert_same_run, losses_of
 from tiny import DEFORMABLE, DETECTORS, overrides
 
-from cpvt_det import Predictor, build
+from cpvt_det import Predictor, builders
 from cpvt_det.config import get_cfg as get_core_cfg
 from cpvt_det.config import load_cfg as load_core_cfg
 from cpvt_det.errors import ConfigError, WeightsError
@@ -75,14 +75,14 @@ def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, posit
     words = overrides(drawn_coco.files, tmp_path, MODEL__NUM_CLASSES=3, **more)
     core_cfg, d2_cfg = load_core_cfg("", words), d2.run.load_cfg("", words)
     torch.manual_seed(0)
-    detector = build.build_detector(core_cfg)
+    detector = builders.build_detector(core_cfg)
     torch.manual_seed(0)
     model = build_model(d2_cfg)
     assert list(model.state_dict()) == list(detector.state_dict())
-    records = build.load_splits(core_cfg)[0][0].records
-    samples = next(iter(build.build_train_loader(core_cfg, records, seed=0)))
+    records = builders.load_splits(core_cfg)[0][0].records
+    samples = next(iter(builders.build_train_loader(core_cfg, records, seed=0)))
     torch.manual_seed(1)
-    ours = compute_losses(detector.train(), build.build_criterion(core_cfg), samples).losses
+    ours = compute_losses(detector.train(), builders.build_criterion(core_cfg), samples).losses
     torch.manual_seed(1)
     theirs = model.train()(samples)
     assert ours.keys() == theirs.keys()
@@ -231,7 +231,7 @@ def test_no_detections_are_ap_0(d2, drawn_coco, tmp_path):
 
     cfg = d2.run.load_cfg("", overrides(drawn_coco.files, tmp_path))
     d2.run.find_registered(cfg)
-    dataset = build.load_tests(cfg)[0]
+    dataset = builders.load_tests(cfg)[0]
     evaluator = d2.trainer.CleanCOCOEvaluator(cfg, dataset, str(tmp_path / "inference"))
     evaluator.reset()
     nothing = Instances(
@@ -252,8 +252,8 @@ def test_detectron2s_own_evaluator_takes_our_model(d2, drawn_coco, tmp_path):
     drawn_coco.files.annotations.write_text(json.dumps({**drawn_coco.content, "info": {}}))
     cfg = d2.run.load_cfg("", overrides(drawn_coco.files, tmp_path, MODEL__NUM_CLASSES=3))
     d2.run.find_registered(cfg)
-    dataset = build.load_tests(cfg)[0]
-    model, loader = build_model(cfg), build.build_test_loader(cfg, dataset.records)
+    dataset = builders.load_tests(cfg)[0]
+    model, loader = build_model(cfg), builders.build_test_loader(cfg, dataset.records)
     for parameter in model.bbox_embed.layers[-1].parameters():
         torch.nn.init.zeros_(parameter)  # boxes of half the image: some match at IoU 0.5
     evaluators = (
@@ -273,6 +273,6 @@ def test_data_sets_registered_in_detectron2_are_found(d2, drawn_coco, tmp_path):
     try:
         cfg = d2.run.load_cfg("", overrides(drawn_coco.files, tmp_path, DATASETS__TRAIN=("mine",)))
         d2.run.find_registered(cfg)
-        assert len(build.load_splits(cfg)[0][0].records) == 5
+        assert len(builders.load_splits(cfg)[0][0].records) == 5
     finally:
         DatasetCatalog.remove("mine")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny import SMALL_WORDS, overrides
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.errors import ConfigError
-from cpvt_det.layers.position import POSITION_REGISTRY
+from cpvt_det.position.registry import POSITION_REGISTRY
 
 pytestmark = pytest.mark.detectron2
 
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.detectron2
 def deformable(backbone, num_levels=3):
     """A small model by keyword."""
     from cpvt_det.d2 import CPVTDeformableDetr
-    from cpvt_det.layers.position import build_position
     from cpvt_det.losses import HungarianMatcher, SetCriterion, make_classification
     from cpvt_det.models import DeformableTransformer
+    from cpvt_det.position.registry import build_position
 
     return CPVTDeformableDetr(
         backbone=backbone,
@@ -163,8 +163,8 @@ def test_pascal_voc_trains_in_our_runner(voc, drawn_coco, tmp_path):
     cfg = runner.load_cfg("", words)
     results = runner.run(cfg)
     assert 0 <= results["bbox"]["AP"] <= 100
-    (dataset,) = build.load_splits(cfg)[0]
-    expected = build.load_splits(runner.load_cfg("", overrides(drawn_coco.files, tmp_path)))[0][0]
+    (dataset,) = builders.load_splits(cfg)[0]
+    expected = builders.load_splits(runner.load_cfg("", overrides(drawn_coco.files, tmp_path)))[0][0]
     assert dataset.classes.names == tuple(category["name"] for category in drawn_coco.content["categories"])
     assert [record.image_id for record in dataset.records] == [1, 2, 3, 4, 5]
     for record, other in zip(dataset.records, expected.records, strict=True):

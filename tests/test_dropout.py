@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cpvt_det.layers import attention, kernels
-from cpvt_det.layers import dropout as module
-from cpvt_det.layers.dropout import Dropout, add_dropout, dropout, relu_dropout
+from cpvt_det.layers import attention
+from cpvt_det.ops import dropout as module
+from cpvt_det.ops import numba_threads as kernels
+from cpvt_det.ops.dropout import Dropout, add_dropout, dropout, relu_dropout
 
 pytest.importorskip("numba")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

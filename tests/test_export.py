@@ -15,7 +15,7 @@ from test_models import unlike_initial
 from test_solver import tiny_cfg
 from tiny import DETECTORS
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.cli import main
 from cpvt_det.data.images import read_image
@@ -23,7 +23,7 @@ from cpvt_det.data.mapper import evaluation_transform
 from cpvt_det.errors import BadInputError, RunStoppedError
 from cpvt_det.export import Canvas, Deployed, check, files, foreign_operators, prepare, program, trace
 from cpvt_det.layers.norm import MaskedGroupNorm, NoNorm
-from cpvt_det.layers.peg import PEGDetection
+from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Detections
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ def make_cfg(kind="detr", position="peg", **more):
 def make(cfg):
     """A detector whose norms have seen something and whose answers differ from query to query."""
     torch.manual_seed(0)
-    detector = unlike_initial(build.build_detector(cfg)).eval()
+    detector = unlike_initial(builders.build_detector(cfg)).eval()
     spread = {"sampling_offsets.bias": 2.0, "query_embed.weight": 2.0, "class_embed": 0.4, "bbox_embed": 0.4, "attn.in_proj": 0.5}
     for name, parameter in detector.named_parameters():
         for part, std in spread.items():
@@ -131,7 +131,7 @@ def test_an_onnx_file_has_aten_alone_left_of_its_domains_and_takes_one_stride(sh
     answers = files.open_program(path, "onnx")(torch.full((1, 3, 16, 16), 99.0), torch.zeros(1, 16, 16, dtype=torch.bool))
     with torch.no_grad():
         batch = detector.preprocess([torch.full((3, 16, 16), 99)])
-        expected = build.build_postprocessor(cfg).decode(detector(batch.images, batch.padding_mask))
+        expected = builders.build_postprocessor(cfg).decode(detector(batch.images, batch.padding_mask))
     for found, wanted in zip(answers, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
@@ -148,7 +148,7 @@ def test_the_script_without_this_package_sees_what_the_model_sees(shipped, tmp_p
     lines = subprocess.run(script, check=True, capture_output=True, text=True).stdout.splitlines()
     batch = detector.preprocess([evaluation_transform(64, 90)(read_image(str(tmp_path / "picture.png")))])
     with torch.no_grad():
-        found = build.build_postprocessor(cfg)(detector(batch.images, batch.padding_mask), [(100, 150)])[0]
+        found = builders.build_postprocessor(cfg)(detector(batch.images, batch.padding_mask), [(100, 150)])[0]
     expected = found.scores >= 0.5
     assert len(lines) == expected.sum() > 0
     for line, box, score, label in zip(lines, found.boxes_xyxy, found.scores, found.labels, strict=False):
@@ -160,7 +160,7 @@ def test_the_script_without_this_package_sees_what_the_model_sees(shipped, tmp_p
 
 def test_everything_that_may_differ_from_call_to_call_is_dynamic_by_default(tmp_path):
     cfg = make_cfg()
-    deployed = Deployed(prepare(make(cfg)), build.build_postprocessor(cfg))
+    deployed = Deployed(prepare(make(cfg)), builders.build_postprocessor(cfg))
     traced = trace(deployed, Canvas(2, 24, 32))
     for canvas in (Canvas(1, 16, 24), Canvas(5, 40, 104)):
         boxes, scores, labels = traced.module()(
@@ -173,7 +173,7 @@ def test_everything_that_may_differ_from_call_to_call_is_dynamic_by_default(tmp_
 
 def test_pixels_under_the_padding_do_not_matter():
     cfg = make_cfg("deformable", "peg")
-    deployed = Deployed(prepare(make(cfg)), build.build_postprocessor(cfg))
+    deployed = Deployed(prepare(make(cfg)), builders.build_postprocessor(cfg))
     images, mask = torch.rand(2, 3, 32, 48) * 255, torch.zeros(2, 32, 48, dtype=torch.bool)
     mask[0, 20:], mask[1, :, 33:] = True, True
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_operators_that_are_not_atens_are_refused():
         if hasattr(module, "implementation"):
             module.implementation = "numba"
     with pytest.raises(RunStoppedError, match="not aten's: cpvt_det.ms_deform_attn"):
-        trace(Deployed(detector, build.build_postprocessor(cfg)), Canvas(1, 32, 32), ())
+        trace(Deployed(detector, builders.build_postprocessor(cfg)), Canvas(1, 32, 32), ())
 
 
 # The comparison

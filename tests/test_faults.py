@@ -11,7 +11,7 @@ from faults.drawn import DataCase, call_on, draw
 from faults.report import DOCUMENT, areas, report
 from tiny import overrides
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.errors import DataError
 from cpvt_det.structures import Detections
 
@@ -65,14 +65,14 @@ def test_ground_truth_used_as_detections_scores_100_after_dropping(case: DataCas
     )
     if case.code == 2 and FATAL.search(case.says):
         with pytest.raises(DataError):
-            build.load_splits(cfg)
+            builders.load_splits(cfg)
         return
-    (train,), (test,) = build.load_splits(cfg)
+    (train,), (test,) = builders.load_splits(cfg)
     assert [record.image_id for record in train.records] == [image["id"] for image in test.ground_truth["images"]]
     assert sum(len(record.labels) for record in train.records) == sum(not a["iscrowd"] for a in test.ground_truth["annotations"])
-    evaluator = build.build_evaluator(cfg, test)
+    evaluator = builders.build_evaluator(cfg, test)
     boxes_of = {record.image_id: record for record in train.records}
-    for (sample,) in build.build_test_loader(cfg, test.records):
+    for (sample,) in builders.build_test_loader(cfg, test.records):
         record = boxes_of[sample["image_id"]]
         boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
         evaluator.add(sample["image_id"], Detections(boxes, torch.ones(len(labels)), labels))

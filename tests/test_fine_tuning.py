@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_solver import make_samples, make_step, tiny_cfg
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.config import get_cfg
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.errors import ConfigError, UnknownNameError
@@ -19,7 +19,7 @@ from cpvt_det.solver.schedule import Length
 def detector_of(**more):
     torch.manual_seed(0)
     cfg = tiny_cfg(**more)
-    return cfg, build.build_detector(cfg)
+    return cfg, builders.build_detector(cfg)
 
 
 @pytest.mark.parametrize("architecture", ["CPVTDetr", "CPVTDeformableDetr"])
@@ -59,7 +59,7 @@ def test_unknown_parts_list_those_there_are():
         detector_of(MODEL__FREEZE=["encode"])
     cfg, detector = detector_of(SOLVER__LR_MULTIPLIERS=[["heads", 2.0]])
     with pytest.raises(UnknownNameError, match=r"part of the model \(learning rate\) 'heads'"):
-        build.build_optimizer(cfg, detector)
+        builders.build_optimizer(cfg, detector)
 
 
 def test_factors_of_parts_in_parts_are_multiplied():
@@ -80,14 +80,14 @@ def test_factors_of_parts_in_parts_are_multiplied():
 def test_factors_that_are_no_pairs_are_refused(entry):
     cfg, detector = detector_of(SOLVER__LR_MULTIPLIERS=[entry])
     with pytest.raises(ConfigError, match="pairs of a part and a factor"):
-        build.build_optimizer(cfg, detector)
+        builders.build_optimizer(cfg, detector)
 
 
 def test_nothing_to_train_is_refused():
     parts = ["backbone", "input_proj", "position", "transformer", "query_embed", "class_embed", "bbox_embed"]
     cfg, detector = detector_of(MODEL__FREEZE=parts)
     with pytest.raises(ConfigError, match="SOLVER"):
-        build.build_optimizer(cfg, detector)
+        builders.build_optimizer(cfg, detector)
 
 
 def records_with(*counts):

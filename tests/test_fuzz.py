@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tiny import MODEL, RUN
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.checkpoint import load_weights
 from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.config import get_cfg, load_cfg, merge_overrides
@@ -166,11 +166,11 @@ def check_coco(drawn: Drawn, on_bad: str, text: bytes) -> None:
     cfg.DATASETS.REGISTER = [["drawn", str(drawn.files.annotations), str(drawn.files.image_root)]]
     cfg.DATASETS.TRAIN = cfg.DATASETS.TEST = ("drawn",)
     cfg.DATASETS.ON_BAD = on_bad
-    loaded = ours(build.load_splits, cfg)
+    loaded = ours(builders.load_splits, cfg)
     if loaded is None:
         return
     (dataset,) = loaded[1]
-    evaluator = build.build_evaluator(cfg, dataset)
+    evaluator = builders.build_evaluator(cfg, dataset)
     for record in dataset.records:
         boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
         evaluator.add(record.image_id, Detections(boxes, torch.ones(len(labels)), labels))
@@ -217,11 +217,11 @@ def test_overrides_of_any_words(words):
 
 def _build(cfg) -> None:
     """What a run builds before its first iteration, but for the data."""
-    detector = build.build_detector(cfg).to(build.build_device(cfg))
-    build.build_criterion(cfg)
-    build.check_evaluation(cfg)
-    build.build_optimizer(cfg, detector)
-    build.build_length(cfg, 4)
+    detector = builders.build_detector(cfg).to(builders.build_device(cfg))
+    builders.build_criterion(cfg)
+    builders.check_evaluation(cfg)
+    builders.build_optimizer(cfg, detector)
+    builders.build_length(cfg, 4)
 
 
 def _yaml_file(tmp_path_factory, text: bytes) -> str:

@@ -169,7 +169,7 @@ def test_a_dead_data_worker_names_the_image_it_died_on(start, runner, where):
 def test_a_worker_that_dies_while_it_hands_over_tensors_costs_no_step(start, runner):
     """The reader meets the end of the socket first; torch's news of the worker must not break into the saving of the last step."""
     dies = (
-        "import os, threading, time, cpvt_det.data.loader as loader, cpvt_det.checkpoint.run as checkpoint\n"
+        "import os, threading, time, cpvt_det.data.loader as loader, cpvt_det.checkpoint.checkpointer as checkpoint\n"
         "read, save = loader.TrainLoader.__iter__, checkpoint.RunCheckpointer.save\n"
         "def batches(self):\n"
         "    whole = read(self)  # the traceback holds it, and with it the worker\n"

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from cpvt_det.layers import kernels
+from cpvt_det.ops import numba_threads as kernels
 
 TEAM = "torch's"
 needs_team = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from conftest import ROOT
 from safetensors.torch import save_file
 from test_checkpoint import Payload
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.config import config_root
 from cpvt_det.errors import ConfigError, WeightsError
 
@@ -51,13 +51,13 @@ def test_lazy_config_builds_the_network_of_the_yaml(name):
     lazy.optimizer.params.model = by_lazy
     rates = [
         sorted((group["lr"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups)
-        for optimizer in (instantiate(lazy.optimizer), build.build_optimizer(cfg, by_yaml))
+        for optimizer in (instantiate(lazy.optimizer), builders.build_optimizer(cfg, by_yaml))
     ]
     assert rates[0] == rates[1]
-    length = build.build_length(cfg, 118287)
+    length = builders.build_length(cfg, 118287)
     assert (lazy.train.max_iter, lazy.train.eval_period) == (length.max_iter, length.eval_period)
     assert instantiate(lazy.optimizer).clip_norm == cfg.SOLVER.CLIP_NORM
-    criterion, expected = by_lazy.criterion, build.build_criterion(cfg)
+    criterion, expected = by_lazy.criterion, builders.build_criterion(cfg)
     assert criterion.weights == expected.weights
     assert vars(criterion.classification) == vars(expected.classification)
     costs = [(m.class_cost, m.l1_cost, m.giou_cost) for m in (criterion.matcher, expected.matcher)]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpvt_det.build import build_test_loader, build_train_loader, load_splits, training_records
+from cpvt_det.builders import build_test_loader, build_train_loader, load_splits, training_records
 from cpvt_det.data.coco import load_coco
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, dead_workers_named, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform

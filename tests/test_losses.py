@@ -16,7 +16,7 @@ from torchvision.ops import generalized_box_iou, sigmoid_focal_loss
 
 from cpvt_det import distributed
 from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou, pairwise_generalized_iou
-from cpvt_det.build import build_criterion
+from cpvt_det.builders import build_criterion
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion, SoftmaxClassification, make_classification

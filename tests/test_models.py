@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from cpvt_det.build import DETECTOR_REGISTRY, build_detector
+from cpvt_det.builders import DETECTOR_REGISTRY, build_detector
 from cpvt_det.config import get_cfg, merge_overrides
 from cpvt_det.errors import ConfigError, UnknownNameError
-from cpvt_det.layers.position import POSITION_REGISTRY
 from cpvt_det.models import ResNetBackbone
 from cpvt_det.models.transformer import DecoderLayer, EncoderLayer
+from cpvt_det.position.registry import POSITION_REGISTRY
 from cpvt_det.structures import PaddedBatch
 
 DETECTORS = [name for name, _ in DETECTOR_REGISTRY]

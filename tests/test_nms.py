@@ -5,7 +5,7 @@ import pytest
 import torch
 import torchvision
 
-from cpvt_det.layers.nms import choose_apart, pick_apart
+from cpvt_det.ops.nms import choose_apart, pick_apart
 
 
 def draw(seed, images=3, boxes=80, clusters=9):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_solver import tiny_cfg
 from tiny import DETECTORS
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
 from cpvt_det.losses.matcher import PaddedTargets
 from cpvt_det.models import ResNetBackbone
@@ -35,7 +35,7 @@ NORMS = ("BN", "SyncBN", "GN", "FrozenBN")
 def make(detector, dtype=torch.float64, **more):
     torch.manual_seed(0)
     cfg = tiny_cfg(MODEL__DETR__DROPOUT=0.0, **DETECTORS[detector], **more)
-    model = build.build_detector(cfg).to(dtype)
+    model = builders.build_detector(cfg).to(dtype)
     generator = torch.Generator().manual_seed(1)
     for name, buffer in model.named_buffers():  # norms that have seen something
         if name.endswith("running_mean"):
@@ -199,7 +199,7 @@ def test_images_of_one_pixel_train_to_finite_weights(detector, norm):
 @pytest.mark.parametrize("classification", ["softmax", "focal"])
 def test_matching_and_losses_are_in_float32_under_autocast(dtype, classification):
     """Bit-equal to those without, with boxes of 4 pixels of 1333, whose GIoU bfloat16 cannot tell."""
-    criterion = build.build_criterion(tiny_cfg(MODEL__NUM_CLASSES=3, MODEL__CRITERION__CLASSIFICATION=classification))
+    criterion = builders.build_criterion(tiny_cfg(MODEL__NUM_CLASSES=3, MODEL__CRITERION__CLASSIFICATION=classification))
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 6, criterion.classification.num_logits, requires_grad=True)
     boxes = torch.cat((torch.rand(2, 3, 6, 2) * 0.8 + 0.1, torch.full((2, 3, 6, 2), 4 / 1333)), -1).requires_grad_()

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cpvt_det.build import build_criterion, build_detector
+from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_weights
 from cpvt_det.config import get_cfg
 from cpvt_det.losses.matcher import Matches, PaddedTargets
-from cpvt_det.models.deformable_queries import PADDED_LOGIT
+from cpvt_det.models.queries import PADDED_LOGIT
 from cpvt_det.structures import PaddedBatch, Predictions, Targets, level_padding_mask
 
 transformers = pytest.importorskip("transformers")

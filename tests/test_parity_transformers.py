@@ -12,7 +12,7 @@ import contextlib
 import pytest
 import torch
 
-from cpvt_det.build import build_criterion, build_detector
+from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_weights
 from cpvt_det.config import get_cfg
 from cpvt_det.losses.matcher import PaddedTargets

@@ -10,7 +10,7 @@ import torch.multiprocessing
 from torch import nn
 
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers import PEGDetection
+from cpvt_det.position import PEGDetection
 from cpvt_det.structures import padding_mask_of
 
 SHAPE = (5, 7)

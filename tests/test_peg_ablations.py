@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cpvt_det.layers import PEGDetection, build_position
-from cpvt_det.layers.peg_ablations import BorderlessPEG, FrozenPEG, SeparablePEG, stacked_separable, stacked_single_cell
+from cpvt_det.position import PEGDetection, build_position
+from cpvt_det.position.peg_ablations import BorderlessPEG, FrozenPEG, SeparablePEG, stacked_separable, stacked_single_cell
 from cpvt_det.structures import padding_mask_of
 
 CHANNELS, SHAPE = 16, (5, 7)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cpvt_det.evaluation.pictures import GAP, class_color, draw_comparison, draw_panel, save_contact_sheet
 from cpvt_det.structures import Detections
+from cpvt_det.visualize.pictures import GAP, class_color, draw_comparison, draw_panel, save_contact_sheet
 
 NAMES = ["square", "circle", "star"]
 GREY = 90

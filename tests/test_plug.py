@@ -14,13 +14,13 @@ from torch import nn
 
 from cpvt_det.cli import main
 from cpvt_det.errors import UnknownNameError, WeightsError
-from cpvt_det.layers import PEGDetection
-from cpvt_det.layers.position import build_position
 from cpvt_det.plug import PlugError, add_peg, fold_peg, peg_report, remove_peg
 from cpvt_det.plug.checks import close, plugged, recorded
 from cpvt_det.plug.examples import EXAMPLES
 from cpvt_det.plug.families import FAMILIES
 from cpvt_det.plug.hooks import apply_levels
+from cpvt_det.position import PEGDetection
+from cpvt_det.position.registry import build_position
 
 BY_NAME = {example.name: example for example in EXAMPLES}
 GRID = (2, 4)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from fvcore.common.config import CfgNode
 
-from cpvt_det.build import build_encoder_position
+from cpvt_det.builders import build_encoder_position
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers.position import POSITION_REGISTRY, PEGEncoding, PositionEncoding, build_position
+from cpvt_det.position.peg_encoding import PEGEncoding
+from cpvt_det.position.registry import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.structures import padding_mask_of
 
 NAMES = [name for name, _ in POSITION_REGISTRY]

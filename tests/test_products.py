@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from cpvt_det.layers import products
-from cpvt_det.layers.products import Conv2d, Linear, convolve, linear
+from cpvt_det.ops import linear as products
+from cpvt_det.ops.linear import Conv2d, Linear, convolve, linear
 
 
 @pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"])
@@ -83,7 +83,7 @@ def test_a_convolution_with_its_norm_is_torch_s(library, kernel, stride, padding
 NARROW = """
 import torch
 from torch import nn
-from cpvt_det.layers.products import Conv2d
+from cpvt_det.ops.linear import Conv2d
 torch.set_num_threads(1)
 for channels in range(1, 8):
     for _ in range(100):

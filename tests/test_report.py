@@ -20,7 +20,7 @@ from cpvt_det.cli import main
 from cpvt_det.evaluation.confusion import Mistakes, confusion_matrix, worst_images
 from cpvt_det.evaluation.matching import pair_images
 from cpvt_det.evaluation.precision_recall import Curve, class_curve, pooled_curve
-from cpvt_det.evaluation.report import confusion_figure, precision_recall_figure
+from cpvt_det.visualize.report import confusion_figure, precision_recall_figure
 
 IDS = [7, 3]
 NAMES = ["cat", "dog"]

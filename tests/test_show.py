@@ -8,20 +8,20 @@ from click.testing import CliRunner
 from PIL import Image
 from tiny import DEFORMABLE, overrides, random_config, save_random
 
-from cpvt_det.build import build_detector
+from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
 from cpvt_det.cli import show as command
 from cpvt_det.data.coco import load_coco
 from cpvt_det.errors import BadInputError
-from cpvt_det.layers import POSITION_REGISTRY
-from cpvt_det.show import attention as drawing
-from cpvt_det.show import data as feeding
-from cpvt_det.show.figures import new_grid
-from cpvt_det.show.observation import Observation, tokens_at
-from cpvt_det.show.places import PlacedAttention, attention_by_place
-from cpvt_det.show.position import NamedDetector, _place, added_by, draw_kernels
-from cpvt_det.show.recording import Samples, attention_weights, record_inputs
+from cpvt_det.position import POSITION_REGISTRY
 from cpvt_det.structures import level_padding_mask
+from cpvt_det.visualize import attention as drawing
+from cpvt_det.visualize import data as feeding
+from cpvt_det.visualize.attention_by_position import PlacedAttention, attention_by_place
+from cpvt_det.visualize.figures import new_grid
+from cpvt_det.visualize.forward_record import Observation, tokens_at
+from cpvt_det.visualize.position import NamedDetector, _place, added_by, draw_kernels
+from cpvt_det.visualize.recording import Samples, attention_weights, record_inputs
 
 
 def call(*words):

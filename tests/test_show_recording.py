@@ -6,11 +6,12 @@ import torch
 from tiny import DETECTORS, random_config
 from torch import nn
 
-from cpvt_det.build import build_detector
-from cpvt_det.layers.deformable_attention import ms_deform_attn
-from cpvt_det.layers.position import POSITION_REGISTRY, PEGEncoding
-from cpvt_det.show.observation import attention_layers
-from cpvt_det.show.recording import attention_weights, record_added, record_inputs, sampling_points
+from cpvt_det.builders import build_detector
+from cpvt_det.ops.deformable_attention import ms_deform_attn
+from cpvt_det.position.peg_encoding import PEGEncoding
+from cpvt_det.position.registry import POSITION_REGISTRY
+from cpvt_det.visualize.forward_record import attention_layers
+from cpvt_det.visualize.recording import attention_weights, record_added, record_inputs, sampling_points
 
 SIZES = [(61, 90), (40, 50), (64, 33)]  # none a multiple of a stride, each padded
 ENCODINGS = ["none", "sine", "learned", "peg", "sine+peg"]

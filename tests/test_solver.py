@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import MODEL
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.config import get_cfg, merge_overrides
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.solver.ema import MovingAverage
@@ -38,14 +38,14 @@ def make_samples(count, dtype=torch.uint8):
 
 def make_step(cfg, detector, iterations=10, seed=5, **options):
     length = Length(iterations, (), 0, 0, "")
-    optimizer = build.build_optimizer(cfg, detector)
-    model = TrainingModel(detector, build.build_criterion(cfg))
+    optimizer = builders.build_optimizer(cfg, detector)
+    model = TrainingModel(detector, builders.build_criterion(cfg))
     return TrainStep(model, optimizer, LearningRate(length), StepOptions(**options), seed)
 
 
 def test_groups_hold_every_trained_parameter_once_at_its_rate():
     cfg = tiny_cfg()
-    detector = build.build_detector(cfg)
+    detector = builders.build_detector(cfg)
     groups = parameter_groups(detector, 1e-4, 2e-5, 1e-4)
     grouped = [parameter for group in groups for parameter in group["params"]]
     assert len({id(p) for p in grouped}) == len(grouped) == len(list(detector.parameters()))
@@ -57,7 +57,7 @@ def test_groups_hold_every_trained_parameter_once_at_its_rate():
 
 
 def test_keys_for_norms_and_peg_reach_their_parameters_alone():
-    detector = build.build_detector(tiny_cfg())
+    detector = builders.build_detector(tiny_cfg())
     groups = parameter_groups(detector, 1.0, 1.0, 0.1, norm_weight_decay=0.0, peg_weight_decay=0.5)
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     peg = detector.position.pegs["0"][0]
@@ -86,7 +86,7 @@ def test_the_last_period_ends_with_the_run():
 
 def test_iterations_count_where_epochs_are_zero():
     cfg = tiny_cfg(SOLVER__EPOCHS=0, SOLVER__MAX_ITER=70, SOLVER__STEPS=(50,), SOLVER__IMS_PER_BATCH=2)
-    length = build.build_length(cfg, num_images=20)
+    length = builders.build_length(cfg, num_images=20)
     assert (length.max_iter, length.steps) == (70, (50,))
     assert "7.0 epochs" in length.arithmetic
 
@@ -117,7 +117,7 @@ def test_accumulated_parts_give_the_step_of_the_whole(position):
     for parts in (1, 2, 5):
         cfg = tiny_cfg(MODEL__POSITION__NAME=position, MODEL__BACKBONE__NORM="GN", MODEL__DETR__DROPOUT=0.0)
         torch.manual_seed(0)
-        detector = build.build_detector(cfg).double()
+        detector = builders.build_detector(cfg).double()
         step = make_step(cfg, detector, accumulate=parts, clip_norm=None)
         record = step(make_samples(5, torch.float64), 0)
         gradient = torch.cat([p.grad.flatten() for p in detector.parameters()])
@@ -130,7 +130,7 @@ def test_accumulated_parts_give_the_step_of_the_whole(position):
 
 def test_the_gradient_is_clipped_by_the_norm_of_all_parameters():
     cfg = tiny_cfg()
-    detector = build.build_detector(cfg)
+    detector = builders.build_detector(cfg)
     record = make_step(cfg, detector, clip_norm=0.1)(make_samples(3), 0)
     norm = torch.cat([p.grad.flatten() for p in detector.parameters() if p.grad is not None]).norm()
     assert record["grad_norm"] > 0.1
@@ -139,7 +139,7 @@ def test_the_gradient_is_clipped_by_the_norm_of_all_parameters():
 
 def test_total_is_the_sum_of_the_losses_and_of_no_metric():
     cfg = tiny_cfg()
-    record = make_step(cfg, build.build_detector(cfg))(make_samples(4), 0)
+    record = make_step(cfg, builders.build_detector(cfg))(make_samples(4), 0)
     losses = record["loss_class"] + record["loss_l1"] + record["loss_giou"]
     assert record["total_loss"].item() == pytest.approx(losses.item(), rel=1e-6)
     assert {"metric_class_error", "metric_cardinality_error", "grad_norm"} <= record.keys()
@@ -147,7 +147,7 @@ def test_total_is_the_sum_of_the_losses_and_of_no_metric():
 
 def test_dropout_follows_from_seed_and_iteration_alone():
     cfg = tiny_cfg(MODEL__DETR__DROPOUT=0.5)
-    detector = build.build_detector(cfg)
+    detector = builders.build_detector(cfg)
     totals = []
     for waste, seed in ((0, 5), (3, 5), (0, 6)):
         torch.rand(waste)
@@ -157,7 +157,7 @@ def test_dropout_follows_from_seed_and_iteration_alone():
 
 def test_bf16_autocast_trains_and_keeps_boxes_in_float32():
     cfg = tiny_cfg()
-    detector = build.build_detector(cfg)
+    detector = builders.build_detector(cfg)
     plain = make_step(cfg, copy.deepcopy(detector))(make_samples(3), 0)["total_loss"]
     record = make_step(cfg, detector, amp_dtype=torch.bfloat16)(make_samples(3), 0)
     assert record["total_loss"].dtype == torch.float32
@@ -181,7 +181,7 @@ def test_ema_is_the_recurrence():
 def test_a_step_trains_every_parameter():
     cfg = tiny_cfg()
     torch.manual_seed(0)
-    detector = build.build_detector(cfg)
+    detector = builders.build_detector(cfg)
     before = {name: p.detach().clone() for name, p in detector.named_parameters()}
     step = make_step(cfg, detector)
     for iteration in range(2):
@@ -211,7 +211,7 @@ def test_optimizer_steps_as_plain_adamw():
 )
 def test_settings_that_cannot_be_had_name_the_key(more, match):
     cfg = tiny_cfg(**more)
-    detector = build.build_detector(cfg)
-    model = TrainingModel(detector, build.build_criterion(cfg))
+    detector = builders.build_detector(cfg)
+    model = TrainingModel(detector, builders.build_criterion(cfg))
     with pytest.raises(ConfigError, match=match):
-        build.build_step(cfg, model, build.build_optimizer(cfg, detector), build.build_length(cfg, 10), 0)
+        builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_length(cfg, 10), 0)

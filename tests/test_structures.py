@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
-from cpvt_det.build import build_postprocessor
+from cpvt_det.builders import build_postprocessor
 from cpvt_det.config import get_cfg
 from cpvt_det.losses import FocalClassification, SoftmaxClassification
 from cpvt_det.postprocess import PostProcessor

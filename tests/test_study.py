@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from cpvt_det.build import load_trained
+from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.errors import ConfigError, RunStoppedError, UnknownNameError
 from cpvt_det.study import probes
 from cpvt_det.study import run as study

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from fvcore.common.config import CfgNode
 
-from cpvt_det.build import build_detector
+from cpvt_det.builders import build_detector
 from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles
 

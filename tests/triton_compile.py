@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cpvt_det.layers import deformable_triton as kernels
+from cpvt_det.ops import deformable_triton as kernels
 
 LEVELS, POINTS = 2, 4
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from cpvt_det.layers import deformable_triton as kernels
+from cpvt_det.ops import deformable_triton as kernels
 
 LEVELS = [(2, 4), (1, 1), (3, 2)]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest value

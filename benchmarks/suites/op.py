@@ -19,7 +19,7 @@ from benchmarks.harness import Case, Contender, Plan, Work
 from benchmarks.machine import free_bytes
 from benchmarks.peers import detrex_core, official_core, official_cuda_op, transformers_module
 from benchmarks.suites import Options
-from cpvt_det.layers.deformable_attention import ms_deform_attn
+from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.structures import Size
 
 TITLE = "Multi-scale deformable attention"

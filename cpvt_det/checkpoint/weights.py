@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cpvt_det.checkpoint.convert import convert_state_dict, detect_source
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
-from cpvt_det.checkpoint.folder import is_in_folder, read_node
+from cpvt_det.checkpoint.model_folder import is_in_folder, read_node
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
 from cpvt_det.errors import WeightsError
@@ -53,8 +53,9 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
     """Read weights of ours or of a known source.
 
     Args:
-        weights: a file; a folder with ``model.safetensors`` or ``pytorch_model.bin``, be it one of ours
-            (:func:`cpvt_det.checkpoint.folder.save_model`) or of Hugging Face, with a ``config.json``; or what such a file holds.
+        weights: a file; a folder with ``model.safetensors`` or ``pytorch_model.bin``, be it one of ours (of
+            :func:`cpvt_det.checkpoint.model_folder.save_model`) or of Hugging Face, with a ``config.json``; or the content of
+            such a file.
         source: whose names they have, a key of ``CONVERSIONS``; ``auto`` looks at the names.
 
     Returns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det analyze``: what a detector costs. The counting itself is in ``cpvt_det/show/``."""
+"""``cpvt-det analyze``: what a detector costs. The counting itself is in ``cpvt_det/visualize/``."""
 
 import re
 
@@ -11,9 +11,9 @@ from torch import nn
 from cpvt_det.cli.configs import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.errors import BadInputError, config_errors
-from cpvt_det.show.costs import PARTS, REST, Costs, count_costs, find_parts
-from cpvt_det.show.speed import measure
 from cpvt_det.structures import PaddedBatch, Size
+from cpvt_det.visualize.costs import PARTS, REST, Costs, count_costs, find_parts
+from cpvt_det.visualize.speed import measure
 
 CLASSES = 80  # where the config leaves their number to the data
 

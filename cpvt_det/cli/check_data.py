@@ -6,12 +6,12 @@ import math
 import click
 from fvcore.common.config import CfgNode
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.cli.configs import config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
-from cpvt_det.data.check import CheckedData
-from cpvt_det.data.findings import EXAMPLES, Findings, summary
+from cpvt_det.data.validation.check import CheckedData
+from cpvt_det.data.validation.issues import EXAMPLES, Findings, summary
 from cpvt_det.errors import BadInputError, ConfigError, DataError
 
 
@@ -33,7 +33,7 @@ def check_data(config_file: str, decode: bool, every: bool, runner: str, overrid
     cfg = load_any(config_file, overrides, runner)
     if not cfg.DATASETS.TRAIN and not cfg.DATASETS.TEST:
         raise ConfigError("there is nothing to check: DATASETS.TRAIN and DATASETS.TEST are empty")
-    data = build.check_datasets(cfg, decode=decode, examples=math.inf if every else EXAMPLES)
+    data = builders.check_datasets(cfg, decode=decode, examples=math.inf if every else EXAMPLES)
     for dataset in {dataset.name: dataset for dataset in data.train + data.tests}.values():
         click.echo(dataset.describe())
     _compare_with_weights(cfg, data)

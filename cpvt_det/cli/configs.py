@@ -8,7 +8,7 @@ import click
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det import build, config
+from cpvt_det import builders, config
 from cpvt_det.cli import debug_option
 from cpvt_det.cli.train import RUNNERS, choose_runner
 
@@ -46,7 +46,7 @@ def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNo
 def build_any(cfg: CfgNode, runner: str) -> nn.Module:
     """The detector of a config as the runner would build it, with random weights, in evaluation mode on its device."""
     if choose_runner(runner) == "builtin":
-        return build.build_detector(cfg).to(build.build_device(cfg)).eval()
+        return builders.build_detector(cfg).to(builders.build_device(cfg)).eval()
     from cpvt_det.d2.trainer import build_detector
 
     return build_detector(cfg).eval()

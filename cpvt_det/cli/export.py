@@ -10,8 +10,9 @@ from typing import Any
 import click
 from tabulate import tabulate
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.checkpoint.files import atomic_file
+from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import debug_option
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError
@@ -63,10 +64,10 @@ def export(
     files.require_format(format)
     _require_place(output)
     names = _dimensions(dynamic)
-    trained = build.load_trained(weights, "cpu", config_file, overrides)
+    trained = load_trained(weights, "cpu", config_file, overrides)
     detector = trained.detector
     canvas = check.traced_canvas(detector, *_fixed(names, batch, size, detector))
-    postprocess = build.build_postprocessor(trained.cfg)
+    postprocess = builders.build_postprocessor(trained.cfg)
     deployed = program.Deployed(program.prepare(detector, sampling), postprocess, half)
     with atomic_file(output) as file:
         files.write_program(program.trace(deployed, canvas, names), format, file, _facts(trained), half)
@@ -125,7 +126,7 @@ def _whole_strides(size: Size, detector: Detector) -> Size:
     return size
 
 
-def _facts(trained: build.Trained) -> dict[str, Any]:
+def _facts(trained: Trained) -> dict[str, Any]:
     """What a script that runs the program has to know."""
     return {
         "stride": trained.detector.size_divisibility,

@@ -9,7 +9,7 @@ import click
 
 from cpvt_det.cli import debug_option
 from cpvt_det.cli.train import RUN_CONTEXT
-from cpvt_det.data.findings import POLICIES
+from cpvt_det.data.validation.issues import POLICIES
 from cpvt_det.errors import BadInputError
 from cpvt_det.predict import Predictor
 from cpvt_det.predict.files import check_files, find_files, predict_files

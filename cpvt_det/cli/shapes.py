@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det shapes``: draw the shapes data set. The drawing itself is in ``data/shapes.py``."""
+"""``cpvt-det shapes``: draw the shapes data set. The drawing itself is in ``data/shapes/dataset.py``."""
 
 from pathlib import Path
 
 import click
 
 from cpvt_det.cli import debug_option
-from cpvt_det.data.shapes import draw_dataset
-from cpvt_det.data.shapes_scene import ShapesSpec
+from cpvt_det.data.shapes.dataset import draw_dataset
+from cpvt_det.data.shapes.scene import ShapesSpec
 
 
 @click.command()

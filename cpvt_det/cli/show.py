@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det show``: pictures of what goes on inside. The drawing itself is in ``cpvt_det/show/``."""
+"""``cpvt-det show``: pictures of what goes on inside. The drawing itself is in ``cpvt_det/visualize/``."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,8 @@ import click
 import torch
 from tabulate import tabulate
 
-from cpvt_det import build
+from cpvt_det import builders
+from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import debug_option
 from cpvt_det.cli.configs import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
@@ -16,14 +17,14 @@ from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
 from cpvt_det.errors import BadInputError, config_errors
 from cpvt_det.runner.setup import choose_seed
-from cpvt_det.show.attention import draw_attention
-from cpvt_det.show.data import draw_batches
-from cpvt_det.show.images import images_of_size
-from cpvt_det.show.observation import Point, centers_of, observe, tokens_at
-from cpvt_det.show.places import dense_models, draw_places
-from cpvt_det.show.position import NamedDetector, draw_added, draw_kernels
 from cpvt_det.solver.step import split_samples
 from cpvt_det.structures import Size
+from cpvt_det.visualize.attention import draw_attention
+from cpvt_det.visualize.attention_by_position import dense_models, draw_places
+from cpvt_det.visualize.data import draw_batches
+from cpvt_det.visualize.forward_record import Point, centers_of, observe, tokens_at
+from cpvt_det.visualize.images import images_of_size
+from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels
 
 output_option = click.option(
     "--output", required=True, type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Where the pictures go."
@@ -70,9 +71,9 @@ def attention(
     """
     places = [_point(word) for words in points for word in words.split()]
     image = read_image(image_file)
-    trained = build.load_trained(weights, config_file=config_file)
-    resized = build.build_test_mapper(trained.cfg).prepare(image)
-    classification = build.build_classification(trained.cfg)
+    trained = load_trained(weights, config_file=config_file)
+    resized = builders.build_test_mapper(trained.cfg).prepare(image)
+    classification = builders.build_classification(trained.cfg)
     size = tuple(image.shape[1:])
     observation = observe(trained.detector, resized, size, classification, trained.classes, detections)
     subjects = tokens_at(observation, places or _inside(centers_of(observation.found), size), level)
@@ -137,13 +138,13 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
     """
     cfg = load_any(config_file, overrides, runner)
     cfg.DATALOADER.NUM_WORKERS = 0  # for a few images; they are the same with any number
-    datasets, tests = build.load_splits(cfg)
+    datasets, tests = builders.load_splits(cfg)
     detector = build_any(cfg, runner)
-    classes, records = datasets[0].classes, build.training_records(cfg, datasets)
-    loader = build.build_train_loader(cfg, records, choose_seed(cfg))
+    classes, records = datasets[0].classes, builders.training_records(cfg, datasets)
+    loader = builders.build_train_loader(cfg, records, choose_seed(cfg))
     parts = (part for samples in loader for part in split_samples(samples, max(1, cfg.SOLVER.ACCUMULATE)))
     for name, batches, known in [("train", parts, records)] + [
-        (dataset.name, build.build_test_loader(cfg, dataset.records), dataset.records) for dataset in tests
+        (dataset.name, builders.build_test_loader(cfg, dataset.records), dataset.records) for dataset in tests
     ]:
         path = output / f"{name}.png"
         drawn = draw_batches(batches, {record.image_id: record for record in known}, detector, classes, count, path)
@@ -153,13 +154,13 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
 def _model(name: str, config_file: str) -> NamedDetector:
     """Of a checkpoint, or of a config with random weights, the same ones for all as far as they have the same parts."""
     if Path(name).suffix.lower() not in (".yaml", ".yml"):
-        trained = build.load_trained(name, config_file=config_file)
+        trained = load_trained(name, config_file=config_file)
         where = "/".join(Path(name).parts[-2:])
         return NamedDetector(f"{trained.cfg.MODEL.POSITION.NAME}, {where}", trained.detector)
     cfg = load_cfg(name)
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 1
     torch.manual_seed(0)
-    detector = build.build_detector(cfg).to(build.build_device(cfg)).eval()
+    detector = builders.build_detector(cfg).to(builders.build_device(cfg)).eval()
     return NamedDetector(f"{cfg.MODEL.POSITION.NAME}, random weights", detector)
 
 

@@ -10,7 +10,7 @@ from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
 from torch import Tensor, nn
 
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
-from cpvt_det.models.backbone import DEPTHS, ResNetBackbone
+from cpvt_det.models.backbones.resnet import DEPTHS, ResNetBackbone
 
 
 class Detectron2Backbone(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 
 from detectron2.evaluation import DatasetEvaluator
 
-from cpvt_det import build, distributed
+from cpvt_det import builders, distributed
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.evaluation.coco import format_table, write_detections
 from cpvt_det.runner.evaluate import DETECTIONS, gather_detections
@@ -32,7 +32,7 @@ class CleanCOCOEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Forget what was processed."""
-        self._evaluator = build.build_evaluator(self._cfg, self._dataset)
+        self._evaluator = builders.build_evaluator(self._cfg, self._dataset)
 
     def process(self, inputs: list[dict], outputs: list[dict]) -> None:
         """Take the instances of a batch.

@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import get_event_storage, has_event_storage
 from torch import Tensor
 
-from cpvt_det import build
+from cpvt_det import builders
 from cpvt_det.boxes import xyxy_to_cxcywh
 from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.d2.backbone import build_detector_backbone
@@ -47,11 +47,11 @@ class Detectron2Protocol:
         """
         register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
         cfg = _with_classes(cfg)
-        _, arguments = build.detector_arguments(cfg, build_detector_backbone(cfg))
+        _, arguments = builders.detector_arguments(cfg, build_detector_backbone(cfg))
         backbone = cfg.MODEL.BACKBONE
         if backbone.WEIGHTS and not cfg.MODEL.WEIGHTS:
             load_backbone_weights(arguments["backbone"], backbone.WEIGHTS, backbone.NAME)
-        return {**arguments, "criterion": build.build_criterion(cfg), "postprocessor": build.build_postprocessor(cfg)}
+        return {**arguments, "criterion": builders.build_criterion(cfg), "postprocessor": builders.build_postprocessor(cfg)}
 
     @property
     def device(self) -> torch.device:

@@ -10,12 +10,13 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from cpvt_det import build, distributed
-from cpvt_det.checkpoint.choice import last_checkpoint
+from cpvt_det import builders, distributed
+from cpvt_det.checkpoint.initial import load_initial_weights
+from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
-from cpvt_det.data.check import log_data
+from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice
 from cpvt_det.runner.evaluate import draw_run, show_results
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
@@ -37,7 +38,7 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
 
 
 def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> dict[str, Any]:
-    tests = build.load_tests(cfg)
+    tests = builders.load_tests(cfg)
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
     output = _setup(cfg, keep_config=True)
@@ -45,20 +46,20 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> dict[str,
         describe_classes(dataset)
     log_data(tests)
     model = build_detector(cfg)
-    build.load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
+    load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     results = evaluate(cfg, model, tests)
     show_results(cfg, model, tests, results, output)
     return results
 
 
 def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
-    datasets, tests = build.load_splits(cfg)
+    datasets, tests = builders.load_splits(cfg)
     output = _setup(cfg)
     for dataset in datasets + tests:
         describe_classes(dataset)
     log_data(datasets + tests)
-    records = build.training_records(cfg, datasets)
-    length = build.build_length(cfg, len(records))
+    records = builders.training_records(cfg, datasets)
+    length = builders.build_length(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
     trainer = Trainer(cfg, datasets, tests, choose_seed(cfg), choose_run_id())

@@ -16,8 +16,9 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 
-from cpvt_det import build, distributed
-from cpvt_det.checkpoint.run import RunCheckpointer, RunState
+from cpvt_det import builders, distributed
+from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
+from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.d2.config import without_untouched
 from cpvt_det.d2.evaluation import CleanCOCOEvaluator
 from cpvt_det.data.coco import CocoDataset, describe_records
@@ -35,10 +36,10 @@ def build_detector(cfg: CfgNode) -> nn.Module:
     """detectron2's ``build_model`` for one of our detectors.
 
     Raises:
-        ConfigError: another model, a device that is not there, or what :func:`cpvt_det.build.build_detector` refuses.
+        ConfigError: another model, a device that is not there, or what :func:`cpvt_det.builders.build_detector` refuses.
     """
-    build.build_device(cfg)
-    known = [name for name, _ in build.DETECTOR_REGISTRY]
+    builders.build_device(cfg)
+    known = [name for name, _ in builders.DETECTOR_REGISTRY]
     if cfg.MODEL.META_ARCHITECTURE not in known:
         raise UnknownNameError("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, known)
     cfg = cfg.clone()
@@ -84,7 +85,7 @@ class Trainer(DefaultTrainer):
 
     Args:
         cfg: the run's config; ``MODEL.NUM_CLASSES`` is set from ``datasets``.
-        datasets, tests: as :func:`cpvt_det.build.load_splits` gives them.
+        datasets, tests: as :func:`cpvt_det.builders.load_splits` gives them.
         seed: of the run, unless it is resumed.
         run_id: likewise.
 
@@ -97,17 +98,17 @@ class Trainer(DefaultTrainer):
         self.cfg = cfg
         self.tests = tests
         self.results: dict[str, Any] = {}
-        self._records = build.training_records(cfg, datasets)
-        length = build.build_length(cfg, len(self._records))
+        self._records = builders.training_records(cfg, datasets)
+        length = builders.build_length(cfg, len(self._records))
         self.start_iter, self.max_iter, self._length = 0, length.max_iter, length
         torch.manual_seed(seed)
         detector = build_detector(cfg)
         config, data = without_untouched(cfg).dump(), describe_records(self._records)
-        self.state = RunState(datasets[0].classes, config, seed, run_id, data, build.build_ema(cfg, detector))
-        model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
-        optimizer = build.build_optimizer(cfg, detector)
-        step = build.build_step(cfg, model, optimizer, length, seed, self.state.ema)
-        self._trainer = StepTrainer(step, build.build_train_loader(cfg, self._records, seed))
+        self.state = RunState(datasets[0].classes, config, seed, run_id, data, builders.build_ema(cfg, detector))
+        model = wrap_for_processes(TrainingModel(detector, builders.build_criterion(cfg)))
+        optimizer = builders.build_optimizer(cfg, detector)
+        step = builders.build_step(cfg, model, optimizer, length, seed, self.state.ema)
+        self._trainer = StepTrainer(step, builders.build_train_loader(cfg, self._records, seed))
         self.checkpointer = RunCheckpointer(
             detector, cfg.OUTPUT_DIR, cfg.SOLVER.CHECKPOINT_KEEP, trainer=weakref.proxy(self), cpvt_det=self.state
         )
@@ -122,13 +123,13 @@ class Trainer(DefaultTrainer):
         """Go on from the last checkpoint, or else load the initial weights.
 
         Raises:
-            WeightsError: as :meth:`RunCheckpointer.begin` and :func:`cpvt_det.build.load_initial_weights`.
+            WeightsError: as :meth:`RunCheckpointer.begin` and :func:`cpvt_det.builders.load_initial_weights`.
         """
         self.start_iter = self.checkpointer.begin(resume)
         if self.start_iter == 0:
-            build.load_initial_weights(self.cfg, self.model, self.state.classes)
+            load_initial_weights(self.cfg, self.model, self.state.classes)
         self._trainer.step.seed = self.state.seed
-        self._trainer.data_loader = build.build_train_loader(self.cfg, self._records, self.state.seed).from_iteration(
+        self._trainer.data_loader = builders.build_train_loader(self.cfg, self._records, self.state.seed).from_iteration(
             self.start_iter
         )
 
@@ -192,7 +193,7 @@ def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[s
     for dataset in tests:
         folder = place_of(dataset, tests, Path(cfg.OUTPUT_DIR) / "inference")
         clear_place(folder)
-        loader = build.build_test_loader(cfg, dataset.records)
+        loader = builders.build_test_loader(cfg, dataset.records)
         with dead_workers_named(loader.dataset):
             results[dataset.name] = inference_on_dataset(model, loader, CleanCOCOEvaluator(cfg, dataset, str(folder)))
     merged = results[tests[0].name] if len(tests) == 1 else results

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """COCO JSON -> records of images with boxes that can be learned from, and the ground truth that evaluation compares with.
 
-The start of the road of one image; ``data/mapper.py`` comes next. Other formats are read by ``data/foreign.py``. What is left out
-of the records is left out of the ground truth too; ``data/rules.py`` says what that is.
+The start of the road of one image; ``data/mapper.py`` comes next. Other formats are read by ``data/formats/``. What is left
+out of the records is left out of the ground truth too; ``data/validation/rules.py`` defines what that is.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.findings import EXAMPLES, Findings, require_no_errors
-from cpvt_det.data.foreign import read_foreign
-from cpvt_det.data.rules import THIN, Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
+from cpvt_det.data.formats.registry import read_foreign
+from cpvt_det.data.validation.issues import EXAMPLES, Findings, require_no_errors
+from cpvt_det.data.validation.rules import THIN, Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError
 from cpvt_det.garbage import no_garbage_collection
 

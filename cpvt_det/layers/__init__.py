@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Building blocks that know neither a model nor a config."""
 
-import cpvt_det.layers.peg_ablations  # noqa: F401, registers encodings
-from cpvt_det.layers.attention import Attention, DeformableAttention
-from cpvt_det.layers.deformable_attention import ms_deform_attn
-from cpvt_det.layers.peg import PEGDetection
-from cpvt_det.layers.position import POSITION_REGISTRY, PositionEncoding, build_position, register_position
+from typing import Any
 
-__all__ = [
-    "POSITION_REGISTRY",
-    "Attention",
-    "DeformableAttention",
-    "PEGDetection",
-    "PositionEncoding",
-    "build_position",
-    "ms_deform_attn",
-    "register_position",
-]
+from cpvt_det.layers.attention import Attention, DeformableAttention
+from cpvt_det.ops import ms_deform_attn
+
+__all__ = ["Attention", "DeformableAttention", "ms_deform_attn"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names that moved to ``cpvt_det.position``, until version 1.0."""
+    from cpvt_det import position
+
+    if name in position.__all__:
+        return getattr(position, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
-from cpvt_det.layers.dropout import dropout
-from cpvt_det.layers.products import Linear, linear
+from cpvt_det.ops.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
+from cpvt_det.ops.dropout import dropout
+from cpvt_det.ops.linear import Linear, linear
 from cpvt_det.structures import Levels, may_be_padded, require_bool
 
 

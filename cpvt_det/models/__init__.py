@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detectors: modules from normalised images and a padding mask to predictions. No losses, no config."""
 
-from cpvt_det.models.backbone import ResNetBackbone
+from cpvt_det.models.backbones.resnet import ResNetBackbone
 from cpvt_det.models.deformable_detr import DeformableDETR
 from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector

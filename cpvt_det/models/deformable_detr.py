@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from cpvt_det.boxes import inverse_sigmoid
 from cpvt_det.layers.norm import MaskedGroupNorm, group_count
-from cpvt_det.layers.position import PositionEncoding
-from cpvt_det.layers.products import Conv2d
-from cpvt_det.models.deformable_queries import LearnedQueries, ProposedQueries
 from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector, box_head, class_head, full_precision
+from cpvt_det.models.queries import LearnedQueries, ProposedQueries
+from cpvt_det.ops.linear import Conv2d
+from cpvt_det.position.registry import PositionEncoding
 from cpvt_det.structures import Levels, Predictions, level_padding_mask
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.layers.dropout import Dropout
-from cpvt_det.layers.products import Linear
 from cpvt_det.models.detector import flatten_levels
 from cpvt_det.models.transformer import Inject
+from cpvt_det.ops.dropout import Dropout
+from cpvt_det.ops.linear import Linear
 from cpvt_det.structures import Levels, Predictions
 
 Predict = Callable[[int, Tensor, Tensor], Predictions]
@@ -31,7 +31,7 @@ class DeformableEncoderLayer(nn.Module):
         dropout: probability, in training.
         num_levels: L.
         num_points: P, sampling points a head and level.
-        implementation: of the attention's op, as in :func:`cpvt_det.layers.deformable_attention.ms_deform_attn`.
+        implementation: of the attention's op, as in :func:`cpvt_det.ops.deformable_attention.ms_deform_attn`.
     """
 
     def __init__(

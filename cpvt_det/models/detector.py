@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.layers.products import Linear
 from cpvt_det.models.parts import freeze, in_part
+from cpvt_det.ops.linear import Linear
 from cpvt_det.structures import PaddedBatch, Predictions, require_bool
 
 

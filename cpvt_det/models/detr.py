@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.layers.position import PositionEncoding
-from cpvt_det.layers.products import Conv2d
 from cpvt_det.models.detector import MLP, Detector, class_head, flatten_levels, full_precision
 from cpvt_det.models.transformer import Transformer
+from cpvt_det.ops.linear import Conv2d
+from cpvt_det.position.registry import PositionEncoding
 from cpvt_det.structures import Predictions, level_padding_mask, may_be_padded
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.layers.dropout import Dropout
-from cpvt_det.layers.products import Linear
+from cpvt_det.ops.dropout import Dropout
+from cpvt_det.ops.linear import Linear
 from cpvt_det.structures import Size
 
 Inject = Callable[[Tensor, Tensor, Sequence[Size], int], Tensor]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.errors import UnknownNameError, WeightsError
-from cpvt_det.layers.peg import PEGDetection
 from cpvt_det.plug.families import Family, checked_grid, find_owner
 from cpvt_det.plug.hooks import ApplyPEG, Close, Look, PlugError, Swap, Watch
+from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Size
 
 WRAPPERS = {
@@ -57,7 +57,7 @@ def add_peg(
         weights: a folder of ``save_pretrained``, a file, or a state dict, to take the PEGs' weights from.
         grid: (H, W), for ``nn.TransformerEncoder`` alone, which does not know it; ``encoder.peg_grid`` changes it.
         share_levels: one PEG for all levels of a multi-level encoder, instead of one for each.
-        peg_options: of :class:`~cpvt_det.layers.peg.PEGDetection`; ``zero_init=True`` unless given, so that no output changes.
+        peg_options: of :class:`~cpvt_det.position.peg.PEGDetection`; ``zero_init=True`` unless given, so that no output changes.
 
     Returns:
         The model.
@@ -105,7 +105,7 @@ def fold_peg(model: nn.Module) -> nn.Module:
 
     Raises:
         PlugError: a model without a PEG.
-        ValueError: as :meth:`~cpvt_det.layers.peg.PEGDetection.fold`.
+        ValueError: as :meth:`~cpvt_det.position.peg.PEGDetection.fold`.
     """
     pegs = [peg for _, peg in _named_pegs(model)]
     for peg in pegs:

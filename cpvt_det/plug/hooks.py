@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.errors import BadInputError
-from cpvt_det.layers.peg import encode_levels
+from cpvt_det.position.peg import encode_levels
 from cpvt_det.structures import Size
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.images import read_image
-from cpvt_det.evaluation.pictures import draw_objects
 from cpvt_det.structures import Detections
+from cpvt_det.visualize.pictures import draw_objects
 
 
 @dataclass(repr=False)

@@ -12,9 +12,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cpvt_det.data.check import look_at_images
-from cpvt_det.data.findings import Findings
 from cpvt_det.data.images import ImageHeader, read_image
+from cpvt_det.data.validation.check import look_at_images
+from cpvt_det.data.validation.issues import Findings
 from cpvt_det.errors import BadInputError, DataError, DataFaultsError
 from cpvt_det.evaluation.coco import write_json
 from cpvt_det.predict.detections import ImageDetections

@@ -12,8 +12,9 @@ from typing import overload
 import torch
 from torch import nn
 
-from cpvt_det.build import build_postprocessor, build_test_mapper, load_trained
-from cpvt_det.checkpoint.folder import save_model
+from cpvt_det.builders import build_postprocessor, build_test_mapper
+from cpvt_det.checkpoint.model_folder import save_model
+from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.errors import DataError

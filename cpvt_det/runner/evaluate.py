@@ -14,7 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from cpvt_det import distributed
-from cpvt_det.build import build_evaluator, build_postprocessor, build_test_loader, build_test_mapper
+from cpvt_det.builders import build_evaluator, build_postprocessor, build_test_loader, build_test_mapper
 from cpvt_det.checkpoint.files import not_finite, remove_unfinished
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.images import read_image
@@ -22,11 +22,11 @@ from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import DataError, RunStoppedError
 from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_detections, write_results
-from cpvt_det.evaluation.curves import draw_curves
-from cpvt_det.evaluation.pictures import draw_comparison, save_contact_sheet
-from cpvt_det.evaluation.report import truth_of, write_report
 from cpvt_det.postprocess import PostProcessor
 from cpvt_det.structures import Detections
+from cpvt_det.visualize.curves import draw_curves
+from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet
+from cpvt_det.visualize.report import truth_of, write_report
 
 logger = logging.getLogger("cpvt_det")
 Results = dict[str, dict[str, float]]

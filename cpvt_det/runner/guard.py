@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from fvcore.common.config import CfgNode
 
 from cpvt_det import distributed
-from cpvt_det.checkpoint.choice import FINAL
-from cpvt_det.checkpoint.run import RunCheckpointer
+from cpvt_det.checkpoint.checkpointer import RunCheckpointer
+from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.errors import DeadWorkerError, InterruptedRun, RunStoppedError
 from cpvt_det.runner.signals import Stopped, StopSignals
 from cpvt_det.solver.step import TrainStep

@@ -6,12 +6,13 @@ import logging
 import torch
 from fvcore.common.config import CfgNode
 
-from cpvt_det import build, distributed
-from cpvt_det.checkpoint.choice import last_checkpoint
-from cpvt_det.checkpoint.run import RunCheckpointer, RunState, TrainerState
-from cpvt_det.data.check import log_data
+from cpvt_det import builders, distributed
+from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState, TrainerState
+from cpvt_det.checkpoint.initial import load_initial_weights
+from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.data.coco import describe_records
 from cpvt_det.data.loader import dead_workers_named
+from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice
 from cpvt_det.runner.evaluate import Results, draw_run, evaluate, show_results
 from cpvt_det.runner.guard import RunGuard
@@ -46,13 +47,13 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
 
 def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = False) -> Results:
     """Evaluate weights; arguments and result as in :func:`run`."""
-    tests = build.load_tests(cfg)
+    tests = builders.load_tests(cfg)
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
     output = setup_run(cfg, keep_config=True)
     log_data(tests)
-    detector = build.build_detector(cfg).to(build.build_device(cfg))
-    build.load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
+    detector = builders.build_detector(cfg).to(builders.build_device(cfg))
+    load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     results = evaluate(cfg, detector, tests, output)
     show_results(cfg, detector, tests, results, output)
     return results
@@ -60,9 +61,9 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
 
 def train(cfg: CfgNode, resume: bool = False) -> Results:
     """Train; arguments and result as in :func:`run`."""
-    datasets, tests = build.load_splits(cfg)
-    records, classes = build.training_records(cfg, datasets), datasets[0].classes
-    length = build.build_length(cfg, len(records))
+    datasets, tests = builders.load_splits(cfg)
+    records, classes = builders.training_records(cfg, datasets), datasets[0].classes
+    length = builders.build_length(cfg, len(records))
     output = setup_run(cfg)
     log_data(datasets + tests)
     logger.info(length.arithmetic)
@@ -70,21 +71,21 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
 
     state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(), describe_records(records))
     torch.manual_seed(state.seed)
-    detector = build.build_detector(cfg).to(build.build_device(cfg))
-    model = wrap_for_processes(TrainingModel(detector, build.build_criterion(cfg)))
-    state.ema = build.build_ema(cfg, detector)
-    step = build.build_step(cfg, model, build.build_optimizer(cfg, detector), length, state.seed, state.ema)
+    detector = builders.build_detector(cfg).to(builders.build_device(cfg))
+    model = wrap_for_processes(TrainingModel(detector, builders.build_criterion(cfg)))
+    state.ema = builders.build_ema(cfg, detector)
+    step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), length, state.seed, state.ema)
     trainer = TrainerState(step)
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
     start = checkpointer.begin(resume)
     if start == 0:
-        build.load_initial_weights(cfg, detector, classes)
+        load_initial_weights(cfg, detector, classes)
     else:
         step.seed = state.seed
     logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(detector))
 
     evaluated = state.ema.module if state.ema else detector
-    loader = build.build_train_loader(cfg, records, state.seed).from_iteration(start)
+    loader = builders.build_train_loader(cfg, records, state.seed).from_iteration(start)
     results: Results = {}
     with (
         MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,

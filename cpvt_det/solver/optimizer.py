@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpvt_det.layers.peg import PEGDetection
 from cpvt_det.models.parts import in_part, require_parts
+from cpvt_det.position.peg import PEGDetection
 
 POINTS = re.compile(r"(^|\.)(sampling_offsets|reference_points)\.")
 NORM_MODULES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)

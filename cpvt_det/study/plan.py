@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 from fvcore.common.config import CfgNode
 
-from cpvt_det.build import build_encoder_position
+from cpvt_det.builders import build_encoder_position
 from cpvt_det.config import SAME_RUN, flat_items, get_cfg, load_cfg, merge_checked
-from cpvt_det.data.shapes import describe
-from cpvt_det.data.shapes_scene import ShapesSpec
+from cpvt_det.data.shapes.dataset import describe
+from cpvt_det.data.shapes.scene import ShapesSpec
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors, first_line
 from cpvt_det.study.probes import VERSIONS
 

@@ -13,9 +13,9 @@ import numpy as np
 from scipy import stats
 from tabulate import tabulate
 
-from cpvt_det.evaluation.curves import new_figure, save_figure
 from cpvt_det.study.plan import Group, Plan, load_plan
 from cpvt_det.study.run import FIGURES, Record, is_done, read_record
+from cpvt_det.visualize.curves import new_figure, save_figure
 
 Values = dict[int, float]
 """By seed."""

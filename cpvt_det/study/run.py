@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpvt_det import build
-from cpvt_det.build import Trained, load_trained
-from cpvt_det.data.shapes import draw_dataset
+from cpvt_det import builders
+from cpvt_det.checkpoint.trained import Trained, load_trained
+from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.errors import MapSizeError, RunStoppedError, first_line
 from cpvt_det.evaluation.coco import write_json
-from cpvt_det.evaluation.curves import read_metrics
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.setup import describe_environment, stop_log
 from cpvt_det.runner.train import run as train
 from cpvt_det.study.plan import Plan, Run, load_plan
 from cpvt_det.study.probes import PROBES
+from cpvt_det.visualize.curves import read_metrics
 
 FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 WEIGHTS, BACKBONE, ATTEMPT = "model_final.pth", "backbone.pth", "attempt.json"
@@ -204,7 +204,7 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
     for name in plan.sweeps[sweep]:
         cfg = plan.config_of(run)
         cfg.DATASETS.TEST = [name]
-        tests = build.load_tests(cfg)
+        tests = builders.load_tests(cfg)
         try:
             with tempfile.TemporaryDirectory() as folder:  # of the detections, some MB
                 found[name] = evaluate(cfg, trained.detector, tests, Path(folder))["bbox"]["AP"]

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from cpvt_det.checkpoint.choice import last_checkpoint
+from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import read_checkpoint
-from cpvt_det.checkpoint.run import RunCheckpointer, RunState
+from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.data.coco import Classes
 
 NUMBERS = 2_000_000  # in the checkpoint, 8 MB

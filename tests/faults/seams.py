@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the two runners share.
 
-Written once and tested once: the check of the data (`data/check.py`), loader and mapper (`data/`), the step with its guard
-against what is not finite, clipping, accumulation, autocast and EMA (`solver/step.py`, `solver/bad_steps.py`), files, checksums
-and resume (`checkpoint/`), what happens between two steps, with saving and signals (`runner/guard.py`, `runner/signals.py`),
-folder, lock, log and seed (`runner/setup.py`), and the processes (`runner/launch.py`).
+Written once and tested once: the check of the data (`data/validation/check.py`), loader and mapper (`data/`), the step with its
+guard against what is not finite, clipping, accumulation, autocast and EMA (`solver/step.py`, `solver/bad_steps.py`), files,
+checksums and resume (`checkpoint/`), what happens between two steps, with saving and signals (`runner/guard.py`,
+`runner/signals.py`), folder, lock, log and seed (`runner/setup.py`), and the processes (`runner/launch.py`).
 
 The detectron2 runner meets them at these seams, and is tested at them (`test_detectron2.py`, `test_detectron2_faults.py`,
 `test_interruption.py`, `test_processes.py`, `test_faults.py`):

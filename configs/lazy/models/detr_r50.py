@@ -5,9 +5,9 @@ from detectron2.config import LazyCall as L
 
 from cpvt_det.d2 import CPVTDetr
 from cpvt_det.d2.lazy import pretrained_resnet
-from cpvt_det.layers.position import build_position
 from cpvt_det.losses import HungarianMatcher, SetCriterion, make_classification
 from cpvt_det.models import Transformer
+from cpvt_det.position.registry import build_position
 
 model = L(CPVTDetr)(
     backbone=L(pretrained_resnet)(name="resnet50", weights="IMAGENET1K_V1", norm="FrozenBN", stages=[5], freeze_at=2),

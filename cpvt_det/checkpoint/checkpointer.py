@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a run, in detectron2's layout, so that either runner resumes what the other began.
+
+``{"model", "trainer": {"iteration", "_trainer": {"iteration", "optimizer", "grad_scaler"}}, "iteration", "cpvt_det"}``; the last
+node is ours. Data order and random state need no place in it: both follow from the seed and the iteration.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fvcore.common.checkpoint import Checkpointer
+from torch import nn
+
+from cpvt_det import distributed
+from cpvt_det.checkpoint.files import (
+    not_finite,
+    read_checkpoint,
+    remove_checkpoint,
+    remove_unfinished,
+    write_checkpoint,
+    write_line,
+)
+from cpvt_det.checkpoint.resume import NUMBERED, TAG, checkpoints_of, choose_of_run, choose_to_resume, name_run, run_id_of
+from cpvt_det.config import changed_keys
+from cpvt_det.data.coco import Classes
+from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError
+from cpvt_det.solver.ema import MovingAverage
+from cpvt_det.solver.step import TrainStep
+
+logger = logging.getLogger("cpvt_det")
+BEST = "model_best"
+
+
+class RunState:
+    """The node ``cpvt_det`` of a checkpoint.
+
+    Args:
+        classes: what the labels mean.
+        config: the run's config as YAML.
+        seed: of the run.
+        run_id: of the run, which a resumed one keeps.
+        data: what it is trained on, as of :func:`cpvt_det.data.coco.describe_records`.
+        ema: the moving average of the weights, where there is one.
+
+    Attributes:
+        best: the best AP so far, or ``None``.
+    """
+
+    def __init__(
+        self, classes: Classes, config: str, seed: int, run_id: str, data: dict[str, Any], ema: MovingAverage | None = None
+    ):
+        self.classes = classes
+        self.config = config
+        self.seed = seed
+        self.run_id = run_id
+        self.data = data
+        self.ema = ema
+        self.best: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors, which load with ``weights_only=True``."""
+        return {
+            "classes": {"ids": list(self.classes.ids), "names": list(self.classes.names)},
+            "config": self.config,
+            "seed": self.seed,
+            "run_id": self.run_id,
+            "data": self.data,
+            "best": self.best,
+            "ema": None if self.ema is None else self.ema.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take seed, id, best AP and average of a checkpoint; log what was changed since.
+
+        Raises:
+            WeightsError: a checkpoint of other classes.
+        """
+        names = tuple(state["classes"]["names"])
+        if names != self.classes.names:
+            raise WeightsError(
+                f"the run to resume was trained on other classes ({len(names)}: {', '.join(names[:5])}); "
+                "start a new OUTPUT_DIR with MODEL.WEIGHTS instead"
+            )
+        for change in changed_keys(state["config"], self.config):
+            logger.warning("The resumed run goes on with another config: %s", change)
+        before = state.get("data", self.data)  # not in checkpoints of before it was written down
+        if before != self.data:
+            logger.warning(
+                "The resumed run goes on with other training data: %d images, now %d; it is not the run that it would have been",
+                before["images"],
+                self.data["images"],
+            )
+        self.seed, self.best, self.run_id = state["seed"], state["best"], run_id_of({"cpvt_det": state})
+        if self.ema is not None and state["ema"] is not None:
+            self.ema.load_state_dict(state["ema"])
+
+
+class TrainerState:
+    """The node ``trainer`` of a checkpoint of the built-in runner.
+
+    Args:
+        step: holds optimiser and scaler.
+    """
+
+    def __init__(self, step: TrainStep):
+        self.step = step
+        self.iteration = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """In the layout of detectron2's ``DefaultTrainer``."""
+        return {"iteration": self.iteration, "_trainer": {"iteration": self.iteration, **self.step.state_dict()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the iteration, the optimiser and the scaler."""
+        self.iteration = state["iteration"]
+        self.step.load_state_dict(state["_trainer"])
+
+
+class RunCheckpointer(Checkpointer):
+    """fvcore's checkpointer with our files: written whole or not at all, read without running code, the last few kept.
+
+    Args:
+        detector: whose state dict is the node ``model``.
+        folder: ``OUTPUT_DIR``.
+        keep: how many of the checkpoints that are numbered stay.
+        checkpointables: further nodes by name; ``cpvt_det`` is a :class:`RunState`.
+    """
+
+    def __init__(self, detector: nn.Module, folder: str | Path, keep: int, **checkpointables: Any):
+        super().__init__(detector, str(folder), save_to_disk=distributed.rank() == 0, **checkpointables)
+        self.keep = keep
+        if self.save_to_disk:
+            remove_unfinished(folder)
+
+    def save(self, name: str, iteration: int) -> None:
+        """Write ``<name>.pth``; all but the best become the last checkpoint, and push out the oldest.
+
+        Raises:
+            RunStoppedError: weights that are not finite, or a file that cannot be written.
+        """
+        if not self.save_to_disk:
+            return
+        content: dict[str, Any] = {"model": self.model.state_dict()}
+        content |= {key: checkpointable.state_dict() for key, checkpointable in self.checkpointables.items()}
+        folder = Path(self.save_dir)
+        spoilt = not_finite(content["model"]) or not_finite(content["cpvt_det"]["ema"] or {})
+        if spoilt:
+            raise RunStoppedError(f"the weights are not finite ({spoilt}) and are not saved; the last checkpoint is from before")
+        write_checkpoint({**content, "iteration": iteration}, folder / f"{name}.pth")
+        if name != BEST:
+            self.tag_last_checkpoint(f"{name}.pth")
+            for path in _numbered(folder, up_to=iteration)[self.keep :]:
+                remove_checkpoint(path)
+
+    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
+        """Write ``last_checkpoint``, all of it or nothing."""
+        write_line(last_filename_basename, Path(self.save_dir) / TAG)
+
+    def begin(self, resume: bool) -> int:
+        """Go on with a run, or start one; and write down which run the folder is of.
+
+        Args:
+            resume: with the run that the folder is of. Otherwise with this very run alone: torchrun starts processes anew, and the
+                checkpoints in the folder may be another run's.
+
+        Returns:
+            The iteration to go on with; 0 where there is no checkpoint, with a warning if one was to be resumed.
+
+        Raises:
+            WeightsError: no checkpoint that can be read, or one that is not of a run like this.
+        """
+        state: RunState = self.checkpointables["cpvt_det"]
+        chosen = self._choose() if resume else choose_of_run(self.save_dir, state.run_id)
+        if chosen is not None:
+            self._take(*chosen)
+        distributed.gather_objects(None)  # until now, others may be looking which run the folder is of
+        if self.save_to_disk:
+            name_run(self.save_dir, state.run_id)
+        return 0 if chosen is None else chosen[1]["iteration"] + 1
+
+    def _choose(self) -> tuple[Path, dict[str, Any]] | None:
+        if checkpoints_of(Path(self.save_dir)):
+            return choose_to_resume(self.save_dir)
+        if self.has_checkpoint():
+            raise WeightsError(f"{TAG} in {self.save_dir} names {self.get_checkpoint_file()}, which is not there")
+        logger.warning("Nothing to resume in %s: starting at iteration 0", self.save_dir)
+        return None
+
+    def _take(self, path: Path, checkpoint: dict[str, Any]) -> None:
+        """Load everything that a checkpoint holds."""
+        missing = [node for node in ("model", "iteration", *self.checkpointables) if node not in checkpoint]
+        if missing:
+            raise WeightsError(f"{path} cannot be resumed: it has no {', '.join(missing)}; start from it with MODEL.WEIGHTS")
+        try:
+            self.checkpointables["cpvt_det"].load_state_dict(checkpoint["cpvt_det"])  # first: it says what the config changed
+            self.model.load_state_dict(checkpoint["model"])
+            for name, checkpointable in self.checkpointables.items():
+                if name != "cpvt_det":
+                    checkpointable.load_state_dict(checkpoint[name])
+        except BadInputError:
+            raise
+        except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{path} is of another model than the config's and cannot be resumed: {error}") from error
+        state: RunState = self.checkpointables["cpvt_det"]
+        if state.ema is not None and not checkpoint["cpvt_det"]["ema"]:  # switched on since
+            state.ema.module.load_state_dict(checkpoint["model"])
+        state.best = self._best_on_disk(state.run_id)
+        logger.info("Resumed from %s", path)
+
+    def keep_best(self, ap: float, iteration: int) -> None:
+        """Save ``model_best.pth`` where the AP rose."""
+        state: RunState = self.checkpointables["cpvt_det"]
+        if state.best is None or ap > state.best:
+            state.best = ap
+            self.save(BEST, iteration)
+
+    def _best_on_disk(self, run_id: str) -> float | None:
+        """The AP of this run's ``model_best.pth``: the last checkpoint is written before its own evaluation."""
+        path = Path(self.save_dir) / f"{BEST}.pth"
+        if not path.is_file():
+            return None
+        try:
+            best = read_checkpoint(path)
+        except WeightsError as error:
+            logger.warning("The best checkpoint is lost, the next evaluation makes another: %s", error)
+            return None
+        return best["cpvt_det"]["best"] if run_id_of(best) == run_id else None
+
+
+def _numbered(folder: Path, up_to: int) -> list[Path]:
+    """Checkpoints of iterations up to one, the highest first. Those beyond are an earlier run's, and not ours to remove."""
+    found: Iterator[tuple[int, Path]] = (
+        (int(match[1]), path) for path in folder.glob("model_*.pth") if (match := NUMBERED.match(path.stem))
+    )
+    return [path for number, path in sorted(found, reverse=True) if number <= up_to]

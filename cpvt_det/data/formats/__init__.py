@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other formats than COCO JSON, read into the same records."""

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pascal VOC's format: an XML file for each image.
+
+Boxes count pixels from 1 and include their last one. Objects marked difficult are neither learned nor counted in evaluation, as in
+VOC's own: they become COCO's crowds. Source: the VOC 2012 development kit, section 10.
+"""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+from cpvt_det.data.formats.yolo import IMAGES
+from cpvt_det.errors import DataError, first_line
+
+
+def read_voc(folder: Path, split: str) -> dict[str, list[dict[str, Any]]]:
+    """COCO's sections.
+
+    Args:
+        folder: with ``Annotations/``, ``JPEGImages/`` and ``ImageSets/Main/``, or with XML files and images side by side.
+        split: a file of ``ImageSets/Main`` without its ``.txt``; empty for every XML file.
+
+    Returns:
+        Category ids are counted from 1 in the order of ``classes.txt`` in the folder, or else of the alphabet, over all XML files
+        of the folder, whatever the split; images from 1 by the order of the split, or of their names.
+
+    Raises:
+        DataError: a file that cannot be read, or a split that is not there.
+    """
+    annotation_folder = folder / "Annotations" if (folder / "Annotations").is_dir() else folder
+    image_folder = folder / "JPEGImages" if (folder / "JPEGImages").is_dir() else folder
+    trees = {path.stem: _parse(path) for path in sorted(annotation_folder.glob("*.xml"))}
+    names = _classes(folder, trees)
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for image_id, stem in enumerate(_stems(folder, split, trees), start=1):
+        tree = trees.get(stem)
+        if tree is None:
+            raise DataError(f"{folder}: split {split!r} has {stem}, and there is no {annotation_folder / stem}.xml")
+        height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
+        images.append({"id": image_id, "file_name": str(_image(image_folder, stem, tree)), "height": height, "width": width})
+        for number, element in enumerate(tree.iter("object"), start=1):
+            name = element.findtext("name", "").strip()
+            annotation = {"id": len(annotations) + 1, "image_id": image_id, "bbox": _box(element)}
+            annotation |= {"category_id": names.get(name, name), "iscrowd": int(element.findtext("difficult", "0").strip() == "1")}
+            annotations.append(annotation | {"source": f"{annotation_folder / stem}.xml, object {number} ({name!r})"})
+    categories = [{"id": number, "name": name} for name, number in names.items()]
+    return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def _parse(path: Path) -> ET.Element:
+    try:
+        return ET.parse(path).getroot()
+    except (ET.ParseError, OSError, ValueError) as error:
+        raise DataError(f"{path} is not XML: {first_line(error)}") from error
+
+
+def _classes(folder: Path, trees: dict[str, ET.Element]) -> dict[str, int]:
+    listed = folder / "classes.txt"
+    if listed.is_file():
+        names = [line.strip() for line in listed.read_text(encoding="utf-8").split("\n") if line.strip()]
+    else:
+        names = sorted({element.findtext("name", "").strip() for tree in trees.values() for element in tree.iter("object")})
+    return {name: number for number, name in enumerate(names, start=1)}
+
+
+def _stems(folder: Path, split: str, trees: dict[str, ET.Element]) -> list[str]:
+    if not split:
+        return list(trees)
+    path = folder / "ImageSets" / "Main" / f"{split}.txt"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.txt"))) or "none"
+        raise DataError(f"{folder} has no split {split!r}, as there is no {path}; it has {known}, and '' takes every XML file")
+    return [line.split()[0] for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+
+
+def _image(folder: Path, stem: str, tree: ET.Element) -> Path:
+    """The file that the XML names, or else one of its own name."""
+    named = folder / Path(tree.findtext("filename", "").strip().replace("\\", "/")).name
+    if named.is_file():
+        return named
+    return next((path for path in sorted(folder.glob(f"{stem}.*")) if path.suffix.lower() in IMAGES), folder / f"{stem}.jpg")
+
+
+def _box(element: ET.Element) -> Any:
+    """COCO's, from 0; what is no number as it stands there, for the rules to find."""
+    words = [element.findtext(f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
+    corners = [_number(word) for word in words]
+    if any(corner is None for corner in corners):
+        return words
+    x1, y1, x2, y2 = corners
+    return [x1 - 1, y1 - 1, x2 - x1 + 1, y2 - y1 + 1]
+
+
+def _number(word: str | None) -> float | None:
+    try:
+        value = float(word or "")
+    except ValueError:
+        return None
+    return int(value) if value.is_integer() else value

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All data sets of a run, read and checked before its first iteration: their JSON, the headers of their images, and each other.
+
+What is checked of an entry is in ``data/validation/rules.py``, of an image file in ``data/images.py``.
+"""
+
+import logging
+import os
+import sys
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tqdm import tqdm
+
+from cpvt_det import distributed
+from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.coco import CocoDataset, ImageRecord, read_coco, require_same_classes
+from cpvt_det.data.images import ImageHeader, file_threads, read_header, read_image
+from cpvt_det.data.validation.issues import EXAMPLES, Findings
+from cpvt_det.data.validation.rules import Fault, Id
+from cpvt_det.errors import DataError
+
+logger = logging.getLogger("cpvt_det")
+TOO_MANY = "images with more boxes than queries, some of which no query can learn"
+
+
+@dataclass
+class CheckedData:
+    """The data sets of a run, without the images and boxes that have faults.
+
+    Attributes:
+        train, tests: in the order of their names; one that cannot be read at all is missing.
+        findings: of every data set, and of all of them together.
+    """
+
+    train: list[CocoDataset]
+    tests: list[CocoDataset]
+    findings: list[Findings]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of an image file.
+
+    Attributes:
+        path: where it is, which may be another Unicode form of its name than the JSON's.
+        header: ``None`` where it cannot be read.
+        why: it cannot.
+    """
+
+    path: str
+    header: ImageHeader | None
+    why: str = ""
+
+
+def check_data(
+    train: Sequence[DatasetFiles],
+    tests: Sequence[DatasetFiles],
+    num_queries: int,
+    decode: bool = False,
+    examples: float = EXAMPLES,
+) -> CheckedData:
+    """Read and check data sets. In a run of several processes, the first looks at the images for all.
+
+    Args:
+        train, tests: files of each data set; one may be in both.
+        num_queries: of the detector.
+        decode: decode every image, which finds damage behind the header too.
+        examples: of each kind of finding, how many are kept by name.
+    """
+    together = Findings("", examples)
+    read: dict[str, CocoDataset] = {}
+    files = {one.name: one for one in (*train, *tests)}
+    for one in files.values():
+        try:
+            read[one.name] = read_coco(one, examples)
+        except DataError as error:
+            together.add_fatal("data sets that cannot be read", str(error))
+    roots = {record.file_name: str(files[name].image_root) for name in read for record in read[name].records}
+    seen = distributed.gather_objects(look_at_images(roots, decode) if distributed.rank() == 0 else None)[0]
+    for dataset in read.values():
+        _take_faulty_images_out(dataset, seen)
+    data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), findings=[])
+    data.findings = [*(dataset.findings for dataset in read.values()), together]
+    _compare(data, together)
+    for dataset in data.train:
+        _note_many_boxes(dataset, num_queries)
+    return data
+
+
+def log_data(datasets: Iterable[CocoDataset]) -> None:
+    """A line of the log for each data set, a warning where training cannot learn all of its boxes."""
+    for dataset in datasets:
+        logger.info(dataset.describe())
+        too_many = dataset.findings.notes.get(TOO_MANY)
+        if too_many:
+            logger.warning("%s: %s: %d; raise MODEL.DETR.NUM_OBJECT_QUERIES", dataset.name, TOO_MANY, too_many.count)
+
+
+def look_at_images(roots: Mapping[str, str], decode: bool = False) -> dict[str, Seen]:
+    """What there is under each path.
+
+    Args:
+        roots: paths, each with the folder that its data set names it below.
+        decode: decode every image, not only those that seem cut off.
+    """
+    with file_threads() as pool:
+        found = pool.map(partial(_look, decode=decode), roots, roots.values())
+        bar = tqdm(found, "checking images", len(roots), leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
+        return dict(zip(roots, bar, strict=True))
+
+
+def _look(path: str, root: str, decode: bool) -> Seen:
+    """The header of an image; the file is decoded too if it seems cut off, or is to be."""
+    found = _find(path, root)
+    try:
+        header = read_header(found)
+        if decode or not header.is_whole:
+            read_image(found)
+        return Seen(found, header)
+    except DataError as error:
+        return Seen(found, None, str(error))
+
+
+def _find(path: str, root: str) -> str:
+    """The path, or where there is no such file, that of the same name in another Unicode form: "é" is one character or two."""
+    if not os.path.exists(path):
+        for form in ("NFC", "NFD"):
+            other = root + unicodedata.normalize(form, path.removeprefix(root))
+            if os.path.exists(other):
+                return other
+    return path
+
+
+def _take_faulty_images_out(dataset: CocoDataset, seen: dict[str, Seen]) -> None:
+    faulty: set[Id] = set()
+    for record in dataset.records:
+        found = seen[record.file_name]
+        fault = _fault(record, found)
+        if fault is not None:
+            faulty.add(record.image_id)
+            dataset.findings.add_fault(fault[0], f"image {record.image_id}: {fault[1]}")
+        else:
+            _note_conversions(record, found, dataset.findings)
+            record.file_name = found.path
+    if faulty:
+        dataset.leave_out(faulty)
+
+
+def _fault(record: ImageRecord, found: Seen) -> Fault | None:
+    if found.header is None:
+        return "image files that " + ("cannot be read" if os.path.isfile(found.path) else "are missing"), found.why
+    header, said = found.header, (record.width, record.height)
+    if (header.width, header.height) == said:
+        return None
+    detail = f"{found.path} is {header.width} x {header.height} pixels, the JSON says {said[0]} x {said[1]}"
+    if header.swaps_sides and said == (header.height, header.width):
+        detail += f"; EXIF orientation {header.orientation} turns it, and the JSON has the size before that"
+    return "images of another size than the JSON says", detail
+
+
+def _note_conversions(record: ImageRecord, found: Seen, findings: Findings) -> None:
+    where, header = f"image {record.image_id}: {record.file_name}", found.header
+    if header.orientation != 1:
+        findings.add_note("images turned as EXIF says; boxes are taken as drawn after that", where)
+    if header.mode != "RGB":
+        findings.add_note(f"images of mode {header.mode}, converted to RGB", where)
+    if found.path != record.file_name:
+        findings.add_note("file names in another Unicode form than on the disk, resolved", where)
+
+
+def _compare(data: CheckedData, together: Findings) -> None:
+    """What data sets owe each other, and their split."""
+    for split in [data.train, *([test] for test in data.tests)]:
+        if split and not any(len(record.labels) for dataset in split for record in dataset.records):
+            names = ", ".join(dataset.name for dataset in split)
+            together.add_fatal("splits without any object", f"{names}: no image has an object; is it the right JSON?")
+    first, *others = {dataset.name: dataset for dataset in (*data.train, *data.tests)}.values() or [None]
+    for other in others:
+        try:
+            require_same_classes(first.classes, other.classes, f"data sets {first.name} and {other.name}")
+        except DataError as error:
+            together.add_fatal("classes", str(error))
+
+
+def _note_many_boxes(dataset: CocoDataset, num_queries: int) -> None:
+    for record in dataset.records:
+        if len(record.labels) > num_queries:
+            where = f"image {record.image_id}: {record.file_name} has {len(record.labels)}, there are {num_queries} queries"
+            dataset.findings.add_note(TOO_MANY, where)

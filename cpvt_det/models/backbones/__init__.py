@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backbones: feature maps of an image, by stride."""

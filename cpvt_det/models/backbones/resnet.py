@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ResNet feature extractors, torchvision's with one change: the padding stays zero in every feature map.
+
+On the road of one image: the first part of ``models/detr.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.ops import FrozenBatchNorm2d
+
+from cpvt_det.errors import UnknownNameError
+from cpvt_det.layers.checkpointing import recomputed
+from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, MaskedSyncBatchNorm2d, group_count
+from cpvt_det.ops.linear import convolve
+from cpvt_det.structures import level_padding_mask, may_be_padded
+
+NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    "FrozenBN": FrozenBatchNorm2d,
+    "BN": MaskedBatchNorm2d,
+    "SyncBN": MaskedSyncBatchNorm2d,
+    "GN": lambda channels: MaskedGroupNorm(group_count(channels), channels),
+}
+STEM_WIDTH = 64
+DEPTHS = {
+    "resnet10": (BasicBlock, (1, 1, 1, 1)),  # for small images on CPUs; torchvision has no weights for it
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet34": (BasicBlock, (3, 4, 6, 3)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+}
+
+
+class ResNetBackbone(nn.Module):
+    """A torchvision ResNet that returns maps of chosen stages.
+
+    Args:
+        name: ``resnet10``, ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``.
+        norm: ``FrozenBN`` (fixed statistics, for pretrained weights), ``BN``, ``SyncBN`` or ``GN`` (to train from scratch).
+        stages: which of the stages 2 to 5 to return; later ones than the last of them are not built.
+        dilation: DC5, a stage 5 at the stride of stage 4.
+        freeze_at: stages up to this one keep their weights and statistics; 1 is the stem, 0 trains all.
+        mask_padding: zero the padded part of every feature map that a convolution or pooling looks across, and leave it out of
+            the statistics of BN, SyncBN and GN. The padding then looks like the convolution's own zero padding, and an image's
+            features do not depend on what it is batched with; in training, those of a batch not on how it was padded.
+        width: channels of the stem; those of all stages are in proportion.
+        checkpointing: blocks are computed again in the backward pass instead of kept.
+
+    Raises:
+        UnknownNameError: another name or norm.
+        ValueError: no stages, stages outside 2 to 5, a ``freeze_at`` outside 0 to 5, or no width.
+    """
+
+    def __init__(
+        self,
+        name: str = "resnet50",
+        norm: str = "FrozenBN",
+        stages: Sequence[int] = (5,),
+        dilation: bool = False,
+        freeze_at: int = 2,
+        mask_padding: bool = True,
+        width: int = STEM_WIDTH,
+        checkpointing: bool = False,
+    ):
+        super().__init__()
+        if name not in DEPTHS:
+            raise UnknownNameError("backbone", name, DEPTHS)
+        if norm not in NORM_LAYERS:
+            raise UnknownNameError("backbone norm", norm, NORM_LAYERS)
+        if not stages or not set(stages) <= {2, 3, 4, 5}:
+            raise ValueError(f"backbone stages must be among 2, 3, 4, 5, got {list(stages)}")
+        if not 0 <= freeze_at <= 5:
+            raise ValueError(f"freeze_at must be from 0 (train all) to 5, got {freeze_at}")
+        if width < 1:
+            raise ValueError(f"backbone width must be at least 1, got {width}")
+        self.stages = sorted(stages)
+        self.mask_padding = mask_padding
+        self.freeze_at = freeze_at
+        self.checkpointing = checkpointing
+        self.body = _trunk(name, norm, dilation, last_stage=self.stages[-1], width=width)
+        strides = {2: 4, 3: 8, 4: 16, 5: 16 if dilation else 32}
+        expansion = DEPTHS[name][0].expansion
+        self.strides = [strides[stage] for stage in self.stages]
+        self.channels = [width * 2 ** (stage - 2) * expansion for stage in self.stages]
+        for module in self._frozen_modules():
+            module.requires_grad_(False)
+        self.train(self.training)
+
+    @property
+    def size_divisibility(self) -> int:
+        """Images should have sides that are multiples of this: the largest stride."""
+        return max(self.strides)
+
+    def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
+        """Extract features.
+
+        Args:
+            images: (B, 3, H, W) float, normalised, zero under the padding.
+            padding_mask: (B, H, W) bool, True = padded.
+
+        Returns:
+            For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
+        """
+        valid = _ValidCells(padding_mask, images.dtype) if self.mask_padding and may_be_padded(padding_mask) else _AllCells()
+        body = self.body
+        x = valid.keep(valid.convolve(body.conv1, body.bn1, images, 2), 2).relu_()
+        x = valid.keep(body.maxpool(x), 4)  # the first padded cells' windows reach back into the image
+        run_block = partial(recomputed, _run_block) if self.checkpointing else _run_block
+        stride, features = 4, []
+        for stage in range(2, self.stages[-1] + 1):
+            blocks = getattr(body, f"layer{stage - 1}")
+            for block in blocks:
+                is_returned = stage in self.stages and block is blocks[-1]
+                x, stride = run_block(block, x, stride, valid, is_returned)
+            if stage in self.stages:
+                features.append(x)
+        return features
+
+    def train(self, mode: bool = True) -> "ResNetBackbone":
+        """Set the mode; the norms of frozen stages stay in evaluation, so that their statistics are frozen too."""
+        super().train(mode)
+        for module in self._frozen_modules():
+            module.eval()
+        return self
+
+    def _frozen_modules(self) -> list[nn.Module]:
+        body = self.body
+        stem = [body.conv1, body.bn1] if self.freeze_at >= 1 else []
+        stages = range(2, min(self.freeze_at, self.stages[-1]) + 1)
+        return stem + [getattr(body, f"layer{stage - 1}") for stage in stages]
+
+
+class _AllCells:
+    """No cell is masked: nothing is padded, or the padding carries what the convolutions put there, as in the official code."""
+
+    def keep(self, x: Tensor, stride: int) -> Tensor:
+        """``x`` (B, C, H, W), in place, with zeros under the padding."""
+        return x
+
+    def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
+        """``norm(convolution(x))``, of this stride, in memory that nobody else needs."""
+        if isinstance(norm, FrozenBatchNorm2d):
+            return convolve(convolution, x, norm)
+        return self._normalise(norm, convolve(convolution, x), stride)
+
+    def _normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
+        return norm(x)
+
+
+class _ValidCells(_AllCells):
+    """The valid cells of every stride, made once a batch."""
+
+    def __init__(self, padding_mask: Tensor, dtype: torch.dtype):
+        self._padding_mask, self._dtype = padding_mask, dtype
+        self._by_stride: dict[int, Tensor] = {}
+
+    def keep(self, x: Tensor, stride: int) -> Tensor:
+        return x.mul_(self._at(stride).to(x.dtype))
+
+    def _normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
+        """Statistics come from valid cells alone."""
+        return norm(x, self._at(stride))
+
+    def _at(self, stride: int) -> Tensor:
+        if stride not in self._by_stride:
+            valid = ~level_padding_mask(self._padding_mask, stride)
+            self._by_stride[stride] = valid[:, None].to(self._dtype)
+        return self._by_stride[stride]
+
+
+def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _AllCells, is_returned: bool) -> tuple[Tensor, int]:
+    """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it.
+
+    Between two bottlenecks nothing looks across cells, unless a norm counts them: there the wide map is left as it is.
+    """
+    out_stride = stride * block.stride
+    is_looked_across = is_returned or isinstance(block, BasicBlock) or not isinstance(block.bn1, FrozenBatchNorm2d)
+    shortcut = x
+    if block.downsample is not None:
+        shortcut = valid.convolve(*block.downsample, x, out_stride)
+    # What is masked before the ReLU is zero after it too, and both can be done in place.
+    if isinstance(block, Bottleneck):
+        x = valid.keep(valid.convolve(block.conv1, block.bn1, x, stride), stride).relu_()
+        x = valid.convolve(block.conv2, block.bn2, x, out_stride).relu_()
+        x = valid.convolve(block.conv3, block.bn3, x, out_stride)
+    else:
+        x = valid.keep(valid.convolve(block.conv1, block.bn1, x, out_stride), out_stride).relu_()
+        x = valid.convolve(block.conv2, block.bn2, x, out_stride)
+    x = x.add_(shortcut)
+    return (valid.keep(x, out_stride) if is_looked_across else x).relu_(), out_stride
+
+
+def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) -> ResNet:
+    block, depths = DEPTHS[name]
+    if dilation and block is BasicBlock:
+        raise ValueError(
+            f"{name} has no dilated stage 5 (DC5): torchvision dilates bottleneck blocks only; use resnet50 or resnet101"
+        )
+    trunk = torchvision.models.ResNet(
+        block,
+        list(depths),
+        norm_layer=NORM_LAYERS[norm],
+        replace_stride_with_dilation=[False, False, dilation],
+    )
+    if width != STEM_WIDTH:
+        _set_width(trunk, width, block, depths, dilation)
+    del trunk.fc, trunk.avgpool
+    for stage in range(last_stage + 1, 6):
+        delattr(trunk, f"layer{stage - 1}")
+    return trunk
+
+
+def _set_width(trunk: ResNet, width: int, block: type[nn.Module], depths: Sequence[int], dilation: bool) -> None:
+    """Make stem and stages anew as torchvision's constructor does, which knows no stem but one of 64 channels."""
+    trunk.inplanes, trunk.dilation = width, 1
+    trunk.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
+    trunk.bn1 = trunk._norm_layer(width)
+    for index, depth in enumerate(depths):
+        dilate, stride = dilation and index == 3, 2 if index else 1
+        setattr(trunk, f"layer{index + 1}", trunk._make_layer(block, width * 2**index, depth, stride, dilate))
+    for module in trunk.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels, and what routes to them: deformable attention, matrix products, dropout, non-maximum suppression."""
+
+from cpvt_det.ops.deformable_attention import ms_deform_attn
+
+__all__ = ["ms_deform_attn"]

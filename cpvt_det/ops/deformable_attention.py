@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ms_deform_attn: the sampling core of deformable attention, fused on CPU and CUDA, in torch alone elsewhere.
+
+The fused kernels are the operators ``cpvt_det::ms_deform_attn`` and ``cpvt_det::ms_deform_attn_backward``, so that compiled
+programs hold one node for each.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from cpvt_det.errors import UnknownNameError, first_line
+from cpvt_det.ops.deformable_eager import embedding_bag_attention, gather_attention, grid_sample_attention
+from cpvt_det.structures import Size
+
+logger = logging.getLogger("cpvt_det")
+PLAIN = {"eager": embedding_bag_attention, "export": gather_attention, "grid_sample": grid_sample_attention}
+IMPLEMENTATIONS = ("auto", "numba", "triton", *PLAIN)
+FUSED = {"numba": "cpu", "triton": "cuda"}  # and the devices they serve
+HALF = (torch.float16, torch.bfloat16)
+
+
+def ms_deform_attn(
+    value: Tensor,
+    level_shapes: Sequence[Size],
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    implementation: str = "auto",
+) -> Tensor:
+    """Sum, for every query and head, bilinear samples of the value maps, each times its attention weight.
+
+    A location ``x`` lies at pixel ``x * W_l - 0.5`` of its level, so that 0 and 1 are the outer borders of the map; what lies
+    outside reads zero. Sums are float32 at least. On the CPU half precision is computed through float32, and under autocast
+    so are all inputs. Where ``torch.use_deterministic_algorithms`` is on, the backward pass is deterministic.
+
+    Args:
+        value: (B, N, M, D) float, the maps of all levels one behind the other, row by row; D is the width of one head here.
+        level_shapes: (H_l, W_l) of every level, which sum to N tokens.
+        sampling_locations: (B, Q, M, L, P, 2) xy, [0, 1] of the padded map; of value's dtype, or float32 beside a half value.
+        attention_weights: (B, Q, M, L, P), of value's dtype, or float32 beside a half value.
+        implementation: ``numba`` (CPU), ``triton`` (CUDA), ``eager`` (torch alone, any device), ``export`` (plain aten, which
+            takes symbolic shapes), ``grid_sample`` (so too, by that operator, for inference), or ``auto``: the fused
+            one of the device where there is one, else ``eager``; and ``export`` during ``torch.export``.
+
+    Returns:
+        (B, Q, M * D) of value's dtype; NaN for a query with a location that is NaN, and on a CPU also with an infinite one, which
+        on a GPU lies outside; ``grid_sample`` takes both for outside.
+
+    Raises:
+        ValueError: shapes that disagree, levels without a pixel, no points, tensors on several devices, or an implementation
+            that does not serve the tensors' device.
+        TypeError: what is no tensor, dtypes that are not float or do not go together, or level shapes that are no integers.
+        ImportError: an implementation whose package cannot be imported.
+        UnknownNameError: an implementation of another name.
+
+    Source: arXiv 2010.04159, equation 3; fundamentalvision/Deformable-DETR ``models/ops``.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
+    _check_tensors(value, sampling_locations, attention_weights)
+    device = value.device
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        value = _without_half(value) if device.type == "cpu" else value
+        sampling_locations, attention_weights = _without_half(sampling_locations), _without_half(attention_weights)
+    _check_dtypes(value, sampling_locations, attention_weights)
+    _check_shapes(value, level_shapes, sampling_locations, attention_weights)
+    if implementation == "auto":
+        implementation = _choose(device.type)
+    if implementation in FUSED:
+        _check_fused(implementation, device.type)
+        flat = [n for shape in level_shapes for n in shape]
+        return torch.ops.cpvt_det.ms_deform_attn(value, flat, sampling_locations, attention_weights)
+    return PLAIN[implementation](value, level_shapes, sampling_locations, attention_weights)
+
+
+def _choose(device_type: str) -> str:
+    if torch.compiler.is_exporting():
+        return "export"
+    for implementation, served in FUSED.items():
+        if device_type == served and _is_available(implementation):
+            return implementation
+    return "eager"
+
+
+@functools.cache
+def _kernels(implementation: str) -> ModuleType | Exception:
+    """The module of a fused implementation, imported at its first use because that takes a while; or why there is none."""
+    try:
+        module = importlib.import_module(f"cpvt_det.layers.deformable_{implementation}")
+        if not module.is_available():
+            raise ImportError(f"No module named {implementation!r}")
+        return module
+    except (ImportError, OSError) as error:  # OSError: a shared library that cannot be loaded
+        logger.warning("Deformable attention works without its %s kernel, more slowly: %s", implementation, first_line(error))
+        return error
+
+
+@torch.compiler.assume_constant_result
+def _is_available(implementation: str) -> bool:
+    return not isinstance(_kernels(implementation), Exception)
+
+
+def _without_half(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in HALF else x
+
+
+def _check_tensors(value: Tensor, locations: Tensor, weights: Tensor) -> None:
+    for name, tensor in (("value", value), ("sampling_locations", locations), ("attention_weights", weights)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.device != value.device:
+            raise ValueError(f"{name} is on {tensor.device}, value on {value.device}; move them to one device")
+
+
+def _check_dtypes(value: Tensor, locations: Tensor, weights: Tensor) -> None:
+    if value.dtype not in (torch.float32, torch.float64, *HALF):
+        raise TypeError(f"value must be float64, float32, float16 or bfloat16, got {value.dtype}")
+    for name, tensor in (("sampling_locations", locations), ("attention_weights", weights)):
+        if tensor.dtype != value.dtype and not (tensor.dtype == torch.float32 and value.dtype in HALF):
+            beside = f"{value.dtype} or torch.float32" if value.dtype in HALF else f"{value.dtype}"
+            raise TypeError(f"{name} must be {beside} beside a value of {value.dtype}, got {tensor.dtype}; convert it with .to()")
+
+
+def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor, weights: Tensor) -> None:
+    if value.dim() != 4:
+        raise ValueError(f"value must be (B, N, M, D), got {tuple(value.shape)}")
+    if locations.dim() != 6:
+        raise ValueError(f"sampling_locations must be (B, Q, M, L, P, 2), got {tuple(locations.shape)}")
+    batch, tokens, heads, width = value.shape
+    if not heads or not width:
+        raise ValueError(f"value must have at least one head of at least one channel, got {tuple(value.shape)}")
+    _check_levels(level_shapes, tokens)
+    queries, points = locations.shape[1], locations.shape[4]
+    if not points:
+        raise ValueError(f"sampling_locations must have at least one point a head and level, got {tuple(locations.shape)}")
+    expected = (batch, queries, heads, len(level_shapes), points)
+    if locations.shape != (*expected, 2):
+        raise ValueError(
+            f"sampling_locations {tuple(locations.shape)} do not fit value {tuple(value.shape)} and {len(level_shapes)} levels; "
+            f"expected (B, Q, M, L, P, 2) = {(*expected, 2)}"
+        )
+    if weights.shape != expected:
+        raise ValueError(
+            f"attention_weights {tuple(weights.shape)} do not fit sampling_locations {tuple(locations.shape)}; "
+            f"expected (B, Q, M, L, P) = {expected}"
+        )
+
+
+def _check_levels(level_shapes: Sequence[Size], tokens: int) -> None:
+    if not isinstance(level_shapes, (list, tuple)):
+        raise TypeError(f"level_shapes must be a list of pairs of integers, got {type(level_shapes).__name__}; use .tolist()")
+    if not level_shapes:
+        raise ValueError("level_shapes is empty; give (H, W) of at least one level")
+    total = 0
+    for level, shape in enumerate(level_shapes):
+        if not isinstance(shape, (list, tuple)) or not all(isinstance(side, (int, torch.SymInt)) for side in shape):
+            raise TypeError(f"level_shapes[{level}] must be (H, W), two integers, got {shape!r}")
+        if len(shape) != 2 or shape[0] < 1 or shape[1] < 1:
+            raise ValueError(f"level_shapes[{level}] must be (H, W) of at least one pixel, got {tuple(shape)}")
+        total += shape[0] * shape[1]
+    if total != tokens:
+        raise ValueError(f"level_shapes {[tuple(shape) for shape in level_shapes]} hold {total} tokens, value {tokens}")
+
+
+def _check_fused(implementation: str, device_type: str) -> None:
+    served = FUSED[implementation]
+    if device_type != served:
+        raise ValueError(f"implementation {implementation!r} serves {served} tensors, got {device_type}; use 'auto' or 'eager'")
+    if not _is_available(implementation):
+        error = _kernels(implementation)
+        needs = f"implementation {implementation!r} needs {implementation}, which cannot be imported ({first_line(error)})"
+        raise ImportError(f"{needs}; use 'auto' or 'eager'") from error
+
+
+NAME = "cpvt_det::ms_deform_attn"
+INPUTS = "Tensor value, SymInt[] level_shapes, Tensor sampling_locations, Tensor attention_weights"
+torch.library.define(NAME, f"({INPUTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+torch.library.define(
+    f"{NAME}_backward", f"(Tensor grad_output, {INPUTS}) -> (Tensor, Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
+)
+
+
+@torch.library.impl(NAME, "CPU")
+def _forward_cpu(value, level_shapes, sampling_locations, attention_weights):
+    return _kernels("numba").forward(value, level_shapes, sampling_locations, attention_weights)
+
+
+@torch.library.impl(NAME, "CUDA")
+def _forward_cuda(value, level_shapes, sampling_locations, attention_weights):
+    return _kernels("triton").forward(value, _pairs(level_shapes), sampling_locations, attention_weights)
+
+
+@torch.library.impl(f"{NAME}_backward", "CPU")
+def _backward_cpu(grad_output, value, level_shapes, sampling_locations, attention_weights):
+    return _kernels("numba").backward(grad_output, value, level_shapes, sampling_locations, attention_weights)
+
+
+@torch.library.impl(f"{NAME}_backward", "CUDA")
+def _backward_cuda(grad_output, value, level_shapes, sampling_locations, attention_weights):
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    shapes = _pairs(level_shapes)
+    return _kernels("triton").backward(grad_output, value, shapes, sampling_locations, attention_weights, deterministic)
+
+
+@torch.library.register_fake(NAME)
+def _forward_fake(value, level_shapes, sampling_locations, attention_weights):
+    batch, _, heads, width = value.shape
+    return value.new_empty(batch, sampling_locations.shape[1], heads * width)
+
+
+@torch.library.register_fake(f"{NAME}_backward")
+def _backward_fake(grad_output, value, level_shapes, sampling_locations, attention_weights):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (value, sampling_locations, attention_weights))
+
+
+def _setup(ctx, inputs, output):
+    value, ctx.level_shapes, sampling_locations, attention_weights = inputs
+    ctx.save_for_backward(value, sampling_locations, attention_weights)
+
+
+def _differentiate(ctx, grad_output):
+    value, sampling_locations, attention_weights = ctx.saved_tensors
+    grads = torch.ops.cpvt_det.ms_deform_attn_backward(grad_output, value, ctx.level_shapes, sampling_locations, attention_weights)
+    return grads[0], None, grads[1], grads[2]
+
+
+def _refuse_twice(ctx, *grads):
+    raise NotImplementedError("ms_deform_attn has no second derivative; use implementation='export', which torch differentiates")
+
+
+torch.library.register_autograd(NAME, _differentiate, setup_context=_setup)
+torch.library.register_autograd(f"{NAME}_backward", _refuse_twice)
+
+
+def _pairs(flat: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(flat[0::2], flat[1::2], strict=True))

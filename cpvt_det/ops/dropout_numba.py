@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout's CPU kernel: random bits from a seed and an element's place, so that no mask is kept for the backward pass.
+
+The bits are Philox-4x32's, with seven rounds, which pass every test of BigCrush (Salmon et al., Parallel random numbers: as easy
+as 1, 2, 3, 2011). Sixteen of them decide on an element, so a probability is rounded to a multiple of 2^-16.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpvt_det.ops.numba_threads import Kernel, cut, run
+
+LANES = 256  # counters that are worked through at once, in the processor's vectors
+PER_BLOCK = 8 * LANES  # each gives 128 bits
+STEPS = 1 << 16
+ROUNDS = 7
+M0, M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+W0, W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+@Kernel
+def _drop(x, out, threshold, scale, floor, key, start, stop):
+    """Blocks ``start`` to ``stop``: out = scale * x, or 0 where the element's bits are below the threshold or x is not above the
+    floor; a floor of NaN is none. NaN is kept."""
+    zero = scale - scale
+    words = np.empty((4, LANES), np.uint32)
+    bits = words.reshape(-1).view(np.uint16)
+    for block in range(start, stop):
+        for lane in range(LANES):
+            counter = np.uint64(block * LANES) + np.uint64(lane)
+            a, b, c, d = counter & LOW, counter >> HALF, np.uint64(0), np.uint64(0)
+            k0, k1 = key & LOW, key >> HALF
+            for _ in range(ROUNDS):
+                left, right = M0 * a, M1 * c
+                a, b, c, d = (right >> HALF) ^ b ^ k0, right & LOW, (left >> HALF) ^ d ^ k1, left & LOW
+                k0, k1 = (k0 + W0) & LOW, (k1 + W1) & LOW
+            words[0, lane], words[1, lane], words[2, lane], words[3, lane] = a, b, c, d
+        first = block * PER_BLOCK
+        for i in range(min(PER_BLOCK, x.size - first)):
+            value = x[first + i]
+            scaled = value * scale
+            dropped = (bits[i] < threshold) | (value <= floor)
+            out[first + i] = zero if dropped else scaled
+
+
+def serves(probability: float) -> bool:
+    """Not the few that round to dropping everything."""
+    return 0 <= round(probability * STEPS) < STEPS
+
+
+def keep_scale(probability: float) -> float:
+    """What kept elements are multiplied by: one over the share of them, as rounded."""
+    return STEPS / (STEPS - round(probability * STEPS))
+
+
+def drop(x: Tensor, probability: float, seed: int, rectify: bool) -> Tensor:
+    """Dropout of ``x``, or of ``relu(x)``.
+
+    Args:
+        x: on the CPU, floating.
+        probability: that an element becomes 0.
+        seed: 64 bits; with an element's place it decides.
+        rectify: take the ReLU first.
+
+    Returns:
+        A new tensor like ``x``, contiguous.
+    """
+    scale = keep_scale(probability)
+    x = x.contiguous()
+    if x.dtype in (torch.float16, torch.bfloat16):  # numba has none: the kernel moves or clears 16 bits, torch multiplies
+        out = x.relu() if rectify else x * 1
+        numbers = out.view(torch.int16).view(-1).numpy()
+        _run(numbers, numbers, probability, np.int16(1), np.int16(-(1 << 15)), seed)
+        return out.mul_(scale)
+    out = torch.empty_like(x)
+    real = np.float64 if x.dtype == torch.float64 else np.float32
+    _run(x.view(-1).numpy(), out.view(-1).numpy(), probability, real(scale), real(0 if rectify else np.nan), seed)
+    return out
+
+
+def _run(x: np.ndarray, out: np.ndarray, probability: float, scale: np.number, floor: np.number, seed: int) -> None:
+    threshold, blocks = np.uint16(round(probability * STEPS)), -(-x.size // PER_BLOCK)
+    if blocks:
+        run(_drop, (x, out, threshold, scale, floor, np.uint64(seed)), cut(blocks, x.size))

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The heart of the project: the contract of position encodings, and every encoding.
+
+Start with :mod:`cpvt_det.position.registry` (the contract) and :mod:`cpvt_det.position.peg` (PEG itself).
+"""
+
+from cpvt_det.position import peg_ablations  # noqa: F401, registers encodings
+from cpvt_det.position.learned import LearnedEncoding
+from cpvt_det.position.peg import PEGDetection
+from cpvt_det.position.peg_encoding import PEGEncoding
+from cpvt_det.position.registry import POSITION_REGISTRY, PositionEncoding, build_position, register_position
+from cpvt_det.position.sine import SineEncoding
+
+__all__ = [
+    "POSITION_REGISTRY",
+    "LearnedEncoding",
+    "PEGDetection",
+    "PEGEncoding",
+    "PositionEncoding",
+    "SineEncoding",
+    "build_position",
+    "register_position",
+]

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DETR's learned table of rows and columns."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.errors import MapSizeError
+from cpvt_det.position.registry import PositionEncoding, register_position
+
+
+@register_position("learned")
+class LearnedEncoding(PositionEncoding):
+    """A learned vector for each column and each row; it cannot reach beyond its table.
+
+    Args:
+        channels: C, even; the first half encodes the column, the second the row.
+        table_size: the largest map side there is a vector for.
+
+    Raises:
+        ValueError: odd channels.
+        MapSizeError: in ``forward``, a map with a longer side.
+
+    Source: facebookresearch/detr ``models/position_encoding.py``.
+    """
+
+    def __init__(self, channels: int, table_size: int = 50):
+        super().__init__()
+        if channels % 2:
+            raise ValueError(f"a learned encoding needs an even number of channels, got {channels}")
+        self.row_embed = nn.Embedding(table_size, channels // 2)
+        self.col_embed = nn.Embedding(table_size, channels // 2)
+        nn.init.uniform_(self.row_embed.weight)
+        nn.init.uniform_(self.col_embed.weight)
+
+    def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
+        return [self._encode(feature) for feature in features]
+
+    def _encode(self, feature: Tensor) -> Tensor:
+        batch, _, height, width = feature.shape
+        size = self.row_embed.num_embeddings
+        if height > size or width > size:
+            raise MapSizeError(
+                f"a map of {height} x {width} tokens is beyond the learned table of {size} x {size}; "
+                "set MODEL.POSITION.TABLE_SIZE, use smaller images, or an encoding without a table (sine, peg)"
+            )
+        columns = self.col_embed.weight[:width].expand(height, -1, -1)
+        rows = self.row_embed.weight[:height, None].expand(-1, width, -1)
+        table = torch.cat((columns, rows), dim=-1).permute(2, 0, 1)  # (H, W, C) -> (C, H, W)
+        return table.to(feature.dtype).expand(batch, -1, -1, -1)

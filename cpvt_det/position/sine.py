@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DETR's sine encoding, and Deformable-DETR's, which is another by half a cell."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cpvt_det.position.registry import PositionEncoding, register_position
+from cpvt_det.structures import require_bool
+
+
+class SineEncoding(PositionEncoding):
+    """Sines and cosines of the row and the column, normalised to the valid part of the map.
+
+    Computed in float32, or float64 for float64 features, whatever autocast says; so half precision cannot round positions.
+
+    Args:
+        channels: C, a multiple of 4; the first half encodes the row, the second the column.
+        offset: added to the cell index, which counts from 1: 0 in DETR, -0.5 in Deformable-DETR.
+        temperature: the longest wavelength over the shortest, for as many channels.
+
+    Raises:
+        ValueError: channels that are no multiple of 4.
+        TypeError: in ``forward``, a mask that is not bool.
+
+    Source: arXiv 2005.12872, appendix A.4; the offset from fundamentalvision/Deformable-DETR ``models/position_encoding.py``.
+    """
+
+    def __init__(self, channels: int, offset: float = 0.0, temperature: float = 10000.0):
+        super().__init__()
+        if channels % 4:
+            raise ValueError(f"a sine encoding needs channels in multiples of 4, got {channels}")
+        self.channels_per_axis = channels // 2
+        self.offset = offset
+        self.temperature = temperature
+
+    def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
+        for mask in padding_masks:
+            require_bool(mask)
+        return [self._encode(~mask, feature.dtype) for feature, mask in zip(features, padding_masks, strict=True)]
+
+    def _encode(self, valid: Tensor, dtype: torch.dtype) -> Tensor:
+        compute = torch.promote_types(dtype, torch.float32)
+        axes = [self._encode_axis(valid.cumsum(dim).to(compute), dim) for dim in (1, 2)]
+        return torch.cat(axes, dim=-1).permute(0, 3, 1, 2).to(dtype)  # (B, H, W, C) -> (B, C, H, W)
+
+    def _encode_axis(self, index: Tensor, dim: int) -> Tensor:
+        """(B, H, W) cell indices from 1 -> (B, H, W, C / 2) sines and cosines by turns."""
+        extent = index.narrow(dim, index.shape[dim] - 1, 1)
+        angle = (index + self.offset) / (extent + 1e-6) * (2 * math.pi)
+        return sines(angle, self.channels_per_axis, self.temperature)
+
+
+def sines(angle: Tensor, channels: int, temperature: float = 10000.0) -> Tensor:
+    """Sines and cosines by turns, of wavelengths that rise from 2 pi to nearly ``temperature`` times that.
+
+    Args:
+        angle: (...) float, in radians.
+        channels: how many, even.
+        temperature: the longest wavelength over the shortest, for as many channels.
+
+    Returns:
+        (..., ``channels``).
+    """
+    exponent = torch.arange(channels, dtype=angle.dtype, device=angle.device)
+    wavelength = temperature ** (2 * torch.div(exponent, 2, rounding_mode="floor") / channels)
+    phase = angle[..., None] / wavelength
+    return torch.stack((phase[..., 0::2].sin(), phase[..., 1::2].cos()), dim=-1).flatten(-2)
+
+
+register_position("sine")(SineEncoding)
+register_position("sine_offset")(functools.partial(SineEncoding, offset=-0.5))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DETR's encoder attention by place: where a query looks because of where it is, whatever the images show."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.models import DETR
+from cpvt_det.structures import Size
+from cpvt_det.visualize.curves import save_figure
+from cpvt_det.visualize.figures import new_grid
+from cpvt_det.visualize.forward_record import attention_layers
+from cpvt_det.visualize.position import NamedDetector, added_by
+from cpvt_det.visualize.recording import attention_weights, record_inputs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+
+@dataclass
+class PlacedAttention:
+    """Attention of one encoder layer, the mean over images and heads.
+
+    Attributes:
+        layer: its index.
+        weights: (H, W, H, W) float: of the query at a place, its keys' weights by their place.
+    """
+
+    layer: int
+    weights: Tensor
+
+    @property
+    def shape(self) -> Size:
+        """(H, W)."""
+        return tuple(self.weights.shape[:2])
+
+    def by_offset(self) -> Tensor:
+        """(2 H - 1, 2 W - 1) float: the mean over all pairs of this offset from query to key, 0 in the middle."""
+        height, width = self.shape
+        total, count = torch.zeros(2, 2 * height - 1, 2 * width - 1).unbind(0)
+        for y in range(height):
+            for x in range(width):
+                window = slice(height - 1 - y, 2 * height - 1 - y), slice(width - 1 - x, 2 * width - 1 - x)
+                total[window] += self.weights[y, x]
+                count[window] += 1
+        return total / count
+
+    def on_itself(self) -> float:
+        """The mean weight of a query's own place, in multiples of even attention."""
+        return self._flat().diagonal().mean().item() * math.prod(self.shape)
+
+    def distance(self) -> float:
+        """The mean distance from query to key, in cells."""
+        return (self._flat() * _distances(self.shape)).sum(1).mean().item()
+
+    def even_distance(self) -> float:
+        """What :meth:`distance` would be if all weights were equal."""
+        return _distances(self.shape).mean().item()
+
+    def _flat(self) -> Tensor:
+        cells = math.prod(self.shape)
+        return self.weights.reshape(cells, cells)
+
+
+def _distances(shape: Size) -> Tensor:
+    y, x = (axis.flatten().float() for axis in torch.meshgrid(torch.arange(shape[0]), torch.arange(shape[1]), indexing="ij"))
+    return torch.hypot(y[:, None] - y, x[:, None] - x)
+
+
+def dense_models(models: Sequence[NamedDetector]) -> list[NamedDetector]:
+    """Those whose encoder attends to all tokens, and has a layer to do so."""
+    return [model for model in models if isinstance(model.detector, DETR) and attention_layers(model.detector)["encoder"]]
+
+
+@torch.no_grad()
+def attention_by_place(detector: nn.Module, images: Sequence[Tensor], layer: int) -> PlacedAttention:
+    """Average the attention of an encoder layer.
+
+    Args:
+        detector: a DETR in evaluation mode; it is the same afterwards.
+        images: each (3, h, w) uint8, of one size.
+        layer: its index; beyond the last it is the last.
+    """
+    layers = attention_layers(detector)["encoder"]
+    layer = min(layer, len(layers) - 1)
+    total = 0.0
+    for image in images:
+        batch = detector.preprocess([image])
+        with record_inputs({"chosen": layers[layer]}) as inputs:
+            detector(batch.images, batch.padding_mask)
+        total = total + attention_weights(layers[layer], *inputs["chosen"])[0].mean(0)
+    stride = detector.backbone.strides[-1]
+    shape = tuple(side // stride for side in batch.images.shape[2:])
+    return PlacedAttention(layer, (total / len(images)).view(*shape, *shape).cpu())
+
+
+def draw_places(models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path) -> list[tuple[str, PlacedAttention]]:
+    """Draw the attention of DETRs side by side, in the first layer that has seen the encodings of all of them.
+
+    Args:
+        models: of :func:`dense_models`, at least one.
+        images: each (3, h, w) uint8, of one size.
+        path: the file.
+
+    Returns:
+        What was drawn, by name.
+    """
+    layer = max((part.seen_by for model in models for part in added_by(model.detector, images[:1])[0]), default=0)
+    found = [(model.name, attention_by_place(model.detector, images, layer)) for model in models]
+    height, width = found[0][1].shape
+    title = f"Encoder attention by place, mean over heads and {len(images)} images, in multiples of even attention"
+    figure, panels = new_grid(2, len(found), (3.4, 3.2), title)
+    for (name, attention), (square, offset) in zip(found, panels.T, strict=True):
+        cells = math.prod(attention.shape)
+        pairs = attention.weights.reshape(cells, cells) * cells
+        square.set_title(f"{name}\nlayer {attention.layer}, itself {attention.on_itself():.2f} x", fontsize=8)
+        some = pairs.flatten()[:: 1 + pairs.numel() // 10**6]  # torch takes quantiles of so many
+        low, high = torch.quantile(some, torch.tensor([0.001, 0.999])).tolist()  # single places would darken the rest
+        _with_scale(figure, square, square.imshow(pairs.numpy(), vmin=low, vmax=high, cmap="viridis", interpolation="antialiased"))
+        y, x = height // 2, width // 2  # far offsets have few pairs
+        near = attention.by_offset()[height - 1 - y : height + y, width - 1 - x : width + x] * cells
+        extent = (-x - 0.5, x + 0.5, y + 0.5, -y - 0.5)
+        _with_scale(figure, offset, offset.imshow(near.numpy(), extent=extent, cmap="viridis"))
+        offset.set(xticks=[-x, 0, x], yticks=[-y, 0, y])
+    panels[0, 0].set_ylabel(f"query (row), key (column),\nof {height} x {width} places", fontsize=8)
+    panels[1, 0].set_ylabel("by offset from query to key,\nthe query itself in the middle", fontsize=8)
+    save_figure(figure, path)
+    return found
+
+
+def _with_scale(figure: "Figure", axes: "Axes", drawn: "AxesImage") -> None:
+    figure.colorbar(drawn, ax=axes, fraction=0.045, pad=0.02).ax.tick_params(labelsize=7)

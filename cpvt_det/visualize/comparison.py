@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several runs side by side: their loss and AP in one figure, their last and best figures in one table."""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from cpvt_det.errors import DataError
+from cpvt_det.visualize.curves import Records, new_figure, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Points = tuple[list[int], list[float]]
+"""Iterations and values."""
+
+
+def read_runs(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Records]:
+    """Read the metrics of runs.
+
+    Args:
+        paths: folders of runs, or files like their ``metrics.json``.
+
+    Returns:
+        By the part of the path that tells them apart.
+
+    Raises:
+        DataError: a run that is given twice, or has no metrics.
+    """
+    files = [Path(path).expanduser() for path in paths]
+    files = [file / "metrics.json" if file.is_dir() else file for file in files]
+    places = [(file.parent if file.name == "metrics.json" else file).resolve() for file in files]
+    for place in places:
+        if places.count(place) > 1:
+            raise DataError(f"the run {place} is given twice")
+    common = os.path.commonpath([place.parent for place in places])
+    return {os.path.relpath(place, common): read_metrics(file) for place, file in zip(places, files, strict=True)}
+
+
+def comparison_figure(runs: dict[str, Records]) -> "Figure":
+    """Total loss, faint as written and smoothed over a fiftieth of the run, and AP over the iterations; a colour a run."""
+    figure = new_figure(13, 5)
+    losses, precision = figure.subplots(1, 2)
+    for place, (name, records) in enumerate(runs.items()):
+        color = f"C{place % 10}"
+        iterations, values = _series(records, "total_loss")
+        losses.plot(iterations, values, color=color, alpha=0.25, linewidth=0.8)
+        losses.plot(iterations, _smooth(values, max(1, len(values) // 50)), color=color, label=name)
+        precision.plot(*_series(records, _ap_key(records)), color=color, label=name, marker="o", markersize=4)
+    for axes, title in ((losses, "total loss"), (precision, "AP")):
+        axes.set(title=title, xlabel="iteration")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    if any(value > 0 for line in losses.lines for value in line.get_ydata()):
+        losses.set_yscale("log", nonpositive="mask")
+    precision.set(ylim=(0, None), ylabel="percent")
+    return figure
+
+
+def comparison_table(runs: dict[str, Records]) -> str:
+    """A line for each run: its last loss, its best AP and when that was, and its last AP and AP50."""
+    headers = ("run", "iterations", "last loss", "best AP", "at iteration", "last AP", "last AP50")
+    rows = [[name, *_figures_of(records)] for name, records in runs.items()]
+    return tabulate(rows, headers, tablefmt="pipe", colalign=["left", *["right"] * 6], disable_numparse=True)
+
+
+def _figures_of(records: Records) -> list[str]:
+    key = _ap_key(records)
+    iterations, precision = _series(records, key)
+    known = [(value, -iteration) for iteration, value in zip(iterations, precision, strict=True) if math.isfinite(value)]
+    best, when = max(known, default=(math.nan, 0))  # of equal ones the first
+    last = [_last(records, name) for name in ("total_loss", key, f"{key}50")]
+    return [
+        str(max(records) + 1),
+        _text(last[0], 4),
+        _text(best, 2),
+        str(-when) if known else "n/a",
+        _text(last[1], 2),
+        _text(last[2], 2),
+    ]
+
+
+def _ap_key(records: Records) -> str:
+    """AP of the first test set, where there are several."""
+    return next((key for record in records.values() for key in record if key.endswith("bbox/AP")), "bbox/AP")
+
+
+def _series(records: Records, key: str) -> Points:
+    points = [(iteration, record[key]) for iteration, record in records.items() if key in record]
+    return [iteration for iteration, _ in points], [value for _, value in points]
+
+
+def _last(records: Records, key: str) -> float:
+    return next(iter(reversed(_series(records, key)[1])), math.nan)
+
+
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and those before it, ``window`` together, less those that are not finite."""
+    parts: Iterable[list[float]] = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    finite = ([value for value in part if math.isfinite(value)] for part in parts)
+    return [sum(part) / len(part) if part else math.nan for part in finite]
+
+
+def _text(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "n/a"

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a detector is fed: batches as the loaders give them, padding shown, boxes drawn."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.data.coco import Classes, ImageRecord
+from cpvt_det.data.mapper import Sample
+from cpvt_det.errors import BadInputError
+from cpvt_det.structures import Detections
+from cpvt_det.visualize.pictures import draw_panel, save_contact_sheet
+
+COLUMNS = 4
+STRIPE = 12  # pixels, of the padding
+
+
+def draw_batches(
+    batches: Iterable[list[Sample]],
+    records: Mapping[int, ImageRecord],
+    detector: nn.Module,
+    classes: Classes,
+    count: int,
+    path: Path,
+) -> int:
+    """Draw the first images of a loader.
+
+    Args:
+        batches: of samples, those to train on with ``targets``.
+        records: by image id, the boxes of samples without targets.
+        detector: that normalises and pads.
+        classes: what labels mean.
+        count: the most images to draw.
+        path: the file.
+
+    Returns:
+        How many were drawn.
+
+    Raises:
+        BadInputError: a place that cannot be written to.
+    """
+    panels: list[Tensor] = []
+    for number, samples in enumerate(batches):
+        batch = detector.preprocess([sample["image"] for sample in samples])
+        wanted = count - len(panels)
+        canvases = _as_seen(detector, batch.images[:wanted], batch.padding_mask[:wanted])
+        for canvas, sample, (height, width) in zip(canvases, samples, batch.image_sizes, strict=False):
+            fed = f"{width} x {height} of {sample['width']} x {sample['height']}"
+            title = f"batch {number}, image {sample['image_id']}: {fed}, on {canvas.shape[2]} x {canvas.shape[1]}"
+            panels.append(draw_panel(canvas, _objects(sample, records), classes.names, title))
+        if len(panels) >= count:
+            break
+    try:
+        save_contact_sheet(panels, path, COLUMNS)
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}; give another --output") from error
+    return len(panels)
+
+
+def _as_seen(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> Tensor:
+    """(B, 3, H, W) normalised -> uint8 as they were before, stripes for the padding."""
+    pixels = (images * detector.pixel_std + detector.pixel_mean).round().clamp(0, 255).byte().cpu()
+    rows, columns = (torch.arange(side) for side in images.shape[2:])
+    stripes = torch.where((rows[:, None] + columns) // STRIPE % 2 == 0, 235, 205).byte()
+    return torch.where(padding_mask[:, None].cpu(), stripes, pixels)
+
+
+def _objects(sample: Sample, records: Mapping[int, ImageRecord]) -> Detections:
+    """The objects of a sample, in pixels of the image that is fed."""
+    height, width = sample["image"].shape[1:]
+    if "targets" in sample:
+        labels = sample["targets"].labels
+        boxes = cxcywh_to_xyxy(sample["targets"].boxes_cxcywh) * torch.tensor([width, height, width, height])
+    else:
+        record = records[sample["image_id"]]
+        labels = torch.from_numpy(record.labels)
+        x, y = width / record.width, height / record.height
+        boxes = torch.from_numpy(record.boxes_xyxy) * torch.tensor([x, y, x, y])
+    return Detections(boxes, torch.ones(len(labels)), labels)

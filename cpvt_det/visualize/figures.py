@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of many panels."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from cpvt_det.structures import Size
+from cpvt_det.visualize.curves import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MARGIN = 0.06  # white around an image, in its sides, for what lies outside of it
+
+
+def new_grid(rows: int, columns: int, panel: tuple[float, float], title: str) -> "tuple[Figure, np.ndarray]":
+    """A figure with rows and columns of empty panels.
+
+    Args:
+        rows, columns: at least one of each.
+        panel: width and height of one, in inches of 100 pixels.
+        title: above all of them.
+
+    Returns:
+        The figure, and (rows, columns) axes without ticks.
+
+    Raises:
+        BadInputError: matplotlib is not installed.
+    """
+    figure = new_figure(columns * panel[0] + 0.3, rows * panel[1] + 0.5)
+    figure.suptitle(title, fontsize=11)
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat:
+        axes.set(xticks=[], yticks=[])
+    return figure, panels
+
+
+def show_faded(axes: "Axes", image: Tensor, size: Size) -> None:
+    """An image in grey, a little faded, for something to be drawn on.
+
+    Args:
+        axes: to draw in; its units become pixels of the original image.
+        image: (3, h, w) uint8, the original resized.
+        size: (h, w) of the original.
+    """
+    height, width = size
+    grey = image.float().mean(0).cpu().numpy()
+    axes.imshow(grey, extent=(0, width, height, 0), cmap="gray", vmin=-60, vmax=255, interpolation="bilinear")
+    axes.set_xlim(-MARGIN * width, (1 + MARGIN) * width)
+    axes.set_ylim((1 + MARGIN) * height, -MARGIN * height)
+    axes.spines[:].set_visible(False)

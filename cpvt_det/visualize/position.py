@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What position encodings add to a detector's features, and the kernels that PEG has learned."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.position.peg import PEGDetection
+from cpvt_det.structures import level_padding_mask
+from cpvt_det.visualize.curves import save_figure
+from cpvt_det.visualize.figures import new_grid
+from cpvt_det.visualize.recording import Added, record_added
+
+GROUPS = 8  # of neighbouring channels
+DIVERGING = "RdBu_r"
+
+
+@dataclass
+class NamedDetector:
+    """A detector in evaluation mode, and what pictures call it."""
+
+    name: str
+    detector: nn.Module
+
+
+@torch.no_grad()
+def added_by(detector: nn.Module, images: Sequence[Tensor], beside: Tensor | None = None) -> tuple[list[Added], Tensor]:
+    """What the encoding adds to images of one size, the mean over them.
+
+    Args:
+        detector: in evaluation mode; it is the same afterwards.
+        images: each (3, h, w) uint8.
+        beside: (3, h', w') uint8, a larger image in the same batch, so that the others are padded.
+
+    Returns:
+        One for each place where something is added, its maps (1, C, H_l, W_l); and the padding mask (1, H, W) of the images.
+    """
+    batch = detector.preprocess([*images, *([] if beside is None else [beside])])
+    with record_added(detector.position) as added:
+        detector(batch.images, batch.padding_mask)
+    means = [Added(part.layer, [maps[: len(images)].mean(0, keepdim=True).cpu() for maps in part.maps]) for part in added]
+    return means, batch.padding_mask[:1].cpu()
+
+
+def draw_added(models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path) -> Path:
+    """Draw what encodings add, of the finest level: a row for images alone and one for the same images padded.
+
+    Args:
+        models: detectors to compare.
+        images: each (3, h, w) uint8, of one size.
+        path: the file.
+    """
+    height, width = images[0].shape[1:]
+    beside = torch.zeros(3, -(-height * 4 // 3), -(-width * 4 // 3), dtype=torch.uint8)
+    rows: list[tuple[str, dict[str, np.ndarray]]] = []
+    for model in models:
+        alone, padded = added_by(model.detector, images), added_by(model.detector, images, beside)
+        if not alone[0]:
+            rows.append((f"{model.name}\nadds nothing", {}))
+        for name, (parts, mask) in (("alone", alone), ("padded", padded)):
+            rows += [(f"{model.name}\n{part.where}\n{name}", _groups(part.maps[0], mask)) for part in parts]
+    title = f"What is added: the mean of {GROUPS} groups of channels and {len(images)} images of {width} x {height}; grey: padding"
+    figure, panels = new_grid(len(rows), GROUPS, (1.45, 1.45 * max(0.75, height / width) + 0.2), title)
+    for (name, groups), line in zip(rows, panels, strict=True):
+        line[0].set_ylabel(name, fontsize=7, rotation=0, ha="right", va="center")
+        line[0].set(frame_on=bool(groups))
+        for axes in line[max(1, len(groups)) :]:
+            axes.set_axis_off()
+        bound = max((float(np.nanmax(np.abs(group))) for group in groups.values()), default=0) or 1.0
+        for axes, (channels, group) in zip(line, groups.items(), strict=False):
+            axes.set_facecolor("0.75")
+            axes.set_title(channels, fontsize=7)
+            drawn = axes.imshow(group, cmap=DIVERGING, vmin=-bound, vmax=bound, interpolation="nearest")
+        if groups:
+            figure.colorbar(drawn, ax=line.tolist(), fraction=0.02, pad=0.01).ax.tick_params(labelsize=6)
+    save_figure(figure, path)
+    return path
+
+
+def _groups(maps: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
+    """(1, C, H, W) -> the mean of every group (H, W), by its channels, NaN under the padding."""
+    padded = level_padding_mask(mask, mask.shape[1] // maps.shape[2])[0]
+    count = min(GROUPS, maps.shape[1])
+    borders = itertools.pairwise(round(number * maps.shape[1] / count) for number in range(count + 1))
+    return {f"{a} to {b - 1}": maps[0, a:b].mean(0).masked_fill(padded, math.nan).numpy() for a, b in borders}
+
+
+def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
+    """Draw the kernels of every PEG, one a channel, and their mean; ``None`` where no detector has one.
+
+    Args:
+        models: detectors to compare.
+        path: the file.
+    """
+    pegs = [
+        (f"{model.name}\n{_place(name)}", module)
+        for model in models
+        for name, module in model.detector.position.named_modules()
+        if isinstance(module, PEGDetection)
+    ]
+    if not pegs:
+        return None
+    title = "Kernels of PEG before its norm, one a channel in rows; right: their mean"
+    figure, panels = new_grid(len(pegs), 2, (4.2, 4.0), title)
+    for (name, peg), (mosaic, mean) in zip(pegs, panels, strict=True):
+        kernels = peg.depthwise.weight.detach()[:, 0].float().cpu()
+        bound = kernels.abs().max().item() or 1.0
+        drawn = mosaic.imshow(_mosaic(kernels), cmap=DIVERGING, vmin=-bound, vmax=bound, interpolation="nearest")
+        figure.colorbar(drawn, ax=mosaic, fraction=0.04)
+        mosaic.set_ylabel(name, fontsize=8)
+        mosaic.set_facecolor("0.6")
+        center = kernels.mean(0)
+        bound = center.abs().max().item() or 1.0
+        mean.imshow(center.numpy(), cmap=DIVERGING, vmin=-bound, vmax=bound)
+        for row, values in enumerate(center.tolist()):
+            for column, value in enumerate(values):
+                mean.text(column, row, f"{value:.3f}", ha="center", va="center", bbox={"fc": "white", "lw": 0, "pad": 1.5})
+    save_figure(figure, path)
+    return path
+
+
+def _place(name: str) -> str:
+    """``pegs.0.1`` in words; a number more counts a stack, one less is of an encoding that queries and keys get."""
+    _, *layer, level = name.split(".")[:3]
+    stacked = "".join(f", number {place}" for place in name.split(".")[3:])
+    where = {"": "to queries and keys", "before": "before the first layer"}.get("".join(layer), f"after layer {''.join(layer)}")
+    return f"{where}, level {level}{stacked}"
+
+
+def _mosaic(kernels: Tensor) -> np.ndarray:
+    """(C, k, k) -> nearly square, a cell of NaN between kernels."""
+    count, side = len(kernels), kernels.shape[-1]
+    columns = math.ceil(math.sqrt(count))
+    rows = -(-count // columns)
+    canvas = torch.full((rows, columns, side + 1, side + 1), math.nan)
+    canvas.view(-1, side + 1, side + 1)[:count, :side, :side] = kernels
+    return canvas.permute(0, 2, 1, 3).reshape(rows * (side + 1), columns * (side + 1))[:-1, :-1].numpy()

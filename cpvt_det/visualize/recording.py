@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes inside a detector, noted from outside: the layers know nothing of it, and compute what they always do.
+
+Attention layers keep no weights, since fused kernels make none; here they are computed again from the layers' inputs.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpvt_det.layers.attention import Attention, DeformableAttention
+from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.structures import Levels, Size
+
+
+@contextlib.contextmanager
+def record_inputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Any, ...]]]:
+    """Within the block, note what modules are called with.
+
+    Args:
+        modules: by a name.
+
+    Yields:
+        The positional arguments of each module's last call, by its name; empty before.
+    """
+    inputs: dict[str, tuple[Any, ...]] = {}
+
+    def note(name: str) -> contextlib.AbstractContextManager:
+        return modules[name].register_forward_pre_hook(lambda _, args: inputs.__setitem__(name, args))
+
+    with contextlib.ExitStack() as hooks:
+        for name in modules:
+            hooks.enter_context(note(name))
+        yield inputs
+
+
+def attention_weights(
+    attention: Attention, queries: Tensor, keys: Tensor, values: Tensor | None = None, padding_mask: Tensor | None = None
+) -> Tensor:
+    """The weights that an attention layer gives its keys, from what it is called with.
+
+    Args:
+        attention: the layer.
+        queries: (B, Q, C) float, all of them or a choice.
+        keys: (B, N, C) float.
+        values: not needed.
+        padding_mask: (B, N) bool, True = padded.
+
+    Returns:
+        (B, M, Q, N) float; they sum to 1 over N.
+    """
+    channels = queries.shape[-1]
+    weights, biases = attention.in_proj_weight.split(channels), attention.in_proj_bias.split(channels)
+    q, k = (
+        F.linear(x, weight, bias).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)  # (B, N, C) -> (B, M, N, C / M)
+        for x, weight, bias in zip((queries, keys), weights, biases, strict=False)
+    )
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if padding_mask is not None:
+        scores = scores.masked_fill(padding_mask[:, None, None], -math.inf)
+    return scores.softmax(-1)
+
+
+@dataclass
+class Samples:
+    """What queries of deformable attention look at.
+
+    Attributes:
+        locations: (B, Q, M, L, P, 2) float, xy in [0, 1] of the padded map; beyond it zeros are read.
+        weights: (B, Q, M, L, P) float; they sum to 1 over L and P.
+    """
+
+    locations: Tensor
+    weights: Tensor
+
+
+def sampling_points(attention: DeformableAttention, queries: Tensor, reference_points: Tensor, levels: Levels) -> Samples:
+    """Where a deformable attention layer looks, from what it is called with.
+
+    Args:
+        attention: the layer.
+        queries: (B, Q, C) float, all of them or a choice.
+        reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map.
+        levels: of the tokens.
+
+    Source: arXiv 2010.04159, equation 3 and section A.4 (offsets from boxes).
+    """
+    heads, num_levels, points = attention.samples
+    offsets = F.linear(queries, attention.sampling_offsets.weight, attention.sampling_offsets.bias)
+    offsets = offsets.unflatten(-1, (heads, num_levels, points, 2))
+    logits = F.linear(queries, attention.attention_weights.weight, attention.attention_weights.bias)
+    weights = logits.unflatten(-1, (heads, -1)).softmax(-1).unflatten(-1, (num_levels, points))
+    centers, sizes = reference_points[:, :, None, :, None, :2], reference_points[:, :, None, :, None, 2:]
+    steps = offsets / levels.sizes[:, None] if not sizes.numel() else offsets / points * sizes / 2
+    return Samples(centers + steps, weights)
+
+
+@dataclass
+class Added:
+    """What a position encoding adds at one place.
+
+    Attributes:
+        layer: after which encoder layer, -1 for before the first; ``None`` for what is added to queries and keys of all of them.
+        maps: over levels, (B, C, H_l, W_l) float.
+    """
+
+    layer: int | None
+    maps: list[Tensor]
+
+    @property
+    def where(self) -> str:
+        """The place in words."""
+        if self.layer is None:
+            return "to queries and keys"
+        return "before the first layer" if self.layer < 0 else f"after layer {self.layer}"
+
+    @property
+    def seen_by(self) -> int:
+        """The first layer whose attention sees it."""
+        return 0 if self.layer is None else self.layer + 1
+
+
+@contextlib.contextmanager
+def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
+    """Within the block, note what an encoding adds, be it to queries and keys or to the tokens.
+
+    Yields:
+        One for each place, in the order of the calls.
+    """
+    added: list[Added] = []
+
+    def note_additive(_: nn.Module, args: tuple[Any, ...], maps: list[Tensor] | None) -> None:
+        if maps is not None:
+            added.append(Added(None, list(maps)))
+
+    def inject(tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        out = type(position).inject(position, tokens, padding_mask, level_shapes, layer)
+        if out is not tokens:
+            added.append(Added(layer, _to_maps(out - tokens, level_shapes)))
+        return out
+
+    with position.register_forward_hook(note_additive):
+        position.inject = inject  # on this object alone: the encoder asks it for its method
+        try:
+            yield added
+        finally:
+            del position.inject
+
+
+def _to_maps(tokens: Tensor, level_shapes: Sequence[Size]) -> list[Tensor]:
+    parts = tokens.split([height * width for height, width in level_shapes], dim=1)
+    return [part.unflatten(1, shape).permute(0, 3, 1, 2) for part, shape in zip(parts, level_shapes, strict=True)]

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of an evaluation: curves, confusion matrix, thresholds and the worst images, as pictures, JSON, CSV and one page."""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tabulate import tabulate
+
+from cpvt_det.data.coco import CocoDataset, ImageRecord
+from cpvt_det.data.images import read_image
+from cpvt_det.evaluation.coco import format_table, write_json
+from cpvt_det.evaluation.confusion import Mistakes, confusion_matrix, worst_images
+from cpvt_det.evaluation.matching import IOU, ScoredImage, pair_images
+from cpvt_det.evaluation.precision_recall import Curve, OperatingPoint, class_curve, pooled_curve
+from cpvt_det.structures import Detections
+from cpvt_det.visualize.curves import new_figure, save_figure
+from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BACKGROUND = "background"
+COUNTED_CLASSES = 20
+"""Up to this number, a confusion matrix has its counts written in its cells."""
+
+
+def write_report(
+    dataset: CocoDataset,
+    results: Sequence[dict[str, Any]],
+    figures: dict[str, dict[str, float]],
+    folder: Path,
+    threshold: float,
+    num_worst: int,
+) -> None:
+    """Write ``report.md`` and what it shows.
+
+    Args:
+        dataset: with the ground truth.
+        results: the detections, in COCO's results format.
+        figures: of :meth:`cpvt_det.evaluation.coco.CocoEvaluator.evaluate`.
+        folder: is made where it is missing.
+        threshold: the lowest score that the confusion matrix and the worst images count.
+        num_worst: how many images are drawn.
+
+    Raises:
+        BadInputError: matplotlib is not installed, or a file cannot be written.
+    """
+    names, ids = dataset.classes.names, dataset.classes.ids
+    images = pair_images(dataset.ground_truth, results, ids)
+    curves = [class_curve(images, label) for label in range(len(names))]
+    matrix = confusion_matrix(images, len(names), threshold)
+    worst = worst_images(images, threshold, num_worst)
+    save_figure(precision_recall_figure(curves, names), folder / "precision_recall.png")
+    save_figure(confusion_figure(matrix, names), folder / "confusion.png")
+    _write_matrix(matrix, names, folder / "confusion.csv")
+    drawn = _draw_worst(dataset, images, worst, folder, threshold)
+    content = _content(dataset, curves, matrix, worst, threshold)
+    write_json(content, folder / "report.json", indent=2)
+    (folder / "report.md").write_text(_page(content, figures, curves, drawn), encoding="utf-8")
+
+
+def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "Figure":
+    """Precision over recall, a panel a class; a dot marks the threshold of the highest F1."""
+    columns = min(len(curves), max(4, math.ceil(math.sqrt(len(curves)))))
+    rows = math.ceil(len(curves) / columns)
+    figure = new_figure(3 * columns, 3 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
+    for panel, curve, name in zip(panels, curves, names, strict=False):
+        panel.set(title=f"{_plain(name)}, AP50 {_percent(curve.average_precision())}", xlim=(0, 1.02), ylim=(0, 1.02))
+        panel.grid(alpha=0.3)
+        if curve.num_objects:
+            panel.plot(curve.recall, curve.precision, linewidth=1.5)
+        else:
+            panel.text(0.5, 0.5, "no objects", ha="center")
+        best = curve.best()
+        if best is not None:
+            panel.plot(best.recall, best.precision, "o", color="black")
+            panel.text(0.04, 0.05, f"F1 {best.f1:.2f} at score {best.threshold:.2f}", fontsize=8)
+    for panel in panels[len(curves) :]:
+        panel.set_axis_off()
+    figure.supxlabel("recall")
+    figure.supylabel(f"precision (IoU {IOU})")
+    return figure
+
+
+def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
+    """The matrix of :func:`cpvt_det.evaluation.confusion.confusion_matrix`, each row's shares as shades."""
+    labels = [*map(_plain, names), BACKGROUND]
+    counted = len(names) <= COUNTED_CLASSES
+    side = min(max(5.0, (0.6 if counted else 0.2) * len(labels)), 40.0)
+    figure = new_figure(side + 1.5, side)
+    axes = figure.subplots()
+    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    ticks, size = range(len(labels)), 9 if counted else 7
+    axes.set_xticks(ticks, labels, rotation=90, fontsize=size)
+    axes.set_yticks(ticks, labels, fontsize=size)
+    axes.set(xlabel="detected as", ylabel="is", title="objects; shades: share of the row")
+    if counted:
+        for (row, column), count in np.ndenumerate(matrix):
+            color = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
+    return figure
+
+
+def _plain(name: str) -> str:
+    return name.replace("$", r"\$")  # else mathematics to matplotlib
+
+
+def _percent(share: float) -> str:
+    return "n/a" if math.isnan(share) else f"{100 * share:.1f}"
+
+
+def _write_matrix(matrix: np.ndarray, names: Sequence[str], path: Path) -> None:
+    labels = [*names, BACKGROUND]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["is \\ detected as", *labels])
+        writer.writerows([label, *counts] for label, counts in zip(labels, matrix.tolist(), strict=True))
+
+
+def _draw_worst(
+    dataset: CocoDataset, images: Sequence[ScoredImage], worst: Sequence[Mistakes], folder: Path, threshold: float
+) -> list[str]:
+    """One picture for each image, ground truth beside detections; their names below the folder."""
+    records = {record.image_id: record for record in dataset.records}
+    scored = {image.image_id: image for image in images}
+    for old in (folder / "worst").glob("*.png"):
+        old.unlink()
+    drawn = []
+    for place, one in enumerate(worst, start=1):
+        record = records[one.image_id]
+        found, pixels = _detections(scored[one.image_id]), read_image(record.file_name)
+        picture = draw_comparison(pixels, truth_of(record), found, dataset.classes.names, threshold)
+        drawn.append(f"worst/{place:02d}_image_{one.image_id}.png")
+        save_contact_sheet([picture], folder / drawn[-1])
+    return drawn
+
+
+def truth_of(record: ImageRecord) -> Detections:
+    """The objects of a record, to be drawn beside detections."""
+    boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
+    return Detections(boxes, torch.ones(len(labels)), labels)
+
+
+def _detections(image: ScoredImage) -> Detections:
+    boxes = image.found.copy()
+    boxes[:, 2:] += boxes[:, :2]  # xywh -> xyxy
+    return Detections(*(torch.from_numpy(values) for values in (boxes, image.scores, image.found_labels)))
+
+
+def _content(
+    dataset: CocoDataset, curves: Sequence[Curve], matrix: np.ndarray, worst: Sequence[Mistakes], threshold: float
+) -> dict[str, Any]:
+    """What ``report.json`` holds."""
+    classes = [
+        {
+            "id": class_id,
+            "name": name,
+            "objects": curve.num_objects,
+            "AP50": 100 * curve.average_precision() if curve.num_objects else None,
+            "best": _point(curve.best()),
+        }
+        for class_id, name, curve in zip(dataset.classes.ids, dataset.classes.names, curves, strict=True)
+    ]
+    file_of = {record.image_id: record.file_name for record in dataset.records}
+    return {
+        "dataset": dataset.name,
+        "images": len(dataset.records),
+        "iou": IOU,
+        "classes": classes,
+        "best_for_all": _point(pooled_curve(curves).best()),
+        "score_threshold": threshold,
+        "confusion": {"labels": [*dataset.classes.names, BACKGROUND], "rows_are_the_truth": matrix.tolist()},
+        "worst": [{**asdict(one), "file_name": file_of[one.image_id]} for one in worst],
+    }
+
+
+def _point(best: OperatingPoint | None) -> dict[str, float] | None:
+    if best is None:
+        return None
+    return {"threshold": best.threshold, "precision": best.precision, "recall": best.recall, "F1": best.f1}
+
+
+def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves: Sequence[Curve], drawn: Sequence[str]) -> str:
+    """``report.md``."""
+    threshold, best = content["score_threshold"], content["best_for_all"]
+    together = f"{best['threshold']:.3f} (F1 {best['F1']:.3f})" if best else "none, nothing is right"
+    worst = [
+        f"### {Path(one['file_name']).name} (id {one['image_id']}): {one['missed']} missed, {one['false']} false\n\n![]({name})"
+        for one, name in zip(content["worst"], drawn, strict=True)
+    ]
+    parts = [
+        f"# Evaluation on {content['dataset']}",
+        f"{content['images']} images, {sum(curve.num_objects for curve in curves)} objects of {len(curves)} classes.",
+        "## Average precision",
+        format_table(figures),
+        "## Thresholds",
+        f"The score threshold of the highest F1 at IoU {IOU}, and what it gives. For all classes together: {together}.",
+        _thresholds(content["classes"]),
+        "![Precision and recall](precision_recall.png)",
+        "## Confusion",
+        f"Detections with a score of at least {threshold:g} (`TEST.PICTURE_THRESHOLD`), matched at IoU {IOU} whatever their class. "
+        "Rows are the truth; the last column is missed objects, the last row detections on nothing. Counts: confusion.csv.",
+        "![Confusion matrix](confusion.png)",
+        "## Worst images",
+        f"Those with most objects missed and false detections together, class by class, at a score of {threshold:g}.",
+        *(worst or ["No image has a mistake."]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _thresholds(classes: Sequence[dict[str, Any]]) -> str:
+    headers = ("class", "objects", "AP50", "threshold", "precision", "recall", "F1")
+    rows = []
+    for one in classes:
+        point = [f"{value:.3f}" for value in one["best"].values()] if one["best"] else ["n/a"] * 4
+        rows.append([one["name"], one["objects"], "n/a" if one["AP50"] is None else f"{one['AP50']:.1f}", *point])
+    alignment = ["left", *["right"] * 6]
+    return tabulate(rows, headers, tablefmt="pipe", colalign=alignment, disable_numparse=True)
