@@ -11,14 +11,14 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
 
 from benchmarks.threads import thread_environment
-from cpvt_det.cli import debug_option, told_in_one_line
+from cpvt_det.cli import common_options, told_in_one_line
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--bf16", is_flag=True, help="Under autocast.")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Operations a table.")
-@debug_option
+@common_options
 @told_in_one_line
 def main(threads: int, bf16: bool, top: int) -> None:
     """Print, for DETR-R50 and Deformable-DETR-R50 with PEG, the operations that a training step spends most time in itself."""

@@ -24,7 +24,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
 
 from benchmarks.threads import thread_environment
-from cpvt_det.cli import debug_option, told_in_one_line
+from cpvt_det.cli import common_options, told_in_one_line
 
 ROOT = Path(__file__).resolve().parent.parent
 QUERIES = {"DETR": 100, "Deformable-DETR": 300}
@@ -72,7 +72,7 @@ EXPECTED = {
 @click.option("--quick", is_flag=True, help="The two smallest values of each sweep.")
 @click.option("--processes", is_flag=True, help="Two DDP processes of one thread against one process, instead of the sweeps.")
 @click.option("--point", hidden=True, help="Measure one point and print it as JSON.")
-@debug_option
+@common_options
 @told_in_one_line
 def main(output: Path, quick: bool, processes: bool, point: str | None) -> None:
     """Measure how a training step of DETR-R50 and Deformable-DETR-R50 grows, PEG beside sine; write a table, JSON and a figure."""

@@ -51,7 +51,9 @@ def _add_model(cfg: CfgNode) -> None:
     model.PIXEL_MEAN = [123.675, 116.280, 103.530]  # RGB, 0 to 255
     model.PIXEL_STD = [58.395, 57.120, 57.375]  # images are (pixels - PIXEL_MEAN) / PIXEL_STD
 
-    model.BACKBONE = CfgNode()
+    # Options of a part of your own, registered by a module that --import names, may be added in YAML to its node: BACKBONE,
+    # NECK, POSITION, QUERIES, CRITERION.
+    model.BACKBONE = CfgNode(new_allowed=True)
     model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101; with detectron2 also what its registry has
     model.BACKBONE.WEIGHTS = ""  # torchvision's by name (IMAGENET1K_V1, DEFAULT), or a local file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN, GN from scratch
@@ -61,7 +63,9 @@ def _add_model(cfg: CfgNode) -> None:
     model.BACKBONE.FREEZE_AT = 2  # stages up to this one keep their weights; 1 is the stem, 0 trains all
     model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in the official code's batches
 
-    # Options of an encoding of your own may be added in YAML.
+    model.NECK = CfgNode(new_allowed=True)
+    model.NECK.NAME = ""  # empty: the detector's own, projection for CPVTDetr, multi_level for CPVTDeformableDetr
+
     model.POSITION = CfgNode(new_allowed=True)
     model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, peg, sine+peg, sine_offset+peg, and peg_*, the ablations
     model.POSITION.DECODER = "sine"  # of the keys of DETR's decoder: sine, same (as the encoder), none
@@ -92,7 +96,10 @@ def _add_model(cfg: CfgNode) -> None:
     model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two stages: proposals of a higher IoU with a better one are chosen last (DETA); 1: none
     model.DEFORMABLE.IMPLEMENTATION = "auto"  # of the attention's op: numba, triton, eager, export, grid_sample
 
-    model.CRITERION = CfgNode()
+    model.QUERIES = CfgNode(new_allowed=True)
+    model.QUERIES.NAME = ""  # empty: the detector's own, learned, or with DEFORMABLE.TWO_STAGE proposals
+
+    model.CRITERION = CfgNode(new_allowed=True)
     model.CRITERION.CLASSIFICATION = "softmax"  # or focal
     model.CRITERION.BACKGROUND_WEIGHT = 0.1  # softmax: weight of "no object"
     model.CRITERION.FOCAL_ALPHA = 0.25  # focal: weight of objects against background
@@ -100,6 +107,7 @@ def _add_model(cfg: CfgNode) -> None:
     model.CRITERION.CLASS_WEIGHT = 1.0  # of loss_class in the total
     model.CRITERION.L1_WEIGHT = 5.0  # of loss_l1
     model.CRITERION.GIOU_WEIGHT = 2.0  # of loss_giou
+    model.CRITERION.LOSSES = []  # further losses, [name, weight] each
     model.CRITERION.CLASS_COST = 1.0  # in the matching
     model.CRITERION.L1_COST = 5.0  # in the matching
     model.CRITERION.GIOU_COST = 2.0  # in the matching

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 Size = tuple[int, int]
+PROPOSAL_LABEL = 0
+"""The row of the proposals' class head that means "an object"; its other rows are no classes, only trained to say no."""
 LARGE = 4 << 20
 """Bytes of two large pages; for less, the usual ones do."""
 
@@ -109,13 +111,16 @@ class Predictions:
     Attributes:
         logits: (D, B, Q, K') float; K' is K for sigmoid and K + 1 for softmax classification.
         boxes: (D, B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
-        proposals: the encoder's own predictions, one for each token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage
-            detectors only.
+        proposals: the encoder's own predictions, one per token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage
+            detectors only. A group that only the loss sees.
+        denoising: predictions of the queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4); the
+            other group of that kind.
     """
 
     logits: Tensor
     boxes: Tensor
     proposals: "Predictions | None" = None
+    denoising: "Predictions | None" = None
 
 
 @dataclass
@@ -139,16 +144,18 @@ class Detections:
 
 @dataclass
 class Levels:
-    """What the tokens of several maps, one after another and each row by row, have to be known by.
+    """Layout of the tokens of several feature levels, one level after another and each row by row.
 
     Attributes:
         shapes: (H_l, W_l) of each of the L levels.
-        padding_mask: (B, N) bool, True = padded; N is the sum of H_l W_l.
+        masks: over levels, (B, H_l, W_l) bool, True = padded.
+        padding_mask: (B, N) bool, the masks as tokens; N is the sum of H_l W_l.
         sizes: (L, 2) float, xy: columns and rows of each level.
         valid_sizes: (B, L, 2) float, xy: those of them that are not padded.
     """
 
     shapes: list[Size]
+    masks: list[Tensor]
     padding_mask: Tensor
     sizes: Tensor
     valid_sizes: Tensor
@@ -163,7 +170,7 @@ class Levels:
         # By `full`: it copies nothing to a GPU, and takes the symbolic sizes of an export.
         sides = [torch.full((), side, dtype=dtype, device=valid.device) for height, width in shapes for side in (width, height)]
         tokens = torch.cat([mask.flatten(1) for mask in padding_masks], dim=1)
-        return cls(shapes, tokens, torch.stack(sides).unflatten(0, (-1, 2)), valid.to(dtype))
+        return cls(shapes, list(padding_masks), tokens, torch.stack(sides).unflatten(0, (-1, 2)), valid.to(dtype))
 
     @property
     def valid_ratios(self) -> Tensor:
@@ -185,6 +192,12 @@ class Levels:
         """(B, Q, 2 or 4) points or boxes of the unpadded image -> (B, Q, L, 2 or 4), of every level's padded map."""
         ratios = self.valid_ratios if points.shape[-1] == 2 else self.valid_ratios.repeat(1, 1, 2)
         return points[:, :, None] * ratios[:, None]
+
+
+def flatten_levels(maps: Sequence[Tensor]) -> Tensor:
+    """(B, C, H_l, W_l) over levels -> (B, N, C), the levels one after another, each row by row."""
+    tokens = [level.flatten(2).transpose(1, 2) for level in maps]
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
 
 
 def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.device | str = "cpu") -> Tensor:

@@ -12,7 +12,7 @@ from cpvt_det.builders import DETECTOR_REGISTRY, build_detector
 from cpvt_det.config import get_cfg, merge_overrides
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.models import ResNetBackbone
-from cpvt_det.models.transformer import DecoderLayer, EncoderLayer
+from cpvt_det.models.transformer import DecoderLayer, EncoderLayer, Memory
 from cpvt_det.position.registry import POSITION_REGISTRY
 from cpvt_det.structures import PaddedBatch
 
@@ -277,7 +277,7 @@ def test_decoder_layer_is_torch_s(pre_norm):
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[1, 4:] = True
     expected = reference(queries, memory, memory_key_padding_mask=mask)
-    assert (layer(queries, torch.zeros_like(queries), memory, memory, mask) - expected).abs().max() < 1e-12
+    assert (layer(queries, torch.zeros_like(queries), Memory(memory, memory), mask) - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
@@ -306,7 +306,7 @@ def test_decoder_layer_adds_query_positions_to_both_attentions_and_key_positions
     expected = queries
     for part, norm in zip((attend_queries, attend_memory, feed_forward), (layer.norm1, layer.norm2, layer.norm3), strict=True):
         expected = expected + part(norm(expected)) if pre_norm else norm(expected + part(expected))
-    found = layer(queries, query_positions, memory, memory + key_positions, mask)
+    found = layer(queries, query_positions, Memory(memory, memory + key_positions), mask)
     assert (found - expected).abs().max() < 1e-12
 
 
@@ -340,7 +340,7 @@ def test_tokens_and_their_positions_run_row_by_row():
     model.input_proj.register_forward_hook(lambda _, args, output: features.append(output))
     detect(model, draw_images([(96, 64)]))
     ((tokens, positions, _),) = seen
-    (feature,) = features
+    ((feature,), _) = features[0]
     assert feature.shape[-2:] == (6, 4)
     valid = torch.ones(1, 6, 4, dtype=torch.bool)
     (sine,) = model.position([feature], [~valid])

@@ -16,6 +16,7 @@ from cpvt_det import builders
 from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
 from cpvt_det.losses.matcher import PaddedTargets
 from cpvt_det.models import ResNetBackbone
+from cpvt_det.models.necks import ProjectionNeck
 from cpvt_det.structures import PaddedBatch, Predictions, Targets, level_padding_mask
 
 bounded = settings(
@@ -94,17 +95,17 @@ def test_a_detector_gives_an_image_the_same_answer_in_any_batch(detector, dtype,
 class Maps(torch.nn.Module):
     """A backbone that hands on maps of one stride, whatever lies under the padding."""
 
-    strides, channels, size_divisibility, stages = [8], [24], 8, [3]
+    strides, channels, size_divisibility, stages, spoilt = [8], [24], 8, [3], None
 
     def forward(self, images, padding_mask):
-        return [images.repeat(1, 8, 1, 1)[:, :, ::8, ::8]]
+        return self.spoilt or [images.repeat(1, 8, 1, 1)[:, :, ::8, ::8]]
 
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_the_transformer_gives_an_image_the_same_answer_in_any_batch_to_the_last_digits(position):
     model = make("detr", MODEL__POSITION__NAME=position)
     model.backbone = Maps()
-    model.input_proj = torch.nn.Conv2d(24, 16, 1).double()
+    model.input_proj = ProjectionNeck([24], [8], 16).double()
     model.eval()
 
     @bounded
@@ -114,10 +115,11 @@ def test_the_transformer_gives_an_image_the_same_answer_in_any_batch_to_the_last
         with torch.no_grad():
             features = model.backbone(canvas, mask)[0]
             spoilt = features.masked_fill(level_padding_mask(mask, 8)[:, None], filling)
-            together = model._detect([spoilt], mask)
+            model.backbone.spoilt = [spoilt]
+            together = model(canvas, mask)
+            model.backbone.spoilt = None
             for number in range(len(image_sizes)):
-                image, padding = alone(model, image_sizes, number)
-                single = model._detect(model.backbone(image, padding), padding)
+                single = model(*alone(model, image_sizes, number))
                 mine = Predictions(together.logits[:, number : number + 1], together.boxes[:, number : number + 1])
                 assert difference(single, mine) <= 1e-12
 

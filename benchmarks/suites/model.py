@@ -24,8 +24,7 @@ from benchmarks.clocks import Command
 from benchmarks.harness import Case, Contender, Plan, Work
 from benchmarks.models import PEERS, Model, Recipe, hf_model, official_model, our_model, set_dropout, without_dropout
 from benchmarks.suites import Options
-from cpvt_det.models.deformable_detr import DeformableDETR
-from cpvt_det.models.detector import Detector, flatten_levels
+from cpvt_det.models.detector import Detector
 from cpvt_det.structures import Levels, PaddedBatch, Size, Targets, level_padding_mask
 
 TITLE = "DETR-R50 and Deformable-DETR-R50, whole models"
@@ -158,13 +157,8 @@ def encode(detector: Detector, features: list[Tensor], masks: list[Tensor], back
     """The memory; in training its gradients too."""
     detector.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(backward):
-        additive, inject = detector.position(features, masks), detector.position.inject
-        if isinstance(detector, DeformableDETR):
-            memory = detector.transformer.encode(features, additive, Levels.from_masks(masks, features[0].dtype), inject)
-        else:
-            mask, shapes = masks[0].flatten(1), [tuple(features[0].shape[-2:])]
-            positions = additive and flatten_levels(additive)
-            memory = detector.transformer.encoder(flatten_levels(features), positions, mask, shapes, inject)
+        levels = Levels.from_masks(masks, features[0].dtype)
+        memory = detector.transformer.encode(features, levels, detector.position).tokens
     if backward:
         memory.square().mean().backward()
     return memory.detach()

@@ -23,6 +23,9 @@ from cpvt_det.builders.detector import (
     build_encoder_position,
     build_postprocessor,
     detector_arguments,
+    register_detector,
+    shared_arguments,
+    transformer_arguments,
 )
 from cpvt_det.builders.training import build_ema, build_length, build_optimizer, build_step
 
@@ -48,6 +51,9 @@ __all__ = [
     "detector_arguments",
     "load_splits",
     "load_tests",
+    "register_detector",
     "set_classes",
+    "shared_arguments",
     "training_records",
+    "transformer_arguments",
 ]

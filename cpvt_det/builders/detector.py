@@ -1,27 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MODEL`` -> detector, criterion, post-processing, device."""
 
-import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from fvcore.common.config import CfgNode
-from fvcore.common.registry import Registry
 from torch import nn
 
 from cpvt_det import distributed
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
-from cpvt_det.losses import HungarianMatcher, SetCriterion, make_classification
+from cpvt_det.losses import CLASSIFICATION_REGISTRY, HungarianMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
-from cpvt_det.models import DETR, DeformableDETR, DeformableTransformer, ResNetBackbone, Transformer
-from cpvt_det.position.registry import PositionEncoding, build_position, position_options
+from cpvt_det.models import (
+    BACKBONE_REGISTRY,
+    DETR,
+    NECK_REGISTRY,
+    QUERY_REGISTRY,
+    DeformableDETR,
+    DeformableTransformer,
+    Detector,
+    Transformer,
+)
+from cpvt_det.position import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.postprocess import PostProcessor
+from cpvt_det.registry import PartRegistry
 
-DETECTOR_REGISTRY = Registry("DETECTOR")
-"""``MODEL.META_ARCHITECTURE`` -> a function from a config (and, for backbones from elsewhere, the backbone) to the detector's
-constructor and its arguments."""
+DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE")
+"""``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
+arguments of the detector's constructor; see :func:`register_detector`."""
+
+
+def register_detector(name: str, detector: type[Detector]) -> Callable:
+    """Register a detector: its class, and the decorated function, which reads the config for it.
+
+    Args:
+        name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 a meta architecture of this name is made too.
+        detector: a class with the road of :class:`cpvt_det.models.Detector`.
+    """
+
+    def register(arguments: Callable[[CfgNode, nn.Module | None], dict[str, Any]]) -> Callable:
+        arguments.detector = detector
+        return DETECTOR_REGISTRY.register_as(name)(arguments)
+
+    return register
 
 
 def build_detector(cfg: CfgNode) -> nn.Module:
@@ -31,7 +55,7 @@ def build_detector(cfg: CfgNode) -> nn.Module:
         A module: ``detector(images (B, 3, H, W), padding_mask (B, H, W)) -> Predictions``.
 
     Raises:
-        ConfigError: what the config asks for cannot be built.
+        ConfigError: a detector that cannot be built from the config.
     """
     detector, arguments = detector_arguments(cfg)
     with config_errors("MODEL"):
@@ -46,17 +70,15 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
         backbone: one to use instead of the config's.
 
     Raises:
-        ConfigError: what the config asks for cannot be built.
+        ConfigError: a detector that cannot be built from the config.
     """
-    name = cfg.MODEL.META_ARCHITECTURE
-    known = [known for known, _ in DETECTOR_REGISTRY]
-    if name not in known:
-        raise UnknownNameError("MODEL.META_ARCHITECTURE", name, known)
+    arguments = DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE)
     with config_errors("MODEL"):
-        return DETECTOR_REGISTRY.get(name)(cfg, backbone)
+        return arguments.detector, arguments(cfg, backbone)
 
 
-def _detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.Module], dict[str, Any]]:
+@register_detector("CPVTDetr", DETR)
+def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     detr, stages = cfg.MODEL.DETR, cfg.MODEL.BACKBONE.STAGES
     if len(stages) != 1:
         raise ConfigError(f"CPVTDetr works on one map, MODEL.BACKBONE.STAGES is {list(stages)}")
@@ -64,17 +86,15 @@ def _detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.Module], di
         raise ConfigError(
             "MODEL.DEFORMABLE is for CPVTDeformableDetr: set MODEL.META_ARCHITECTURE, or TWO_STAGE and BOX_REFINEMENT False"
         )
-    return DETR, {
-        **_shared_arguments(cfg, backbone, num_levels=1),
-        "transformer": Transformer(
-            **_transformer_arguments(cfg),
-            pre_norm=detr.PRE_NORM,
-        ),
+    return {
+        **shared_arguments(cfg, backbone, num_levels=1),
+        "transformer": Transformer(**transformer_arguments(cfg), pre_norm=detr.PRE_NORM),
         "decoder_position": _decoder_position(cfg, detr.HIDDEN_DIM),
     }
 
 
-def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.Module], dict[str, Any]]:
+@register_detector("CPVTDeformableDetr", DeformableDETR)
+def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     detr, deformable = cfg.MODEL.DETR, cfg.MODEL.DEFORMABLE
     if detr.PRE_NORM:
         raise ConfigError("MODEL.DETR.PRE_NORM is for CPVTDetr; Deformable-DETR's norms stand after the residuals")
@@ -82,12 +102,12 @@ def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.
         raise ConfigError(
             "MODEL.POSITION.DECODER is for CPVTDetr; Deformable-DETR's decoder has no keys that a position is added to"
         )
-    if deformable.TWO_STAGE and cfg.MODEL.CRITERION.CLASSIFICATION != "focal":
+    if deformable.TWO_STAGE and cfg.MODEL.CRITERION.CLASSIFICATION == "softmax":
         raise ConfigError("MODEL.DEFORMABLE.TWO_STAGE ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION focal")
-    return DeformableDETR, {
-        **_shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
+    return {
+        **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
         "transformer": DeformableTransformer(
-            **_transformer_arguments(cfg),
+            **transformer_arguments(cfg),
             num_levels=deformable.NUM_LEVELS,
             encoder_points=deformable.ENC_POINTS,
             decoder_points=deformable.DEC_POINTS,
@@ -101,7 +121,8 @@ def _deformable_detr(cfg: CfgNode, backbone: nn.Module | None) -> tuple[type[nn.
     }
 
 
-def _transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
+def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
+    """``MODEL.DETR`` as the keywords that both transformers share."""
     detr = cfg.MODEL.DETR
     return {
         "encoder_layers": detr.ENC_LAYERS,
@@ -114,10 +135,13 @@ def _transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
     }
 
 
-def _shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) -> dict[str, Any]:
+def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) -> dict[str, Any]:
+    """The keywords that the constructors of all detectors share; the backbone is built first, the neck and the queries where
+    ``MODEL.NECK.NAME`` and ``MODEL.QUERIES.NAME`` name any."""
     detr, classification = cfg.MODEL.DETR, build_classification(cfg)
-    return {
-        "backbone": backbone or build_backbone(cfg),
+    backbone = backbone or build_backbone(cfg)
+    arguments = {
+        "backbone": backbone,
         "position": build_encoder_position(cfg, detr.HIDDEN_DIM, num_levels, detr.ENC_LAYERS),
         "channels": detr.HIDDEN_DIM,
         "num_queries": detr.NUM_OBJECT_QUERIES,
@@ -127,25 +151,32 @@ def _shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int)
         "pixel_std": cfg.MODEL.PIXEL_STD,
         "frozen": cfg.MODEL.FREEZE,
     }
+    facts = {
+        **arguments,
+        "map_channels": backbone.channels,
+        "map_strides": backbone.strides,
+        "num_levels": num_levels,
+        "mask_padding": cfg.MODEL.BACKBONE.MASK_PADDING,
+        "nms_threshold": cfg.MODEL.DEFORMABLE.PROPOSAL_NMS,
+        "needs_references": DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE).detector.needs_references,
+    }
+    if cfg.MODEL.NECK.NAME:
+        arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, facts, _own_options(cfg, "NECK"))
+    if cfg.MODEL.QUERIES.NAME:
+        arguments["queries"] = QUERY_REGISTRY.build(cfg.MODEL.QUERIES.NAME, facts, _own_options(cfg, "QUERIES"))
+    return arguments
 
 
-DETECTOR_REGISTRY._do_register("CPVTDetr", _detr)
-DETECTOR_REGISTRY._do_register("CPVTDeformableDetr", _deformable_detr)
+def build_backbone(cfg: CfgNode) -> nn.Module:
+    """The backbone of ``MODEL.BACKBONE``, with random weights.
 
-
-def build_backbone(cfg: CfgNode) -> ResNetBackbone:
-    """The ResNet of ``MODEL.BACKBONE``, with random weights."""
-    backbone = cfg.MODEL.BACKBONE
-    return ResNetBackbone(
-        backbone.NAME,
-        norm=backbone.NORM,
-        stages=backbone.STAGES,
-        dilation=backbone.DC5,
-        freeze_at=backbone.FREEZE_AT,
-        mask_padding=backbone.MASK_PADDING,
-        width=backbone.WIDTH,
-        checkpointing=cfg.MODEL.CHECKPOINTING,
-    )
+    Raises:
+        UnknownNameError: an unknown name, or a key of the user's own that the backbone does not take.
+    """
+    name, defaults = cfg.MODEL.BACKBONE.NAME, get_cfg().MODEL.BACKBONE
+    known = {key.lower(): value for key, value in cfg.MODEL.BACKBONE.items() if key in defaults}
+    facts = {**known, "checkpointing": cfg.MODEL.CHECKPOINTING}
+    return BACKBONE_REGISTRY.build(name, facts, _own_options(cfg, "BACKBONE"))
 
 
 def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_layers: int) -> PositionEncoding:
@@ -154,14 +185,15 @@ def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_lay
     Raises:
         UnknownNameError: an unknown name, or a key of the user's own that the encoding does not take.
     """
-    node = cfg.MODEL.POSITION
-    defaults = get_cfg().MODEL.POSITION
-    known = {key: value for key, value in node.items() if key not in ("NAME", "DECODER")}
-    with contextlib.suppress(KeyError):  # an unknown name: build_position says it
-        taken = position_options(node.NAME)
-        known = {key: value for key, value in known.items() if key.lower() in taken or key not in defaults}
-    options = {key.lower(): value for key, value in known.items()}
-    return build_position(node.NAME, channels, num_levels, num_layers, **options)
+    node, taken = cfg.MODEL.POSITION, POSITION_REGISTRY.parameters(cfg.MODEL.POSITION.NAME)
+    known = {key.lower(): value for key, value in node.items() if key.lower() in taken}
+    return build_position(node.NAME, channels, num_levels, num_layers, **known | _own_options(cfg, "POSITION"))
+
+
+def _own_options(cfg: CfgNode, node: str) -> dict[str, Any]:
+    """The keys of a node of ``MODEL`` that are none of ours, as keywords: options of a part from outside."""
+    defaults = get_cfg().MODEL[node]
+    return {key.lower(): value for key, value in cfg.MODEL[node].items() if key not in defaults}
 
 
 def _decoder_position(cfg: CfgNode, channels: int) -> PositionEncoding | str | None:
@@ -175,7 +207,7 @@ def _decoder_position(cfg: CfgNode, channels: int) -> PositionEncoding | str | N
 
 
 def build_classification(cfg: CfgNode) -> Classification:
-    """Softmax or focal, for ``MODEL.NUM_CLASSES`` classes.
+    """Softmax, focal, or a registered kind of one's own, for ``MODEL.NUM_CLASSES`` classes.
 
     Raises:
         ConfigError: a number of classes that is not known yet.
@@ -186,19 +218,26 @@ def build_classification(cfg: CfgNode) -> Classification:
             f"MODEL.NUM_CLASSES is {num_classes}; training and evaluation read it from the data, elsewhere set it to the number "
             "of classes"
         )
-    options = {
-        "softmax": {"background_weight": criterion.BACKGROUND_WEIGHT},
-        "focal": {"alpha": criterion.FOCAL_ALPHA, "gamma": criterion.FOCAL_GAMMA},
+    facts = {
+        "num_classes": num_classes,
+        "background_weight": criterion.BACKGROUND_WEIGHT,
+        "alpha": criterion.FOCAL_ALPHA,
+        "gamma": criterion.FOCAL_GAMMA,
     }
-    return make_classification(criterion.CLASSIFICATION, num_classes, **options.get(criterion.CLASSIFICATION, {}))
+    return CLASSIFICATION_REGISTRY.build(criterion.CLASSIFICATION, facts, _own_options(cfg, "CRITERION"))
 
 
 def build_criterion(cfg: CfgNode) -> SetCriterion:
     """The set loss of ``MODEL.CRITERION``."""
     node = cfg.MODEL.CRITERION
     matcher = HungarianMatcher(build_classification(cfg), node.CLASS_COST, node.L1_COST, node.GIOU_COST)
+    for entry in node.LOSSES:
+        kinds = [type(part) for part in entry] if isinstance(entry, (list, tuple)) else []
+        if kinds not in ([str, float], [str, int]):
+            raise ConfigError(f"MODEL.CRITERION.LOSSES holds pairs of a loss and its weight, got {entry!r}")
+    weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
-        return SetCriterion(matcher, node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT, node.PROPOSAL_MATCHES)
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses=dict(node.LOSSES))
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:

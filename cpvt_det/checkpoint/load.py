@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights -> a model: what fits by name and shape, class rows by class name, and a report of the rest."""
 
-import http.client
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.weights import CLASS_HEAD, PROPOSALS_HEAD, Weights, read_weights
-from cpvt_det.errors import UnknownNameError, WeightsError, first_line
+from cpvt_det.errors import WeightsError
 
 
 @dataclass
@@ -114,46 +112,20 @@ def load_weights(
 
 
 def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
-    """Give a ResNet backbone the weights of a classifier.
+    """Give a backbone pretrained weights.
 
     Args:
-        backbone: :class:`cpvt_det.models.ResNetBackbone`, changed in place.
-        weights: a name of torchvision's (``IMAGENET1K_V1``, ``DEFAULT``), downloaded once; or a file of a torchvision ResNet's
-            state dict. Its classifier, and stages that the backbone does not have, are left out.
-        name: of the ResNet, as in ``resnet50``.
+        backbone: changed in place.
+        weights: what its ``load_pretrained`` takes: for a ResNet a name of torchvision's, or a file.
+        name: what messages call the backbone, as in ``resnet50``.
 
     Raises:
         UnknownNameError: neither a known name nor a file.
-        WeightsError: a failing download, or weights of another network.
+        WeightsError: a backbone without pretrained weights, a failing download, or weights of another network.
     """
-    has_weights = name in torchvision.models.list_models(module=torchvision.models)
-    known = torchvision.models.get_model_weights(name).__members__ if has_weights else {}
-    if weights in known:
-        state_dict = _download(known[weights])
-    elif Path(weights).expanduser().is_file():
-        state_dict = state_dict_of(read_checkpoint(weights), weights)
-    else:
-        raise UnknownNameError("backbone weights (a name of torchvision's, or a file)", weights, known)
-    own = backbone.body.state_dict()
-    absent = {f"layer{n}" for n in range(1, 5)} - {key.split(".")[0] for key in own} | {"fc"}
-    found = {key: tensor for key, tensor in state_dict.items() if key.split(".")[0] not in absent}
-    for key in _without_counters([*own, *found]):
-        if key not in found or key not in own:
-            raise WeightsError(f"{weights} does not fit {name}: only the {'file' if key in found else 'backbone'} has {key}")
-        if found[key].shape != own[key].shape:
-            raise WeightsError(f"{weights} does not fit {name}: {key} is {_shape(found[key])}, not {_shape(own[key])}")
-    backbone.body.load_state_dict(found, strict=False)
-
-
-def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
-    try:
-        return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-    except (OSError, RuntimeError, http.client.HTTPException) as error:
-        folder = Path(torch.hub.get_dir()) / "checkpoints"
-        raise WeightsError(
-            f"cannot download {weights} from {weights.url} ({first_line(error)}); no network? give a local file in "
-            f"MODEL.BACKBONE.WEIGHTS, or put that file into {folder}"
-        ) from error
+    if not hasattr(backbone, "load_pretrained"):
+        raise WeightsError(f"backbone {name} has no pretrained weights: leave MODEL.BACKBONE.WEIGHTS empty")
+    backbone.load_pretrained(weights, lambda path: state_dict_of(read_checkpoint(path), path))
 
 
 def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str, int | None]:

@@ -13,6 +13,7 @@ import click
 
 import cpvt_det
 from cpvt_det.errors import BadInputError, DataFaultsError, InterruptedRun, RunStoppedError, exit_code, first_line
+from cpvt_det.own_modules import import_modules
 
 COMMANDS = {
     "analyze": "Count parameters, operations, time and memory by part.",
@@ -51,12 +52,25 @@ class LazyGroup(click.Group):
         return told_in_one_line(super().invoke)(ctx)
 
 
-debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
-"""For every command, so that it may stand anywhere on the command line."""
+_debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+_import_option = click.option(
+    "--import",
+    multiple=True,
+    expose_value=False,
+    is_eager=True,
+    metavar="MODULE",
+    callback=lambda context, option, names: import_modules(names),
+    help="Import a Python module first, which registers parts of your own; may be given again.",
+)
+
+
+def common_options(command: Callable) -> Callable:
+    """``--debug`` and ``--import``, of every command, so that they may stand anywhere on the command line."""
+    return _import_option(_debug_option(command))
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@debug_option
+@common_options
 @click.version_option(cpvt_det.__version__, prog_name="cpvt-det")
 def main() -> None:
     """PEG in DETR and Deformable-DETR: train, evaluate, predict.

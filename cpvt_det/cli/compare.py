@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from cpvt_det.cli import debug_option
+from cpvt_det.cli import common_options
 from cpvt_det.visualize.comparison import comparison_figure, comparison_table, read_runs
 from cpvt_det.visualize.curves import save_figure
 
@@ -13,7 +13,7 @@ from cpvt_det.visualize.curves import save_figure
 @click.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True)
 @click.option("--output", default="compare.png", show_default=True, help="The picture; its suffix chooses the format.")
-@debug_option
+@common_options
 def compare(runs: tuple[str, ...], output: str) -> None:
     """Draw loss and AP of runs in one picture, and print their last and best figures.
 

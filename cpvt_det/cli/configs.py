@@ -9,7 +9,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det import builders, config
-from cpvt_det.cli import debug_option
+from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUNNERS, choose_runner
 
 
@@ -18,7 +18,7 @@ def config_options(command: Callable) -> Callable:
     options = (
         click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/."),
         click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: what it has registered, too."),
-        debug_option,
+        common_options,
         click.argument("overrides", nargs=-1, metavar="[KEY VALUE]..."),
     )
     for option in reversed(options):

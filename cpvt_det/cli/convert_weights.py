@@ -8,7 +8,7 @@ import click
 from cpvt_det.checkpoint.convert import CONVERSIONS
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.checkpoint.weights import read_weights
-from cpvt_det.cli import debug_option
+from cpvt_det.cli import common_options
 from cpvt_det.errors import RunStoppedError, WeightsError, first_line
 
 
@@ -18,7 +18,7 @@ from cpvt_det.errors import RunStoppedError, WeightsError, first_line
 @click.option(
     "--source", type=click.Choice(["auto", *CONVERSIONS]), default="auto", show_default=True, help="Whose names INPUT has."
 )
-@debug_option
+@common_options
 def convert_weights(source_path: Path, output: Path, source: str) -> None:
     """Convert the weights INPUT of another project into OUTPUT.
 

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from cpvt_det import builders
 from cpvt_det.checkpoint.files import atomic_file
 from cpvt_det.checkpoint.trained import Trained, load_trained
-from cpvt_det.cli import debug_option
+from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError
 from cpvt_det.export import check, files, program
@@ -36,7 +36,7 @@ HALF_TOLERANCE = 2e-2
 )
 @click.option("--half", is_flag=True, help="Matrix products and convolutions in float16.")
 @click.option("--config-file", default="", metavar="FILE", help="For weights that tell no config of ours.")
-@debug_option
+@common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
 def export(
     weights: str,

@@ -12,7 +12,7 @@ import click
 import torch
 from tabulate import tabulate
 
-from cpvt_det.cli import debug_option
+from cpvt_det.cli import common_options
 from cpvt_det.errors import BadInputError
 from cpvt_det.plug.checks import CHECKS, check
 from cpvt_det.plug.examples import EXAMPLES, PEERS, use_checkout
@@ -21,7 +21,7 @@ from cpvt_det.plug.examples import EXAMPLES, PEERS, use_checkout
 @click.command()
 @click.option("--peer", "peers", multiple=True, metavar="NAME=PATH", help=f"A checkout to try too: {', '.join(PEERS)}.")
 @click.option("--only", default="", metavar="TEXT", help="Families whose name has TEXT in it.")
-@debug_option
+@common_options
 def plug_matrix(peers: tuple[str, ...], only: str) -> None:
     """Try add_peg on a tiny random model of every family that is installed.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from cpvt_det.cli import debug_option
+from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.validation.issues import POLICIES
 from cpvt_det.errors import BadInputError
@@ -26,7 +26,7 @@ from cpvt_det.predict.files import check_files, find_files, predict_files
 @click.option(
     "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or leave out."
 )
-@debug_option
+@common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
 def predict(
     weights: str,

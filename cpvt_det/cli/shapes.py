@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from cpvt_det.cli import debug_option
+from cpvt_det.cli import common_options
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.data.shapes.scene import ShapesSpec
 
@@ -18,7 +18,7 @@ from cpvt_det.data.shapes.scene import ShapesSpec
 @click.option("--scale", default=1.0, show_default=True, help="Draw the same scenes this much larger.")
 @click.option("--processes", type=int, help="Processes to draw with.  [default: one for each core, 16 at most]")
 @click.option("--overwrite", is_flag=True, help="Replace a shapes data set that was drawn with other options.")
-@debug_option
+@common_options
 def shapes(root: Path, num_train: int, num_val: int, seed: int, scale: float, processes: int | None, overwrite: bool) -> None:
     """Draw the shapes data set into the folder ROOT, in COCO format.
 

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.trained import load_trained
-from cpvt_det.cli import debug_option
+from cpvt_det.cli import common_options
 from cpvt_det.cli.configs import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.config import load_cfg
@@ -36,7 +36,7 @@ weights_config_option = click.option(
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@debug_option
+@common_options
 def show() -> None:
     """Draw what goes on inside: attention, position encodings, the data that is fed.
 
@@ -54,7 +54,7 @@ def show() -> None:
 @click.option("--detections", default=4, show_default=True, type=click.IntRange(min=1), help="The best ones, of the decoder.")
 @click.option("--level", default=0, show_default=True, help="Of the tokens, in Deformable-DETR; 0 is the finest.")
 @weights_config_option
-@debug_option
+@common_options
 def attention(
     weights: str, image_file: str, output: Path, points: tuple[str, ...], detections: int, level: int, config_file: str
 ) -> None:
@@ -87,7 +87,7 @@ def attention(
 @click.option("--size", default="384x512", show_default=True, metavar="HEIGHTxWIDTH", help="Of the images, in pixels.")
 @click.option("--input", "source", default="", metavar="FILE|FOLDER|GLOB", help="Images, 16 at most.  [default: drawn shapes]")
 @weights_config_option
-@debug_option
+@common_options
 def position(sources: tuple[str, ...], output: Path, size: str, source: str, config_file: str) -> None:
     """Draw what position encodings do, those of several models side by side.
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import click
 
-from cpvt_det.cli import debug_option
+from cpvt_det.cli import common_options
 
 plan_argument = click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path, dir_okay=False))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@debug_option
+@common_options
 def study() -> None:
     """Train the runs of a plan, and compare them.
 
@@ -26,7 +26,7 @@ def study() -> None:
 @plan_argument
 @click.option("--processes", type=click.IntRange(min=1), help="Runs at once.  [default: one a core, on a GPU four]")
 @click.option("--group", "groups", multiple=True, metavar="NAME", help="Only this group of the plan; may be given again.")
-@debug_option
+@common_options
 def run(plan: Path, processes: int | None, groups: tuple[str, ...]) -> None:
     """Train and measure every run of PLAN that has no record yet; one that was cut off goes on from its last checkpoint.
 
@@ -43,7 +43,7 @@ def run(plan: Path, processes: int | None, groups: tuple[str, ...]) -> None:
 
 @study.command()
 @plan_argument
-@debug_option
+@common_options
 def report(plan: Path) -> None:
     """Write tables with 95 % intervals over seeds, and figures, of the records there are."""
     from cpvt_det.study.report import write_report

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import click
 
-from cpvt_det.cli import debug_option, told_in_one_line
+from cpvt_det.cli import common_options, told_in_one_line
 from cpvt_det.errors import BadInputError
+from cpvt_det.own_modules import import_inherited
 from cpvt_det.runner.launch import launch
 
 RUNNERS = ("auto", "builtin", "detectron2")
@@ -22,7 +23,7 @@ def run_options(command: Callable) -> Callable:
             "--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]"
         ),
         click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 where it is installed."),
-        debug_option,
+        common_options,
         click.argument("overrides", nargs=-1, metavar="[KEY VALUE]..."),
     )
     for option in reversed(options):
@@ -73,6 +74,7 @@ def run_config(
     allow_partial: bool,
 ) -> dict:
     """Load a config and run it, in one process of the run; the results of the last evaluation."""
+    import_inherited()
     if device is not None:
         overrides = (*overrides, "MODEL.DEVICE", device)
     if runner == "detectron2":

@@ -9,8 +9,9 @@ from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
 from torch import Tensor, nn
 
+from cpvt_det import models
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
-from cpvt_det.models.backbones.resnet import DEPTHS, ResNetBackbone
+from cpvt_det.models import ResNetBackbone
 
 
 class Detectron2Backbone(nn.Module):
@@ -64,10 +65,10 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
             side knows.
     """
     node = cfg.MODEL.BACKBONE
-    if node.NAME in DEPTHS:
+    if node.NAME in models.BACKBONE_REGISTRY:
         return None
     if node.NAME not in BACKBONE_REGISTRY:
-        raise UnknownNameError("backbone", node.NAME, [*DEPTHS, *(name for name, _ in BACKBONE_REGISTRY)])
+        raise UnknownNameError("backbone", node.NAME, [*models.BACKBONE_REGISTRY.names, *(name for name, _ in BACKBONE_REGISTRY)])
     if node.MASK_PADDING:
         raise ConfigError(f"backbone {node.NAME} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING False")
     if node.DC5 or cfg.MODEL.CHECKPOINTING:

@@ -18,7 +18,7 @@ from cpvt_det.d2.data import class_names, register_datasets
 from cpvt_det.data.catalog import registered_datasets
 from cpvt_det.errors import DataError
 from cpvt_det.losses import SetCriterion
-from cpvt_det.models import DETR, DeformableDETR
+from cpvt_det.models import Detector
 from cpvt_det.postprocess import PostProcessor
 from cpvt_det.solver.step import compute_losses
 from cpvt_det.structures import Detections, Predictions, Targets
@@ -92,28 +92,32 @@ class Detectron2Protocol:
         return result.losses
 
 
-@META_ARCH_REGISTRY.register()
-class CPVTDetr(Detectron2Protocol, DETR):
-    """:class:`cpvt_det.models.DETR` in detectron2, from a config or by keyword.
+def register_detectors() -> None:
+    """Make a meta architecture of every detector that is registered by now, and of none twice."""
+    for name, arguments in builders.DETECTOR_REGISTRY:
+        if name not in META_ARCH_REGISTRY:
+            META_ARCH_REGISTRY._do_register(name, _meta_architecture(name, arguments.detector))
 
-    Args:
-        criterion: its set loss.
-        postprocessor: its decoding; by default the best 100.
-        arguments: of :class:`DETR`; ``num_logits`` and ``prior_probability`` are by default what the criterion needs.
+
+def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
+    """A detector in detectron2, from a config or by keyword.
+
+    Its keywords are those of the detector, where ``num_logits`` and ``prior_probability`` are by default what the criterion needs;
+    ``criterion``, its set loss; and ``postprocessor``, its decoding, by default the best 100.
     """
 
     @configurable
     def __init__(self, **arguments: Any):
-        super().__init__(**arguments)
+        super(made, self).__init__(**arguments)
+
+    text = f":class:`{detector.__module__}.{detector.__qualname__}` in detectron2, from a config or by keyword."
+    made = type(name, (Detectron2Protocol, detector), {"__init__": __init__, "__doc__": text, "__module__": __name__})
+    return made
 
 
-@META_ARCH_REGISTRY.register()
-class CPVTDeformableDetr(Detectron2Protocol, DeformableDETR):
-    """:class:`cpvt_det.models.DeformableDETR` in detectron2; arguments as of :class:`CPVTDetr`."""
-
-    @configurable
-    def __init__(self, **arguments: Any):
-        super().__init__(**arguments)
+register_detectors()
+CPVTDetr = META_ARCH_REGISTRY.get("CPVTDetr")
+CPVTDeformableDetr = META_ARCH_REGISTRY.get("CPVTDeformableDetr")
 
 
 def _with_classes(cfg: CfgNode) -> CfgNode:

@@ -21,10 +21,11 @@ from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.d2.config import without_untouched
 from cpvt_det.d2.evaluation import CleanCOCOEvaluator
+from cpvt_det.d2.meta_arch import register_detectors
 from cpvt_det.data.coco import CocoDataset, describe_records
 from cpvt_det.data.loader import TrainLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
-from cpvt_det.errors import UnknownNameError, config_errors
+from cpvt_det.errors import config_errors
 from cpvt_det.evaluation.coco import write_results
 from cpvt_det.runner.evaluate import clear_place, place_of, require_finite
 from cpvt_det.runner.guard import RunGuard
@@ -39,9 +40,8 @@ def build_detector(cfg: CfgNode) -> nn.Module:
         ConfigError: another model, a device that is not there, or what :func:`cpvt_det.builders.build_detector` refuses.
     """
     builders.build_device(cfg)
-    known = [name for name, _ in builders.DETECTOR_REGISTRY]
-    if cfg.MODEL.META_ARCHITECTURE not in known:
-        raise UnknownNameError("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE, known)
+    builders.DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE)
+    register_detectors()
     cfg = cfg.clone()
     cfg.MODEL.BACKBONE.WEIGHTS = ""  # load_initial_weights takes those, in a run that is not resumed
     with config_errors("MODEL"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cpvt_det.data.formats.registry import find_format
 from cpvt_det.errors import ConfigError, UnknownNameError
 
 
@@ -28,7 +29,7 @@ class DatasetFiles:
     @property
     def is_coco(self) -> bool:
         """Whether it is, or should be, a COCO JSON."""
-        return self.annotations.suffix.lower() not in (".yaml", ".yml") and not self.annotations.is_dir()
+        return not self.annotations.is_dir() and find_format(self.annotations) is None
 
 
 def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[DatasetFiles]:

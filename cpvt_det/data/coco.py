@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.formats.registry import read_foreign
+from cpvt_det.data.formats.reading import read_foreign
 from cpvt_det.data.validation.issues import EXAMPLES, Findings, require_no_errors
 from cpvt_det.data.validation.rules import THIN, Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError

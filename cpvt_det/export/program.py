@@ -127,7 +127,7 @@ def trace(deployed: Deployed, canvas: Canvas, dynamic: Collection[str] = DIMENSI
 def largest_sides(detector: Detector) -> int | None:
     """Strides, of ``size_divisibility``, that a canvas's side may have; ``None``: any number. A learned table has an end."""
     tables = [module.row_embed.num_embeddings for module in detector.modules() if isinstance(module, LearnedEncoding)]
-    finest = min(getattr(detector, "strides", detector.backbone.strides))
+    finest = min(detector.strides)
     return min(tables) * finest // detector.size_divisibility if tables else None
 
 

@@ -40,7 +40,14 @@ class Attention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        padding_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         """Attend. Pass the same object twice where two inputs are the same: it is projected in one product.
 
         Args:
@@ -48,12 +55,21 @@ class Attention(nn.Module):
             keys: (B, N, C) float.
             values: (B, N, C) float.
             padding_mask: (B, N) bool, True = padded: keys that no query sees. An image needs one valid key.
+            attention_mask: float, of a shape that broadcasts to (B, M, Q, N), added to the scores; -inf hides a key from a query.
+                Each query needs one key.
 
         Returns:
             (B, Q, C).
+
+        Raises:
+            TypeError: an attention mask that is not float; the two meanings of a bool one are opposites.
         """
+        if attention_mask is not None and not attention_mask.is_floating_point():
+            raise TypeError(f"attention_mask is added to the scores and must be float, got {attention_mask.dtype}")
         q, k, v = (self._split_heads(x) for x in self._project(queries, keys, values))
         attend = None if padding_mask is None or not may_be_padded(padding_mask) else ~padding_mask[:, None, None, :]
+        if attention_mask is not None:
+            attend = attention_mask.to(q.dtype) if attend is None else attention_mask.to(q.dtype).where(attend, -math.inf)
         probability = self.dropout if self.training else 0.0
         if probability and q.device.type == "cpu":  # torch's own is not fused either, and draws more slowly
             attended = _attend(q, k, v, attend, probability)
@@ -82,7 +98,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None, probability:
     """``scaled_dot_product_attention``, step by step."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     if attend is not None:
-        scores = scores.masked_fill(~attend, -math.inf)
+        scores = scores.masked_fill(~attend, -math.inf) if attend.dtype == torch.bool else scores + attend
     return dropout(scores.softmax(-1), probability) @ v
 
 

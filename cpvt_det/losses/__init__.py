@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions and targets -> losses."""
 
-from cpvt_det.losses.classification import FocalClassification, SoftmaxClassification, make_classification
-from cpvt_det.losses.criterion import Losses, Normalizers, SetCriterion
+from cpvt_det.losses.classification import CLASSIFICATION_REGISTRY, FocalClassification, SoftmaxClassification, make_classification
+from cpvt_det.losses.criterion import Losses, SetCriterion
 from cpvt_det.losses.matcher import HungarianMatcher
+from cpvt_det.losses.terms import LOSS_REGISTRY, Matched, Normalizers
 
 __all__ = [
+    "CLASSIFICATION_REGISTRY",
+    "LOSS_REGISTRY",
     "FocalClassification",
     "HungarianMatcher",
     "Losses",
+    "Matched",
     "Normalizers",
     "SetCriterion",
     "SoftmaxClassification",

@@ -8,11 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.registry import PartRegistry
 
+CLASSIFICATION_REGISTRY = PartRegistry("CLASSIFICATION", "classification")
+"""``MODEL.CRITERION.CLASSIFICATION`` -> builder, called with ``num_classes`` and the options of ``MODEL.CRITERION`` that it names
+(``background_weight``, ``alpha``, ``gamma``, and one's own).
+
+The contract is that of :class:`SoftmaxClassification`: ``num_classes``, ``num_logits``, ``prior_probability``, ``cost``, ``loss``,
+``normalizer``, ``decode`` and ``predicted_object``, which have to agree with each other.
+"""
 SOFTPLUS_IS_LINEAR = 40.0  # from here on to the last digit of float64; torch's own 20 is for float32
 
 
+@CLASSIFICATION_REGISTRY.register_as("softmax")
 class SoftmaxClassification:
     """One class of K or none of them: K + 1 logits, the last for "no object".
 
@@ -86,6 +94,7 @@ class SoftmaxClassification:
         return logits.argmax(-1) != self.num_classes
 
 
+@CLASSIFICATION_REGISTRY.register_as("focal")
 class FocalClassification:
     """K independent sigmoids with the focal loss.
 
@@ -175,18 +184,15 @@ class KnownGradient(torch.autograd.Function):
 
 
 Classification = SoftmaxClassification | FocalClassification
-CLASSIFICATIONS: dict[str, type[Classification]] = {"softmax": SoftmaxClassification, "focal": FocalClassification}
 
 
 def make_classification(name: str, num_classes: int, **options: float) -> Classification:
     """The classification of this name.
 
     Raises:
-        UnknownNameError: another name than ``softmax`` and ``focal``.
+        UnknownNameError: a name that is not registered.
     """
-    if name not in CLASSIFICATIONS:
-        raise UnknownNameError("classification", name, CLASSIFICATIONS)
-    return CLASSIFICATIONS[name](num_classes, **options)
+    return CLASSIFICATION_REGISTRY.build(name, {"num_classes": num_classes}, options)
 
 
 def _pick(values: Tensor, labels: Tensor) -> Tensor:

@@ -4,16 +4,16 @@
 On the road of one image: after ``losses/matcher.py``, the end of training.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cpvt_det import distributed
-from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
 from cpvt_det.losses.matcher import HungarianMatcher, Matches, PaddedTargets
-from cpvt_det.structures import Predictions, Targets
+from cpvt_det.losses.terms import LOSS_REGISTRY, Loss, Matched, Normalizers
+from cpvt_det.structures import PROPOSAL_LABEL, Predictions, Targets
 
 
 @dataclass
@@ -31,29 +31,18 @@ class Losses:
     finite: Tensor
 
 
-@dataclass
-class Normalizers:
-    """What sums over a whole step's images, on all processes, are divided by; scalars.
-
-    Attributes:
-        boxes: for the box losses.
-        classes: for the class loss.
-    """
-
-    boxes: Tensor
-    classes: Tensor
-
-
 class SetCriterion:
     """DETR's set loss.
 
     Args:
         matcher: whose classification is the loss's too.
-        class_weight, l1_weight, giou_weight: weights of the three losses, the same in every layer.
+        class_weight, l1_weight, giou_weight: weights of the three losses of DETR, the same in every layer.
         proposal_matches: proposals that each object is matched with; more than one give every object more to learn from.
+        losses: further registered losses, name -> weight.
 
     Raises:
-        ValueError: fewer matches than one.
+        UnknownNameError: a loss that is not registered.
+        ValueError: fewer matches than one, or one of the three losses given twice.
 
     Source: arXiv 2005.12872, section 3.1 and equation 2; more matches than one, by repeated objects, from arXiv 2207.13080.
     """
@@ -65,13 +54,19 @@ class SetCriterion:
         l1_weight: float = 5.0,
         giou_weight: float = 2.0,
         proposal_matches: int = 1,
+        losses: Mapping[str, float] | None = None,
     ):
         if proposal_matches < 1:
             raise ValueError(f"proposal_matches must be at least 1, got {proposal_matches}")
         self.proposal_matches = proposal_matches
         self.matcher = matcher
         self.classification = matcher.classification
-        self.weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
+        self.weights = {"class": class_weight, "l1": l1_weight, "giou": giou_weight}
+        for name, weight in (losses or {}).items():
+            if name in self.weights:
+                raise ValueError(f"the loss {name!r} is there already, with the weight {self.weights[name]}")
+            self.weights[name] = weight
+        self.losses: dict[str, Loss] = {name: LOSS_REGISTRY.find(name) for name in self.weights}
 
     def __call__(self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers | None = None) -> Losses:
         """Compare predictions with targets.
@@ -82,9 +77,10 @@ class SetCriterion:
             normalizers: of the whole step, where this batch is a part of it; by default those of this batch.
 
         Returns:
-            ``loss_class``, ``loss_l1``, ``loss_giou``; of proposals, where there are any, ``loss_proposal_class`` and so on, with
-            every object of class 0; and ``metric_class_error`` (percent of matched queries with the wrong class),
-            ``metric_cardinality_error`` (mean difference of the counts of objects), both of the last layer.
+            ``loss_class``, ``loss_l1``, ``loss_giou`` and further ones; of proposals, where there are any,
+            ``loss_proposal_class`` and so on, with one class for every object; and ``metric_class_error`` (percent of matched
+            queries with the wrong class), ``metric_cardinality_error`` (mean difference of the counts of objects), both of the
+            last layer.
         """
         padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
         matches = self.matcher(predictions, padded)
@@ -115,41 +111,25 @@ class SetCriterion:
         return Normalizers(total_boxes / share, classes / share)
 
     def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> dict[str, Tensor]:
-        """The weighted losses of proposals, in which every object is of class 0 and stands ``proposal_matches`` times."""
+        """The weighted losses of proposals, in which all objects are of one class, each ``proposal_matches`` times."""
         times = self.proposal_matches
-        objects = [Targets(torch.zeros_like(t.labels).repeat(times), t.boxes_cxcywh.repeat(times, 1)) for t in targets]
+        objects = [
+            Targets(torch.full_like(t.labels, PROPOSAL_LABEL).repeat(times), t.boxes_cxcywh.repeat(times, 1)) for t in targets
+        ]
         padded = PaddedTargets.from_targets(objects, proposals.boxes.dtype)
         shares = Normalizers(normalizers.boxes * times, normalizers.classes * times)
         by_stage = self._weighted(self.losses_by_layer(proposals, padded, self.matcher(proposals, padded), shares))
         return {name.replace("loss_", "loss_proposal_"): value for name, value in by_stage.items()}
 
     def _weighted(self, by_layer: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self.weights[name] * values.sum() for name, values in by_layer.items()}
+        return {name: self.weights[name.removeprefix("loss_")] * values.sum() for name, values in by_layer.items()}
 
     def losses_by_layer(
         self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers
     ) -> dict[str, Tensor]:
-        """The unweighted losses of every layer, each (D,)."""
-        layers = len(predictions.logits)
-        pair = (matches.layer, matches.image, matches.query)
-        wanted = (matches.image, matches.target)
-        boxes, wanted_boxes = predictions.boxes[pair], targets.boxes_cxcywh[wanted]  # (P, 4)
-        l1 = (boxes - wanted_boxes).abs().sum(-1)
-        giou = 1 - generalized_iou(cxcywh_to_xyxy(boxes), cxcywh_to_xyxy(wanted_boxes))
-        zeros = boxes.new_zeros(layers)
-        classes = self.classification.loss(predictions.logits, self._classes(predictions, targets, matches))
-        return {
-            "loss_class": classes / normalizers.classes.to(classes.dtype),
-            "loss_l1": zeros.index_add(0, matches.layer, l1) / normalizers.boxes.to(l1.dtype),
-            "loss_giou": zeros.index_add(0, matches.layer, giou) / normalizers.boxes.to(giou.dtype),
-        }
-
-    def _classes(self, predictions: Predictions, targets: PaddedTargets, matches: Matches) -> Tensor:
-        """(D, B, Q) int64: the class that every query should give, K for no object."""
-        shape = predictions.logits.shape[:3]
-        classes = torch.full(shape, self.classification.num_classes, dtype=torch.int64, device=predictions.logits.device)
-        classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
-        return classes
+        """The unweighted losses of every layer, by name, each (D,)."""
+        matched = Matched(predictions, targets, matches, self.classification, normalizers)
+        return {f"loss_{name}": loss(matched) for name, loss in self.losses.items()}
 
     @torch.no_grad()
     def _metrics(self, predictions: Predictions, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hungarian matching of all decoder layers at once: predictions x targets -> pairs. The only user of scipy.
+"""Hungarian matching of all decoder layers at once: predictions x targets -> pairs.
 
 On the road of one image: after ``models/``, before ``losses/criterion.py``.
 """

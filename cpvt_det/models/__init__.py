@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detectors: modules from normalised images and a padding mask to predictions. No losses, no config."""
 
-from cpvt_det.models.backbones.resnet import ResNetBackbone
+from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone
 from cpvt_det.models.deformable_detr import DeformableDETR
 from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector
 from cpvt_det.models.detr import DETR
+from cpvt_det.models.necks import NECK_REGISTRY
+from cpvt_det.models.queries import QUERY_REGISTRY
 from cpvt_det.models.transformer import Transformer
 
-__all__ = ["DETR", "DeformableDETR", "DeformableTransformer", "Detector", "ResNetBackbone", "Transformer"]
+__all__ = [
+    "BACKBONE_REGISTRY",
+    "DETR",
+    "NECK_REGISTRY",
+    "QUERY_REGISTRY",
+    "DeformableDETR",
+    "DeformableTransformer",
+    "Detector",
+    "ResNetBackbone",
+    "Transformer",
+]

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deformable-DETR: images and padding mask in, predictions of every decoder layer, and of the encoder where it proposes, out.
+"""Deformable-DETR: several levels, attention to sampled points, learned or proposed queries.
 
-On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``postprocess.py`` in evaluation.
+On the road of one image: the parts that ``models/detector.py`` calls.
 """
 
-import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from cpvt_det.boxes import inverse_sigmoid
-from cpvt_det.layers.norm import MaskedGroupNorm, group_count
+from cpvt_det.layers.heads import box_head, class_head
 from cpvt_det.models.deformable_transformer import DeformableTransformer
-from cpvt_det.models.detector import Detector, box_head, class_head, full_precision
+from cpvt_det.models.detector import Detector
+from cpvt_det.models.necks import MultiLevelNeck
 from cpvt_det.models.queries import LearnedQueries, ProposedQueries
-from cpvt_det.ops.linear import Conv2d
 from cpvt_det.position.registry import PositionEncoding
-from cpvt_det.structures import Levels, Predictions, level_padding_mask
 
 
 class DeformableDETR(Detector):
@@ -38,6 +34,8 @@ class DeformableDETR(Detector):
         prior_probability: of every class at the start, for sigmoids.
         pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
         frozen: parts that are not trained, as of :meth:`Detector.freeze`.
+        neck: in place of :class:`MultiLevelNeck`.
+        queries: in place of :class:`LearnedQueries` or :class:`ProposedQueries`.
 
     Raises:
         UnknownNameError: no part of this name to freeze.
@@ -64,85 +62,22 @@ class DeformableDETR(Detector):
         pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
         pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
         frozen: Sequence[str] = (),
+        neck: nn.Module | None = None,
+        queries: nn.Module | None = None,
     ):
-        super().__init__(backbone, num_queries, pixel_mean, pixel_std)
-        if num_levels < len(backbone.strides):
-            raise ValueError(f"num_levels is {num_levels}, fewer than the {len(backbone.strides)} maps of the backbone")
-        if len(transformer.level_embed) != num_levels:
-            raise ValueError(f"num_levels is {num_levels}, but the transformer has {len(transformer.level_embed)}")
+        neck = neck or MultiLevelNeck(backbone.channels, backbone.strides, channels, num_levels, mask_padding)
+        if len(transformer.level_embed) != len(neck.strides):
+            raise ValueError(f"the neck has {len(neck.strides)} levels, but the transformer has {len(transformer.level_embed)}")
         if two_stage and not box_refinement:
             raise ValueError("two stages need box refinement: proposals are boxes for the decoder to correct")
-        extra = range(1, num_levels - len(backbone.strides) + 1)
-        self.strides = [*backbone.strides, *(backbone.strides[-1] * 2**n for n in extra)]
-        self.input_proj = nn.ModuleList(_projections(backbone.channels, channels, num_levels))
-        self.mask_padding = mask_padding
-        self.position = position
-        self.transformer = transformer
-        self.box_refinement = box_refinement
-        layers = len(transformer.decoder.layers)
+        super().__init__(backbone, neck, position, transformer, pixel_mean, pixel_std)
+        self.refine_boxes = box_refinement
         # Without refinement one pair of heads serves every layer.
-        heads = range(layers if box_refinement else 1)
+        heads = range(len(transformer.decoder.layers) if box_refinement else 1)
         self.class_embed = nn.ModuleList(class_head(channels, num_logits, prior_probability) for _ in heads)
         # A first guess from a point starts small, one from a proposal at the proposal's size.
         self.bbox_embed = nn.ModuleList(box_head(channels, 0.0 if two_stage or n else -2.0) for n in heads)
-        if two_stage:
-            self.queries = ProposedQueries(channels, num_queries, num_logits, prior_probability, proposal_nms)
-        else:
-            self.queries = LearnedQueries(channels, num_queries)
+        if queries is None and two_stage:
+            queries = ProposedQueries(channels, num_queries, num_logits, prior_probability, proposal_nms)
+        self.queries = queries or LearnedQueries(channels, num_queries)
         self.freeze(frozen)
-
-    @property
-    def size_divisibility(self) -> int:
-        """Canvases are padded to a multiple of this: the largest stride, or what the backbone needs."""
-        return math.lcm(max(self.strides), self.backbone.size_divisibility)
-
-    def _detect(self, maps: list[Tensor], padding_mask: Tensor) -> Predictions:
-        masks = [level_padding_mask(padding_mask, stride) for stride in self.strides]
-        features = self._project(maps, masks)
-        levels = Levels.from_masks(masks, full_precision(features[0]).dtype)
-        memory = self.transformer.encode(features, self.position(features, masks), levels, self.position.inject)
-        queries = self.queries(memory, levels)
-        predictions = self.transformer.decoder(
-            queries.content, queries.positions, queries.references, memory, levels, self._predict, self.box_refinement
-        )
-        predictions.proposals = queries.proposals
-        return predictions
-
-    def _project(self, maps: list[Tensor], masks: list[Tensor]) -> list[Tensor]:
-        """Maps (B, C_l, H_l, W_l) -> every level (B, C, H_l, W_l), zero under the padding."""
-        features = []
-        x = maps[-1]
-        for index, ((convolution, norm), mask) in enumerate(zip(self.input_proj, masks, strict=True)):
-            source = maps[index] if index < len(maps) else x
-            projected = norm(convolution(source), ~mask[:, None] if self.mask_padding else None)
-            # Padded tokens are never seen again; zero keeps a non-finite one out of what follows.
-            features.append(projected.masked_fill(mask[:, None], 0))
-            if index >= len(maps):
-                x = features[-1] if self.mask_padding else projected
-        return features
-
-    def _predict(self, layer: int, decoded: Tensor, references: Tensor) -> Predictions:
-        """(B, Q, C) queries after a decoder layer, (B, Q, 2 or 4) references -> logits and boxes, in full precision."""
-        head = layer if self.box_refinement else 0
-        with torch.autocast(decoded.device.type, enabled=False):
-            decoded, references = full_precision(decoded), full_precision(references)
-            correction = self.bbox_embed[head](decoded)
-            start = inverse_sigmoid(references)
-            if references.shape[-1] == 2:  # a point has no size yet
-                start = torch.cat((start, torch.zeros_like(start)), dim=-1)
-            return Predictions(self.class_embed[head](decoded), (correction + start).sigmoid())
-
-
-def _projections(map_channels: Sequence[int], channels: int, num_levels: int) -> list[nn.Sequential]:
-    """One projection a level: 1x1 convolutions of the maps, then 3x3 ones of stride 2."""
-    inputs = [*map_channels, map_channels[-1], *[channels] * num_levels][:num_levels]
-    projections = []
-    for index, width in enumerate(inputs):
-        if index < len(map_channels):
-            convolution = Conv2d(width, channels, kernel_size=1)
-        else:
-            convolution = Conv2d(width, channels, kernel_size=3, stride=2, padding=1)
-        nn.init.xavier_uniform_(convolution.weight)
-        nn.init.zeros_(convolution.bias)
-        projections.append(nn.Sequential(convolution, MaskedGroupNorm(group_count(channels), channels)))
-    return projections

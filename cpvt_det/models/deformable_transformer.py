@@ -4,7 +4,7 @@
 Source: arXiv 2010.04159, sections 4 and A.4; names of parameters as in fundamentalvision/Deformable-DETR.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.models.detector import flatten_levels
-from cpvt_det.models.transformer import Inject
+from cpvt_det.layers.heads import Heads
+from cpvt_det.models.queries import Queries
+from cpvt_det.models.transformer import Inject, Memory
 from cpvt_det.ops.dropout import Dropout
 from cpvt_det.ops.linear import Linear
-from cpvt_det.structures import Levels, Predictions
-
-Predict = Callable[[int, Tensor, Tensor], Predictions]
+from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.structures import Levels, Predictions, flatten_levels
 
 
 class DeformableEncoderLayer(nn.Module):
@@ -132,7 +132,15 @@ class DeformableDecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(channels)
         self.dropout = Dropout(dropout)
 
-    def forward(self, queries: Tensor, positions: Tensor, reference_points: Tensor, memory: Tensor, levels: Levels) -> Tensor:
+    def forward(
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        reference_points: Tensor,
+        memory: Tensor,
+        levels: Levels,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         """One layer.
 
         Args:
@@ -140,13 +148,15 @@ class DeformableDecoderLayer(nn.Module):
             positions: (B, Q, C) float, added to the queries of both attentions and to the keys of the first.
             reference_points: (B, Q, L, 2 or 4) float.
             memory: (B, N, C) float.
-            levels: of the memory.
+            levels: layout of the memory's tokens.
+            attention_mask: (Q, Q) float, of the self-attention; ``None``: every query sees every other.
 
         Returns:
             (B, Q, C).
         """
         placed = queries + positions
-        queries = self.norm2(self.dropout.add(queries, self.self_attn(placed, placed, queries)))
+        attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
+        queries = self.norm2(self.dropout.add(queries, attended))
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
         queries = self.norm1(self.dropout.add(queries, attended))
         return self.norm3(self.dropout.add(queries, self.linear2(self.dropout.after_relu(self.linear1(queries)))))
@@ -169,30 +179,30 @@ class DeformableDecoder(nn.Module):
             raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
         self.layers = nn.ModuleList(DeformableDecoderLayer(*layer) for _ in range(num_layers))
 
-    def forward(
-        self, queries: Tensor, positions: Tensor, references: Tensor, memory: Tensor, levels: Levels, predict: Predict, refine: bool
-    ) -> Predictions:
+    def forward(self, queries: Queries, memory: Memory, levels: Levels, heads: Heads) -> Predictions:
         """Decode.
 
         Args:
-            queries: (B, Q, C) float, what the first layer starts from.
-            positions: (B, Q, C) float.
-            references: (B, Q, 2 or 4) float, points or boxes in [0, 1] of the unpadded image.
-            memory: (B, N, C) float.
-            levels: of the memory.
-            predict: layer index, (B, Q, C) queries, references -> logits (B, Q, K') and boxes (B, Q, 4).
-            refine: every layer's boxes, detached, are the next one's references.
+            queries: of a query source, with references.
+            memory: of the encoder.
+            levels: layout of the memory's tokens.
+            heads: of every layer.
 
         Returns:
             Logits (D, B, Q, K') and boxes (D, B, Q, 4).
         """
-        outputs = []
+        decoded, references, outputs = queries.content, queries.references, []
         for index, layer in enumerate(self.layers):
-            queries = layer(queries, positions, levels.place(references), memory, levels)
-            outputs.append(predict(index, queries, references))
-            if refine:
-                references = outputs[-1].boxes.detach()
+            points = levels.place(references)
+            decoded = layer(decoded, queries.positions, points, memory.tokens, levels, queries.attention_mask)
+            outputs.append(heads(decoded, references, index))
+            if heads.refine:
+                references = self.refine(outputs[-1].boxes)
         return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
+
+    def refine(self, boxes: Tensor) -> Tensor:
+        """(B, Q, 4) boxes of a layer -> the references of the next: its loss does not reach this layer through them."""
+        return boxes.detach()
 
 
 class DeformableTransformer(nn.Module):
@@ -233,20 +243,22 @@ class DeformableTransformer(nn.Module):
             if isinstance(module, DeformableAttention):
                 module.reset_parameters()
 
-    def encode(self, features: Sequence[Tensor], additive: Sequence[Tensor] | None, levels: Levels, inject: Inject) -> Tensor:
-        """Encode maps.
+    def encode(self, features: Sequence[Tensor], levels: Levels, position: PositionEncoding) -> Memory:
+        """Encode.
 
         Args:
-            features: over levels, (B, C, H_l, W_l) float, projected.
-            additive: the encoding's additive embedding, of the same shapes, or ``None``.
-            levels: of the maps.
-            inject: :meth:`PositionEncoding.inject`.
-
-        Returns:
-            (B, N, C), the memory.
+            features: over levels, (B, C, H_l, W_l) float.
+            levels: layout of their tokens.
+            position: the encoder's position encoding.
         """
+        additive = position(features, levels.masks)
         cells = [height * width for height, width in levels.shapes]
         positions = torch.cat([embed.expand(count, -1) for embed, count in zip(self.level_embed, cells, strict=True)])[None]
         if additive is not None:
             positions = flatten_levels(additive) + positions
-        return self.encoder(flatten_levels(features), positions, levels, inject)
+        tokens = self.encoder(flatten_levels(features), positions, levels, position.inject)
+        return Memory(tokens, tokens)
+
+    def decode(self, queries: Queries, memory: Memory, levels: Levels, heads: Heads) -> Predictions:
+        """Decode; arguments and result as in :meth:`DeformableDecoder.forward`."""
+        return self.decoder(queries, memory, levels, heads)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Deformable-DETR's queries come from: learned, or the encoder's best proposals (two stages).
+"""Query sources: what the decoder starts from. Learned, or the encoder's best proposals (two stages).
 
-Source: arXiv 2010.04159, sections 4.1, 4.2 and A.4; names of parameters as in fundamentalvision/Deformable-DETR.
+On the road of one image: after the encoder, before the decoder.
+
+Source: arXiv 2005.12872, section 3.2; arXiv 2010.04159, sections 4.1, 4.2 and A.4; names of parameters as in the official code.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,14 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.models.detector import box_head, class_head, full_precision
+from cpvt_det.layers.heads import box_head, class_head, full_precision
 from cpvt_det.ops.linear import Linear
 from cpvt_det.ops.nms import choose_apart
 from cpvt_det.position.sine import sines
-from cpvt_det.structures import Levels, Predictions
+from cpvt_det.registry import PartRegistry
+from cpvt_det.structures import PROPOSAL_LABEL, Levels, Predictions, Targets
 
 PADDED_LOGIT = -50.0  # of padded tokens: a probability of 2e-22, and no gradient; matched to an object, still a small loss
 FINEST_SIDE = 0.05  # of a proposal on the finest level, in sides of the image; it doubles with every level
+
+
+QUERY_REGISTRY = PartRegistry("QUERIES", "query source")
+"""Name -> builder of a query source, called with those of ``channels``, ``num_queries``, ``num_logits``, ``prior_probability``
+and ``needs_references`` (whether the decoder looks around points) that it names, and with the options of ``MODEL.QUERIES``.
+
+The contract of a query source, an ``nn.Module``: ``num_queries``, Q; and ``forward(memory, levels, targets=None) -> Queries``,
+with the (B, N, C) tokens of the encoder's memory, their :class:`Levels`, and in training the targets of the B images.
+"""
 
 
 @dataclass
@@ -29,14 +42,50 @@ class Queries:
     Attributes:
         content: (B, Q, C) float.
         positions: (B, Q, C) float.
-        references: (B, Q, 2) points or (B, Q, 4) boxes, cxcywh, in [0, 1] of the unpadded image.
+        references: (B, Q, 2) points or (B, Q, 4) boxes, cxcywh, in [0, 1] of the unpadded image; ``None`` where the decoder
+            attends to all tokens.
         proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, where the queries were chosen from them.
+        attention_mask: (Q, Q) float, added to the scores of the queries' self-attention, -inf where one must not see another;
+            ``None``: all see all.
+        num_denoising: number of queries, the first ones, that exist in training only and that only the loss sees.
     """
 
     content: Tensor
     positions: Tensor
-    references: Tensor
+    references: Tensor | None = None
     proposals: Predictions | None = None
+    attention_mask: Tensor | None = None
+    num_denoising: int = 0
+
+    def sort(self, predictions: Predictions) -> Predictions:
+        """The decoder's predictions (D, B, Q, ...), with the groups that only the loss sees set apart."""
+        predictions.proposals = self.proposals
+        if not self.num_denoising:
+            return predictions
+        logits, boxes, count = predictions.logits, predictions.boxes, self.num_denoising
+        denoising = Predictions(logits[:, :, :count], boxes[:, :, :count])
+        return Predictions(logits[:, :, count:], boxes[:, :, count:], self.proposals, denoising)
+
+
+class QueryEmbedding(nn.Embedding):
+    """DETR's: a learned position per query, the same for every image; the content starts at zero.
+
+    Args:
+        channels: C.
+        num_queries: Q.
+
+    Raises:
+        ValueError: no queries.
+    """
+
+    def __init__(self, channels: int, num_queries: int):
+        super().__init__(_at_least_one(num_queries), channels)
+        self.num_queries = num_queries
+
+    def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
+        """The queries; of the (B, N, C) memory only B counts."""
+        positions = self.weight.expand(memory.shape[0], -1, -1)
+        return Queries(torch.zeros_like(positions), positions)
 
 
 class LearnedQueries(nn.Module):
@@ -45,23 +94,34 @@ class LearnedQueries(nn.Module):
     Args:
         channels: C.
         num_queries: Q.
+
+    Raises:
+        ValueError: no queries.
     """
 
     def __init__(self, channels: int, num_queries: int):
         super().__init__()
+        self.num_queries = _at_least_one(num_queries)
         self.query_embed = nn.Embedding(num_queries, 2 * channels)
         self.reference_points = Linear(channels, 2)
         nn.init.xavier_uniform_(self.reference_points.weight)
         nn.init.zeros_(self.reference_points.bias)
 
-    def forward(self, memory: Tensor, levels: Levels) -> Queries:
-        """(B, N, C) memory, of which only B counts -> the queries."""
+    def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
+        """The queries; of the (B, N, C) memory only B counts."""
         positions, content = self.query_embed.weight.expand(memory.shape[0], -1, -1).chunk(2, dim=-1)
         with torch.autocast(memory.device.type, enabled=False):
             references = self.reference_points(full_precision(positions)).sigmoid()
         return Queries(content, positions, references)
 
 
+@QUERY_REGISTRY.register_as("learned")
+def learned_queries(channels: int, num_queries: int, needs_references: bool) -> nn.Module:
+    """:class:`LearnedQueries` for a decoder that looks around points, :class:`QueryEmbedding` for one that sees all tokens."""
+    return (LearnedQueries if needs_references else QueryEmbedding)(channels, num_queries)
+
+
+@QUERY_REGISTRY.register_as("proposals")
 class ProposedQueries(nn.Module):
     """Every token of the memory proposes a box; those that most look like an object become the queries.
 
@@ -87,7 +147,7 @@ class ProposedQueries(nn.Module):
             raise ValueError(f"the NMS threshold of proposals must be above 0 and at most 1, got {nms_threshold}")
         if channels % 4:
             raise ValueError(f"two stages need channels in multiples of 4, for the sines of a box's four numbers; got {channels}")
-        self.num_queries = num_queries
+        self.num_queries = _at_least_one(num_queries)
         self.nms_threshold = nms_threshold
         self.enc_output = Linear(channels, channels)
         self.enc_output_norm = nn.LayerNorm(channels)
@@ -98,15 +158,16 @@ class ProposedQueries(nn.Module):
         for layer in (self.enc_output, self.pos_trans):
             nn.init.xavier_uniform_(layer.weight)
 
-    def forward(self, memory: Tensor, levels: Levels) -> Queries:
+    def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
         """Propose and choose.
 
         Args:
             memory: (B, N, C) float.
-            levels: of its tokens.
+            levels: layout of the tokens.
+            targets: not needed.
 
         Returns:
-            Q queries an image, whatever N is: an image of fewer tokens gets empty ones beside them.
+            Q queries per image, whatever N is: an image of fewer tokens gets empty ones beside them.
         """
         proposals = self._propose(memory, levels)
         chosen = self._choose(proposals)
@@ -117,7 +178,7 @@ class ProposedQueries(nn.Module):
 
     def _choose(self, proposals: Predictions) -> Tensor:
         """(B, Q) tokens, the best first."""
-        scores = proposals.logits[0, ..., 0].detach()
+        scores = proposals.logits[0, ..., PROPOSAL_LABEL].detach()
         if self.nms_threshold == 1:
             return scores.topk(self.num_queries, dim=1).indices
         boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
@@ -138,6 +199,12 @@ class ProposedQueries(nn.Module):
             start = anchors.masked_fill(~usable, 0.5).logit().masked_fill(~usable, math.inf)
             boxes = (self.bbox_embed(tokens) + start).sigmoid()
         return Predictions(logits[None], boxes[None])
+
+
+def _at_least_one(num_queries: int) -> int:
+    if num_queries < 1:
+        raise ValueError(f"num_queries must be at least 1, got {num_queries}")
+    return num_queries
 
 
 def _anchors(levels: Levels) -> Tensor:

@@ -5,6 +5,7 @@ Source: arXiv 2005.12872, section 3.2 and appendix A.3; names of parameters as i
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,11 +13,27 @@ from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention
 from cpvt_det.layers.checkpointing import recomputed
+from cpvt_det.layers.heads import Heads
+from cpvt_det.models.queries import Queries
 from cpvt_det.ops.dropout import Dropout
 from cpvt_det.ops.linear import Linear
-from cpvt_det.structures import Size
+from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.structures import Levels, Predictions, Size, flatten_levels
 
 Inject = Callable[[Tensor, Tensor, Sequence[Size], int], Tensor]
+
+
+@dataclass
+class Memory:
+    """What the encoder leaves to the decoder.
+
+    Attributes:
+        tokens: (B, N, C) float, the values of the decoder's attention to the image.
+        keys: (B, N, C) float, the tokens with positions added; the same object as ``tokens`` where there are none.
+    """
+
+    tokens: Tensor
+    keys: Tensor
 
 
 class EncoderLayer(nn.Module):
@@ -132,32 +149,34 @@ class DecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(channels)
         self.dropout = Dropout(dropout)
 
-    def forward(self, queries: Tensor, query_positions: Tensor, memory: Tensor, keys: Tensor, padding_mask: Tensor) -> Tensor:
+    def forward(
+        self, queries: Tensor, query_positions: Tensor, memory: Memory, padding_mask: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
         """One layer.
 
         Args:
             queries: (B, Q, C) float.
             query_positions: (B, Q, C) float, added to queries and keys of the self-attention and to queries of the other.
-            memory: (B, N, C) float, the values.
-            keys: (B, N, C) float, the memory with positions added; the same object as ``memory`` where there are none.
+            memory: of the encoder.
             padding_mask: (B, N) bool, True = padded.
+            attention_mask: (Q, Q) float, of the self-attention; ``None``: every query sees every other.
 
         Returns:
             (B, Q, C).
         """
         if self.pre_norm:
-            queries = self.dropout.add(queries, self._attend_queries(self.norm1(queries), query_positions))
+            queries = self.dropout.add(queries, self._attend_queries(self.norm1(queries), query_positions, attention_mask))
             placed = self.norm2(queries) + query_positions
-            queries = self.dropout.add(queries, self.multihead_attn(placed, keys, memory, padding_mask))
+            queries = self.dropout.add(queries, self.multihead_attn(placed, memory.keys, memory.tokens, padding_mask))
             return self.dropout.add(queries, self._feed_forward(self.norm3(queries)))
-        queries = self.norm1(self.dropout.add(queries, self._attend_queries(queries, query_positions)))
+        queries = self.norm1(self.dropout.add(queries, self._attend_queries(queries, query_positions, attention_mask)))
         placed = queries + query_positions
-        queries = self.norm2(self.dropout.add(queries, self.multihead_attn(placed, keys, memory, padding_mask)))
+        queries = self.norm2(self.dropout.add(queries, self.multihead_attn(placed, memory.keys, memory.tokens, padding_mask)))
         return self.norm3(self.dropout.add(queries, self._feed_forward(queries)))
 
-    def _attend_queries(self, x: Tensor, query_positions: Tensor) -> Tensor:
+    def _attend_queries(self, x: Tensor, query_positions: Tensor, attention_mask: Tensor | None) -> Tensor:
         placed = x + query_positions
-        return self.self_attn(placed, placed, x)
+        return self.self_attn(placed, placed, x, attention_mask=attention_mask)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return self.linear2(self.dropout.after_relu(self.linear1(x)))
@@ -181,35 +200,39 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(channels, num_heads, ffn_channels, dropout, pre_norm) for _ in range(num_layers))
         self.norm = nn.LayerNorm(channels)
 
-    def forward(self, query_positions: Tensor, memory: Tensor, key_positions: Tensor | None, padding_mask: Tensor) -> Tensor:
-        """Decode queries that start at zero.
+    def forward(self, queries: Queries, memory: Memory, levels: Levels, heads: Heads) -> Predictions:
+        """Decode.
 
         Args:
-            query_positions: (B, Q, C) float, the learned queries.
-            memory: (B, N, C) float.
-            key_positions: (B, N, C) float added to the keys, or ``None``.
-            padding_mask: (B, N) bool, True = padded.
+            queries: of a query source; references do not count.
+            memory: of the encoder.
+            levels: layout of the memory's tokens.
+            heads: one class head and one box head for all layers.
 
         Returns:
-            (D, B, Q, C), every layer's output.
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4).
         """
-        queries = torch.zeros_like(query_positions)
-        keys = _add(memory, key_positions)
-        outputs = []
+        decoded, outputs = queries.content, []
         for layer in self.layers:
-            queries = layer(queries, query_positions, memory, keys, padding_mask)
-            outputs.append(self.norm(queries))
-        return torch.stack(outputs)
+            decoded = layer(decoded, queries.positions, memory, levels.padding_mask, queries.attention_mask)
+            outputs.append(self.norm(decoded))
+        return heads(torch.stack(outputs))
 
 
 class Transformer(nn.Module):
     """The encoder and the decoder under the official names.
+
+    The contract of a transformer, which :class:`Detector` relies on: ``encode`` and ``decode``.
 
     Args:
         encoder_layers: layers of the encoder.
         decoder_layers: layers of the decoder, D.
         channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`EncoderLayer`.
         checkpointing: of the encoder, as in :class:`Encoder`.
+
+    Attributes:
+        decoder_position: encoding of the decoder's keys, set by :class:`DETR`; ``"same"`` takes the encoder's additive embedding,
+            ``None`` none.
     """
 
     def __init__(
@@ -224,12 +247,34 @@ class Transformer(nn.Module):
         checkpointing: bool = False,
     ):
         super().__init__()
+        self.decoder_position: PositionEncoding | str | None = "same"
         shared = (channels, num_heads, ffn_channels, dropout, pre_norm)
         self.encoder = Encoder(encoder_layers, *shared, checkpointing)
         self.decoder = Decoder(decoder_layers, *shared)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
+
+    def encode(self, features: Sequence[Tensor], levels: Levels, position: PositionEncoding) -> Memory:
+        """Encode.
+
+        Args:
+            features: one map (B, C, H, W) float, in a list.
+            levels: layout of its tokens.
+            position: the encoder's position encoding.
+        """
+        additive = position(features, levels.masks)
+        if self.decoder_position == "same":
+            decoder_additive = additive
+        else:
+            decoder_additive = None if self.decoder_position is None else self.decoder_position(features, levels.masks)
+        positions = None if additive is None else flatten_levels(additive)
+        tokens = self.encoder(flatten_levels(features), positions, levels.padding_mask, levels.shapes, position.inject)
+        return Memory(tokens, tokens if decoder_additive is None else tokens + flatten_levels(decoder_additive))
+
+    def decode(self, queries: Queries, memory: Memory, levels: Levels, heads: Heads) -> Predictions:
+        """Decode; arguments and result as in :meth:`Decoder.forward`."""
+        return self.decoder(queries, memory, levels, heads)
 
 
 def _add(x: Tensor, positions: Tensor | None) -> Tensor:

@@ -5,16 +5,14 @@ A new encoding is one class or function registered under its name; the contract 
 ``builders/detector.py`` passes it the options of ``MODEL.POSITION`` as keywords.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 
-from fvcore.common.registry import Registry
 from torch import Tensor, nn
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import Size
 
-POSITION_REGISTRY = Registry("POSITION")
+POSITION_REGISTRY = PartRegistry("POSITION", "position encoding", chosen=frozenset({"additive", "peg"}))
 """Name -> what builds the encoding. It is called with keywords: its own options, and those of ``channels``, ``num_levels`` and
 ``num_layers`` that it names."""
 
@@ -55,43 +53,30 @@ class PositionEncoding(nn.Module):
 
 def register_position(name: str) -> Callable:
     """Register a class or function under a name that need not be a Python one, as in ``sine+peg``."""
-
-    def register(builder: Callable[..., PositionEncoding]) -> Callable[..., PositionEncoding]:
-        POSITION_REGISTRY._do_register(name, builder)
-        return builder
-
-    return register
+    return POSITION_REGISTRY.register_as(name)
 
 
 def build_position(name: str, channels: int, num_levels: int = 1, num_layers: int = 6, **options) -> PositionEncoding:
     """Build a registered encoding.
 
     Args:
-        name: as registered.
+        name: a registered name.
         channels: C.
         num_levels: feature levels of the encoder.
         num_layers: layers of the encoder.
-        options: what the encoding's constructor takes beside these.
+        options: further keywords of the encoding's constructor.
 
     Raises:
         UnknownNameError: a name that is not registered, or an option that this encoding does not take.
-        ValueError: what the encoding refuses.
+        ValueError: options that the encoding refuses.
     """
-    known = [registered for registered, _ in POSITION_REGISTRY]
-    if name not in known:
-        raise UnknownNameError("position encoding", name, known)
-    builder = POSITION_REGISTRY.get(name)
     facts = {"channels": channels, "num_levels": num_levels, "num_layers": num_layers}
-    accepted = position_options(name)
-    for option in options:
-        if option not in accepted:
-            raise UnknownNameError(f"option of position encoding {name!r}", option, accepted - facts.keys())
-    return builder(**{fact: value for fact, value in facts.items() if fact in accepted}, **options)
+    return POSITION_REGISTRY.build(name, facts, options)
 
 
 def position_options(name: str) -> set[str]:
     """The keywords that the builder of a registered encoding takes."""
-    return set(inspect.signature(POSITION_REGISTRY.get(name)).parameters) - {"additive", "peg"}  # the registry's choices
+    return POSITION_REGISTRY.parameters(name)
 
 
 register_position("none")(PositionEncoding)

@@ -67,7 +67,7 @@ def compute_losses(
     """
     batch = detector.preprocess([sample["image"] for sample in samples])
     targets = [sample["targets"].to(batch.images.device) for sample in samples]
-    predictions = detector(batch.images, batch.padding_mask)
+    predictions = detector(batch.images, batch.padding_mask, targets)
     return criterion(predictions, targets, normalizers)
 
 

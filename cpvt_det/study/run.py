@@ -22,6 +22,7 @@ from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.errors import MapSizeError, RunStoppedError, first_line
 from cpvt_det.evaluation.coco import write_json
+from cpvt_det.own_modules import import_inherited
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.setup import describe_environment, stop_log
 from cpvt_det.runner.train import run as train
@@ -113,6 +114,7 @@ def _execute_all(path: Path, names: Sequence[str], processes: int) -> Iterator[t
 def _told(path: Path, name: str) -> str:
     """:func:`execute`, in a word; errors too, as not all of them can travel between processes."""
     try:
+        import_inherited()
         with contextlib.redirect_stderr(io.StringIO()):  # of several runs at once; log.txt of the run has it
             record = execute(load_plan(path), name)
     except (Exception, KeyboardInterrupt) as error:

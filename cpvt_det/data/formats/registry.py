@@ -1,67 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets in other formats than COCO's -> COCO's sections, which then go through the same rules.
+"""The contract of data formats other than COCO JSON, and the registry of their names."""
 
-What is odd in them goes through as it is, so that ``data/validation/rules.py`` finds it.
-"""
-
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.formats.voc import read_voc
-from cpvt_det.data.formats.yolo import find_yolo, read_yolo
-from cpvt_det.data.images import file_threads, read_header
-from cpvt_det.errors import DataError
+from cpvt_det.registry import PartRegistry
+
+Sections = dict[str, list[dict[str, Any]]]
+"""COCO's ``images``, ``annotations`` and ``categories``."""
 
 
-def read_foreign(files: DatasetFiles) -> dict[str, list[dict[str, Any]]]:
-    """The sections ``images``, ``annotations`` and ``categories`` of a YOLO or Pascal VOC data set.
+@dataclass(frozen=True)
+class DataFormat:
+    """A format: how its data sets are recognised, and how they are read.
+
+    Attributes:
+        matches: whether a path, the second entry of a triple of ``DATASETS.REGISTER``, is a data set of this format.
+        read: reader of a path and a split, the third entry. Images need ``id`` and ``file_name``, annotations ``id``,
+            ``image_id``, ``category_id`` and ``bbox`` (xywh in pixels) or ``relative_cxcywh`` (in [0, 1]), categories ``id`` and
+            ``name``; sizes of images are optional. Faulty entries are passed on unchanged: the check of the data reports them.
+    """
+
+    matches: Callable[[Path], bool]
+    read: Callable[[Path, str], Sections]
+
+
+FORMAT_REGISTRY = PartRegistry("FORMAT", "data format")
+"""Name -> :class:`DataFormat`; of several that match a path, the one registered last is taken."""
+
+
+def register_format(name: str, matches: Callable[[Path], bool]) -> Callable:
+    """Register the decorated function as the reader of a format.
 
     Args:
-        files: ``annotations`` is a folder, or YOLO's YAML file; ``split`` one of its splits.
-
-    Returns:
-        The sections. Sizes that the annotations do not say are those of the image files; a file that cannot be read gets the size
-        1 x 1, and is found when the images are checked. An annotation's ``source`` says where it is from.
-
-    Raises:
-        DataError: neither format, or a split that is not there.
+        name: name of the format.
+        matches: as in :class:`DataFormat`.
     """
-    folder, yaml_file = files.annotations, find_yolo(files.annotations)
-    if yaml_file is not None:
-        content = read_yolo(yaml_file, files.split)
-    elif folder.is_dir() and (next(folder.glob("*.xml"), None) or (folder / "Annotations").is_dir()):
-        content = read_voc(folder, files.split)
-    else:
-        raise DataError(
-            f"{folder} is no data set: expected a COCO JSON file, a YOLO folder with data.yaml (or its YAML file by path), "
-            "or a Pascal VOC folder with Annotations/*.xml"
-        )
-    _add_sizes(content["images"])
-    _add_boxes(content)
-    return content
+
+    def register(read: Callable[[Path, str], Sections]) -> Callable[[Path, str], Sections]:
+        FORMAT_REGISTRY.register_as(name)(DataFormat(matches, read))
+        return read
+
+    return register
 
 
-def _add_sizes(images: Iterable[dict[str, Any]]) -> None:
-    missing = [image for image in images if not image.get("height") or not image.get("width")]
-    with file_threads() as pool:
-        for image, (height, width) in zip(missing, pool.map(_size, (image["file_name"] for image in missing)), strict=True):
-            image.update(height=height, width=width)
-
-
-def _size(path: str) -> tuple[int, int]:
-    try:
-        header = read_header(path)
-    except DataError:
-        return 1, 1
-    return header.height, header.width
-
-
-def _add_boxes(content: dict[str, list[dict[str, Any]]]) -> None:
-    """Boxes relative to their image -> pixels."""
-    size_of = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
-    for annotation in content["annotations"]:
-        relative = annotation.pop("relative_cxcywh", None)
-        if relative is not None:
-            (cx, cy, w, h), (width, height) = relative, size_of[annotation["image_id"]]
-            annotation["bbox"] = [(cx - w / 2) * width, (cy - h / 2) * height, w * width, h * height]
+def find_format(path: Path) -> DataFormat | None:
+    """The format of a path; ``None`` where no registered one matches."""
+    formats = [data_format for _, data_format in FORMAT_REGISTRY]
+    return next((data_format for data_format in reversed(formats) if data_format.matches(path)), None)

@@ -9,11 +9,18 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+from cpvt_det.data.formats.registry import Sections, register_format
 from cpvt_det.data.formats.yolo import IMAGES
 from cpvt_det.errors import DataError, first_line
 
 
-def read_voc(folder: Path, split: str) -> dict[str, list[dict[str, Any]]]:
+def is_voc(path: Path) -> bool:
+    """Whether a path is a folder of Pascal VOC: with XML files, or with ``Annotations/``."""
+    return path.is_dir() and (next(path.glob("*.xml"), None) is not None or (path / "Annotations").is_dir())
+
+
+@register_format("voc", matches=is_voc)
+def read_voc(folder: Path, split: str) -> Sections:
     """COCO's sections.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from cpvt_det.data.formats.registry import Sections, register_format
 from cpvt_det.errors import DataError, first_line
 
 IMAGES = {".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"}
@@ -24,11 +25,12 @@ def find_yolo(path: Path) -> Path | None:
     return inside if inside.is_file() else None
 
 
-def read_yolo(path: Path, split: str) -> dict[str, list[dict[str, Any]]]:
+@register_format("yolo", matches=lambda path: find_yolo(path) is not None)
+def read_yolo(path: Path, split: str) -> Sections:
     """COCO's sections, with ``relative_cxcywh`` for boxes and without sizes of images.
 
     Args:
-        path: the YAML file.
+        path: a folder with ``data.yaml``, or the YAML file.
         split: ``train``, ``val`` or ``test``.
 
     Returns:
@@ -37,6 +39,7 @@ def read_yolo(path: Path, split: str) -> dict[str, list[dict[str, Any]]]:
     Raises:
         DataError: a file that cannot be read, without class names or without the split.
     """
+    path = find_yolo(path) or path
     content = _read_yaml(path)
     images = [image for place in _places(content, split, path) for image in _images(place)]
     if not images:

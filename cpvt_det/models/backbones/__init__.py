@@ -1,2 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backbones: feature maps of an image, by stride."""
+
+from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.resnet import ResNetBackbone
+
+__all__ = ["BACKBONE_REGISTRY", "ResNetBackbone"]

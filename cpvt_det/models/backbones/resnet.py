@@ -4,8 +4,10 @@
 On the road of one image: the first part of ``models/detr.py``.
 """
 
-from collections.abc import Callable, Sequence
+import http.client
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torchvision
@@ -13,9 +15,10 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.errors import UnknownNameError, WeightsError, first_line
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, MaskedSyncBatchNorm2d, group_count
+from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.ops.linear import convolve
 from cpvt_det.structures import level_padding_mask, may_be_padded
 
@@ -77,6 +80,7 @@ class ResNetBackbone(nn.Module):
             raise ValueError(f"freeze_at must be from 0 (train all) to 5, got {freeze_at}")
         if width < 1:
             raise ValueError(f"backbone width must be at least 1, got {width}")
+        self.name = name
         self.stages = sorted(stages)
         self.mask_padding = mask_padding
         self.freeze_at = freeze_at
@@ -89,6 +93,38 @@ class ResNetBackbone(nn.Module):
         for module in self._frozen_modules():
             module.requires_grad_(False)
         self.train(self.training)
+
+    def load_pretrained(self, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Take the weights of a classifier.
+
+        Args:
+            weights: a name of torchvision's (``IMAGENET1K_V1``, ``DEFAULT``), downloaded once; or a file of a torchvision
+                ResNet's state dict. Its classifier, and stages that this backbone does not have, are left out.
+            read: reader of a file's state dict.
+
+        Raises:
+            UnknownNameError: neither a known name nor a file.
+            WeightsError: a failing download, or weights of another network.
+        """
+        has_weights = self.name in torchvision.models.list_models(module=torchvision.models)
+        known = torchvision.models.get_model_weights(self.name).__members__ if has_weights else {}
+        if weights in known:
+            state_dict = _download(known[weights])
+        elif Path(weights).expanduser().is_file():
+            state_dict = read(weights)
+        else:
+            raise UnknownNameError("backbone weights (a name of torchvision's, or a file)", weights, known)
+        own = self.body.state_dict()
+        absent = {f"layer{n}" for n in range(1, 5)} - {key.split(".")[0] for key in own} | {"fc"}
+        found = {key: tensor for key, tensor in state_dict.items() if key.split(".")[0] not in absent}
+        for key in (key for key in [*own, *found] if not key.endswith("num_batches_tracked")):
+            if key not in found or key not in own:
+                where = "file" if key in found else "backbone"
+                raise WeightsError(f"{weights} does not fit {self.name}: only the {where} has {key}")
+            if found[key].shape != own[key].shape:
+                shapes = f"{tuple(found[key].shape)}, not {tuple(own[key].shape)}"
+                raise WeightsError(f"{weights} does not fit {self.name}: {key} is {shapes}")
+        self.body.load_state_dict(found, strict=False)
 
     @property
     def size_divisibility(self) -> int:
@@ -132,6 +168,36 @@ class ResNetBackbone(nn.Module):
         stem = [body.conv1, body.bn1] if self.freeze_at >= 1 else []
         stages = range(2, min(self.freeze_at, self.stages[-1]) + 1)
         return stem + [getattr(body, f"layer{stage - 1}") for stage in stages]
+
+
+def _resnet(name: str) -> Callable[..., ResNetBackbone]:
+    def build(
+        norm: str = "FrozenBN",
+        stages: Sequence[int] = (5,),
+        dc5: bool = False,
+        freeze_at: int = 2,
+        mask_padding: bool = True,
+        width: int = STEM_WIDTH,
+        checkpointing: bool = False,
+    ) -> ResNetBackbone:
+        return ResNetBackbone(name, norm, stages, dc5, freeze_at, mask_padding, width, checkpointing)
+
+    return build
+
+
+for _name in DEPTHS:
+    BACKBONE_REGISTRY.register_as(_name)(_resnet(_name))
+
+
+def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
+    try:
+        return weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except (OSError, RuntimeError, http.client.HTTPException) as error:
+        folder = Path(torch.hub.get_dir()) / "checkpoints"
+        raise WeightsError(
+            f"cannot download {weights} from {weights.url} ({first_line(error)}); no network? give a local file in "
+            f"MODEL.BACKBONE.WEIGHTS, or put that file into {folder}"
+        ) from error
 
 
 class _AllCells:

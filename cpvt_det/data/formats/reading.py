@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets in other formats than COCO's -> COCO's sections, which then go through the same rules.
+
+What is odd in them goes through as it is, so that ``data/validation/rules.py`` finds it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.formats.registry import Sections, find_format
+from cpvt_det.data.images import file_threads, read_header
+from cpvt_det.errors import DataError
+
+
+def read_foreign(files: DatasetFiles) -> Sections:
+    """The sections ``images``, ``annotations`` and ``categories`` of a data set in a registered format.
+
+    Args:
+        files: ``annotations`` is what the format matches; ``split`` one of its splits.
+
+    Returns:
+        The sections. Sizes that the annotations do not say are those of the image files; a file that cannot be read gets the size
+        1 x 1, and is found when the images are checked. An annotation's ``source`` says where it is from.
+
+    Raises:
+        DataError: no known format, or a split that is not there.
+    """
+    data_format = find_format(files.annotations)
+    if data_format is None:
+        raise DataError(
+            f"{files.annotations} is no data set: expected a COCO JSON file, a YOLO folder with data.yaml (or its YAML file by "
+            "path), or a Pascal VOC folder with Annotations/*.xml"
+        )
+    content = data_format.read(files.annotations, files.split)
+    _add_sizes(content["images"])
+    _add_boxes(content)
+    return content
+
+
+def _add_sizes(images: Iterable[dict[str, Any]]) -> None:
+    missing = [image for image in images if not image.get("height") or not image.get("width")]
+    with file_threads() as pool:
+        for image, (height, width) in zip(missing, pool.map(_size, (image["file_name"] for image in missing)), strict=True):
+            image.update(height=height, width=width)
+
+
+def _size(path: str) -> tuple[int, int]:
+    try:
+        header = read_header(path)
+    except DataError:
+        return 1, 1
+    return header.height, header.width
+
+
+def _add_boxes(content: dict[str, list[dict[str, Any]]]) -> None:
+    """Boxes relative to their image -> pixels."""
+    size_of = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
+    for annotation in content["annotations"]:
+        relative = annotation.pop("relative_cxcywh", None)
+        if relative is not None:
+            (cx, cy, w, h), (width, height) = relative, size_of[annotation["image_id"]]
+            annotation["bbox"] = [(cx - w / 2) * width, (cy - h / 2) * height, w * width, h * height]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads: from decoded queries to logits and boxes, in full precision whatever autocast says."""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.boxes import inverse_sigmoid
+from cpvt_det.ops.linear import Linear
+from cpvt_det.structures import Predictions
+
+
+class Heads:
+    """The class head and the box head of every decoder layer.
+
+    Not a module: the heads are registered in the detector, under their official names, and the decoder is called with them.
+
+    Args:
+        class_embed: one head for all layers, or a list of one per layer.
+        bbox_embed: likewise.
+        refine: whether the boxes of a layer are the references of the next.
+    """
+
+    def __init__(self, class_embed: nn.Module, bbox_embed: nn.Module, refine: bool = False):
+        self.class_embed = class_embed
+        self.bbox_embed = bbox_embed
+        self.refine = refine
+
+    def __call__(self, decoded: Tensor, references: Tensor | None = None, layer: int = 0) -> Predictions:
+        """Predict.
+
+        Args:
+            decoded: (..., Q, C) float, queries after a decoder layer, or after all of them.
+            references: (..., Q, 2) points or (..., Q, 4) boxes in [0, 1], which the box head corrects; ``None``: it predicts
+                boxes by itself.
+            layer: index of the decoder layer, where each has heads of its own.
+
+        Returns:
+            Logits (..., Q, K') and boxes (..., Q, 4), in float32 at least.
+        """
+        with torch.autocast(decoded.device.type, enabled=False):
+            decoded = full_precision(decoded)
+            boxes = self._of(self.bbox_embed, layer)(decoded)
+            if references is not None:
+                start = inverse_sigmoid(full_precision(references))
+                if references.shape[-1] == 2:  # a point has no size yet
+                    start = torch.cat((start, torch.zeros_like(start)), dim=-1)
+                boxes = boxes + start
+            return Predictions(self._of(self.class_embed, layer)(decoded), boxes.sigmoid())
+
+    @staticmethod
+    def _of(heads: nn.Module, layer: int) -> nn.Module:
+        if not isinstance(heads, nn.ModuleList):
+            return heads
+        return heads[layer if len(heads) > 1 else 0]
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them.
+
+    Args:
+        channels: the width before, between and after the layers.
+    """
+
+    def __init__(self, *channels: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Linear(a, b) for a, b in itertools.pairwise(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., first width) -> (..., last width)."""
+        for layer in self.layers[:-1]:
+            x = layer(x).relu()
+        return self.layers[-1](x)
+
+
+def class_head(channels: int, num_logits: int, prior_probability: float | None) -> nn.Linear:
+    """A linear head that starts, where it is a head of sigmoids, with every class at ``prior_probability``.
+
+    So the many negatives do not swamp the first steps.
+    """
+    head = Linear(channels, num_logits)
+    if prior_probability is not None:
+        nn.init.constant_(head.bias, math.log(prior_probability / (1 - prior_probability)))
+    return head
+
+
+def box_head(channels: int, log_size: float) -> MLP:
+    """A box head that starts with no correction of the centre and ``log_size`` before the sigmoid for both sides."""
+    head = MLP(channels, channels, channels, 4)
+    nn.init.zeros_(head.layers[-1].weight)
+    nn.init.zeros_(head.layers[-1].bias)
+    nn.init.constant_(head.layers[-1].bias[2:], log_size)
+    return head
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """``x`` in float32 at least: in half precision a 4-pixel box has a GIoU of 0.4 at best."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named losses over matched pairs, and their registry."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
+from cpvt_det.losses.classification import Classification
+from cpvt_det.losses.matcher import Matches, PaddedTargets
+from cpvt_det.registry import PartRegistry
+from cpvt_det.structures import Predictions
+
+
+@dataclass
+class Normalizers:
+    """Divisors of sums over a whole step's images, on all processes; scalars.
+
+    Attributes:
+        boxes: of the box losses.
+        classes: of the class loss.
+    """
+
+    boxes: Tensor
+    classes: Tensor
+
+
+@dataclass
+class Matched:
+    """Predictions beside the targets that they are matched with: what every loss is called with. P pairs in all layers together.
+
+    Attributes:
+        predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4).
+        targets: of the B images.
+        matches: indices of the pairs.
+        classification: the kind of class scores.
+        normalizers: divisors of the step.
+    """
+
+    predictions: Predictions
+    targets: PaddedTargets
+    matches: Matches
+    classification: Classification
+    normalizers: Normalizers
+
+    @functools.cached_property
+    def boxes(self) -> Tensor:
+        """(P, 4) float, cxcywh: the predicted boxes of the pairs."""
+        return self.predictions.boxes[self.matches.layer, self.matches.image, self.matches.query]
+
+    @functools.cached_property
+    def target_boxes(self) -> Tensor:
+        """(P, 4) float, cxcywh: the target boxes of the pairs."""
+        return self.targets.boxes_cxcywh[self.matches.image, self.matches.target]
+
+    @functools.cached_property
+    def classes(self) -> Tensor:
+        """(D, B, Q) int64: the class that every query should give, K for no object."""
+        logits, matches = self.predictions.logits, self.matches
+        classes = torch.full(logits.shape[:3], self.classification.num_classes, dtype=torch.int64, device=logits.device)
+        classes[matches.layer, matches.image, matches.query] = self.targets.labels[matches.image, matches.target]
+        return classes
+
+    def mean_over_boxes(self, values: Tensor) -> Tensor:
+        """(P,) losses of pairs -> (D,), their sums per layer over the number of boxes."""
+        sums = self.predictions.boxes.new_zeros(len(self.predictions.logits)).index_add(0, self.matches.layer, values)
+        return sums / self.normalizers.boxes.to(values.dtype)
+
+
+LOSS_REGISTRY = PartRegistry("LOSS", "loss")
+"""Name -> a function from :class:`Matched` to a loss per layer, (D,) float, unweighted. In the record of a step it is
+``loss_<name>``. ``class``, ``l1`` and ``giou`` are always on, with weights of their own; ``MODEL.CRITERION.LOSSES`` adds others."""
+
+Loss = Callable[[Matched], Tensor]
+
+
+@LOSS_REGISTRY.register_as("class")
+def class_loss(matched: Matched) -> Tensor:
+    """(D,): the classification's loss over all queries."""
+    losses = matched.classification.loss(matched.predictions.logits, matched.classes)
+    return losses / matched.normalizers.classes.to(losses.dtype)
+
+
+@LOSS_REGISTRY.register_as("l1")
+def l1_loss(matched: Matched) -> Tensor:
+    """(D,): the mean L1 distance of the boxes' four numbers."""
+    return matched.mean_over_boxes((matched.boxes - matched.target_boxes).abs().sum(-1))
+
+
+@LOSS_REGISTRY.register_as("giou")
+def giou_loss(matched: Matched) -> Tensor:
+    """(D,): the mean of 1 - GIoU; source: arXiv 1902.09630."""
+    return matched.mean_over_boxes(1 - generalized_iou(cxcywh_to_xyxy(matched.boxes), cxcywh_to_xyxy(matched.target_boxes)))

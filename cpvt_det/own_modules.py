@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of the user's own, which register parts: imported by ``--import MODULE``, in every process of a run.
+
+A flag of the command line and never a key of a config: a YAML file names parts, it runs no code.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+
+from cpvt_det.errors import BadInputError, first_line
+
+INHERITED = "CPVT_DET_IMPORT"
+"""Environment variable with the modules, for processes that a command starts."""
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules from Python's path or the current folder, here and in the processes that are started later.
+
+    Args:
+        names: module names, as in ``my_parts`` or ``my_package.parts``.
+
+    Raises:
+        BadInputError: a module that cannot be imported.
+    """
+    names = list(names)
+    if names and "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a module of anybody's raises anything
+            raise BadInputError(f"--import {name}: {type(error).__name__}: {first_line(error)}") from error
+    known = os.environ.get(INHERITED, "").split()
+    os.environ[INHERITED] = " ".join(dict.fromkeys([*known, *names]))
+
+
+def import_inherited() -> None:
+    """Import, in a process that a command started, the modules of its ``--import``."""
+    import_modules(os.environ.get(INHERITED, "").split())

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registries of parts: what can be chosen by name, from inside the package and from outside.
+
+A module of one's own registers a part under a name; ``--import MODULE`` on the command line imports it before a config is read.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from fvcore.common.registry import Registry
+
+from cpvt_det.errors import UnknownNameError
+
+Builder = TypeVar("Builder", bound=Callable[..., Any])
+
+
+class PartRegistry(Registry):
+    """Names -> classes or functions that build a part; fvcore's ``Registry``, which is detectron2's.
+
+    Args:
+        name: name of the registry, as in "POSITION".
+        kind: what messages call a part, as in "position encoding".
+        chosen: parameters of builders that are the registry's own choices, and no options.
+    """
+
+    def __init__(self, name: str, kind: str, chosen: frozenset[str] = frozenset()):
+        super().__init__(name)
+        self.kind = kind
+        self._chosen = chosen
+
+    @property
+    def names(self) -> list[str]:
+        """The registered names, in their order."""
+        return [name for name, _ in self]
+
+    def register_as(self, name: str) -> Callable[[Builder], Builder]:
+        """Register a class or function under a name that need not be a Python one, as in ``sine+peg``."""
+
+        def register(builder: Builder) -> Builder:
+            self._do_register(name, builder)
+            return builder
+
+        return register
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """The builder of a name.
+
+        Raises:
+            UnknownNameError: a name that is not registered.
+        """
+        if name not in self:
+            raise UnknownNameError(self.kind, name, self.names, "a module that registers it is imported with --import MODULE")
+        return self.get(name)
+
+    def parameters(self, name: str) -> set[str]:
+        """The keywords that the builder of a name takes.
+
+        Raises:
+            UnknownNameError: a name that is not registered.
+        """
+        return set(inspect.signature(self.find(name)).parameters) - self._chosen
+
+    def build(self, name: str, facts: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Any:
+        """Build a part.
+
+        Args:
+            name: a registered name.
+            facts: what is known of the model; the builder gets those that it has parameters for.
+            options: what was set for this part; the builder has to take all of them.
+
+        Raises:
+            UnknownNameError: a name that is not registered, or an option that the builder does not take.
+        """
+        accepted = self.parameters(name)
+        options = options or {}
+        for option in options:
+            if option not in accepted:
+                raise UnknownNameError(f"option of {self.kind} {name!r}", option, accepted - facts.keys())
+        return self.find(name)(**{fact: value for fact, value in facts.items() if fact in accepted} | options)

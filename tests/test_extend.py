@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts from outside the package, as docs/extend.md has them: trained by the command line, and loaded again from the checkpoint."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import OBJECTS
+from tiny import overrides
+
+from cpvt_det import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+MODULES = {name: text for text, name in re.findall(r'```python\n("""(my_\w+)\.py.*?)```', PAGE, re.S)}
+KEYS = {
+    "my_encoding": {"MODEL__POSITION__NAME": "rings", "MODEL__POSITION__NUM_RINGS": 8},
+    "my_backbone": {"MODEL__BACKBONE__NAME": "patches", "MODEL__BACKBONE__PATCH_WIDTH": 24, "MODEL__BACKBONE__STAGES": (4,)},
+    "my_loss": {"MODEL__CRITERION__LOSSES": [["area", 0.5]]},
+    "my_detector": {"MODEL__META_ARCHITECTURE": "TiedDetr"},
+    "my_format": {},
+}
+
+
+def run(folder, *words):
+    """A command in a process of its own, in the folder of the user's module."""
+    command = [sys.executable, "-m", "cpvt_det", *map(str, words)]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def write_csv(folder):
+    sources = {image: folder / "images" / "part" / f"{image:03d}.png" for image, *_ in OBJECTS}
+    with (folder / "boxes.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["split", "file", "class", "x", "y", "width", "height"])
+        for image, category, (x, y, w, h), _ in (entry for entry in OBJECTS if entry[0] in (7, 5)):
+            rows.writerow(["train", os.path.relpath(sources[image], folder), f"class {category}", x, y, w, h])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_part_of_ones_own_is_trained_and_loaded(module, drawn_coco, tmp_path):
+    (tmp_path / f"{module}.py").write_text(MODULES[module], encoding="utf-8")
+    words = overrides(drawn_coco.files, "output", SOLVER__MAX_ITER=2, TEST__PICTURES=0, **KEYS[module])
+    if module == "my_format":
+        write_csv(tmp_path)
+        words += ["DATASETS.REGISTER", "[['drawn', 'boxes.csv', 'train']]"]
+    ended = run(tmp_path, "train", "--import", module, "--runner", "builtin", "--config-file", "_detectron2.yaml", *words)
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in (tmp_path / "output" / "metrics.json").read_text().splitlines()]
+    assert len([line for line in lines if "total_loss" in line]) == 2
+    assert ("loss_area" in lines[0]) == (module == "my_loss")
+    image = next((tmp_path / "images").rglob("*.png"))
+    arguments = ("predict", "output/model_final.pth", "--input", image, "--output", "found")
+    assert run(tmp_path, *arguments, "--import", module).returncode == 0
+    without = run(tmp_path, *arguments)
+    is_in_the_model = module in ("my_encoding", "my_backbone", "my_detector")
+    assert without.returncode == (2 if is_in_the_model else 0)
+    assert ("a module that registers it is imported with --import MODULE" in without.stderr) == is_in_the_model
+
+
+def test_every_example_of_the_page_is_run():
+    assert sorted(MODULES) == sorted(KEYS)
+    assert all(len([line for line in text.splitlines() if line.strip()]) <= 26 for text in MODULES.values())
+
+
+def test_a_module_that_cannot_be_imported_is_one_line(tmp_path):
+    ended = run(tmp_path, "check-data", "--import", "no_such_parts", "--config-file", "_detectron2.yaml")
+    assert ended.returncode == 2
+    assert ended.stderr == "error: --import no_such_parts: ModuleNotFoundError: No module named 'no_such_parts'\n"
+
+
+def test_a_registry_builds_with_what_the_builder_names():
+    parts = registry.PartRegistry("PART", "part")
+    parts.register_as("pair")(lambda channels, size=1: (channels, size))
+    assert parts.build("pair", {"channels": 3, "levels": 2}) == (3, 1)
+    assert parts.build("pair", {"channels": 3}, {"size": 5}) == (3, 5)
+    assert parts.names == ["pair"]
+    with pytest.raises(
+        registry.UnknownNameError, match=r"unknown option of part 'pair' 'sise' \(did you mean 'size'\?\); known: size$"
+    ):
+        parts.build("pair", {"channels": 3}, {"sise": 5})
+    with pytest.raises(registry.UnknownNameError, match=r"unknown part 'other'; known: pair; a module .* --import MODULE$"):
+        parts.build("other", {})
