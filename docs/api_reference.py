@@ -7,7 +7,7 @@ from pathlib import Path
 import cpvt_det
 
 FOLDER = Path(__file__).resolve().parent / "api"
-LEFT_OUT = {"cli", "d2", "__main__"}  # told by --help; importable with detectron2 only
+LEFT_OUT = {"build", "cli", "d2", "__main__"}  # an old name; described by --help; importable with detectron2 only
 
 
 def write() -> None:
@@ -29,7 +29,9 @@ def _page(name: str, is_folder: bool) -> str:
     modules = [name]
     if is_folder:
         folder = Path(cpvt_det.__path__[0], *name.split(".")[1:])
-        modules += [module.name for module in pkgutil.iter_modules([str(folder)], f"{name}.")]
+        modules += [
+            module.name for module in pkgutil.walk_packages([str(folder)], f"{name}.") if module.name != "cpvt_det.layers.position"
+        ]
     parts = [_title(f"``{name}``", "=")]
     for module in modules:
         parts += [_title(f"``{module}``", "-")] if module != name else []

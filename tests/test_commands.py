@@ -25,7 +25,7 @@ from cpvt_det.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
 ELSEWHERE = {
-    r"make (quickstart|test|docs|lint)\b": "its parts are commands of their own, or how tests and site are run",
+    r"make (quickstart|test|matrix)\b": "its parts are commands of their own, or how tests and site are run",
     r"(pip|git|apt-get) ": "installs",
     r"export DETECTRON2_ENV_MODULE=cpvt_det.d2$": "tests/test_detectron2_home.py",
     r"ln -s ": "prepares a folder",
@@ -34,6 +34,8 @@ ELSEWHERE = {
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
     r"cpvt-det plug-matrix .*--peer": "other projects' checkouts: tests/test_plug_families.py",
     r"cpvt-det study run ": "hours of training: tests/test_study.py",
+    r"cpvt-det train --import my_parts ": "tests/test_extend.py",
+    r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
     r"cpvt-det shapes datasets/shapes$": "tests/test_shapes.py draws fewer",
 }
 """Commands, by pattern, and why they are not run here."""

@@ -13,7 +13,8 @@ from cpvt_det.config import get_cfg, key_names
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
-    path.relative_to(ROOT) for path in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    path.relative_to(ROOT)
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 )
 
 
@@ -41,6 +42,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
     words = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "trees", ROOT / "docs", tmp_path / "site"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "PEGDetection" in (tmp_path / "site/api/cpvt_det.layers.html").read_text(encoding="utf-8")
+    assert "PEGDetection" in (tmp_path / "site/api/cpvt_det.position.html").read_text(encoding="utf-8")
     assert "MODEL.POSITION.NAME" in (tmp_path / "site/config.html").read_text(encoding="utf-8")
-    assert "_modules/cpvt_det/layers/peg.html" in (tmp_path / "site/index.html").read_text(encoding="utf-8")
+    assert "_modules/cpvt_det/models/detector.html" in (tmp_path / "site/index.html").read_text(encoding="utf-8")

@@ -91,7 +91,7 @@ def _choose(device_type: str) -> str:
 def _kernels(implementation: str) -> ModuleType | Exception:
     """The module of a fused implementation, imported at its first use because that takes a while; or why there is none."""
     try:
-        module = importlib.import_module(f"cpvt_det.layers.deformable_{implementation}")
+        module = importlib.import_module(f"cpvt_det.ops.deformable_{implementation}")
         if not module.is_available():
             raise ImportError(f"No module named {implementation!r}")
         return module
