@@ -173,10 +173,10 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
     Raises:
         UnknownNameError: an unknown name, or a key of the user's own that the backbone does not take.
     """
-    name, defaults = cfg.MODEL.BACKBONE.NAME, get_cfg().MODEL.BACKBONE
-    known = {key.lower(): value for key, value in cfg.MODEL.BACKBONE.items() if key in defaults}
-    facts = {**known, "checkpointing": cfg.MODEL.CHECKPOINTING}
-    return BACKBONE_REGISTRY.build(name, facts, _own_options(cfg, "BACKBONE"))
+    node = cfg.MODEL.BACKBONE
+    taken = BACKBONE_REGISTRY.parameters(node.NAME)
+    known = {key.lower(): value for key, value in node.items() if key.lower() in taken}
+    return BACKBONE_REGISTRY.build(node.NAME, {"checkpointing": cfg.MODEL.CHECKPOINTING}, known | _own_options(cfg, "BACKBONE"))
 
 
 def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_layers: int) -> PositionEncoding:
@@ -218,13 +218,14 @@ def build_classification(cfg: CfgNode) -> Classification:
             f"MODEL.NUM_CLASSES is {num_classes}; training and evaluation read it from the data, elsewhere set it to the number "
             "of classes"
         )
-    facts = {
-        "num_classes": num_classes,
+    known = {
         "background_weight": criterion.BACKGROUND_WEIGHT,
         "alpha": criterion.FOCAL_ALPHA,
         "gamma": criterion.FOCAL_GAMMA,
     }
-    return CLASSIFICATION_REGISTRY.build(criterion.CLASSIFICATION, facts, _own_options(cfg, "CRITERION"))
+    taken = CLASSIFICATION_REGISTRY.parameters(criterion.CLASSIFICATION)
+    options = {name: value for name, value in known.items() if name in taken} | _own_options(cfg, "CRITERION")
+    return CLASSIFICATION_REGISTRY.build(criterion.CLASSIFICATION, {"num_classes": num_classes}, options)
 
 
 def build_criterion(cfg: CfgNode) -> SetCriterion:

@@ -9,10 +9,11 @@ import click
 
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.data.find_images import find_files
 from cpvt_det.data.validation.issues import POLICIES
 from cpvt_det.errors import BadInputError
 from cpvt_det.predict import Predictor
-from cpvt_det.predict.files import check_files, find_files, predict_files
+from cpvt_det.predict.files import check_files, predict_files
 
 
 @click.command(context_settings=RUN_CONTEXT)

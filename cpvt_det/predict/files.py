@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image files by path, folder or glob -> detections in files: pictures and JSON in COCO's formats."""
 
-import glob
 import os
 import sys
 from collections import Counter
@@ -20,9 +19,6 @@ from cpvt_det.evaluation.coco import write_json
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.predictor import Predictor
 
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Of the files that are taken from a folder."""
-
 
 @dataclass
 class InputFile:
@@ -39,34 +35,6 @@ class InputFile:
     path: str
     name: str
     header: ImageHeader
-
-
-def find_files(source: str, output: Path) -> list[Path]:
-    """Look files up.
-
-    Args:
-        source: a file; a folder, of which all images are taken, and those below it; or a glob, in which ``**`` is any depth.
-        output: below this nothing is taken: an earlier call may have drawn pictures there.
-
-    Returns:
-        By rising path, at least one.
-
-    Raises:
-        DataError: nothing is there.
-    """
-    path = Path(source).expanduser()
-    if os.path.isfile(path):  # unlike Path.is_file, no error for a name that no file can have
-        return [path]
-    if os.path.isdir(path):
-        found = [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
-        why = f"there is no image in the folder {path}, or below it ({', '.join(SUFFIXES)})"
-    else:
-        found = [Path(name) for name in glob.glob(str(path), recursive=True)]
-        why = f"nothing matches {source}" if glob.has_magic(source) else f"there is no file or folder {source}"
-    found = sorted(file for file in found if file.is_file() and output.resolve() not in file.resolve().parents)
-    if not found:
-        raise DataError(why)
-    return found
 
 
 def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[InputFile], Findings]:

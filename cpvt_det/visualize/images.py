@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
+from cpvt_det.data.find_images import find_files
 from cpvt_det.data.images import read_image
 from cpvt_det.data.shapes.scene import ShapesSpec, draw_image
-from cpvt_det.predict.files import find_files
 from cpvt_det.structures import Size
 
 MOST_READ = 16

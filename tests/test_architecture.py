@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the rooms in docs/architecture.md is the order of the imports, and there is no circle."""
+
+from pathlib import Path
+
+from benchmarks import house
+
+PACKAGE = Path(__file__).resolve().parent.parent / "cpvt_det"
+OLD_NAMES = {"cpvt_det.build", "cpvt_det.layers.position"}
+"""Modules that only give on what has moved, until version 1.0."""
+
+
+def graph():
+    return house.import_graph(house.read_package(PACKAGE), anywhere=False)
+
+
+def test_no_import_points_up():
+    assert [(name, other) for name, other in house.upward(graph()) if name not in OLD_NAMES] == []
+
+
+def test_there_is_no_circle():
+    assert house.circles(graph()) == []
+
+
+def test_old_names_are_used_nowhere():
+    assert {name: others & OLD_NAMES for name, others in graph().items() if others & OLD_NAMES} == {}

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seams between a detector's parts: attention masks, queries that exist in training only, necks, further losses."""
+
+import math
+
+import pytest
+import torch
+from tiny import DEFORMABLE, DETECTORS, random_config
+from torch import nn
+
+from cpvt_det.builders import build_criterion, build_detector
+from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.layers import Attention
+from cpvt_det.models.queries import Queries
+from cpvt_det.structures import Predictions, Targets, level_padding_mask
+
+
+def make(kind, **more):
+    torch.manual_seed(0)
+    return build_detector(random_config(**{**DETECTORS[kind], **more}))
+
+
+def batch_of(detector):
+    """Two images of other sizes; the second has no object."""
+    batch = detector.preprocess([torch.rand(3, 48, 80) * 255, torch.rand(3, 33, 50) * 255])
+    boxes = torch.tensor([[0.5, 0.5, 0.4, 0.3], [0.2, 0.6, 0.1, 0.2]])
+    targets = [Targets(torch.tensor([0, 2]), boxes), Targets(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4))]
+    return batch, targets
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_attention_mask_is_that_of_torch_s_attention(dropout, padded):
+    torch.manual_seed(0)
+    ours, theirs = Attention(16, 4, dropout).double(), nn.MultiheadAttention(16, 4, dropout, batch_first=True).double()
+    theirs.load_state_dict(ours.state_dict())
+    for module in (ours, theirs):
+        module.train(False)
+    queries, keys = torch.randn(2, 5, 16).double(), torch.randn(2, 7, 16).double()
+    mask = torch.randn(5, 7).double()
+    mask[1, 2:] = -math.inf
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 4:] = padded
+    expected, _ = theirs(queries, keys, keys, key_padding_mask=padding, attn_mask=mask)
+    torch.testing.assert_close(ours(queries, keys, keys, padding, mask), expected)
+
+
+def test_in_training_a_hidden_key_is_not_seen():
+    """The path with dropout, whose weights are made step by step."""
+    attention = Attention(16, 4, 0.5).double().train()
+    queries, keys = torch.randn(1, 3, 16).double(), torch.randn(1, 6, 16).double()
+    mask = torch.zeros(3, 6).double()
+    mask[:, 4:] = -math.inf
+    found = []
+    for change in (0, 100):
+        keys[:, 4:] += change
+        torch.manual_seed(1)
+        found.append(attention(queries, keys, keys, None, mask))
+    assert torch.equal(*found)
+
+
+def test_a_mask_that_is_not_float_is_refused():
+    attention, x = Attention(16, 4), torch.randn(1, 3, 16)
+    with pytest.raises(TypeError, match=r"attention_mask is added to the scores and must be float, got torch.bool"):
+        attention(x, x, x, attention_mask=torch.zeros(3, 3, dtype=torch.bool))
+
+
+class WithExtra(nn.Module):
+    """A query source that puts two more queries, of the targets, before those of another; neither group sees the other."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+        self.num_queries = source.num_queries
+        self.seen = None
+
+    def forward(self, memory, levels, targets=None):
+        queries, self.seen = self.source(memory, levels, targets), targets
+        if targets is None:
+            return queries
+        batch, count, channels = queries.content.shape
+        extra = memory.new_ones(batch, 2, channels)
+        references = None if queries.references is None else torch.cat((queries.references[:, :2], queries.references), 1)
+        mask = memory.new_zeros(count + 2, count + 2)
+        mask[:2, 2:] = mask[2:, :2] = -math.inf
+        content, positions = (torch.cat((extra, part), 1) for part in (queries.content, queries.positions))
+        return Queries(content, positions, references, queries.proposals, mask, num_denoising=2)
+
+
+@pytest.mark.parametrize("kind", DETECTORS)
+def test_queries_of_training_change_no_other_query_and_only_the_loss_sees_them(kind):
+    detector = make(kind).eval()
+    batch, targets = batch_of(detector)
+    with torch.no_grad():
+        before = detector(batch.images, batch.padding_mask)
+        source = WithExtra(detector.queries)
+        setattr(detector, "query_embed" if kind == "detr" else "queries", source)
+        after = detector(batch.images, batch.padding_mask, targets)
+        assert source.seen is targets
+        assert before.denoising is None and after.denoising.logits.shape[2] == 2
+        assert after.denoising.boxes.shape == (*after.boxes.shape[:2], 2, 4)
+        torch.testing.assert_close(after.logits, before.logits)
+        torch.testing.assert_close(after.boxes, before.boxes)
+        without = detector(batch.images, batch.padding_mask)
+        assert source.seen is None and torch.equal(without.logits, before.logits)
+
+
+@pytest.mark.parametrize("kind", DETECTORS)
+def test_the_neck_leaves_zeros_under_the_padding(kind):
+    detector = make(kind).eval()
+    batch, _ = batch_of(detector)
+    with torch.no_grad():
+        features, levels = detector.neck(detector.backbone(batch.images, batch.padding_mask), batch.padding_mask)
+    assert len(features) == len(levels.shapes) == len(detector.strides)
+    for feature, mask, stride in zip(features, levels.masks, detector.strides, strict=True):
+        assert torch.equal(mask, level_padding_mask(batch.padding_mask, stride)) and mask[1].any()
+        assert not feature.permute(0, 2, 3, 1)[mask].any() and feature.permute(0, 2, 3, 1)[~mask].any()
+
+
+@pytest.mark.parametrize("kind", DETECTORS)
+def test_parts_named_in_the_config_are_the_detector_s_own(kind):
+    names = {"detr": ("projection", "learned"), "deformable": ("multi_level", "proposals")}[kind]
+    torch.manual_seed(0)
+    default = make(kind)
+    named = make(kind, MODEL__NECK__NAME=names[0], MODEL__QUERIES__NAME=names[1])
+    assert [type(part) for part in (named.neck, named.queries)] == [type(part) for part in (default.neck, default.queries)]
+    assert {name: value.shape for name, value in named.state_dict().items()} == {
+        name: value.shape for name, value in default.state_dict().items()
+    }
+
+
+def test_unknown_parts_and_options_are_refused_by_name():
+    for key, kind in (("NECK", "neck"), ("QUERIES", "query source")):
+        with pytest.raises(UnknownNameError, match=rf"unknown {kind} 'mine'; known: .*--import MODULE"):
+            make("detr", **{f"MODEL__{key}__NAME": "mine"})
+    with pytest.raises(UnknownNameError, match=r"unknown option of backbone 'resnet10' 'widht' \(did you mean 'width'\?\)"):
+        make("detr", MODEL__BACKBONE__WIDHT=3)
+    with pytest.raises(UnknownNameError, match=r"unknown option of classification 'softmax' 'margin'; known: background_weight"):
+        make("detr", MODEL__CRITERION__MARGIN=3)
+
+
+def test_a_loss_by_name_is_weighted_and_in_the_total():
+    criterion = build_criterion(random_config(MODEL__CRITERION__LOSSES=[["l1_again", 3.0]]))
+    plain = build_criterion(random_config())
+    predictions = Predictions(torch.randn(2, 1, 5, 4), torch.rand(2, 1, 5, 4))
+    targets = [Targets(torch.tensor([1]), torch.tensor([[0.5, 0.5, 0.2, 0.3]]))]
+    found, expected = criterion(predictions, targets).losses, plain(predictions, targets).losses
+    assert list(found) == [*expected, "loss_l1_again"]
+    torch.testing.assert_close(found["loss_l1_again"], expected["loss_l1"] * 3 / 5)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """A loss under another name, for this file."""
+    from cpvt_det.losses import LOSS_REGISTRY
+    from cpvt_det.losses.terms import l1_loss
+
+    LOSS_REGISTRY._obj_map["l1_again"] = l1_loss
+    yield
+    del LOSS_REGISTRY._obj_map["l1_again"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "error", "message"),
+    [
+        ([["area", 1.0]], UnknownNameError, r"unknown loss 'area'; known: class, giou, l1, l1_again"),
+        ([["l1", 1.0]], ConfigError, r"MODEL.CRITERION: the loss 'l1' is there already, with the weight 5"),
+        (["l1_again"], ConfigError, r"MODEL.CRITERION.LOSSES holds pairs of a loss and its weight, got 'l1_again'"),
+    ],
+)
+def test_losses_that_cannot_be_are_refused(losses, error, message):
+    with pytest.raises(error, match=message):
+        build_criterion(random_config(MODEL__CRITERION__LOSSES=losses))
+
+
+def test_two_stages_are_refused_under_softmax():
+    with pytest.raises(ConfigError, match="ranks proposals by a sigmoid"):
+        build_detector(random_config(**{**DEFORMABLE, "MODEL__CRITERION__CLASSIFICATION": "softmax"}))
