@@ -83,8 +83,8 @@ def fake(main, num_gpus, *args):
         return real(main, num_gpus, *args)
     finally:
         launch.torch.cuda.is_available = lambda: False
+launch.launch = fake
 import cpvt_det.cli.train as train
-train.launch = fake
 train.device_of = lambda num_gpus: "cpu"
 from cpvt_det.cli import main
 main()

@@ -4,7 +4,6 @@
 import click
 
 from cpvt_det.cli.train import RUN_CONTEXT, allow_partial_option, choose_runner, device_of, run_config, run_options
-from cpvt_det.runner.launch import launch
 
 
 @click.command(context_settings=RUN_CONTEXT)
@@ -28,5 +27,7 @@ def eval(
       cpvt-det eval output/model_best.pth --config-file output/config.yaml OUTPUT_DIR output/eval
       cpvt-det eval output/model_best.pth --config-file output/config.yaml --report OUTPUT_DIR output/eval
     """
+    from cpvt_det.runner.launch import launch
+
     overrides = (*overrides, "MODEL.WEIGHTS", weights, *(("TEST.REPORT", "True") if report else ()))
     launch(run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), False, True, allow_partial)

@@ -9,7 +9,6 @@ import click
 from cpvt_det.cli import common_options, told_in_one_line
 from cpvt_det.errors import BadInputError
 from cpvt_det.own_modules import import_inherited
-from cpvt_det.runner.launch import launch
 
 RUNNERS = ("auto", "builtin", "detectron2")
 RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may hold negative numbers
@@ -58,6 +57,8 @@ def train(
       cpvt-det train --config-file coco/detr_r50_peg_50ep.yaml --num-gpus 8 OUTPUT_DIR output/peg
       torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/deformable_peg.yaml --num-gpus 0
     """
+    from cpvt_det.runner.launch import launch  # and with it torch, which --help does not need
+
     launch(
         run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only, allow_partial
     )
