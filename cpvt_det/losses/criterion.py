@@ -61,12 +61,12 @@ class SetCriterion:
         self.proposal_matches = proposal_matches
         self.matcher = matcher
         self.classification = matcher.classification
-        self.weights = {"class": class_weight, "l1": l1_weight, "giou": giou_weight}
+        self.weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
         for name, weight in (losses or {}).items():
-            if name in self.weights:
-                raise ValueError(f"the loss {name!r} is there already, with the weight {self.weights[name]}")
-            self.weights[name] = weight
-        self.losses: dict[str, Loss] = {name: LOSS_REGISTRY.find(name) for name in self.weights}
+            if f"loss_{name}" in self.weights:
+                raise ValueError(f"the loss {name!r} is there already, with the weight {self.weights[f'loss_{name}']}")
+            self.weights[f"loss_{name}"] = weight
+        self.losses: dict[str, Loss] = {name: LOSS_REGISTRY.find(name.removeprefix("loss_")) for name in self.weights}
 
     def __call__(self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers | None = None) -> Losses:
         """Compare predictions with targets.
@@ -122,14 +122,14 @@ class SetCriterion:
         return {name.replace("loss_", "loss_proposal_"): value for name, value in by_stage.items()}
 
     def _weighted(self, by_layer: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self.weights[name.removeprefix("loss_")] * values.sum() for name, values in by_layer.items()}
+        return {name: self.weights[name] * values.sum() for name, values in by_layer.items()}
 
     def losses_by_layer(
         self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers
     ) -> dict[str, Tensor]:
         """The unweighted losses of every layer, by name, each (D,)."""
         matched = Matched(predictions, targets, matches, self.classification, normalizers)
-        return {f"loss_{name}": loss(matched) for name, loss in self.losses.items()}
+        return {name: loss(matched) for name, loss in self.losses.items()}
 
     @torch.no_grad()
     def _metrics(self, predictions: Predictions, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ class DeformableDETR(Detector):
     ):
         neck = neck or MultiLevelNeck(backbone.channels, backbone.strides, channels, num_levels, mask_padding)
         if len(transformer.level_embed) != len(neck.strides):
-            raise ValueError(f"the neck has {len(neck.strides)} levels, but the transformer has {len(transformer.level_embed)}")
+            raise ValueError(f"num_levels is {len(neck.strides)}, but the transformer has {len(transformer.level_embed)}")
         if two_stage and not box_refinement:
             raise ValueError("two stages need box refinement: proposals are boxes for the decoder to correct")
         super().__init__(backbone, neck, position, transformer, pixel_mean, pixel_std)
