@@ -14,6 +14,7 @@ from tiny import overrides
 import cpvt_det
 from cpvt_det.cli import COMMANDS, main
 from cpvt_det.cli import train as train_module
+from cpvt_det.runner import launch as launching
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,7 +95,7 @@ def test_a_failed_run_is_one_line_and_code_1(drawn_coco, tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("out of luck\nsecond line")
 
-    monkeypatch.setattr(train_module, "launch", fail)
+    monkeypatch.setattr(launching, "launch", fail)
     result = call(*train_words(drawn_coco, tmp_path))
     assert result.exit_code == 1
     assert result.output.strip() == "failed: RuntimeError: out of luck (--debug shows the traceback)"
@@ -104,7 +105,7 @@ def test_an_interrupted_run_exits_with_130(drawn_coco, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_module, "launch", interrupt)
+    monkeypatch.setattr(launching, "launch", interrupt)
     assert call(*train_words(drawn_coco, tmp_path)).exit_code == 130
 
 

@@ -87,7 +87,5 @@ def test_threads_do_not_wait_for_each_other_while_they_sample(compiled):
 
 
 def test_the_module_imports_without_triton():
-    code = (
-        "import sys; sys.modules['triton'] = None; from cpvt_det.layers import deformable_triton as m; assert not m.is_available()"
-    )
+    code = "import sys; sys.modules['triton'] = None; from cpvt_det.ops import deformable_triton as m; assert not m.is_available()"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=TESTS.parent, timeout=120)
