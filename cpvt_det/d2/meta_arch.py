@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The detectors as detectron2's meta architectures: list of dicts in, losses or instances out. No maths of their own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,19 +59,22 @@ class Detectron2Protocol:
         """Where the parameters are."""
         return self.pixel_mean.device
 
-    def forward(self, inputs: list[dict] | Tensor, padding_mask: Tensor | None = None) -> Any:
+    def forward(
+        self, inputs: list[dict] | Tensor, padding_mask: Tensor | None = None, targets: Sequence[Targets] | None = None
+    ) -> Any:
         """detectron2's call, or with a padding mask the core's.
 
         Args:
             inputs: dicts with ``image`` (3, h, w) in [0, 255], ``height`` and ``width`` of the original, and in training
                 ``instances`` of detectron2 or ``targets`` of our loader; or normalised images (B, 3, H, W).
             padding_mask: (B, H, W) bool, with images.
+            targets: targets of the B images, with images in training.
 
         Returns:
             In training, weighted losses by name; in evaluation ``[{"instances": Instances}]``; with images, ``Predictions``.
         """
         if isinstance(inputs, Tensor):
-            return super().forward(inputs, padding_mask)
+            return super().forward(inputs, padding_mask, targets)
         if self.training:
             return self._losses(inputs)
         batch = self.preprocess([sample["image"] for sample in inputs])
