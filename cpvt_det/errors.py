@@ -63,14 +63,14 @@ class UnknownNameError(ConfigError, KeyError):
         kind: what the name should name, as in "position encoding".
         name: the name that was asked for.
         known: the names there are.
-        otherwise: the way out where the name is not just misspelt.
+        otherwise: way out where the name is not just misspelt.
     """
 
     def __init__(self, kind: str, name: object, known: Iterable[str], otherwise: str = ""):
         known = sorted(known)
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        way_out = f"; {otherwise}" if otherwise and not close else ""
+        way_out = f"; {otherwise}" if otherwise else ""
         super().__init__(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}{way_out}")
 
     __str__ = ValueError.__str__  # KeyError would print the repr
