@@ -10,10 +10,12 @@ import argparse
 import contextlib
 import copy
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,8 +133,17 @@ def draw_weights(detector: nn.Module) -> None:
             tensor.normal_(0, fan_in)
 
 
-def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
-    """Of a checkout of facebookresearch/detr or fundamentalvision/Deformable-DETR, with our weights ``state``."""
+def build_official(
+    folder: Path, recipe: Recipe, device: str = "cpu", **arguments: Any
+) -> tuple[types.SimpleNamespace, nn.Module, nn.Module]:
+    """The official code of a checkout, its detector with random weights, and its criterion.
+
+    Args:
+        folder: checkout of facebookresearch/detr or fundamentalvision/Deformable-DETR.
+        recipe: sizes of the model.
+        device: where the criterion is put.
+        arguments: options of the official command line that differ from ours here.
+    """
     deformable = recipe.detector == "Deformable-DETR"
     official = official_deformable_detr(folder) if deformable else official_detr(folder)
     words = {"dataset_file": "coco", "device": device, "masks": False, "frozen_weights": None, "aux_loss": True}
@@ -144,7 +155,14 @@ def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str
     words |= {"cls_loss_coef": 1, "bbox_loss_coef": 5, "giou_loss_coef": 2, "focal_alpha": 0.25, "eos_coef": 0.1}
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The parameter 'pretrained'|Arguments other than a weight enum")
-        module, criterion, _ = official.build(argparse.Namespace(**words))
+        module, criterion, _ = official.build(argparse.Namespace(**{**words, **arguments}))
+    return official, module, criterion
+
+
+def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
+    """Of a checkout of facebookresearch/detr or fundamentalvision/Deformable-DETR, with our weights ``state``."""
+    deformable = recipe.detector == "Deformable-DETR"
+    official, module, criterion = build_official(folder, recipe, device)
     give_weights(module, state, "deformable_detr" if deformable else "facebook_detr")
     module.to(device)
 
