@@ -7,8 +7,10 @@ WORKERS := --numprocesses auto --dist loadfile --max-worker-restart 2
 DETECTRON2_PYTHON := $(HOME)/.venvs/detectron2/bin/python
 
 OLDEST := .venv-oldest
+# The loop of a contributor: parts, contracts and losses by value; no processes, no commands.
+QUICK := $(patsubst %,tests/test_%.py,architecture old_names attention nms norm peg structures losses seams config)
 
-.PHONY: quickstart test matrix docs lint clean
+.PHONY: quickstart test check matrix docs lint clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/cpvt-det shapes datasets/shapes
@@ -23,6 +25,9 @@ test: $(VENV)/installed-test
 		$(DETECTRON2_PYTHON) -m pytest -m detectron2 $(WORKERS) && \
 		echo "Tests passed without detectron2, and those marked detectron2 with $(DETECTRON2_PYTHON)."; \
 	fi
+
+check: lint
+	$(BIN)/python -m pytest -q $(WORKERS) $(QUICK)
 
 # The oldest torch of setup.py, then the newest that pip takes.
 matrix: $(OLDEST)/installed-test $(VENV)/installed-test
