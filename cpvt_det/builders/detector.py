@@ -176,7 +176,9 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
     node = cfg.MODEL.BACKBONE
     taken = BACKBONE_REGISTRY.parameters(node.NAME)
     known = {key.lower(): value for key, value in node.items() if key.lower() in taken}
-    return BACKBONE_REGISTRY.build(node.NAME, {"checkpointing": cfg.MODEL.CHECKPOINTING}, known | _own_options(cfg, "BACKBONE"))
+    return BACKBONE_REGISTRY.build(
+        node.NAME, {"checkpointing": cfg.MODEL.CHECKPOINTING, "dilation": node.DC5}, known | _own_options(cfg, "BACKBONE")
+    )
 
 
 def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_layers: int) -> PositionEncoding:

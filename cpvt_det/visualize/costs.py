@@ -3,8 +3,8 @@
 
 Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and booked to the innermost part
 whose module is running. So it does not matter by which of a processor's ways a product is made. What has a kernel for every
-device is counted from the shapes: deformable sampling, and attention, whose kernel for CPUs torch's formulas do not know before
-torch 2.15.
+device is counted from the shapes: deformable sampling, and attention, whose kernel for CPUs torch's formulas do not know in
+torch 2.9 and 2.14.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ from cpvt_det.registry import PartRegistry
 
 BACKBONE_REGISTRY = PartRegistry("BACKBONE", "backbone")
 """``MODEL.BACKBONE.NAME`` -> builder of a backbone, called with those keys of ``MODEL.BACKBONE`` that it names, in lower case
-(``stages``, ``norm``, ``freeze_at``, ``mask_padding``, ``width``, ``dc5``), and with ``checkpointing``.
+(``stages``, ``norm``, ``freeze_at``, ``mask_padding``, ``width``), with ``dilation`` for ``DC5``, and with ``checkpointing``.
 
 The contract of a backbone, an ``nn.Module``:
 

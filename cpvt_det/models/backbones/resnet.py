@@ -170,23 +170,8 @@ class ResNetBackbone(nn.Module):
         return stem + [getattr(body, f"layer{stage - 1}") for stage in stages]
 
 
-def _resnet(name: str) -> Callable[..., ResNetBackbone]:
-    def build(
-        norm: str = "FrozenBN",
-        stages: Sequence[int] = (5,),
-        dc5: bool = False,
-        freeze_at: int = 2,
-        mask_padding: bool = True,
-        width: int = STEM_WIDTH,
-        checkpointing: bool = False,
-    ) -> ResNetBackbone:
-        return ResNetBackbone(name, norm, stages, dc5, freeze_at, mask_padding, width, checkpointing)
-
-    return build
-
-
 for _name in DEPTHS:
-    BACKBONE_REGISTRY.register_as(_name)(_resnet(_name))
+    BACKBONE_REGISTRY.register_as(_name)(partial(ResNetBackbone, _name))
 
 
 def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
