@@ -46,6 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     "cli __main__",
     "runner d2 predict study studies",
+    "tasks",
     "visualize show export checkpoint plug",
     "builders build",
     "models losses solver evaluation inference postprocess",

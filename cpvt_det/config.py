@@ -24,6 +24,7 @@ def get_cfg() -> CfgNode:
     cfg = CfgNode()
     cfg.VERSION = 2  # of the config format, as in detectron2
     cfg.OUTPUT_DIR = "./output"  # what a run writes; one run at a time
+    cfg.TASK = "detection"  # what is read, trained and measured; detection, or a registered task of your own
     cfg.SEED = -1  # negative: another one each run, which is logged
     _add_model(cfg)
     _add_data(cfg)

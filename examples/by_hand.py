@@ -18,10 +18,10 @@ from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.data.shapes.scene import ShapesSpec
 from cpvt_det.evaluation.coco import CocoEvaluator
+from cpvt_det.inference import PostProcessor
 from cpvt_det.losses import HungarianMatcher, SetCriterion, SoftmaxClassification
 from cpvt_det.models import DETR, ResNetBackbone, Transformer
 from cpvt_det.position import build_position
-from cpvt_det.postprocess import PostProcessor
 
 CHANNELS, QUERIES, BATCH = 64, 20, 4
 

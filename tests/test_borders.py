@@ -86,7 +86,7 @@ print(sorted(losses), [name for name in sys.modules if name.startswith("cpvt_det
 
 def test_models_losses_and_layers_pull_in_nothing_from_above():
     output = run_python("""
-import cpvt_det.layers, cpvt_det.models, cpvt_det.losses, cpvt_det.postprocess
+import cpvt_det.layers, cpvt_det.models, cpvt_det.losses, cpvt_det.inference
 print(sorted(name for name in sys.modules if name.startswith("cpvt_det.")))
 """)
     loaded = {name.split(".")[1] for name in ast.literal_eval(output.strip().splitlines()[-1])}

@@ -12,8 +12,10 @@ from cpvt_det import Predictor, builders
 from cpvt_det.config import get_cfg as get_core_cfg
 from cpvt_det.config import load_cfg as load_core_cfg
 from cpvt_det.errors import ConfigError, WeightsError
+from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.train import run as run_builtin
 from cpvt_det.solver.step import compute_losses
+from cpvt_det.tasks.registry import build_task
 
 pytestmark = pytest.mark.detectron2
 
@@ -226,22 +228,6 @@ def test_our_backbone_in_detectron2s_own_model(d2):
     assert {name: spec.stride for name, spec in backbone.output_shape().items()} == {"res3": 8, "res5": 32}
 
 
-def test_no_detections_are_ap_0(d2, drawn_coco, tmp_path):
-    from detectron2.structures import Boxes, Instances
-
-    cfg = d2.run.load_cfg("", overrides(drawn_coco.files, tmp_path))
-    d2.run.find_registered(cfg)
-    dataset = builders.load_tests(cfg)[0]
-    evaluator = d2.trainer.CleanCOCOEvaluator(cfg, dataset, str(tmp_path / "inference"))
-    evaluator.reset()
-    nothing = Instances(
-        (1, 1), pred_boxes=Boxes(torch.zeros(0, 4)), scores=torch.zeros(0), pred_classes=torch.zeros(0, dtype=torch.int64)
-    )
-    for record in dataset.records:
-        evaluator.process([{"image_id": record.image_id}], [{"instances": nothing}])
-    assert evaluator.evaluate()["bbox"]["AP"] == 0.0
-
-
 def test_detectron2s_own_evaluator_takes_our_model(d2, drawn_coco, tmp_path):
     """With a model as random as this one, on ground truth without bad boxes: the same AP, AP50 and AP75."""
     from detectron2.evaluation import COCOEvaluator, inference_on_dataset
@@ -256,11 +242,8 @@ def test_detectron2s_own_evaluator_takes_our_model(d2, drawn_coco, tmp_path):
     model, loader = build_model(cfg), builders.build_test_loader(cfg, dataset.records)
     for parameter in model.bbox_embed.layers[-1].parameters():
         torch.nn.init.zeros_(parameter)  # boxes of half the image: some match at IoU 0.5
-    evaluators = (
-        d2.trainer.CleanCOCOEvaluator(cfg, dataset, str(tmp_path)),
-        COCOEvaluator("drawn", output_dir=str(tmp_path / "d2")),
-    )
-    ours, theirs = (inference_on_dataset(model, loader, evaluator)["bbox"] for evaluator in evaluators)
+    ours = evaluate(build_task(cfg), model, [dataset], tmp_path)["bbox"]
+    theirs = inference_on_dataset(model, loader, COCOEvaluator("drawn", output_dir=str(tmp_path / "d2")))["bbox"]
     for name in ("AP", "AP50", "AP75"):
         assert ours[name] == pytest.approx(theirs[name], abs=1e-9)
 

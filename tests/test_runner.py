@@ -14,7 +14,7 @@ from cpvt_det.config import load_cfg
 from cpvt_det.errors import BadInputError, ConfigError, DataError, WeightsError, first_line
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.launch import launch
-from cpvt_det.runner.train import flatten, is_due, run
+from cpvt_det.runner.train import is_due, run
 from cpvt_det.solver.schedule import Length
 from cpvt_det.solver.step import TrainStep
 
@@ -219,12 +219,6 @@ def test_an_evaluation_of_other_classes_is_refused(train, drawn_coco, tmp_path):
     for tests in (("other",), ("drawn", "other")):
         with pytest.raises(DataError, match="different classes"):
             train("bad", DATASETS__REGISTER=both, DATASETS__TEST=tests)
-
-
-def test_several_test_sets_are_told_apart():
-    results = {"a": {"bbox": {"AP": 1.0}}, "b": {"bbox": {"AP": 2.0}}}
-    assert flatten(results) == {"a/bbox/AP": 1.0, "b/bbox/AP": 2.0}
-    assert flatten(results, first_only=True) == {"bbox/AP": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import nn
 from cpvt_det import distributed
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
+from cpvt_det.inference import PostProcessor
 from cpvt_det.losses import CLASSIFICATION_REGISTRY, HungarianMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import (
@@ -25,7 +26,6 @@ from cpvt_det.models import (
     Transformer,
 )
 from cpvt_det.position import POSITION_REGISTRY, PositionEncoding, build_position
-from cpvt_det.postprocess import PostProcessor
 from cpvt_det.registry import PartRegistry
 
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE")

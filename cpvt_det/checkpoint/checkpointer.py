@@ -18,7 +18,6 @@ from cpvt_det.checkpoint.files import (
     not_finite,
     read_checkpoint,
     remove_checkpoint,
-    remove_unfinished,
     write_checkpoint,
     write_line,
 )
@@ -26,6 +25,7 @@ from cpvt_det.checkpoint.resume import NUMBERED, TAG, checkpoints_of, choose_of_
 from cpvt_det.config import changed_keys
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError
+from cpvt_det.files import remove_unfinished
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.step import TrainStep
 
@@ -45,7 +45,7 @@ class RunState:
         ema: the moving average of the weights, where there is one.
 
     Attributes:
-        best: the best AP so far, or ``None``.
+        best: the task's main figure at its highest so far; ``None`` before the first evaluation.
     """
 
     def __init__(
@@ -209,15 +209,15 @@ class RunCheckpointer(Checkpointer):
         state.best = self._best_on_disk(state.run_id)
         logger.info("Resumed from %s", path)
 
-    def keep_best(self, ap: float, iteration: int) -> None:
-        """Save ``model_best.pth`` where the AP rose."""
+    def keep_best(self, figure: float, iteration: int) -> None:
+        """Save ``model_best.pth`` where the task's main figure is higher than ever."""
         state: RunState = self.checkpointables["cpvt_det"]
-        if state.best is None or ap > state.best:
-            state.best = ap
+        if state.best is None or figure > state.best:
+            state.best = figure
             self.save(BEST, iteration)
 
     def _best_on_disk(self, run_id: str) -> float | None:
-        """The AP of this run's ``model_best.pth``: the last checkpoint is written before its own evaluation."""
+        """The main figure of this run's ``model_best.pth``: the last checkpoint is written before its own evaluation."""
         path = Path(self.save_dir) / f"{BEST}.pth"
         if not path.is_file():
             return None

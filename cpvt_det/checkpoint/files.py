@@ -2,15 +2,11 @@
 """Checkpoint files: read without running code, written all or nothing, with a checksum beside each."""
 
 import argparse
-import contextlib
 import hashlib
-import os
 import re
-import uuid
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -19,6 +15,7 @@ from torch import Tensor
 
 from cpvt_det.checkpoint.pickles import read_pickle
 from cpvt_det.errors import RunStoppedError, WeightsError, first_line
+from cpvt_det.files import atomic_file
 
 UNPACKED = 10  # times the file that all of its parts may be; weights hardly compress
 SLACK = 1 << 20  # bytes
@@ -186,37 +183,6 @@ def remove_checkpoint(path: Path) -> None:
     """Remove a file and its checksum."""
     for file in (checksum_of(path), path):
         file.unlink(missing_ok=True)
-
-
-def remove_unfinished(folder: str | Path) -> None:
-    """Remove what killed processes left of files they were writing; nobody may be writing there now."""
-    for path in Path(folder).glob(".*.tmp"):
-        path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes its name only after the block, complete and on the disk.
-
-    If the block raises, what it wrote is removed and ``path`` stays as it was.
-    """
-    path = Path(path)
-    # In the same folder: a rename is atomic within one file system only.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # the new name is on the disk only when the folder is
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _allowed_globals() -> list[Any]:

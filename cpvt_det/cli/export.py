@@ -11,12 +11,12 @@ import click
 from tabulate import tabulate
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.files import atomic_file
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError
 from cpvt_det.export import check, files, program
+from cpvt_det.files import atomic_file
 from cpvt_det.models import Detector
 from cpvt_det.structures import Size
 

@@ -18,9 +18,9 @@ from cpvt_det.d2.backbone import build_detector_backbone
 from cpvt_det.d2.data import class_names, register_datasets
 from cpvt_det.data.catalog import registered_datasets
 from cpvt_det.errors import DataError
+from cpvt_det.inference import PostProcessor
 from cpvt_det.losses import SetCriterion
 from cpvt_det.models import Detector
-from cpvt_det.postprocess import PostProcessor
 from cpvt_det.solver.step import compute_losses
 from cpvt_det.structures import Detections, Predictions, Targets
 

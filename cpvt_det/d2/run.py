@@ -4,7 +4,6 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.utils import comm
@@ -15,18 +14,19 @@ from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
-from cpvt_det.d2.trainer import Trainer, build_detector, evaluate
+from cpvt_det.d2.trainer import Trainer, build_detector
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import draw_run, show_results
+from cpvt_det.runner.evaluate import draw_run, evaluate
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
+from cpvt_det.tasks.registry import Results, build_task
 
 __all__ = ["load_cfg", "run"]
 
 logger = logging.getLogger("cpvt_det")
 
 
-def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False) -> dict[str, Any]:
+def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False) -> Results:
     """Train and evaluate, or only evaluate; as :func:`cpvt_det.runner.train.run`, with a config of :func:`load_cfg`."""
     if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch has made the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -37,8 +37,9 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
         return _evaluate_only(cfg, resume, allow_partial) if eval_only else _train(cfg, resume)
 
 
-def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> dict[str, Any]:
-    tests = builders.load_tests(cfg)
+def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> Results:
+    task = build_task(cfg)
+    tests = task.load_tests()
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
     output = _setup(cfg, keep_config=True)
@@ -47,22 +48,23 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> dict[str,
     log_data(tests)
     model = build_detector(cfg)
     load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
-    results = evaluate(cfg, model, tests)
-    show_results(cfg, model, tests, results, output)
+    results = evaluate(task, model, tests, output)
+    task.show_results(model, tests, results, output)
     return results
 
 
-def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
-    datasets, tests = builders.load_splits(cfg)
+def _train(cfg: CfgNode, resume: bool) -> Results:
+    task = build_task(cfg)
+    datasets, tests = task.load_splits()
     output = _setup(cfg)
     for dataset in datasets + tests:
         describe_classes(dataset)
     log_data(datasets + tests)
-    records = builders.training_records(cfg, datasets)
+    records = task.training_records(datasets)
     length = builders.build_length(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
-    trainer = Trainer(cfg, datasets, tests, choose_seed(cfg), choose_run_id())
+    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id())
     trainer.resume_or_load(resume)
     logger.info(
         "Seed %d: iterations %d to %d of %s",
@@ -75,7 +77,7 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     if distributed.rank() == 0:
         draw_run(output)
     if tests:
-        show_results(cfg, trainer.evaluated, tests, results, output)
+        task.show_results(trainer.evaluated, tests, results, output)
     return results
 
 

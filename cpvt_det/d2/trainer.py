@@ -4,13 +4,13 @@
 import math
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, hooks
-from detectron2.evaluation import inference_on_dataset
 from detectron2.modeling import build_model
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
@@ -20,17 +20,15 @@ from cpvt_det import builders, distributed
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.d2.config import without_untouched
-from cpvt_det.d2.evaluation import CleanCOCOEvaluator
 from cpvt_det.d2.meta_arch import register_detectors
-from cpvt_det.data.coco import CocoDataset, describe_records
 from cpvt_det.data.loader import TrainLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import config_errors
-from cpvt_det.evaluation.coco import write_results
-from cpvt_det.runner.evaluate import clear_place, place_of, require_finite
+from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.guard import RunGuard
-from cpvt_det.runner.train import flatten, is_due
-from cpvt_det.solver.step import TrainingModel, TrainStep, wrap_for_processes
+from cpvt_det.runner.train import is_due
+from cpvt_det.solver.step import TrainStep, wrap_for_processes
+from cpvt_det.tasks.registry import Results, flatten, main_value
 
 
 def build_detector(cfg: CfgNode) -> nn.Module:
@@ -84,8 +82,9 @@ class Trainer(DefaultTrainer):
     """``DefaultTrainer`` whose run can be continued by the built-in runner, and continues one of its runs.
 
     Args:
-        cfg: the run's config; ``MODEL.NUM_CLASSES`` is set from ``datasets``.
-        datasets, tests: as :func:`cpvt_det.builders.load_splits` gives them.
+        task: the run's task.
+        datasets: its training sets.
+        tests: its test sets.
         seed: of the run, unless it is resumed.
         run_id: likewise.
 
@@ -93,22 +92,23 @@ class Trainer(DefaultTrainer):
         ConfigError: what the config asks for cannot be had.
     """
 
-    def __init__(self, cfg: CfgNode, datasets: list[CocoDataset], tests: list[CocoDataset], seed: int, run_id: str):
+    def __init__(self, task: Any, datasets: Sequence[Any], tests: Sequence[Any], seed: int, run_id: str):
         TrainerBase.__init__(self)
-        self.cfg = cfg
+        self.task = task
+        self.cfg = cfg = task.cfg
         self.tests = tests
-        self.results: dict[str, Any] = {}
-        self._records = builders.training_records(cfg, datasets)
+        self.results: Results = {}
+        self._records = task.training_records(datasets)
         length = builders.build_length(cfg, len(self._records))
         self.start_iter, self.max_iter, self._length = 0, length.max_iter, length
         torch.manual_seed(seed)
         detector = build_detector(cfg)
-        config, data = without_untouched(cfg).dump(), describe_records(self._records)
+        config, data = without_untouched(cfg).dump(), task.describe(self._records)
         self.state = RunState(datasets[0].classes, config, seed, run_id, data, builders.build_ema(cfg, detector))
-        model = wrap_for_processes(TrainingModel(detector, builders.build_criterion(cfg)))
+        model = wrap_for_processes(task.build_training_model(detector))
         optimizer = builders.build_optimizer(cfg, detector)
         step = builders.build_step(cfg, model, optimizer, length, seed, self.state.ema)
-        self._trainer = StepTrainer(step, builders.build_train_loader(cfg, self._records, seed))
+        self._trainer = StepTrainer(step, task.build_train_loader(self._records, seed))
         self.checkpointer = RunCheckpointer(
             detector, cfg.OUTPUT_DIR, cfg.SOLVER.CHECKPOINT_KEEP, trainer=weakref.proxy(self), cpvt_det=self.state
         )
@@ -129,9 +129,8 @@ class Trainer(DefaultTrainer):
         if self.start_iter == 0:
             load_initial_weights(self.cfg, self.model, self.state.classes)
         self._trainer.step.seed = self.state.seed
-        self._trainer.data_loader = builders.build_train_loader(self.cfg, self._records, self.state.seed).from_iteration(
-            self.start_iter
-        )
+        loader = self.task.build_train_loader(self._records, self.state.seed)
+        self._trainer.data_loader = loader.from_iteration(self.start_iter)
 
     def build_hooks(self) -> list[hooks.HookBase | None]:
         """detectron2's hooks; the step itself sets the learning rate."""
@@ -171,35 +170,10 @@ class Trainer(DefaultTrainer):
 
     def _test_and_keep_best(self) -> dict[str, Any]:
         with self.guard.evaluation():
-            self.results = evaluate(self.cfg, self.evaluated, self.tests)
-        if comm.is_main_process():
-            done = min(self.iter, self.max_iter - 1)  # after training it is one more
-            self.checkpointer.keep_best(flatten(self.results, first_only=True)["bbox/AP"], done)
+            self.results = evaluate(self.task, self.evaluated, self.tests, Path(self.cfg.OUTPUT_DIR))
+        done = min(self.iter, self.max_iter - 1)  # after training it is one more
+        self.checkpointer.keep_best(main_value(self.task, self.results), done)
         return _without_nan(self.results)  # metrics.json would not be JSON
-
-
-def evaluate(cfg: CfgNode, model: nn.Module, tests: list[CocoDataset]) -> dict[str, Any]:
-    """Evaluate with detectron2's ``inference_on_dataset``.
-
-    Returns:
-        In the main process ``{"bbox": {...}}``, or by name for several sets, which ``results.json`` holds too; elsewhere ``{}``.
-
-    Raises:
-        RunStoppedError: weights that are not finite.
-    """
-    require_finite(model)
-    distributed.share_buffers(model)
-    results = {}
-    for dataset in tests:
-        folder = place_of(dataset, tests, Path(cfg.OUTPUT_DIR) / "inference")
-        clear_place(folder)
-        loader = builders.build_test_loader(cfg, dataset.records)
-        with dead_workers_named(loader.dataset):
-            results[dataset.name] = inference_on_dataset(model, loader, CleanCOCOEvaluator(cfg, dataset, str(folder)))
-    merged = results[tests[0].name] if len(tests) == 1 else results
-    if comm.is_main_process():
-        write_results(merged, Path(cfg.OUTPUT_DIR) / "results.json")
-    return merged
 
 
 def _without_nan(results: dict[str, Any]) -> dict[str, Any]:

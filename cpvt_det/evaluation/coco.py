@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average precision as COCO defines it: the detections of many images against their ground truth.
 
-On the road of one image: after ``postprocess.py``, the last stop.
+On the road of one image: after ``inference.py``, the last stop.
 
 A backend matches; the figures are read off its arrays here, in one function for all backends, because ``summarize`` of
 pycocotools gives -1 for AP with any limit but 100 detections.
 """
 
 import io
-import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from tabulate import tabulate
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.checks import check_classes, check_form, check_values
+from cpvt_det.files import write_json
 from cpvt_det.garbage import no_garbage_collection
 from cpvt_det.structures import Detections
 
@@ -198,18 +197,6 @@ def write_detections(results: list[dict[str, Any]], path: str | os.PathLike[str]
 def _table(rows: list, headers: list[str], alignment: list[str]) -> str:
     # class names may look like numbers, which tabulate would otherwise format
     return tabulate(rows, headers, tablefmt="pipe", colalign=alignment, disable_numparse=True)
-
-
-def write_json(value: Any, path: str | os.PathLike[str], indent: int | None = None) -> None:
-    """Write strict JSON; the file is there complete or not at all, and folders that are missing are made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(value, indent=indent, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _lean_copy(ground_truth: dict[str, Any], class_ids: list[int]) -> dict[str, list[dict[str, Any]]]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cpvt_det.export.files import Run
 from cpvt_det.export.program import Canvas, largest_sides
+from cpvt_det.inference import PostProcessor
 from cpvt_det.models import Detector
-from cpvt_det.postprocess import PostProcessor
 from cpvt_det.structures import Detections, PaddedBatch, Size
 
 TRACED = (2, 3, 4)  # images, rows and columns of the largest stride, of which none comes again in

@@ -12,12 +12,12 @@ from torch.export import Dim, ExportedProgram
 
 from cpvt_det.errors import RunStoppedError, first_line
 from cpvt_det.export import half
+from cpvt_det.inference import PostProcessor
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedGroupNorm
 from cpvt_det.models import Detector
 from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection
-from cpvt_det.postprocess import PostProcessor
 
 DIMENSIONS = ("batch", "height", "width")
 SAMPLINGS = {"gather": "export", "grid_sample": "grid_sample"}  # and what ``ms_deform_attn`` calls them

@@ -15,7 +15,7 @@ from cpvt_det.data.images import ImageHeader, read_image
 from cpvt_det.data.validation.check import look_at_images
 from cpvt_det.data.validation.issues import Findings
 from cpvt_det.errors import BadInputError, DataError, DataFaultsError
-from cpvt_det.evaluation.coco import write_json
+from cpvt_det.files import write_json
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.predictor import Predictor
 

@@ -18,10 +18,9 @@ from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.errors import DataError
-from cpvt_det.postprocess import PostProcessor
+from cpvt_det.inference import PostProcessor, detect
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.inputs import ImageInput, read_input
-from cpvt_det.runner.evaluate import detect
 
 
 class Predictor:

@@ -10,16 +10,16 @@ from cpvt_det import builders, distributed
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState, TrainerState
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
-from cpvt_det.data.coco import describe_records
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import Results, draw_run, evaluate, show_results
+from cpvt_det.runner.evaluate import draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
 from cpvt_det.solver.schedule import Length
-from cpvt_det.solver.step import TrainingModel, wrap_for_processes
+from cpvt_det.solver.step import wrap_for_processes
+from cpvt_det.tasks.registry import Results, build_task, flatten, main_value
 
 logger = logging.getLogger("cpvt_det")
 
@@ -47,32 +47,34 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
 
 def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = False) -> Results:
     """Evaluate weights; arguments and result as in :func:`run`."""
-    tests = builders.load_tests(cfg)
+    task = build_task(cfg)
+    tests = task.load_tests()
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
     output = setup_run(cfg, keep_config=True)
     log_data(tests)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
-    results = evaluate(cfg, detector, tests, output)
-    show_results(cfg, detector, tests, results, output)
+    results = evaluate(task, detector, tests, output)
+    task.show_results(detector, tests, results, output)
     return results
 
 
 def train(cfg: CfgNode, resume: bool = False) -> Results:
     """Train; arguments and result as in :func:`run`."""
-    datasets, tests = builders.load_splits(cfg)
-    records, classes = builders.training_records(cfg, datasets), datasets[0].classes
+    task = build_task(cfg)
+    datasets, tests = task.load_splits()
+    records, classes = task.training_records(datasets), datasets[0].classes
     length = builders.build_length(cfg, len(records))
     output = setup_run(cfg)
     log_data(datasets + tests)
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
 
-    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(), describe_records(records))
+    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(), task.describe(records))
     torch.manual_seed(state.seed)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
-    model = wrap_for_processes(TrainingModel(detector, builders.build_criterion(cfg)))
+    model = wrap_for_processes(task.build_training_model(detector))
     state.ema = builders.build_ema(cfg, detector)
     step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), length, state.seed, state.ema)
     trainer = TrainerState(step)
@@ -85,7 +87,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(detector))
 
     evaluated = state.ema.module if state.ema else detector
-    loader = builders.build_train_loader(cfg, records, state.seed).from_iteration(start)
+    loader = task.build_train_loader(records, state.seed).from_iteration(start)
     results: Results = {}
     with (
         MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
@@ -95,9 +97,9 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
 
         def evaluate_after(iteration: int) -> Results:
             with writer.clock_stopped(), guard.evaluation():
-                results = evaluate(cfg, evaluated, tests, output)
+                results = evaluate(task, evaluated, tests, output)
                 writer.write(iteration, flatten(results))
-                checkpointer.keep_best(flatten(results, first_only=True)["bbox/AP"], iteration)
+                checkpointer.keep_best(main_value(task, results), iteration)
             return results
 
         if tests and start > 0 and is_due(start - 1, length):  # the checkpoint is older than its evaluation
@@ -112,7 +114,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     if distributed.rank() == 0:
         draw_run(output)
     if tests:
-        show_results(cfg, evaluated, tests, results, output)
+        task.show_results(evaluated, tests, results, output)
     return results
 
 
@@ -120,13 +122,3 @@ def is_due(iteration: int, length: Length) -> bool:
     """Whether an evaluation follows this iteration: every ``eval_period``, and at the end."""
     done = iteration + 1
     return done == length.max_iter or (length.eval_period > 0 and done % length.eval_period == 0)
-
-
-def flatten(results: Results, first_only: bool = False) -> dict[str, float]:
-    """Results as scalars for the metrics: ``bbox/AP``, or ``<data set>/bbox/AP`` where there are several sets."""
-    if "bbox" in results:
-        return {f"bbox/{name}": value for name, value in results["bbox"].items()}
-    named = {dataset: flatten(result) for dataset, result in results.items()}
-    if first_only:
-        return next(iter(named.values()))
-    return {f"{dataset}/{name}": value for dataset, scalars in named.items() for name, value in scalars.items()}

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpvt_det import builders
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.errors import MapSizeError, RunStoppedError, first_line
-from cpvt_det.evaluation.coco import write_json
+from cpvt_det.files import write_json
 from cpvt_det.own_modules import import_inherited
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.setup import describe_environment, stop_log
 from cpvt_det.runner.train import run as train
 from cpvt_det.study.plan import Plan, Run, load_plan
 from cpvt_det.study.probes import PROBES
+from cpvt_det.tasks.registry import build_task, flatten, main_value
 from cpvt_det.visualize.curves import read_metrics
 
 FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
@@ -163,23 +163,25 @@ def _train(plan: Plan, run: Run) -> Record:
     write_json(earlier, attempt)
     before = time.process_time()
     try:
-        results = train(cfg, resume=(output / "last_checkpoint").is_file())["bbox"]
+        results = flatten(train(cfg, resume=(output / "last_checkpoint").is_file()))
     finally:
         stop_log()
         earlier["cpu_seconds"] += time.process_time() - before
         write_json(earlier, attempt)
     metrics = read_metrics(output / "metrics.json")
+    main = build_task(cfg).main_figure
+    group = main.partition("/")[0]
     body = load_trained(output / WEIGHTS).detector.backbone.body
     torch.save(body.state_dict(), output / BACKBONE)  # as MODEL.BACKBONE.WEIGHTS takes it
     return {
         "run": run.name,
         "fingerprint": fingerprint,
         "environment": describe_environment(),
-        **{key: _or_none(results[key]) for key in FIGURES},
+        **{key: _or_none(results[f"{group}/{key}"]) for key in FIGURES},
         "iterations": max(metrics) + 1,
         "ms_per_step": round(1000 * float(np.median([line["time"] for line in metrics.values() if "time" in line])), 2),
         "cpu_seconds": round(earlier["cpu_seconds"], 1),  # of all attempts, with evaluations
-        "curve": {iteration + 1: _or_none(line["bbox/AP"]) for iteration, line in metrics.items() if "bbox/AP" in line},
+        "curve": {iteration + 1: _or_none(line[main]) for iteration, line in metrics.items() if main in line},
     }
 
 
@@ -206,10 +208,11 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
     for name in plan.sweeps[sweep]:
         cfg = plan.config_of(run)
         cfg.DATASETS.TEST = [name]
-        tests = builders.load_tests(cfg)
+        task = build_task(cfg)
+        tests = task.load_tests()
         try:
             with tempfile.TemporaryDirectory() as folder:  # of the detections, some MB
-                found[name] = evaluate(cfg, trained.detector, tests, Path(folder))["bbox"]["AP"]
+                found[name] = main_value(task, evaluate(task, trained.detector, tests, Path(folder)))
         except MapSizeError:
             found[name] = math.nan
     return {name: _or_none(value) for name, value in found.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs side by side: their loss and AP in one figure, their last and best figures in one table."""
+"""Several runs side by side: their loss and main figure in one picture, their last and best figures in one table."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from cpvt_det.errors import DataError
-from cpvt_det.visualize.curves import Records, new_figure, read_metrics
+from cpvt_det.visualize.curves import Records, main_figures, new_figure, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,16 +42,18 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Records]:
 
 
 def comparison_figure(runs: dict[str, Records]) -> "Figure":
-    """Total loss, faint as written and smoothed over a fiftieth of the run, and AP over the iterations; a colour a run."""
-    figure = new_figure(13, 5)
+    """Total loss, faint as written and smoothed over a fiftieth of the run, and the main figure over the iterations.
+
+    A colour per run."""
+    figure, main = new_figure(13, 5), _main_figures(next(iter(runs.values())))[0]
     losses, precision = figure.subplots(1, 2)
     for place, (name, records) in enumerate(runs.items()):
         color = f"C{place % 10}"
         iterations, values = _series(records, "total_loss")
         losses.plot(iterations, values, color=color, alpha=0.25, linewidth=0.8)
         losses.plot(iterations, _smooth(values, max(1, len(values) // 50)), color=color, label=name)
-        precision.plot(*_series(records, _ap_key(records)), color=color, label=name, marker="o", markersize=4)
-    for axes, title in ((losses, "total loss"), (precision, "AP")):
+        precision.plot(*_series(records, _main_figures(records)[0]), color=color, label=name, marker="o", markersize=4)
+    for axes, title in ((losses, "total loss"), (precision, main.rpartition("/")[2])):
         axes.set(title=title, xlabel="iteration")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -62,18 +64,19 @@ def comparison_figure(runs: dict[str, Records]) -> "Figure":
 
 
 def comparison_table(runs: dict[str, Records]) -> str:
-    """A line for each run: its last loss, its best AP and when that was, and its last AP and AP50."""
-    headers = ("run", "iterations", "last loss", "best AP", "at iteration", "last AP", "last AP50")
+    """A line for each run: its last loss, its best main figure (AP) and when that was, and its last two (AP and AP50)."""
+    main, second = (name.rpartition("/")[2] for name in _main_figures(next(iter(runs.values()))))
+    headers = ("run", "iterations", "last loss", f"best {main}", "at iteration", f"last {main}", f"last {second}")
     rows = [[name, *_figures_of(records)] for name, records in runs.items()]
     return tabulate(rows, headers, tablefmt="pipe", colalign=["left", *["right"] * 6], disable_numparse=True)
 
 
 def _figures_of(records: Records) -> list[str]:
-    key = _ap_key(records)
+    key, second = _main_figures(records)
     iterations, precision = _series(records, key)
     known = [(value, -iteration) for iteration, value in zip(iterations, precision, strict=True) if math.isfinite(value)]
     best, when = max(known, default=(math.nan, 0))  # of equal ones the first
-    last = [_last(records, name) for name in ("total_loss", key, f"{key}50")]
+    last = [_last(records, name) for name in ("total_loss", key, second)]
     return [
         str(max(records) + 1),
         _text(last[0], 4),
@@ -84,9 +87,9 @@ def _figures_of(records: Records) -> list[str]:
     ]
 
 
-def _ap_key(records: Records) -> str:
-    """AP of the first test set, where there are several."""
-    return next((key for record in records.values() for key in record if key.endswith("bbox/AP")), "bbox/AP")
+def _main_figures(records: Records) -> list[str]:
+    """Names of the two main figures of the first test set, where there are several; of a run without an evaluation, AP's."""
+    return [*next(iter(main_figures(records)), []), "AP", "AP50"][:2]
 
 
 def _series(records: Records, key: str) -> Points:

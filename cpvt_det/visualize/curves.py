@@ -48,11 +48,10 @@ def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
 
 
 def draw_curves(metrics_json: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
-    """Draw losses, learning rate and AP over the iterations of a run.
+    """Draw losses, learning rate and the main figures over the iterations of a run.
 
     Args:
-        metrics_json: what :func:`read_metrics` reads, with "total_loss", "loss_*", "lr", "bbox/AP" and "bbox/AP50", where there
-            are several test sets with the name of each before it.
+        metrics_json: what :func:`read_metrics` reads, with "total_loss", "loss_*", "lr" and :func:`main_figures`.
         output: the picture; its suffix chooses the format, and folders that are missing are made.
 
     Raises:
@@ -78,7 +77,9 @@ def curves_figure(records: Records) -> "Figure":
         losses.set_yscale("log", nonpositive="mask")
     _draw_lines(rate, "learning rate", records, ["lr"])
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    _draw_lines(precision, "AP", records, _ap_keys(records), marker="o")
+    figures = [name for group in main_figures(records) for name in group]
+    title = figures[0].rpartition("/")[2] if figures else "AP"
+    _draw_lines(precision, title, records, figures, marker="o")
     if precision.lines:
         precision.set(ylim=(0, None), ylabel="percent")
     return figure
@@ -119,10 +120,18 @@ def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
     return records
 
 
-def _ap_keys(records: Records) -> list[str]:
-    """AP and AP50 of every test set."""
-    keys = {key for record in records.values() for key in record}
-    return sorted(key for key in keys if key.endswith(("bbox/AP", "bbox/AP50")))
+def main_figures(records: Records) -> list[list[str]]:
+    """Names of the two main figures of every test set: ``bbox/AP`` and ``bbox/AP50`` of detection.
+
+    What an evaluation measured has a slash in its name. By the contract of tasks the main figures of a group are the first in
+    alphabetical order; those of one class have a hyphen.
+    """
+    groups: dict[str, list[str]] = {}
+    for key in dict.fromkeys(key for record in records.values() for key in record):
+        group, _, name = key.rpartition("/")
+        if group and "-" not in name:
+            groups.setdefault(group, []).append(key)
+    return [sorted(names)[:2] for names in groups.values()]
 
 
 def _parse_line(line: str) -> dict[str, float] | None:

@@ -14,10 +14,11 @@ from tabulate import tabulate
 
 from cpvt_det.data.coco import CocoDataset, ImageRecord
 from cpvt_det.data.images import read_image
-from cpvt_det.evaluation.coco import format_table, write_json
+from cpvt_det.evaluation.coco import format_table
 from cpvt_det.evaluation.confusion import Mistakes, confusion_matrix, worst_images
 from cpvt_det.evaluation.matching import IOU, ScoredImage, pair_images
 from cpvt_det.evaluation.precision_recall import Curve, OperatingPoint, class_curve, pooled_curve
+from cpvt_det.files import write_json
 from cpvt_det.structures import Detections
 from cpvt_det.visualize.curves import new_figure, save_figure
 from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet

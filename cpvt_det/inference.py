@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions -> detections in pixels of the original images.
+"""Samples -> predictions -> detections in pixels of the original images.
 
 On the road of one image: after ``models/`` in evaluation, before ``evaluation/``.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.losses.classification import Classification
@@ -58,3 +60,28 @@ class PostProcessor:
         scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
         boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
         return cxcywh_to_xyxy(boxes).clamp(0, 1), scores, labels
+
+
+@torch.no_grad()
+def detect(detector: nn.Module, postprocess: PostProcessor, samples: Sequence[Mapping[str, Any]]) -> list[Detections]:
+    """Samples -> detections in pixels of the original images.
+
+    Args:
+        detector: a detector in evaluation mode.
+        postprocess: post-processing for the detector's classification.
+        samples: dicts with ``image`` (3, h, w) in [0, 255], and ``height`` and ``width`` of the original.
+    """
+    batch = detector.preprocess([sample["image"] for sample in samples])
+    predictions = detector(batch.images, batch.padding_mask)
+    return [found.cpu() for found in postprocess(predictions, [(sample["height"], sample["width"]) for sample in samples])]
+
+
+@contextlib.contextmanager
+def evaluation_mode(detector: nn.Module) -> Iterator[None]:
+    """Evaluation mode within the block; after it the mode before it, whatever happens."""
+    training = detector.training
+    detector.eval()
+    try:
+        yield
+    finally:
+        detector.train(training)

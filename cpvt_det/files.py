@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are there complete or not at all."""
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def remove_unfinished(folder: str | Path) -> None:
+    """Remove what killed processes left of files they were writing; nobody may be writing there now."""
+    for path in Path(folder).glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes its name only after the block, complete and on the disk.
+
+    If the block raises, what it wrote is removed and ``path`` stays as it was.
+    """
+    path = Path(path)
+    # In the same folder: a rename is atomic within one file system only.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":  # the new name is on the disk only when the folder is
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_json(value: Any, path: str | os.PathLike[str], indent: int | None = None) -> None:
+    """Write strict JSON with :func:`atomic_file`; folders that are missing are made.
+
+    Raises:
+        ValueError: NaN or an infinite number.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(value, indent=indent, allow_nan=False) + "\n"
+    with atomic_file(path) as file:
+        file.write(content.encode())

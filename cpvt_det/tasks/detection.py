@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Object detection: COCO-style data sets in, boxes out, AP in the metrics."""
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fvcore.common.config import CfgNode
+from torch import nn
+from torch.utils.data import DataLoader
+
+from cpvt_det import builders, distributed
+from cpvt_det.data.coco import CocoDataset, ImageRecord, describe_records
+from cpvt_det.data.images import read_image
+from cpvt_det.data.loader import TrainLoader
+from cpvt_det.data.mapper import Sample
+from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_detections
+from cpvt_det.inference import PostProcessor, detect, evaluation_mode
+from cpvt_det.solver.step import TrainingModel
+from cpvt_det.structures import Detections
+from cpvt_det.tasks.registry import TASK_REGISTRY, Results
+from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet
+from cpvt_det.visualize.report import truth_of, write_report
+
+logger = logging.getLogger("cpvt_det")
+DETECTIONS = "coco_instances_results.json"
+
+
+@TASK_REGISTRY.register_as("detection")
+class DetectionTask:
+    """Records with boxes; a set loss; COCO's figures.
+
+    Args:
+        cfg: config of the run. ``load_splits`` and ``load_tests`` set its ``MODEL.NUM_CLASSES``; call one of them first.
+    """
+
+    main_figure = "bbox/AP"
+
+    def __init__(self, cfg: CfgNode):
+        self.cfg = cfg
+
+    def load_splits(self) -> tuple[list[CocoDataset], list[CocoDataset]]:
+        """Training sets and test sets, as :func:`cpvt_det.builders.load_splits`."""
+        return builders.load_splits(self.cfg)
+
+    def load_tests(self) -> list[CocoDataset]:
+        """Test sets, as :func:`cpvt_det.builders.load_tests`."""
+        return builders.load_tests(self.cfg)
+
+    def training_records(self, datasets: list[CocoDataset]) -> list[ImageRecord]:
+        """Images to train on, as :func:`cpvt_det.builders.training_records`."""
+        return builders.training_records(self.cfg, datasets)
+
+    def describe(self, records: Sequence[ImageRecord]) -> dict[str, Any]:
+        """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
+        return describe_records(records)
+
+    def build_train_loader(self, records: list[ImageRecord], seed: int) -> TrainLoader:
+        """Batches for training, as :func:`cpvt_det.builders.build_train_loader`."""
+        return builders.build_train_loader(self.cfg, records, seed)
+
+    def build_test_loader(self, dataset: CocoDataset) -> DataLoader:
+        """Every image of a test set once, as :func:`cpvt_det.builders.build_test_loader`."""
+        return builders.build_test_loader(self.cfg, dataset.records)
+
+    def build_training_model(self, detector: nn.Module) -> TrainingModel:
+        """The detector with its set loss."""
+        return TrainingModel(detector, builders.build_criterion(self.cfg))
+
+    def build_evaluator(self, dataset: CocoDataset) -> CocoEvaluator:
+        """The evaluator of a test set; the first key of what it returns is the group of :attr:`main_figure`."""
+        return builders.build_evaluator(self.cfg, dataset)
+
+    @cached_property
+    def postprocessor(self) -> PostProcessor:
+        """Predictions -> detections."""
+        return builders.build_postprocessor(self.cfg)
+
+    def infer(self, detector: nn.Module, samples: Sequence[Sample]) -> list[Detections]:
+        """What the evaluator's ``add`` takes beside the image's id, for each sample of a batch."""
+        return detect(detector, self.postprocessor, samples)
+
+    def format_results(self, results: Results) -> str:
+        """The figures of one test set as text."""
+        return format_table(results)
+
+    def write_outputs(self, evaluator: CocoEvaluator, folder: Path) -> None:
+        """Write all detections of a test set, in COCO's format."""
+        write_detections(evaluator.coco_results(), folder / DETECTIONS)
+
+    def show_results(self, detector: nn.Module, datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
+        """Write what there is to look at after the last evaluation: pictures, and with ``TEST.REPORT`` the report.
+
+        Args:
+            detector: the evaluated model.
+            datasets: the test sets.
+            results: what the evaluation returned.
+            output: ``OUTPUT_DIR``, with the detections of the evaluation.
+        """
+        if distributed.rank() != 0:
+            return
+        self._draw_pictures(detector, datasets[0], output / "pictures" / "detections.png")
+        test = self.cfg.TEST
+        for dataset in datasets if test.REPORT else ():
+            detections = json.loads((place_of(dataset, datasets, output / "inference") / DETECTIONS).read_text(encoding="utf-8"))
+            figures = results if len(datasets) == 1 else results[dataset.name]
+            folder = place_of(dataset, datasets, output / "report")
+            write_report(dataset, detections, figures, folder, test.PICTURE_THRESHOLD, test.PICTURES)
+            logger.info("Report: %s", folder / "report.md")
+
+    def _draw_pictures(self, detector: nn.Module, dataset: CocoDataset, path: Path) -> None:
+        """Draw detections over ``TEST.PICTURES`` images, spread over the data set, beside their ground truth."""
+        count = min(self.cfg.TEST.PICTURES, len(dataset.records))
+        if count < 1:
+            return
+        mapper, panels = builders.build_test_mapper(self.cfg), []
+        with evaluation_mode(detector):
+            for number in range(count):
+                record = dataset.records[number * len(dataset.records) // count]
+                (found,) = self.infer(detector, [mapper(record)])
+                image, names = read_image(record.file_name), dataset.classes.names
+                panels.append(draw_comparison(image, truth_of(record), found, names, self.cfg.TEST.PICTURE_THRESHOLD))
+        save_contact_sheet(panels, path)
+        logger.info("Pictures: %s", path)
+
+
+def place_of(dataset: CocoDataset, datasets: Sequence[CocoDataset], folder: Path) -> Path:
+    """Where the files of one of the test sets go: ``folder``, or where there are several its part of that name."""
+    return folder if len(datasets) == 1 else folder / dataset.name

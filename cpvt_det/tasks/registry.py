@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a task, and the registry of tasks."""
+
+import math
+from typing import Any
+
+from fvcore.common.config import CfgNode
+
+from cpvt_det.registry import PartRegistry
+
+TASK_REGISTRY = PartRegistry("TASK", "task")
+"""``TASK`` of a config -> builder of a task, called with ``cfg``. Both runners, ``study`` and the checkpoints of a run ask it.
+
+The contract of a task, that of :class:`cpvt_det.tasks.DetectionTask`:
+
+- ``main_figure``: name in the metrics of the figure that decides which checkpoint is the best, higher is better: ``group/name``, as
+  :func:`flatten` makes it of the results. Curves and comparisons draw the first two names of every group, in alphabetical order:
+  the main figure comes first;
+- read: ``load_splits``, ``load_tests``, ``training_records``;
+- feed: ``build_train_loader``, ``build_test_loader``;
+- compare: ``build_training_model``;
+- measure: ``build_evaluator``, ``infer``, ``format_results``, ``write_outputs``;
+- show: ``describe``, ``show_results``.
+"""
+
+Results = dict[str, Any]
+"""Figures by group, ``{"bbox": {"AP": ...}}``; of several test sets, these by the name of the set."""
+
+
+def build_task(cfg: CfgNode) -> Any:
+    """The task of a config.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+    """
+    return TASK_REGISTRY.build(cfg.TASK, {"cfg": cfg})
+
+
+def flatten(results: Results) -> dict[str, float]:
+    """Results as scalars by their path: ``bbox/AP``, or ``<data set>/bbox/AP`` where there are several sets."""
+    scalars: dict[str, float] = {}
+    for name, value in results.items():
+        parts = flatten(value) if isinstance(value, dict) else {"": value}
+        scalars |= {f"{name}/{rest}".rstrip("/"): number for rest, number in parts.items()}
+    return scalars
+
+
+def main_value(task: Any, results: Results) -> float:
+    """The main figure of the first test set, NaN where it was not measured."""
+    found = (value for name, value in flatten(results).items() if f"/{name}".endswith(f"/{task.main_figure}"))
+    return next(found, math.nan)

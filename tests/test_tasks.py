@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reads, feeds, compares and measures is asked of its task."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import overrides
+
+from cpvt_det.config import load_cfg
+from cpvt_det.errors import UnknownNameError
+from cpvt_det.evaluation.coco import CocoEvaluator
+from cpvt_det.runner.train import run
+from cpvt_det.tasks import TASK_REGISTRY, DetectionTask, build_task, flatten, main_value
+from cpvt_det.visualize.curves import main_figures, read_metrics
+
+PACKAGE = Path(__file__).resolve().parent.parent / "cpvt_det"
+
+
+class CountEvaluator(CocoEvaluator):
+    def evaluate(self):
+        """The number of evaluations before this one, less the more of them there are; the best is the first."""
+        CountTask.evaluations += 1
+        return {"count": {"a_score": 10.0 - CountTask.evaluations, "b_other": 1.0}}
+
+
+class CountTask(DetectionTask):
+    main_figure = "count/a_score"
+    evaluations = 0
+
+    def build_evaluator(self, dataset):
+        made = super().build_evaluator(dataset)
+        made.__class__ = CountEvaluator
+        return made
+
+    def format_results(self, results):
+        return str(results["count"])
+
+
+def test_several_test_sets_have_names_of_their_own():
+    results = {"a": {"bbox": {"AP": 1.0}}, "b": {"bbox": {"AP": 2.0}}}
+    assert flatten(results) == {"a/bbox/AP": 1.0, "b/bbox/AP": 2.0}
+    assert main_value(DetectionTask, results) == main_value(DetectionTask, results["a"]) == 1.0
+    assert math.isnan(main_value(DetectionTask, {}))
+
+
+def test_a_task_of_ones_own_chooses_the_best_checkpoint_and_what_is_drawn(drawn_coco, tmp_path):
+    TASK_REGISTRY.register_as("count")(CountTask)
+    try:
+        results = run(load_cfg("", overrides(drawn_coco.files, tmp_path, TASK="count", TEST__EVAL_PERIOD=2)))
+    finally:
+        del TASK_REGISTRY._obj_map["count"]
+    assert results["count"]["a_score"] == 7.0 and json.loads((tmp_path / "results.json").read_text()) == results
+    best = torch.load(tmp_path / "model_best.pth", weights_only=True)
+    assert best["iteration"] == 1 and best["cpvt_det"]["best"] == 9.0
+    records = read_metrics(tmp_path / "metrics.json")
+    assert main_figures(records) == [["count/a_score", "count/b_other"]]
+    assert [record["count/a_score"] for record in records.values() if "count/a_score" in record] == [9.0, 8.0, 7.0]
+
+
+def test_an_unknown_task_is_refused_with_the_known_ones():
+    with pytest.raises(UnknownNameError, match=r"unknown task 'detecton'.*detection"):
+        build_task(load_cfg("", ["TASK", "detecton"]))
+
+
+def test_the_main_figure_is_named_in_the_task_alone():
+    found = [
+        path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if re.search("""["']bbox/AP""", path.read_text())
+    ]
+    assert found == ["tasks/detection.py"]
+
+
+def test_the_main_figures_of_detection_come_first_in_the_alphabet():
+    classes = {f"AP-{name}": 0.0 for name in ("bird", "a b")}
+    names = dict.fromkeys(("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl"), 0.0) | classes
+    records = {9: {"total_loss": 1.0, "lr": 1.0} | flatten({"bbox": names})}
+    assert main_figures(records) == [["bbox/AP", "bbox/AP50"]]
+    assert DetectionTask.main_figure == main_figures(records)[0][0]
