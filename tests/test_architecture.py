@@ -3,6 +3,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import house
 
 PACKAGE = Path(__file__).resolve().parent.parent / "cpvt_det"
@@ -10,16 +12,18 @@ OLD_NAMES = {"cpvt_det.build", "cpvt_det.layers.position"}
 """Modules that only give on what has moved, until version 1.0."""
 
 
-def graph():
-    return house.import_graph(house.read_package(PACKAGE), anywhere=False)
+def graph(anywhere=False):
+    return house.import_graph(house.read_package(PACKAGE), anywhere)
 
 
 def test_no_import_points_up():
     assert [(name, other) for name, other in house.upward(graph()) if name not in OLD_NAMES] == []
 
 
-def test_there_is_no_circle():
-    assert house.circles(graph()) == []
+@pytest.mark.parametrize("anywhere", [False, True], ids=["at import", "anywhere"])
+def test_there_is_no_circle(anywhere):
+    """Anywhere: with imports for typing, in functions and by ``import_module``."""
+    assert house.circles(graph(anywhere)) == []
 
 
 def test_old_names_are_used_nowhere():

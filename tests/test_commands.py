@@ -32,7 +32,7 @@ ELSEWHERE = {
     r"python (\$D2|detectron2)/tools/": "detectron2's scripts: tests/test_detectron2_home.py, tests/test_plug_detectron2.py",
     r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/test_checkpoint.py",
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
-    r"cpvt-det plug-matrix .*--peer": "other projects' checkouts: tests/test_plug_families.py",
+    r"PYTHONPATH=tests python -m plug_matrix .*--peer": "other projects' checkouts: tests/test_plug_families.py",
     r"cpvt-det study run ": "hours of training: tests/test_study.py",
     r"cpvt-det train --import my_parts ": "tests/test_extend.py",
     r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
