@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import house
 
-PACKAGE = Path(__file__).resolve().parent.parent / "cpvt_det"
+PACKAGE = Path(__file__).resolve().parents[2] / "cpvt_det"
 OLD_NAMES = {"cpvt_det.build", "cpvt_det.layers.position"}
 """Modules that only give on what has moved, until version 1.0."""
 
@@ -28,3 +28,8 @@ def test_there_is_no_circle(anywhere):
 
 def test_old_names_are_used_nowhere():
     assert {name: others & OLD_NAMES for name, others in graph().items() if others & OLD_NAMES} == {}
+
+
+def test_tests_stand_in_rooms_of_the_package():
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"whole", "docs", "benchmarks"}
+    assert {path.parent.name for path in PACKAGE.parent.glob("tests/*/test_*.py")} <= rooms
