@@ -8,7 +8,8 @@ DETECTRON2_PYTHON := $(HOME)/.venvs/detectron2/bin/python
 
 OLDEST := .venv-oldest
 # The loop of a contributor: parts, contracts and losses by value; no processes, no commands.
-QUICK := $(patsubst %,tests/test_%.py,architecture old_names attention nms norm peg structures losses seams config)
+QUICK := $(patsubst %,tests/%.py,whole/test_architecture whole/test_old_names layers/test_attention ops/test_nms layers/test_norm \
+	position/test_peg test_structures losses/test_losses whole/test_seams test_config)
 
 .PHONY: quickstart test check matrix docs lint clean
 

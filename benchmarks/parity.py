@@ -42,7 +42,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 LIMITS = {"float64": 1e-11, "float32": 1e-4}
 """Largest relative differences that are rounding; of gradients ten times that. More, or another matching, and the command fails."""
 OUTPUT = Path("output/benchmarks/parity")
-PARITY_TESTS = ("tests/test_parity_transformers.py", "tests/test_parity_deformable_transformers.py")
+PARITY_TESTS = ("tests/whole/test_parity_transformers.py", "tests/whole/test_parity_deformable_transformers.py")
 PRINTED = re.compile(r"^\.?\| ([^|]+) \| ([^|]+) \| (\S+) \| (\S+) \|$", re.MULTILINE)
 
 

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # another number: tests/matrix.py
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
+sys.path.extend(sorted({str(path.parent) for path in ROOT.glob("tests/*/test_*.py")}))  # some import from others, of another room
 # What tests start is to import the package of this tree too, whatever tree an environment was installed from.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 

@@ -36,27 +36,27 @@ INSTRUCTIONS = {
 }
 THREADS = (1, 2)
 COMPUTED = (
-    "analyze",
-    "attention",
-    "backbone",
-    "deformable_attention",
-    "deformable_detr",
-    "dropout",
-    "kernels",
-    "losses",
-    "models",
-    "nms",
-    "norm",
-    "padding",
-    "parity_deformable_transformers",
-    "parity_transformers",
-    "peg",
-    "peg_ablations",
-    "position",
-    "products",
-    "seams",
-    "solver",
-    "structures",
+    "layers/test_attention.py",
+    "layers/test_norm.py",
+    "losses/test_losses.py",
+    "models/test_backbone.py",
+    "models/test_deformable_detr.py",
+    "models/test_models.py",
+    "ops/test_deformable_attention.py",
+    "ops/test_dropout.py",
+    "ops/test_kernels.py",
+    "ops/test_nms.py",
+    "ops/test_products.py",
+    "position/test_peg.py",
+    "position/test_peg_ablations.py",
+    "position/test_position.py",
+    "solver/test_solver.py",
+    "test_structures.py",
+    "visualize/test_analyze.py",
+    "whole/test_padding.py",
+    "whole/test_parity_deformable_transformers.py",
+    "whole/test_parity_transformers.py",
+    "whole/test_seams.py",
 )
 """Files of tests whose results come out of the kernels of torch, oneDNN, MKL and numba."""
 DESCRIBE = "import torch; print(torch.__version__, torch.backends.cpu.get_cpu_capability(), sep='|')"
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("pythons", nargs="+", help="interpreters, each with a torch of its own")
     parser.add_argument("--instructions", nargs="+", choices=INSTRUCTIONS, default=list(INSTRUCTIONS))
     parser.add_argument("--threads", nargs="+", type=int, default=THREADS)
-    parser.add_argument("--tests", nargs="+", default=[f"tests/test_{name}.py" for name in COMPUTED], help="files of tests")
+    parser.add_argument("--tests", nargs="+", default=[f"tests/{name}" for name in COMPUTED], help="files of tests")
     chosen = parser.parse_args()
     cells = []
     for python in chosen.pythons:

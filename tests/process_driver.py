@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).with_name("solver")))
+
 import torch
 import torch.distributed as dist
 from test_solver import tiny_cfg

@@ -22,7 +22,6 @@ COMMANDS = {
     "convert-weights": "Turn other projects' DETR weights into ours.",
     "eval": "Evaluate weights on a data set.",
     "export": "Turn weights into ONNX or a torch.export program.",
-    "plug-matrix": "Check PEG in the models of other projects.",
     "predict": "Detect objects in images: pictures and JSON.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "show": "Draw attention, position encodings, or what the model is fed.",

@@ -30,8 +30,6 @@ class Family:
     """The module below the owner that is told grid and mask, and whether that is before or after it has run."""
     mask_meaning: str | None = None
     """What the family's mask means; ``None``: it has none."""
-    replaces = "nothing: it has no encoding of its own"
-    """What ``position="replace"`` takes away."""
     needs_grid = False
 
     def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
@@ -93,7 +91,6 @@ class DetectronViT(Family):
     name = "detectron2 ViT"
     classes = ("detectron2.modeling.backbone.vit.ViT",)
     layout = "BHWC"
-    replaces = "the table `pos_embed`; relative positions of the attention stay"
 
     def replace(self, owner: nn.Module) -> list[Any]:
         return [] if owner.pos_embed is None else [Swap(owner, "pos_embed", None)]
@@ -107,7 +104,6 @@ class DetectronMViT(DetectronViT):
 class DetectronSwin(Family):
     name = "detectron2 Swin"
     classes = ("detectron2.modeling.backbone.swin.SwinTransformer",)
-    replaces = "the table `absolute_pos_embed`, where `ape` is on; relative positions of the attention stay"
 
     def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
         stages = ((s, stage.blocks) for s, stage in enumerate(owner.layers))
@@ -148,7 +144,6 @@ class DETR(Family):
     layout = "NBC"
     watch = ("", "before")
     mask_meaning = "True must mean padded"
-    replaces = "the encoding of the encoder; the decoder keeps it"
     encoding = ("pos", 3)
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
@@ -179,7 +174,6 @@ class DeformableDETR(Family):
     blocks = "encoder.layers"
     watch = ("", "before")
     mask_meaning = "True must mean padded"
-    replaces = "the encoding; the level embedding stays"
     features, masks, encodings, level_embed = "srcs", "masks", "pos_embeds", "level_embed"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
@@ -216,7 +210,6 @@ class HuggingFaceDETR(Family):
     blocks = "encoder.layers"
     watch = ("position_embedding", "before")
     mask_meaning = "pixel_mask must be 1 on the image and 0 on the padding"
-    replaces = "the encoding of the encoder; the decoder keeps it"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.config.d_model
@@ -234,7 +227,6 @@ class HuggingFaceDeformableDETR(HuggingFaceDETR):
     name = "transformers Deformable-DETR"
     classes = ("transformers.models.deformable_detr.modeling_deformable_detr.DeformableDetrModel",)
     watch = None
-    replaces = "the encoding; the level embedding stays"
 
     def levels(self, owner: nn.Module) -> int | None:
         return owner.level_embed.shape[0]
@@ -255,7 +247,6 @@ class HuggingFaceRTDETR(Family):
     )
     blocks = "aifi"
     layout = "BCHW"
-    replaces = "the encoding of the attention within a level"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return layer.encoder_hidden_dim
@@ -268,7 +259,6 @@ class TimmViT(Family):
     name = "timm VisionTransformer"
     classes = ("timm.models.vision_transformer.VisionTransformer",)
     watch = ("patch_embed", "after")
-    replaces = "the table `pos_embed`, that of the class token with it"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.embed_dim
@@ -288,7 +278,6 @@ class TimmTNT(TimmViT):
     classes = ("timm.models.tnt.TNT",)
     output = 1
     watch = ("pixel_embed", "after")
-    replaces = "the table `patch_pos`; `pixel_pos`, within a patch, stays"
 
     def replace(self, owner: nn.Module) -> list[Any]:
         return [Swap(owner, "patch_pos", owner.patch_pos.new_zeros(1, 1, 1))]
@@ -299,7 +288,6 @@ class TorchvisionViT(Family):
     classes = ("torchvision.models.vision_transformer.VisionTransformer",)
     blocks = "encoder.layers"
     watch = ("conv_proj", "after")
-    replaces = "the table `encoder.pos_embedding`, that of the class token with it"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.hidden_dim

@@ -5,8 +5,8 @@ None of them is a closure, and none holds a PEG: they read ``layer.peg``, so a c
 """
 
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,22 @@ from cpvt_det.errors import BadInputError
 from cpvt_det.position.peg import encode_levels
 from cpvt_det.structures import Size
 
-if TYPE_CHECKING:
-    from cpvt_det.plug.families import Family
-
 Sight = tuple[list[Size], Tensor | None]
 """Of one forward pass: (H, W) of each level, and (B, N) bool, True = padded, or ``None`` where the family has no mask."""
 
 
 class PlugError(BadInputError):
     """A model that cannot be plugged, or a plugged model whose grid or mask cannot be right."""
+
+
+class Observer(Protocol):
+    """What the hooks ask of a family, which is where the members are described."""
+
+    name: str
+    output: int | None
+    mask_meaning: str | None
+
+    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight: ...
 
 
 class Watch:
@@ -68,7 +75,7 @@ def _thread() -> int:
 class Look:
     """A hook before or after the module that knows grid and mask."""
 
-    def __init__(self, family: "Family", watch: Watch):
+    def __init__(self, family: Observer, watch: Watch):
         self.family, self.watch = family, watch
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
@@ -97,7 +104,7 @@ class ApplyPEG:
         watch: what another place saw; ``None``: the layer's own call tells.
     """
 
-    def __init__(self, family: "Family", layout: str, prefix: int, watch: Watch | None):
+    def __init__(self, family: Observer, layout: str, prefix: int, watch: Watch | None):
         self.family, self.layout, self.prefix, self.watch = family, layout, prefix, watch
         self.mask_is_checked = False
 

@@ -18,7 +18,8 @@ more memory than a file of its size can mean.
 
 `python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 36 fell
 into the middle of a save, 0 checkpoints were lost, and none was older than the last that the process had called saved.
-`tests/test_kills.py` does five. A full disk is simulated in `tests/test_checkpoint_files.py`, after any number of bytes.
+`tests/whole/test_kills.py` does five. A full disk is simulated in `tests/checkpoint/test_checkpoint_files.py`, after any number of
+bytes.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ``tests/test_fuzz.py`` with as many inputs a test as asked for, and counts those that were tried.
+"""Runs ``tests/whole/test_fuzz.py`` with as many inputs a test as asked for, and counts those that were tried.
 
 As in::
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FILE = Path(__file__).resolve().parents[1] / "test_fuzz.py"
+FILE = Path(__file__).resolve().parents[1] / "whole" / "test_fuzz.py"
 OUTCOMES = re.compile(r"- (\d+) passing\D+(\d+) failing")
 
 

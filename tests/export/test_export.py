@@ -26,7 +26,7 @@ from cpvt_det.layers.norm import MaskedGroupNorm, NoNorm
 from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Detections
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("cat", "dog", "tree")
 STATIC = ("--dynamic", "none", "--batch", "2", "--size", "48x64")
 NMS = {"MODEL__DEFORMABLE__PROPOSAL_NMS": 0.6}

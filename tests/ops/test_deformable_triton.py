@@ -13,7 +13,7 @@ import triton_interpreter_cases as cases
 
 from cpvt_det.ops import deformable_triton
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 TARGETS = [
     f"{kernel}_sm{capability}" for kernel in ("forward", "backward", "deterministic_backward", "gather") for capability in (80, 90)
 ]
@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(not deformable_triton.is_available(), reason="
 
 
 def run_script(name: str, **environment: str) -> dict:
-    """The JSON object that a script beside this file prints, in a process whose Triton has seen only ``environment``."""
+    """The JSON object that a script of the tests prints, in a process whose Triton has seen only ``environment``."""
     inherited = {name: x for name, x in os.environ.items() if not name.startswith("TRITON_")}
     environment = {**inherited, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run([sys.executable, str(TESTS / name)], capture_output=True, text=True, env=environment, timeout=280)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [*(ROOT / "cpvt_det").rglob("*.py"), *(path for end in ("yaml", "py") for path in (ROOT / "configs").rglob(f"*.{end}"))]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of every plugged model: each check is a column of ``cpvt-det plug-matrix`` and a test."""
+"""What must hold of every plugged model: each check is a column of the table and a test."""
 
 import contextlib
 import copy
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.plug.attach import add_peg, remove_peg
-from cpvt_det.plug.examples import Example, tensors, valid_sizes
 from cpvt_det.plug.hooks import PlugError
 from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import padding_mask_of
+from plug_matrix.examples import Example, tensors, valid_sizes
 
 
 def plugged(example: Example, trained: bool = True, **options: Any) -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 
 from cpvt_det.study.report import holm, interval, iterations_to, paired, unpaired
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_interval_by_hand():

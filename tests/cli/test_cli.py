@@ -16,7 +16,7 @@ from cpvt_det.cli import COMMANDS, main
 from cpvt_det.cli import train as train_module
 from cpvt_det.runner import launch as launching
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def call(*words):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = {"README.md": "output/mine", "docs/use.md": "output"}
 """And where the run lies that they use."""
 

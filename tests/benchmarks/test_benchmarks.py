@@ -23,7 +23,7 @@ from benchmarks.runner import command_of, run_suite
 from benchmarks.suites import Options, op
 from cpvt_det.errors import BadInputError, UnknownNameError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ONCE = Plan(warm_up=0, rounds=1, most_rounds=1, seconds=0)
 
 

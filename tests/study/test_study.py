@@ -24,7 +24,7 @@ from cpvt_det.study.report import (
 )
 from cpvt_det.study.run import is_done, missing_runs, run_study
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STUDIES = sorted(ROOT.glob("studies/*/plan.yaml"))
 TINY = {"images": 6, "seed": 0, "image_sides": [48, 64], "object_sides": [12, 40], "max_objects": 2}
 CONFIG = """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random model of every family, with a padded batch: what the tests and ``cpvt-det plug-matrix`` try ``add_peg`` on."""
+"""A tiny random model of every family, with a padded batch: what the tests and the table try ``add_peg`` on."""
 
 import importlib
 import importlib.util
@@ -104,8 +104,8 @@ def _masked_images(size: Size) -> Inputs:
 
 
 def _detectron2(name: str) -> Callable[[], nn.Module]:
-    """One of ``d2/plug_examples.py``, where alone detectron2 is imported."""
-    return lambda: getattr(importlib.import_module("cpvt_det.d2.plug_examples"), name)()
+    """One of ``backbones.py``, where alone detectron2 is imported."""
+    return lambda: getattr(importlib.import_module("plug_matrix.backbones"), name)(C)
 
 
 def _detr() -> nn.Module:

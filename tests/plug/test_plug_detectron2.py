@@ -3,12 +3,12 @@
 
 import pytest
 import torch
+from plug_matrix.checks import plugged, recorded
+from plug_matrix.examples import EXAMPLES
 from torch import nn
 
 from cpvt_det.errors import ConfigError
 from cpvt_det.plug import PlugError, add_peg, peg_report, remove_peg
-from cpvt_det.plug.checks import plugged, recorded
-from cpvt_det.plug.examples import EXAMPLES
 
 pytestmark = pytest.mark.detectron2
 

@@ -15,7 +15,7 @@ from test_runner import assert_same_run, losses_of
 from tiny import DETECTORS, overrides
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-DRIVER = str(Path(__file__).with_name("process_driver.py"))
+DRIVER = str(Path(__file__).parents[1] / "process_driver.py")
 ENV = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 RUNNERS = ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)]
 

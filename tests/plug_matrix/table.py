@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det plug-matrix``: the checks of ``plug/checks.py`` on every family that is installed, as a table."""
+"""The checks of ``checks.py`` on every family that is installed, as a table."""
 
 import contextlib
 import io
@@ -12,17 +12,18 @@ import click
 import torch
 from tabulate import tabulate
 
-from cpvt_det.cli import common_options
+from cpvt_det.cli import common_options, told_in_one_line
 from cpvt_det.errors import BadInputError
-from cpvt_det.plug.checks import CHECKS, check
-from cpvt_det.plug.examples import EXAMPLES, PEERS, use_checkout
+from plug_matrix.checks import CHECKS, check
+from plug_matrix.examples import EXAMPLES, PEERS, use_checkout
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--peer", "peers", multiple=True, metavar="NAME=PATH", help=f"A checkout to try too: {', '.join(PEERS)}.")
 @click.option("--only", default="", metavar="TEXT", help="Families whose name has TEXT in it.")
 @common_options
-def plug_matrix(peers: tuple[str, ...], only: str) -> None:
+@told_in_one_line
+def main(peers: tuple[str, ...], only: str) -> None:
     """Try add_peg on a tiny random model of every family that is installed.
 
     Prints a table of families and checks: yes, no, - where the model has no such thing (it does not compile without PEG
@@ -30,8 +31,8 @@ def plug_matrix(peers: tuple[str, ...], only: str) -> None:
 
     \b
     Example:
-      cpvt-det plug-matrix
-      cpvt-det plug-matrix --peer detr=~/src/detr --peer deformable-detr=~/src/Deformable-DETR --peer detrex=~/src/detrex
+      PYTHONPATH=tests python -m plug_matrix
+      PYTHONPATH=tests python -m plug_matrix --peer detr=~/src/detr --peer detrex=~/src/detrex
     """
     checkouts = dict(_checkout(peer) for peer in peers)
     there = {

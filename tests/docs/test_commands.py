@@ -22,21 +22,21 @@ from tiny import MODEL, RUN
 
 from cpvt_det.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
 ELSEWHERE = {
     r"make (quickstart|test|matrix)\b": "its parts are commands of their own, or how tests and site are run",
     r"(pip|git|apt-get) ": "installs",
-    r"export DETECTRON2_ENV_MODULE=cpvt_det.d2$": "tests/test_detectron2_home.py",
+    r"export DETECTRON2_ENV_MODULE=cpvt_det.d2$": "tests/d2/test_detectron2_home.py",
     r"ln -s ": "prepares a folder",
-    r"python (\$D2|detectron2)/tools/": "detectron2's scripts: tests/test_detectron2_home.py, tests/test_plug_detectron2.py",
-    r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/test_checkpoint.py",
+    r"python (\$D2|detectron2)/tools/": "detectron2's own: tests/d2/test_detectron2_home.py, tests/plug/test_plug_detectron2.py",
+    r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/checkpoint/test_checkpoint.py",
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
-    r"cpvt-det plug-matrix .*--peer": "other projects' checkouts: tests/test_plug_families.py",
-    r"cpvt-det study run ": "hours of training: tests/test_study.py",
-    r"cpvt-det train --import my_parts ": "tests/test_extend.py",
+    r"PYTHONPATH=tests python -m plug_matrix .*--peer": "other projects' checkouts: tests/plug/test_plug_families.py",
+    r"cpvt-det study run ": "hours of training: tests/study/test_study.py",
+    r"cpvt-det train --import my_parts ": "tests/docs/test_extend.py",
     r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
-    r"cpvt-det shapes datasets/shapes$": "tests/test_shapes.py draws fewer",
+    r"cpvt-det shapes datasets/shapes$": "tests/data/test_shapes.py draws fewer",
 }
 """Commands, by pattern, and why they are not run here."""
 SMALL_IMAGES = {"analyze": ["--sizes", "64"], "position": ["--size", "64x96"]}
@@ -103,7 +103,7 @@ def _short_and_small(words: list[str]) -> list[str]:
 
 
 def _only_read(script: str, words: list[str]) -> None:
-    """A benchmark takes minutes: its options are read, its work is tested in ``tests/test_benchmarks.py``."""
+    """A benchmark takes minutes: its options are read, its work is tested in ``tests/benchmarks/test_benchmarks.py``."""
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

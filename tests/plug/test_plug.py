@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from conftest import ROOT
+from plug_matrix.checks import close, plugged, recorded
+from plug_matrix.examples import EXAMPLES
+from plug_matrix.table import main
 from torch import nn
 
-from cpvt_det.cli import main
 from cpvt_det.errors import UnknownNameError, WeightsError
 from cpvt_det.plug import PlugError, add_peg, fold_peg, peg_report, remove_peg
-from cpvt_det.plug.checks import close, plugged, recorded
-from cpvt_det.plug.examples import EXAMPLES
 from cpvt_det.plug.families import FAMILIES
 from cpvt_det.plug.hooks import apply_levels
 from cpvt_det.position import PEGDetection
@@ -449,19 +449,19 @@ def test_unknown_option_is_an_unknown_name():
     ],
 )
 def test_plug_matrix_refuses(arguments, message):
-    result = CliRunner().invoke(main, ["plug-matrix", *arguments])
+    result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2 and message in result.output
 
 
 def test_plug_matrix_makes_a_row():
-    result = CliRunner().invoke(main, ["plug-matrix", "--only", "nn.TransformerEncoder"])
+    result = CliRunner().invoke(main, ["--only", "nn.TransformerEncoder"])
     assert result.exit_code == 0
     cells = [cell.strip() for cell in result.stdout.splitlines()[-1].split("|")[1:-1]]
     assert cells == ["torch.nn.TransformerEncoder", *["yes"] * 10]
 
 
 def test_a_folder_that_is_no_checkout_is_told_in_the_row(tmp_path):
-    result = CliRunner().invoke(main, ["plug-matrix", "--peer", f"detr={tmp_path}", "--only", "facebook"])
+    result = CliRunner().invoke(main, ["--peer", f"detr={tmp_path}", "--only", "facebook"])
     assert result.exit_code == 2 and "is no checkout of facebookresearch/detr" in result.output
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 def test_memory_and_open_files_stay_flat():
     """150 steps and ten evaluations here, the first of them within the first tenth; ``faults/long_run.py`` alone takes more."""
     command = [sys.executable, "-m", "faults.long_run", "150"]
-    result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     held = [float(word.rstrip(")\n").partition("=")[2]) for word in result.stdout.split("Held(")[1].split(", ")]
     first_memory, last_memory, first_files, last_files = held

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check of ``cpvt-det plug-matrix`` on every family; stand-ins of the same names and calls where a checkout is needed."""
+"""Every check of ``plug_matrix`` on every family; stand-ins of the same names and calls where a checkout is needed."""
 
 import logging
 import sys
@@ -7,11 +7,11 @@ import types
 
 import pytest
 import torch
+from plug_matrix.checks import CHECKS, check, compiles, exports, plugged, recorded
+from plug_matrix.examples import EXAMPLES, PEERS
 from torch import nn
 
 from cpvt_det.plug import add_peg
-from cpvt_det.plug.checks import CHECKS, check, compiles, exports, plugged, recorded
-from cpvt_det.plug.examples import EXAMPLES, PEERS
 from cpvt_det.plug.families import FAMILIES, find_owner
 
 STAND_INS = {

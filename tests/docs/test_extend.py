@@ -15,7 +15,7 @@ from tiny import overrides
 
 from cpvt_det import registry
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 MODULES = {name: text for text, name in re.findall(r'```python\n("""(my_\w+)\.py.*?)```', PAGE, re.S)}
 KEYS = {

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of the rooms in docs/architecture.md is the order of the imports, and there is no circle."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import house
+
+PACKAGE = Path(__file__).resolve().parents[2] / "cpvt_det"
+OLD_NAMES = {"cpvt_det.build", "cpvt_det.layers.position"}
+"""Modules that only give on what has moved, until version 1.0."""
+
+
+def graph(anywhere=False):
+    return house.import_graph(house.read_package(PACKAGE), anywhere)
+
+
+def test_no_import_points_up():
+    assert [(name, other) for name, other in house.upward(graph()) if name not in OLD_NAMES] == []
+
+
+@pytest.mark.parametrize("anywhere", [False, True], ids=["at import", "anywhere"])
+def test_there_is_no_circle(anywhere):
+    """Anywhere: with imports for typing, in functions and by ``import_module``."""
+    assert house.circles(graph(anywhere)) == []
+
+
+def test_old_names_are_used_nowhere():
+    assert {name: others & OLD_NAMES for name, others in graph().items() if others & OLD_NAMES} == {}
+
+
+def test_tests_stand_in_rooms_of_the_package():
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"whole", "docs", "benchmarks"}
+    assert {path.parent.name for path in PACKAGE.parent.glob("tests/*/test_*.py")} <= rooms
