@@ -17,7 +17,7 @@ from cpvt_det.runner.train import run
 from cpvt_det.tasks import TASK_REGISTRY, DetectionTask, build_task, flatten, main_value
 from cpvt_det.visualize.curves import main_figures, read_metrics
 
-PACKAGE = Path(__file__).resolve().parent.parent / "cpvt_det"
+PACKAGE = Path(__file__).resolve().parents[2] / "cpvt_det"
 
 
 class CountEvaluator(CocoEvaluator):
