@@ -7,6 +7,7 @@ stopped once it knows its iteration.
 
 import atexit
 import contextlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -51,22 +52,16 @@ class MappedDataset(Dataset):
 
     def __getitem__(self, draw: Draw) -> Sample:
         epoch, index = draw
-        with (
-            self._noted(index),
-            torch.random.fork_rng(devices=[]),
-        ):  # in the main process the model's dropout draws from the same state
-            # Not torch.manual_seed: it would reseed the GPUs too, whose states stay outside of this fork.
-            torch.default_generator.manual_seed(mix_seed(self.seed, epoch, index))
-            return self.mapper(self.records[index])
-
-    @contextlib.contextmanager
-    def _noted(self, index: int) -> Iterator[None]:
         worker = get_worker_info()
         if worker is not None:
             self.at_work[worker.id] = torch.tensor([os.getpid(), index])
-        yield
+        with torch.random.fork_rng(devices=[]):  # in the main process the model's dropout draws from the same state
+            # Not torch.manual_seed: it would reseed the GPUs too, whose states stay outside of this fork.
+            torch.default_generator.manual_seed(mix_seed(self.seed, epoch, index))
+            sample = self.mapper(self.records[index])
         if worker is not None:
             self.at_work[worker.id, 1] = -1
+        return sample
 
 
 @contextlib.contextmanager
@@ -134,22 +129,18 @@ class TrainBatches(Sampler[list[Draw]]):
 
     def __iter__(self) -> Iterator[list[Draw]]:
         """Batches from number ``start`` on; those before are counted off without loading anything."""
-        for number, batch in enumerate(self._stream()):
-            if number >= self.start:
-                yield batch[self.slice]
-
-    def _stream(self) -> Iterator[list[Draw]]:
         waiting: dict[int, list[Draw]] = {0: [], 1: []}
-        epoch = 0
-        while True:
+        number = 0
+        for epoch in itertools.count():
             order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records)
             for index in order.tolist():
                 group = waiting[self.groups[index]]
                 group.append((epoch, index))
                 if len(group) == self.batch_size:
-                    yield group.copy()
+                    if number >= self.start:
+                        yield group[self.slice]
+                    number += 1
                     group.clear()
-            epoch += 1
 
 
 class TrainLoader:
@@ -189,7 +180,7 @@ def _data_loader(dataset: MappedDataset, batches: Sampler | list, num_workers: i
         dataset,
         batch_sampler=batches,
         num_workers=num_workers,
-        collate_fn=_as_list,
+        collate_fn=list,
         pin_memory=pin_memory,
         persistent_workers=False,
         # Its own generator: the loader would draw a base seed from the global state, and dropout would change with workers.
@@ -212,10 +203,6 @@ def _end_workers() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for every one of them
     for worker in workers:
         worker.kill()
-
-
-def _as_list(samples: list[Sample]) -> list[Sample]:
-    return samples
 
 
 def mix_seed(*numbers: int) -> int:

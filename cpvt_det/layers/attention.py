@@ -66,7 +66,8 @@ class Attention(nn.Module):
         """
         if attention_mask is not None and not attention_mask.is_floating_point():
             raise TypeError(f"attention_mask is added to the scores and must be float, got {attention_mask.dtype}")
-        q, k, v = (self._split_heads(x) for x in self._project(queries, keys, values))
+        projected = self._project(queries, keys, values)
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected)  # (B, N, C) -> (B, M, N, C / M)
         attend = None if padding_mask is None or not may_be_padded(padding_mask) else ~padding_mask[:, None, None, :]
         if attention_mask is not None:
             attend = attention_mask.to(q.dtype) if attend is None else attention_mask.to(q.dtype).where(attend, -math.inf)
@@ -89,9 +90,6 @@ class Attention(nn.Module):
             shared = linear(keys, self.in_proj_weight[channels:], self.in_proj_bias[channels:])
             return linear(queries, weights[0], biases[0]), *shared.chunk(2, dim=-1)
         return tuple(linear(x, w, b) for x, w, b in zip((queries, keys, values), weights, biases, strict=True))
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, N, C) -> (B, M, N, C / M)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None, probability: float) -> Tensor:

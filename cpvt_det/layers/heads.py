@@ -18,7 +18,7 @@ class Heads:
     Not a module: the heads are registered in the detector, under their official names, and the decoder is called with them.
 
     Args:
-        class_embed: one head for all layers, or a list of one per layer.
+        class_embed: one head for all layers, or a list: one per layer, or one for all.
         bbox_embed: likewise.
         refine: whether the boxes of a layer are the references of the next.
     """
@@ -40,21 +40,19 @@ class Heads:
         Returns:
             Logits (..., Q, K') and boxes (..., Q, 4), in float32 at least.
         """
+        class_head, box_head = (
+            heads[min(layer, len(heads) - 1)] if isinstance(heads, nn.ModuleList) else heads
+            for heads in (self.class_embed, self.bbox_embed)
+        )
         with torch.autocast(decoded.device.type, enabled=False):
             decoded = full_precision(decoded)
-            boxes = self._of(self.bbox_embed, layer)(decoded)
+            boxes = box_head(decoded)
             if references is not None:
                 start = inverse_sigmoid(full_precision(references))
                 if references.shape[-1] == 2:  # a point has no size yet
                     start = torch.cat((start, torch.zeros_like(start)), dim=-1)
                 boxes = boxes + start
-            return Predictions(self._of(self.class_embed, layer)(decoded), boxes.sigmoid())
-
-    @staticmethod
-    def _of(heads: nn.Module, layer: int) -> nn.Module:
-        if not isinstance(heads, nn.ModuleList):
-            return heads
-        return heads[layer if len(heads) > 1 else 0]
+            return Predictions(class_head(decoded), boxes.sigmoid())
 
 
 class MLP(nn.Module):

@@ -37,17 +37,14 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
         """
         if not self.training:
             return super().forward(x)
-        if valid is None and not self.synchronised and x[:, 0].numel() > 1 and self._runs_as_usual:
+        has_running = self.track_running_stats and self.momentum is not None
+        if valid is None and not self.synchronised and x[:, 0].numel() > 1 and has_running:
             return self._over_all(x)
         counted = x.new_ones(x[:, :1].shape) if valid is None else valid
         over_processes = self.synchronised and distributed.is_initialized()
         out, mean, variance, count = _Normalise.apply(x, counted, self.weight, self.bias, self.eps, over_processes)
         self._update_running(mean, variance, count)
         return out
-
-    @property
-    def _runs_as_usual(self) -> bool:
-        return self.track_running_stats and self.momentum is not None
 
     def _over_all(self, x: Tensor) -> Tensor:
         """torch's own, of rows: of a channels-last view of width 1 torch 2.15 gives a wrong gradient, on a CPU and without a word.
@@ -92,7 +89,7 @@ class MaskedGroupNorm(nn.GroupNorm):
         if valid is None:
             # torch 2.15's CPU kernel for channels_last loses digits where a mean is large: errors of 3e-4 instead of 4e-6.
             return super().forward(x.contiguous())
-        weight = valid.to(_accumulation_dtype(x))[:, :, None]  # (B, 1, 1, H, W)
+        weight = valid.to(torch.promote_types(x.dtype, torch.float32))[:, :, None]  # (B, 1, 1, H, W)
         groups = x.unflatten(1, (self.num_groups, -1))  # (B, C, H, W) -> (B, groups, C / groups, H, W)
         count = (weight.sum((2, 3, 4), keepdim=True) * groups.shape[2]).clamp(min=1)
         mean = (groups * weight).sum((2, 3, 4), keepdim=True) / count
@@ -179,7 +176,7 @@ class _Normalise(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     """(B, C, H, W) -> (B * H * W, C), of a channels-last map without a copy; sums over its rows are the fastest there are."""
-    return x.movedim(1, -1).reshape(-1, x.shape[1]).to(_accumulation_dtype(x))
+    return x.movedim(1, -1).reshape(-1, x.shape[1]).to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _over_processes(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,7 +190,3 @@ def _over_processes(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tens
     count = count.squeeze(0)
     mean = total / count.clamp(min=1)
     return mean, (square / count.clamp(min=1) - mean.square()).clamp(min=0), count
-
-
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype

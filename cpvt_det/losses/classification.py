@@ -60,16 +60,14 @@ class SoftmaxClassification:
         Returns:
             (D,).
         """
-        return KnownGradient.apply(logits, *self._loss_and_slopes(logits, classes[..., None]))
-
-    @torch.no_grad()
-    def _loss_and_slopes(self, logits: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-        weights = torch.ones_like(classes, dtype=logits.dtype).masked_fill_(classes == self.num_classes, self.background_weight)
-        slopes = logits.log_softmax(-1)
-        losses = -weights * slopes.gather(-1, classes)
-        slopes.exp_()
-        slopes.scatter_(-1, classes, slopes.gather(-1, classes) - 1).mul_(weights)
-        return losses.sum((1, 2, 3)), slopes
+        with torch.no_grad():
+            index = classes[..., None]
+            weights = torch.ones_like(index, dtype=logits.dtype).masked_fill_(index == self.num_classes, self.background_weight)
+            slopes = logits.log_softmax(-1)
+            losses = -weights * slopes.gather(-1, index)
+            slopes.exp_()
+            slopes.scatter_(-1, index, slopes.gather(-1, index) - 1).mul_(weights)
+        return KnownGradient.apply(logits, losses.sum((1, 2, 3)), slopes)
 
     def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
         """The sum of the weights of all queries: the loss is a weighted mean."""
@@ -123,23 +121,23 @@ class FocalClassification:
         return minus_negative.mul_(1 - self.alpha).sub_(minus_positive, alpha=self.alpha)
 
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
-        """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`."""
-        return KnownGradient.apply(logits, *self._loss_and_slopes(logits, classes[..., None]))
+        """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`.
 
-    @torch.no_grad()
-    def _loss_and_slopes(self, logits: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-        """All logits are taken for negatives first, then the few that are not are set right; layer by layer, which fits a cache."""
+        All logits are taken for negatives first, then the few that are not are set right; layer by layer, which fits a cache.
+        """
+        classes = classes[..., None]
         is_object, own = classes != self.num_classes, classes.clamp(max=self.num_classes - 1)
         sums, slopes = logits.new_empty(len(logits)), torch.empty_like(logits)
-        for x, total, slope, index, here in zip(logits, sums, slopes, own, is_object, strict=True):
-            losses = self._negatives(x, 1 - self.alpha, slope)
-            positive = -x.gather(-1, index)
-            positive_slope = torch.empty_like(positive)
-            positive_losses = self._negatives(positive, self.alpha, positive_slope)
-            losses.scatter_(-1, index, torch.where(here, positive_losses, losses.gather(-1, index)))
-            slope.scatter_(-1, index, torch.where(here, -positive_slope, slope.gather(-1, index)))
-            total.copy_(losses.sum())
-        return sums, slopes
+        with torch.no_grad():
+            for x, total, slope, index, here in zip(logits, sums, slopes, own, is_object, strict=True):
+                losses = self._negatives(x, 1 - self.alpha, slope)
+                positive = -x.gather(-1, index)
+                positive_slope = torch.empty_like(positive)
+                positive_losses = self._negatives(positive, self.alpha, positive_slope)
+                losses.scatter_(-1, index, torch.where(here, positive_losses, losses.gather(-1, index)))
+                slope.scatter_(-1, index, torch.where(here, -positive_slope, slope.gather(-1, index)))
+                total.copy_(losses.sum())
+        return KnownGradient.apply(logits, sums, slopes)
 
     def _negatives(self, x: Tensor, weight: float, slope: Tensor) -> Tensor:
         """weight * p^gamma * -log(1 - p) for p = sigmoid(x): the loss of negatives of logits x, or of positives of logits -x.

@@ -86,7 +86,8 @@ class SetCriterion:
         matches = self.matcher(predictions, padded)
         if normalizers is None:
             normalizers = self.normalizers(targets, predictions.logits.shape[2])
-        losses = self._weighted(self.losses_by_layer(predictions, padded, matches, normalizers))
+        by_layer = self.losses_by_layer(predictions, padded, matches, normalizers)
+        losses = {name: self.weights[name] * values.sum() for name, values in by_layer.items()}
         finite = _finite_images(predictions)
         if predictions.proposals is not None:
             losses |= self._of_proposals(predictions.proposals, targets, normalizers)
@@ -118,11 +119,8 @@ class SetCriterion:
         ]
         padded = PaddedTargets.from_targets(objects, proposals.boxes.dtype)
         shares = Normalizers(normalizers.boxes * times, normalizers.classes * times)
-        by_stage = self._weighted(self.losses_by_layer(proposals, padded, self.matcher(proposals, padded), shares))
-        return {name.replace("loss_", "loss_proposal_"): value for name, value in by_stage.items()}
-
-    def _weighted(self, by_layer: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self.weights[name] * values.sum() for name, values in by_layer.items()}
+        by_layer = self.losses_by_layer(proposals, padded, self.matcher(proposals, padded), shares)
+        return {name.replace("loss_", "loss_proposal_"): self.weights[name] * values.sum() for name, values in by_layer.items()}
 
     def losses_by_layer(
         self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers

@@ -258,7 +258,3 @@ class DeformableTransformer(nn.Module):
             positions = flatten_levels(additive) + positions
         tokens = self.encoder(flatten_levels(features), positions, levels, position.inject)
         return Memory(tokens, tokens)
-
-    def decode(self, queries: Queries, memory: Memory, levels: Levels, heads: Heads) -> Predictions:
-        """Decode; arguments and result as in :meth:`DeformableDecoder.forward`."""
-        return self.decoder(queries, memory, levels, heads)

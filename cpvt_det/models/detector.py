@@ -29,6 +29,10 @@ class Detector(nn.Module):
         transformer: encoder and decoder; contract in :class:`cpvt_det.models.Transformer`.
         pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
 
+    Attributes:
+        strides: pixels per cell of each level of the transformer.
+        size_divisibility: number that the sides of canvases are multiples of: the largest stride, or what the backbone needs.
+
     Subclasses register ``class_embed``, ``bbox_embed`` and their query source.
     """
 
@@ -51,6 +55,8 @@ class Detector(nn.Module):
         self.input_proj = neck
         self.position = position
         self.transformer = transformer
+        self.strides: list[int] = neck.strides
+        self.size_divisibility = math.lcm(max(neck.strides), backbone.size_divisibility)
         self.frozen: tuple[str, ...] = ()
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean)[:, None, None], persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std)[:, None, None], persistent=False)
@@ -61,19 +67,9 @@ class Detector(nn.Module):
         return self.input_proj
 
     @property
-    def strides(self) -> list[int]:
-        """Pixels per cell of each level of the transformer."""
-        return self.neck.strides
-
-    @property
     def num_queries(self) -> int:
         """Q, without queries that exist in training only."""
         return self.queries.num_queries
-
-    @property
-    def heads(self) -> Heads:
-        """The decoder's heads."""
-        return Heads(self.class_embed, self.bbox_embed, self.refine_boxes)
 
     def freeze(self, parts: Sequence[str]) -> None:
         """Keep parts as they are: without gradients, and in evaluation mode, so that statistics of norms stay too.
@@ -95,11 +91,6 @@ class Detector(nn.Module):
             if any(in_part(name, part) for part in self.frozen):
                 module.eval()
         return self
-
-    @property
-    def size_divisibility(self) -> int:
-        """Number that the sides of canvases are multiples of: the largest stride, or what the backbone needs."""
-        return math.lcm(max(self.strides), self.backbone.size_divisibility)
 
     def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
         """Images as the mapper gives them -> one normalised, padded batch on the detector's device.
@@ -128,7 +119,8 @@ class Detector(nn.Module):
         features, levels = self.neck(maps, padding_mask)  # zero under the padding from here on
         memory = self.transformer.encode(features, levels, self.position)
         queries = self.queries(memory.tokens, levels, targets)
-        return queries.sort(self.transformer.decode(queries, memory, levels, self.heads))
+        heads = Heads(self.class_embed, self.bbox_embed, self.refine_boxes)
+        return queries.sort(self.transformer.decoder(queries, memory, levels, heads))
 
 
 def _without_padding(images: Tensor, padding_mask: Tensor) -> Tensor:

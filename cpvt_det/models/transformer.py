@@ -75,7 +75,7 @@ class EncoderLayer(nn.Module):
         return self.norm2(self.dropout.add(tokens, self._feed_forward(tokens)))
 
     def _attend(self, x: Tensor, positions: Tensor | None, padding_mask: Tensor) -> Tensor:
-        placed = _add(x, positions)
+        placed = x if positions is None else x + positions  # x itself, so that attention sees that its inputs are one
         return self.self_attn(placed, placed, x, padding_mask)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
 class Transformer(nn.Module):
     """The encoder and the decoder under the official names.
 
-    The contract of a transformer, which :class:`Detector` relies on: ``encode`` and ``decode``.
+    The contract of a transformer, which :class:`Detector` relies on: ``encode``, and ``decoder`` with the call of :class:`Decoder`.
 
     Args:
         encoder_layers: layers of the encoder.
@@ -271,12 +271,3 @@ class Transformer(nn.Module):
         positions = None if additive is None else flatten_levels(additive)
         tokens = self.encoder(flatten_levels(features), positions, levels.padding_mask, levels.shapes, position.inject)
         return Memory(tokens, tokens if decoder_additive is None else tokens + flatten_levels(decoder_additive))
-
-    def decode(self, queries: Queries, memory: Memory, levels: Levels, heads: Heads) -> Predictions:
-        """Decode; arguments and result as in :meth:`Decoder.forward`."""
-        return self.decoder(queries, memory, levels, heads)
-
-
-def _add(x: Tensor, positions: Tensor | None) -> Tensor:
-    """``x`` itself where there is nothing to add, so that attention sees that two inputs are one."""
-    return x if positions is None else x + positions

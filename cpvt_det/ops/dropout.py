@@ -13,43 +13,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+MOST = 1 - 2**-17
+"""The probability from which on the kernel's 16 bits round to dropping everything."""
 
 
 def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
     """``F.dropout``."""
-    if not training or not _takes_kernel(x, probability):
-        return F.dropout(x, probability, training)
-    return _Dropout.apply(x, probability, _draw_seed())
-
-
-def relu_dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
-    """``F.dropout(F.relu(x))``, which keeps its output for the backward pass and nothing else."""
-    if not training or not _takes_kernel(x, probability):
-        return F.dropout(F.relu(x), probability, training)
-    return _ReluDropout.apply(x, probability, _draw_seed())
-
-
-def add_dropout(residual: Tensor, x: Tensor, probability: float, training: bool = True) -> Tensor:
-    """``residual + F.dropout(x)``, in one new tensor; both are of one shape."""
-    if not training or not _takes_kernel(x, probability):
-        return residual + F.dropout(x, probability, training)
-    return _AddDropout.apply(residual, x, probability, _draw_seed())
+    seed = _kernel_seed(x, probability, training)
+    return F.dropout(x, probability, training) if seed is None else _Dropout.apply(x, probability, seed)
 
 
 class Dropout(nn.Dropout):
     """``nn.Dropout`` by :func:`dropout`, and what stands around it in a transformer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the input's shape."""
+        """Dropout of ``x``, of any shape."""
         return dropout(x, self.p, self.training)
 
     def after_relu(self, x: Tensor) -> Tensor:
-        """Of the input's ReLU."""
-        return relu_dropout(x, self.p, self.training)
+        """``F.dropout(F.relu(x))``, which keeps its output for the backward pass and nothing else."""
+        seed = _kernel_seed(x, self.p, self.training)
+        return F.dropout(F.relu(x), self.p, self.training) if seed is None else _ReluDropout.apply(x, self.p, seed)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Of ``x``, added to ``residual``."""
-        return add_dropout(residual, x, self.p, self.training)
+        """``residual + F.dropout(x)``, in one new tensor; both are of one shape."""
+        seed = _kernel_seed(x, self.p, self.training)
+        return residual + F.dropout(x, self.p, self.training) if seed is None else _AddDropout.apply(residual, x, self.p, seed)
 
 
 class _Dropout(torch.autograd.Function):
@@ -90,11 +79,12 @@ class _ReluDropout(torch.autograd.Function):
         return torch.ops.aten.threshold_backward(grad, out, 0).mul_(ctx.scale), None, None
 
 
-def _takes_kernel(x: Tensor, probability: float) -> bool:
+def _kernel_seed(x: Tensor, probability: float, training: bool) -> int | None:
+    """The seed of a draw by the kernel, from torch's generator; ``None`` where the draw is torch's own."""
     is_plain = x.device.type == "cpu" and x.dtype in FLOATS and type(x) in (Tensor, nn.Parameter)
-    if not is_plain or probability == 0 or torch.compiler.is_compiling():
-        return False
-    return _kernel() is not None and _kernel().serves(probability)
+    if not training or not is_plain or not 0 < probability < MOST or torch.compiler.is_compiling() or _kernel() is None:
+        return None
+    return int(torch.randint(1 << 62, ()))
 
 
 @functools.cache
@@ -103,7 +93,3 @@ def _kernel() -> ModuleType | None:
         return importlib.import_module("cpvt_det.ops.dropout_numba")
     except (ImportError, OSError):  # of which deformable attention, which loses more by it, tells
         return None
-
-
-def _draw_seed() -> int:
-    return int(torch.randint(1 << 62, ()))

@@ -45,11 +45,6 @@ def _drop(x, out, threshold, scale, floor, key, start, stop):
             out[first + i] = zero if dropped else scaled
 
 
-def serves(probability: float) -> bool:
-    """Not the few that round to dropping everything."""
-    return 0 <= round(probability * STEPS) < STEPS
-
-
 def keep_scale(probability: float) -> float:
     """What kept elements are multiplied by: one over the share of them, as rounded."""
     return STEPS / (STEPS - round(probability * STEPS))
@@ -67,20 +62,17 @@ def drop(x: Tensor, probability: float, seed: int, rectify: bool) -> Tensor:
     Returns:
         A new tensor like ``x``, contiguous.
     """
-    scale = keep_scale(probability)
-    x = x.contiguous()
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    x, scale, threshold = x.contiguous(), keep_scale(probability), np.uint16(round(probability * STEPS))
     if x.dtype in (torch.float16, torch.bfloat16):  # numba has none: the kernel moves or clears 16 bits, torch multiplies
         out = x.relu() if rectify else x * 1
-        numbers = out.view(torch.int16).view(-1).numpy()
-        _run(numbers, numbers, probability, np.int16(1), np.int16(-(1 << 15)), seed)
-        return out.mul_(scale)
-    out = torch.empty_like(x)
-    real = np.float64 if x.dtype == torch.float64 else np.float32
-    _run(x.view(-1).numpy(), out.view(-1).numpy(), probability, real(scale), real(0 if rectify else np.nan), seed)
-    return out
-
-
-def _run(x: np.ndarray, out: np.ndarray, probability: float, scale: np.number, floor: np.number, seed: int) -> None:
-    threshold, blocks = np.uint16(round(probability * STEPS)), -(-x.size // PER_BLOCK)
-    if blocks:
-        run(_drop, (x, out, threshold, scale, floor, np.uint64(seed)), cut(blocks, x.size))
+        source = target = out.view(torch.int16).view(-1).numpy()
+        factor, floor = np.int16(1), np.int16(-(1 << 15))
+    else:
+        out = torch.empty_like(x)
+        source, target = x.view(-1).numpy(), out.view(-1).numpy()
+        real = np.float64 if x.dtype == torch.float64 else np.float32
+        factor, floor = real(scale), real(0 if rectify else np.nan)
+    run(_drop, (source, target, threshold, factor, floor, np.uint64(seed)), cut(-(-x.numel() // PER_BLOCK), x.numel()))
+    return out.mul_(scale) if factor.dtype == np.int16 else out

@@ -51,7 +51,7 @@ class PEGEncoding(PositionEncoding):
         self.additive = None if additive is None else additive(channels)
         self.pegs = nn.ModuleDict(
             {
-                _layer_key(position): nn.ModuleList(
+                "before" if position < 0 else str(position): nn.ModuleList(
                     peg(channels, kernel_size, norm, mask_input, zero_init) for _ in range(1 if share_levels else num_levels)
                 )
                 for position in positions
@@ -62,15 +62,10 @@ class PEGEncoding(PositionEncoding):
         return None if self.additive is None else self.additive(features, padding_masks)
 
     def inject(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
-        key = _layer_key(layer)
+        key = "before" if layer < 0 else str(layer)
         if key not in self.pegs:
             return tokens
         return encode_levels(self.pegs[key], tokens, padding_mask, level_shapes)
-
-
-def _layer_key(layer: int) -> str:
-    """A layer index as a key of a module dict and so of the state dict: ``before`` for -1."""
-    return "before" if layer < 0 else str(layer)
 
 
 register_position("peg")(PEGEncoding)

@@ -43,19 +43,17 @@ class SineEncoding(PositionEncoding):
         return [self._encode(~mask, feature.dtype) for feature, mask in zip(features, padding_masks, strict=True)]
 
     def _encode(self, valid: Tensor, dtype: torch.dtype) -> Tensor:
-        compute = torch.promote_types(dtype, torch.float32)
-        axes = [self._encode_axis(valid.cumsum(dim).to(compute), dim) for dim in (1, 2)]
+        compute, axes = torch.promote_types(dtype, torch.float32), []
+        for dim in (1, 2):
+            index = valid.cumsum(dim).to(compute)  # (B, H, W), of cells from 1
+            extent = index.narrow(dim, index.shape[dim] - 1, 1)
+            angle = (index + self.offset) / (extent + 1e-6) * (2 * math.pi)
+            axes.append(sines(angle, self.channels_per_axis, self.temperature))
         return torch.cat(axes, dim=-1).permute(0, 3, 1, 2).to(dtype)  # (B, H, W, C) -> (B, C, H, W)
-
-    def _encode_axis(self, index: Tensor, dim: int) -> Tensor:
-        """(B, H, W) cell indices from 1 -> (B, H, W, C / 2) sines and cosines by turns."""
-        extent = index.narrow(dim, index.shape[dim] - 1, 1)
-        angle = (index + self.offset) / (extent + 1e-6) * (2 * math.pi)
-        return sines(angle, self.channels_per_axis, self.temperature)
 
 
 def sines(angle: Tensor, channels: int, temperature: float = 10000.0) -> Tensor:
-    """Sines and cosines by turns, of wavelengths that rise from 2 pi to nearly ``temperature`` times that.
+    """Sines and cosines alternately, of wavelengths that rise from 2 pi to nearly ``temperature`` times that.
 
     Args:
         angle: (...) float, in radians.

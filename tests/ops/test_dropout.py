@@ -11,7 +11,7 @@ from torch import nn
 from cpvt_det.layers import attention
 from cpvt_det.ops import dropout as module
 from cpvt_det.ops import numba_threads as kernels
-from cpvt_det.ops.dropout import Dropout, add_dropout, dropout, relu_dropout
+from cpvt_det.ops.dropout import Dropout, dropout
 
 pytest.importorskip("numba")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -66,6 +66,10 @@ def test_it_follows_torch_s_seed_and_no_number_of_threads(monkeypatch):
     assert not torch.equal(found[0], kept_of(100_001, 0.1, seed=1))
 
 
+def relu_dropout(x, probability):
+    return Dropout(probability).after_relu(x)
+
+
 @pytest.mark.parametrize("function", [dropout, relu_dropout])
 def test_gradients(function):
     """Also the second, and of an input that is no plain block of memory; the same seed every time."""
@@ -82,7 +86,7 @@ def test_gradients(function):
 def test_gradients_of_the_sum():
     def call(residual, x):
         torch.manual_seed(3)
-        return add_dropout(residual, x, 0.4)
+        return Dropout(0.4).add(residual, x)
 
     inputs = torch.randn(2, 9, dtype=torch.float64, requires_grad=True), torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(call, inputs)
@@ -94,7 +98,7 @@ def test_gradients_of_the_sum():
 def test_the_sum_in_one(dtype, kind):
     residual = torch.randn(3, 700, dtype=torch.float32 if kind == "float32" else dtype, requires_grad=True)
     x, found = torch.randn(3, 700, dtype=dtype, requires_grad=True), []
-    for call in (lambda: residual + dropout(x, 0.25), lambda: add_dropout(residual, x, 0.25)):
+    for call in (lambda: residual + dropout(x, 0.25), lambda: Dropout(0.25).add(residual, x)):
         torch.manual_seed(2)
         out = call()
         found.append((out, *torch.autograd.grad(out.float().square().sum(), (residual, x))))

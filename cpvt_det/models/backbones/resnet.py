@@ -89,6 +89,7 @@ class ResNetBackbone(nn.Module):
         strides = {2: 4, 3: 8, 4: 16, 5: 16 if dilation else 32}
         expansion = DEPTHS[name][0].expansion
         self.strides = [strides[stage] for stage in self.stages]
+        self.size_divisibility = max(self.strides)
         self.channels = [width * 2 ** (stage - 2) * expansion for stage in self.stages]
         for module in self._frozen_modules():
             module.requires_grad_(False)
@@ -126,11 +127,6 @@ class ResNetBackbone(nn.Module):
                 raise WeightsError(f"{weights} does not fit {self.name}: {key} is {shapes}")
         self.body.load_state_dict(found, strict=False)
 
-    @property
-    def size_divisibility(self) -> int:
-        """Images should have sides that are multiples of this: the largest stride."""
-        return max(self.strides)
-
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """Extract features.
 
@@ -141,7 +137,8 @@ class ResNetBackbone(nn.Module):
         Returns:
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
-        valid = _ValidCells(padding_mask, images.dtype) if self.mask_padding and may_be_padded(padding_mask) else _AllCells()
+        is_masked = self.mask_padding and may_be_padded(padding_mask)
+        valid = _ValidCells(padding_mask if is_masked else None, images.dtype)
         body = self.body
         x = valid.keep(valid.convolve(body.conv1, body.bn1, images, 2), 2).relu_()
         x = valid.keep(body.maxpool(x), 4)  # the first padded cells' windows reach back into the image
@@ -185,45 +182,39 @@ def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
         ) from error
 
 
-class _AllCells:
-    """No cell is masked: nothing is padded, or the padding carries what the convolutions put there, as in the official code."""
+class _ValidCells:
+    """The cells of every stride that are not padded, made once a batch.
 
-    def keep(self, x: Tensor, stride: int) -> Tensor:
-        """``x`` (B, C, H, W), in place, with zeros under the padding."""
-        return x
+    Args:
+        padding_mask: (B, H, W) bool, True = padded; ``None``: no cell is masked, because nothing is padded, or the padding carries
+            what the convolutions put there, as in the official code.
+        dtype: dtype of the maps.
+    """
 
-    def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
-        """``norm(convolution(x))``, of this stride, in memory that nobody else needs."""
-        if isinstance(norm, FrozenBatchNorm2d):
-            return convolve(convolution, x, norm)
-        return self._normalise(norm, convolve(convolution, x), stride)
-
-    def _normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
-        return norm(x)
-
-
-class _ValidCells(_AllCells):
-    """The valid cells of every stride, made once a batch."""
-
-    def __init__(self, padding_mask: Tensor, dtype: torch.dtype):
+    def __init__(self, padding_mask: Tensor | None, dtype: torch.dtype):
         self._padding_mask, self._dtype = padding_mask, dtype
         self._by_stride: dict[int, Tensor] = {}
 
-    def keep(self, x: Tensor, stride: int) -> Tensor:
-        return x.mul_(self._at(stride).to(x.dtype))
-
-    def _normalise(self, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
-        """Statistics come from valid cells alone."""
-        return norm(x, self._at(stride))
-
-    def _at(self, stride: int) -> Tensor:
-        if stride not in self._by_stride:
+    def at(self, stride: int) -> Tensor | None:
+        """(B, 1, H, W) float, 1 = valid; ``None`` where no cell is masked."""
+        if self._padding_mask is not None and stride not in self._by_stride:
             valid = ~level_padding_mask(self._padding_mask, stride)
             self._by_stride[stride] = valid[:, None].to(self._dtype)
-        return self._by_stride[stride]
+        return self._by_stride.get(stride)
+
+    def keep(self, x: Tensor, stride: int) -> Tensor:
+        """``x`` (B, C, H, W), in place, with zeros under the padding."""
+        valid = self.at(stride)
+        return x if valid is None else x.mul_(valid.to(x.dtype))
+
+    def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
+        """``norm(convolution(x))``, of this stride, in memory that nobody else needs; statistics come from valid cells alone."""
+        if isinstance(norm, FrozenBatchNorm2d):
+            return convolve(convolution, x, norm)
+        return norm(convolve(convolution, x), self.at(stride))
 
 
-def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _AllCells, is_returned: bool) -> tuple[Tensor, int]:
+def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _ValidCells, is_returned: bool) -> tuple[Tensor, int]:
     """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it.
 
     Between two bottlenecks nothing looks across cells, unless a norm counts them: there the wide map is left as it is.
