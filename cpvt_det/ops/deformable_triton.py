@@ -224,6 +224,15 @@ def _sample(locations_ptr, weights_ptr, sample, real, height, width, COMPUTE: tl
 
 
 @_jit()
+def _rows(queries, blocks, M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Image and head of this program, its rows, which of them there are, and the channels' lanes."""
+    head, rest = tl.program_id(0) % M, tl.program_id(0) // M
+    image = (rest // blocks).to(tl.int64)
+    query = (rest % blocks) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    return image, head, query < queries, (image * queries + query) * M + head, tl.arange(0, BLOCK_D)[None, :]
+
+
+@_jit()
 def _tile(rows, lanes, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """The mask of a tile from that of its rows; it varies over the lanes, which costs vector reads, only where D is padded."""
     mask = rows[:, None]
@@ -256,6 +265,45 @@ def _read(value_ptr, upper, lower, m00, m01, m10, m11, NEXT: tl.constexpr, COMPU
     return v00, v01, v10, v11
 
 
+@_jit()
+def _slopes(grad, v00, v01, v10, v11, fx, fy, weight, height, width):
+    """Gradients of each point's weight, x and y, from that of its row and the tiles of its four pixels."""
+    dot00, dot01 = tl.sum(grad * v00, 1), tl.sum(grad * v01, 1)
+    dot10, dot11 = tl.sum(grad * v10, 1), tl.sum(grad * v11, 1)
+    by_weight = (1 - fy) * ((1 - fx) * dot00 + fx * dot01) + fy * ((1 - fx) * dot10 + fx * dot11)
+    by_x = weight * width * ((1 - fy) * (dot01 - dot00) + fy * (dot11 - dot10))
+    by_y = weight * height * ((1 - fx) * (dot10 - dot00) + fx * (dot11 - dot01))
+    return by_weight, by_x, by_y
+
+
+@_jit()
+def _scatter(target, grad, upper, lower, m00, m01, m10, m11, fx, fy, weight, NEXT: tl.constexpr):
+    """Add each point's part of its row's gradient to its four pixels."""
+    above, below = ((1 - fy) * weight)[:, None] * grad, (fy * weight)[:, None] * grad
+    tl.atomic_add(target + upper, (1 - fx)[:, None] * above, mask=m00, sem="relaxed")
+    tl.atomic_add(target + upper + NEXT, fx[:, None] * above, mask=m01, sem="relaxed")
+    tl.atomic_add(target + lower, (1 - fx)[:, None] * below, mask=m10, sem="relaxed")
+    tl.atomic_add(target + lower + NEXT, fx[:, None] * below, mask=m11, sem="relaxed")
+
+
+@_jit()
+def _cell(left, top, height, width, first_cell, no_cell):
+    """The cell of each point; ``no_cell``, the number after the last, of a point in none.
+
+    Cells are the (H_l + 1) x (W_l + 1) squares between pixel centres, by image, head, level and row: a point reads the four
+    corners of its cell.
+    """
+    in_cell = (left >= -1) & (left < width) & (top >= -1) & (top < height)
+    cell = first_cell + (tl.cast(top, tl.int32) + 1) * (tl.cast(width, tl.int32) + 1) + (tl.cast(left, tl.int32) + 1)
+    return tl.where(in_cell, cell, no_cell)
+
+
+@_jit()
+def _store(pointer, row, slots, tile, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the rows of a tile, of which the first ``WIDTH`` columns count."""
+    tl.store(pointer + row[:, None] * WIDTH + slots, tile.to(pointer.dtype.element_ty), mask=_tile(real, slots, WIDTH, BLOCK))
+
+
 @_jit("tokens", "queries", "blocks")
 def _forward_kernel(
     value_ptr,
@@ -274,11 +322,7 @@ def _forward_kernel(
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    head, rest = tl.program_id(0) % M, tl.program_id(0) // M
-    image = (rest // blocks).to(tl.int64)
-    query = (rest % blocks) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    real, lanes = query < queries, tl.arange(0, BLOCK_D)[None, :]
-    row = (image * queries + query) * M + head
+    image, head, real, row, lanes = _rows(queries, blocks, M, BLOCK_Q, BLOCK_D)
     value_ptr += (image * tokens * M + head) * D
     total = tl.zeros((BLOCK_Q, BLOCK_D), COMPUTE)
     first_token = 0
@@ -293,8 +337,7 @@ def _forward_kernel(
             total += ((1 - fx) * above)[:, None] * v00 + (fx * above)[:, None] * v01
             total += ((1 - fx) * below)[:, None] * v10 + (fx * below)[:, None] * v11
         first_token += tl.cast(height, tl.int32) * tl.cast(width, tl.int32)
-    output = total.to(output_ptr.dtype.element_ty)
-    tl.store(output_ptr + row[:, None] * D + lanes, output, mask=_tile(real, lanes, D, BLOCK_D))
+    _store(output_ptr, row, lanes, total, real, D, BLOCK_D)
 
 
 @_jit("tokens", "queries", "blocks", "cells")
@@ -321,18 +364,9 @@ def _backward_kernel(
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Gradients of locations and weights, and either atomic sums into grad_value_ptr or each sample's cell into keys_ptr.
-
-    Cells are the (H_l + 1) x (W_l + 1) squares between pixel centres, by image, head, level and row: a sample reads the four
-    corners of its cell. A sample in no cell gets the number after the last.
-    """
-    head, rest = tl.program_id(0) % M, tl.program_id(0) // M
-    image = (rest // blocks).to(tl.int64)
-    query = (rest % blocks) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    real, lanes = query < queries, tl.arange(0, BLOCK_D)[None, :]
-    row = (image * queries + query) * M + head
-    grad_output_ptr += row[:, None] * D + lanes
-    grad = tl.load(grad_output_ptr, mask=_tile(real, lanes, D, BLOCK_D), other=0.0).to(COMPUTE)
+    """Gradients of locations and weights, and either atomic sums into grad_value_ptr or each sample's cell into keys_ptr."""
+    image, head, real, row, lanes = _rows(queries, blocks, M, BLOCK_Q, BLOCK_D)
+    grad = tl.load(grad_output_ptr + row[:, None] * D + lanes, mask=_tile(real, lanes, D, BLOCK_D), other=0.0).to(COMPUTE)
     # Results collect in tiles as wide as a query's samples and leave as whole rows; stored one by one, they would leave as
     # L * P * 3 scattered words, each through shared memory to its thread.
     slots, pairs = tl.arange(0, BLOCK_S)[None, :], tl.arange(0, 2 * BLOCK_S)[None, :]
@@ -341,6 +375,8 @@ def _backward_kernel(
     keys = tl.zeros((BLOCK_Q, BLOCK_S), tl.int64)
     no_cell = (tl.num_programs(0) // blocks).to(tl.int64) * cells
     value_ptr += (image * tokens * M + head) * D
+    if keys_ptr is None:
+        grad_value_ptr += (image * tokens * M + head) * D
     first_token, first_cell = 0, (image * M + head) * cells
     for level in tl.static_range(L):
         height, width = tl.cast(sizes[2 * level], COMPUTE), tl.cast(sizes[2 * level + 1], COMPUTE)
@@ -351,35 +387,21 @@ def _backward_kernel(
             left, top, fx, fy, weight = _sample(locations_ptr, weights_ptr, sample, real, height, width, COMPUTE)
             upper, lower, m00, m01, m10, m11 = _corners(left, top, height, width, first_token, lanes, M, D, BLOCK_D)
             v00, v01, v10, v11 = _read(value_ptr, upper, lower, m00, m01, m10, m11, M * D, COMPUTE)
-            dot00, dot01 = tl.sum(grad * v00, 1), tl.sum(grad * v01, 1)
-            dot10, dot11 = tl.sum(grad * v10, 1), tl.sum(grad * v11, 1)
-            by_weight = (1 - fy) * ((1 - fx) * dot00 + fx * dot01) + fy * ((1 - fx) * dot10 + fx * dot11)
-            by_x = weight * width * ((1 - fy) * (dot01 - dot00) + fy * (dot11 - dot10))
-            by_y = weight * height * ((1 - fx) * (dot10 - dot00) + fx * (dot11 - dot01))
+            by_weight, by_x, by_y = _slopes(grad, v00, v01, v10, v11, fx, fy, weight, height, width)
             grad_weights = tl.where(slots == slot, by_weight[:, None], grad_weights)
             grad_locations = tl.where(pairs == 2 * slot, by_x[:, None], grad_locations)
             grad_locations = tl.where(pairs == 2 * slot + 1, by_y[:, None], grad_locations)
             if keys_ptr is None:
-                target = grad_value_ptr + (image * tokens * M + head) * D
-                above, below = ((1 - fy) * weight)[:, None] * grad, (fy * weight)[:, None] * grad
-                tl.atomic_add(target + upper, (1 - fx)[:, None] * above, mask=m00, sem="relaxed")
-                tl.atomic_add(target + upper + M * D, fx[:, None] * above, mask=m01, sem="relaxed")
-                tl.atomic_add(target + lower, (1 - fx)[:, None] * below, mask=m10, sem="relaxed")
-                tl.atomic_add(target + lower + M * D, fx[:, None] * below, mask=m11, sem="relaxed")
+                _scatter(grad_value_ptr, grad, upper, lower, m00, m01, m10, m11, fx, fy, weight, M * D)
             else:
-                in_cell = (left >= -1) & (left < width) & (top >= -1) & (top < height)
-                key = first_cell + (tl.cast(top, tl.int32) + 1) * (columns + 1) + (tl.cast(left, tl.int32) + 1)
-                keys = tl.where(slots == slot, tl.where(in_cell, key, no_cell)[:, None], keys)
+                cell = _cell(left, top, height, width, first_cell, no_cell)
+                keys = tl.where(slots == slot, cell[:, None], keys)
         first_token += rows * columns
         first_cell += (rows + 1) * (columns + 1)
-    mask = _tile(real, slots, L * P, BLOCK_S)
-    offset = row[:, None] * (L * P) + slots
-    tl.store(grad_weights_ptr + offset, grad_weights.to(grad_weights_ptr.dtype.element_ty), mask=mask)
+    _store(grad_weights_ptr, row, slots, grad_weights, real, L * P, BLOCK_S)
     if keys_ptr is not None:
-        tl.store(keys_ptr + offset, keys.to(keys_ptr.dtype.element_ty), mask=mask)
-    mask = _tile(real, pairs, 2 * L * P, 2 * BLOCK_S)
-    offset = row[:, None] * (2 * L * P) + pairs
-    tl.store(grad_locations_ptr + offset, grad_locations.to(grad_locations_ptr.dtype.element_ty), mask=mask)
+        _store(keys_ptr, row, slots, keys, real, L * P, BLOCK_S)
+    _store(grad_locations_ptr, row, pairs, grad_locations, real, 2 * L * P, 2 * BLOCK_S)
 
 
 @_jit("tokens", "cells", "first_token", "first_cell")
