@@ -23,6 +23,7 @@ from cpvt_det.checkpoint.files import (
     write_line,
 )
 from cpvt_det.checkpoint.resume import NUMBERED, TAG, checkpoints_of, choose_of_run, choose_to_resume, name_run, run_id_of
+from cpvt_det.builders.unused import inapplicable_keys
 from cpvt_det.config import changed_keys
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError
@@ -83,7 +84,7 @@ class RunState:
                 f"the run to resume was trained on other classes ({len(names)}: {', '.join(names[:5])}); "
                 "start a new OUTPUT_DIR with MODEL.WEIGHTS instead"
             )
-        for change in changed_keys(state["config"], self.config):
+        for change in changed_keys(state["config"], self.config, inapplicable_keys):
             logger.warning("The resumed run goes on with another config: %s", change)
         before = state.get("data", self.data)  # not in checkpoints of before it was written down
         if before != self.data:
