@@ -193,9 +193,7 @@ def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_lay
     return build_position(name, channels, num_levels, num_layers, **_options(cfg, "POSITION", POSITION_REGISTRY, name))
 
 
-def _options(
-    cfg: CfgNode, node: str, registry: PartRegistry, name: str, keys: Iterable[str] | None = None
-) -> dict[str, Any]:
+def _options(cfg: CfgNode, node: str, registry: PartRegistry, name: str, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """The keys of a node of ``MODEL`` that a part takes, as keywords; of our keys only ``keys``, by default all."""
     values, taken = cfg.MODEL[node], registry.parameters(name)
     known = {keyword_of(key): values[key] for key in keys or values if keyword_of(key) in taken}

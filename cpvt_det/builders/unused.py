@@ -112,6 +112,8 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
     if model.BACKBONE.NAME not in BACKBONE_REGISTRY:
         for key in ("NORM", "WIDTH"):
             yield f"MODEL.BACKBONE.{key}", "backbones of detectron2 do not take it", "set MODEL.BACKBONE.NAME to one of cpvt_det"
+    if 5 not in model.BACKBONE.STAGES:
+        yield "MODEL.BACKBONE.DC5", "MODEL.BACKBONE.STAGES has no stage 5", "add 5 to MODEL.BACKBONE.STAGES"
     for node in ("NECK", "QUERIES"):
         for key in model[node].keys() - {"NAME"} if not model[node].NAME else ():
             yield f"MODEL.{node}.{key}", f"MODEL.{node}.NAME is empty", "name the part that takes it there"
@@ -119,17 +121,18 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
     two_stage = model.DEFORMABLE.TWO_STAGE and "MODEL.DEFORMABLE.TWO_STAGE" not in of_detector
     source = model.QUERIES.NAME or (("proposals" if two_stage else "learned") if detector in OWN_QUERIES else "")
     taken = QUERY_REGISTRY.parameters(source) if source in QUERY_REGISTRY else {"nms_threshold", "num_queries"}
-    reason = f"the query source {source!r}"
+    queries = f"the query source {source!r}"
     propose = "set MODEL.DEFORMABLE.TWO_STAGE to True, or MODEL.QUERIES.NAME to proposals"
     if "nms_threshold" not in taken:
-        yield "MODEL.DEFORMABLE.PROPOSAL_NMS", f"{reason} does not take it", propose
+        yield "MODEL.DEFORMABLE.PROPOSAL_NMS", f"{queries} does not take it", propose
     if "num_queries" not in taken:
-        yield "MODEL.DETR.NUM_OBJECT_QUERIES", f"{reason} does not take it", "set MODEL.QUERIES.NAME to learned, proposals"
+        yield "MODEL.DETR.NUM_OBJECT_QUERIES", f"{queries} does not take it", "set MODEL.QUERIES.NAME to learned, proposals"
     if source == "learned":
-        yield "MODEL.CRITERION.PROPOSAL_MATCHES", f"{reason} makes no proposals", propose
+        yield "MODEL.CRITERION.PROPOSAL_MATCHES", f"{queries} makes no proposals", propose
 
     if model.POSITION.NAME in ("none", "sine", "sine_offset", "learned"):
-        yield "SOLVER.WEIGHT_DECAY_PEG", f"the position encoding {model.POSITION.NAME!r} has no PEG", "set MODEL.POSITION.NAME to peg"
+        reason = f"the position encoding {model.POSITION.NAME!r} has no PEG"
+        yield "SOLVER.WEIGHT_DECAY_PEG", reason, "set MODEL.POSITION.NAME to peg"
     if solver.SCHEDULE == "cosine":
         for key in ("GAMMA", "STEP_EPOCHS") if solver.STEP_EPOCHS else ("GAMMA",):  # no steps are what a cosine has
             yield f"SOLVER.{key}", "the schedule 'cosine' has no steps", "set SOLVER.SCHEDULE to step"

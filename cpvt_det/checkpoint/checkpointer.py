@@ -14,6 +14,7 @@ from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from cpvt_det import distributed
+from cpvt_det.builders.unused import inapplicable_keys
 from cpvt_det.checkpoint.files import (
     not_finite,
     read_checkpoint,
@@ -23,7 +24,6 @@ from cpvt_det.checkpoint.files import (
     write_line,
 )
 from cpvt_det.checkpoint.resume import NUMBERED, TAG, checkpoints_of, choose_of_run, choose_to_resume, name_run, run_id_of
-from cpvt_det.builders.unused import inapplicable_keys
 from cpvt_det.config import changed_keys
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError

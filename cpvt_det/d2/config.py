@@ -34,7 +34,7 @@ def add_cpvt_det_config(cfg: CfgNode) -> None:
 
 
 def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
-    """:func:`cpvt_det.builders.load_cfg` with detectron2's keys beside ours; YAML stays safe, where detectron2's own loading is not.
+    """:func:`cpvt_det.builders.load_cfg` with detectron2's keys beside ours; YAML stays safe, unlike in detectron2's own loading.
 
     Raises:
         ConfigError: as there.
