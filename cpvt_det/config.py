@@ -2,7 +2,7 @@
 """Every config key and its default, once. Names and meanings are detectron2's where detectron2 has the key."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def get_cfg() -> CfgNode:
     _add_solver(cfg)
     cfg.TEST = CfgNode()
     cfg.TEST.EVAL_PERIOD = 0  # iterations; 0: only at the end
-    cfg.TEST.EVAL_EPOCHS = 0.0  # epochs; above 0 it sets EVAL_PERIOD
+    cfg.TEST.EVAL_EPOCHS = 0.0  # epochs; above 0 it sets EVAL_PERIOD, where SOLVER.EPOCHS is above 0
     cfg.TEST.IMS_PER_BATCH = 1  # over all processes, at least one each
     cfg.TEST.DETECTIONS_PER_IMAGE = 100  # the most
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # or pycocotools, the reference
@@ -179,18 +179,21 @@ SAME_RUN = re.compile(
 """Keys that a run may be resumed with other values of: it takes the same steps."""
 
 
-def changed_keys(before: str, now: str) -> list[str]:
+def changed_keys(before: str, now: str, without: Callable[[CfgNode], Collection[str]] = lambda cfg: ()) -> list[str]:
     """Which keys that matter to a run's steps differ between two configs.
 
     Args:
         before, now: YAML of :meth:`CfgNode.dump`.
+        without: keys that do not matter to the config of now.
 
     Returns:
         For each "KEY was X, is Y".
     """
-    old, new = (dict(flat_items(CfgNode.load_cfg(text))) for text in (before, now))
-    keys = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not SAME_RUN.match(key)]
-    return [f"{key} was {old[key]!r}, is {new[key]!r}" for key in keys]
+    cfg = CfgNode.load_cfg(now)
+    old, new = (dict(flat_items(node)) for node in (CfgNode.load_cfg(before), cfg))
+    keys = {key for key in old.keys() & new.keys() if old[key] != new[key] and not SAME_RUN.match(key)}
+    keys -= set(without(cfg)) if keys else set()
+    return [f"{key} was {old[key]!r}, is {new[key]!r}" for key in sorted(keys)]
 
 
 def key_names(cfg: CfgNode) -> list[str]:

@@ -28,6 +28,7 @@ from cpvt_det.builders.detector import (
     transformer_arguments,
 )
 from cpvt_det.builders.training import build_ema, build_length, build_optimizer, build_step
+from cpvt_det.builders.unused import load_cfg
 
 __all__ = [
     "DETECTOR_REGISTRY",
@@ -49,6 +50,7 @@ __all__ = [
     "check_datasets",
     "check_evaluation",
     "detector_arguments",
+    "load_cfg",
     "load_splits",
     "load_tests",
     "register_detector",

@@ -2,7 +2,7 @@
 """``MODEL`` -> detector, criterion, post-processing, device."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det import distributed
+from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, keyword_of, refuse_unused
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.inference import PostProcessor
@@ -33,16 +34,20 @@ DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE")
 arguments of the detector's constructor; see :func:`register_detector`."""
 
 
-def register_detector(name: str, detector: type[Detector]) -> Callable:
+def register_detector(name: str, detector: type[Detector], unused: Sequence[str] = ()) -> Callable:
     """Register a detector: its class, and the decorated function, which reads the config for it.
 
     Args:
         name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 a meta architecture of this name is made too.
         detector: a class with the road of :class:`cpvt_det.models.Detector`.
+        unused: full names of keys that this detector does not take, as in ``MODEL.DETR.PRE_NORM``; refused where they differ from
+            their defaults.
     """
 
     def register(arguments: Callable[[CfgNode, nn.Module | None], dict[str, Any]]) -> Callable:
         arguments.detector = detector
+        if unused:
+            UNUSED_BY[name] = unused
         return DETECTOR_REGISTRY.register_as(name)(arguments)
 
     return register
@@ -74,18 +79,24 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
     """
     arguments = DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE)
     with config_errors("MODEL"):
-        return arguments.detector, arguments(cfg, backbone)
+        made = arguments.detector, arguments(cfg, backbone)
+    refuse_unused(cfg)  # last: a name that is misspelt is told as that
+    return made
 
 
-@register_detector("CPVTDetr", DETR)
+@register_detector(
+    "CPVTDetr",
+    DETR,
+    unused=[
+        *(f"MODEL.DEFORMABLE.{key}" for key in get_cfg().MODEL.DEFORMABLE if key != "PROPOSAL_NMS"),  # the query source's
+        "MODEL.POSITION.SHARE_LEVELS",
+        "SOLVER.POINTS_LR_MULTIPLIER",
+    ],
+)
 def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     detr, stages = cfg.MODEL.DETR, cfg.MODEL.BACKBONE.STAGES
     if len(stages) != 1:
         raise ConfigError(f"CPVTDetr works on one map, MODEL.BACKBONE.STAGES is {list(stages)}")
-    if cfg.MODEL.DEFORMABLE.TWO_STAGE or cfg.MODEL.DEFORMABLE.BOX_REFINEMENT:
-        raise ConfigError(
-            "MODEL.DEFORMABLE is for CPVTDeformableDetr: set MODEL.META_ARCHITECTURE, or TWO_STAGE and BOX_REFINEMENT False"
-        )
     return {
         **shared_arguments(cfg, backbone, num_levels=1),
         "transformer": Transformer(**transformer_arguments(cfg), pre_norm=detr.PRE_NORM),
@@ -93,15 +104,9 @@ def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     }
 
 
-@register_detector("CPVTDeformableDetr", DeformableDETR)
+@register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER"])
 def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
-    detr, deformable = cfg.MODEL.DETR, cfg.MODEL.DEFORMABLE
-    if detr.PRE_NORM:
-        raise ConfigError("MODEL.DETR.PRE_NORM is for CPVTDetr; Deformable-DETR's norms stand after the residuals")
-    if cfg.MODEL.POSITION.DECODER != get_cfg().MODEL.POSITION.DECODER:
-        raise ConfigError(
-            "MODEL.POSITION.DECODER is for CPVTDetr; Deformable-DETR's decoder has no keys that a position is added to"
-        )
+    deformable = cfg.MODEL.DEFORMABLE
     if deformable.TWO_STAGE and cfg.MODEL.CRITERION.CLASSIFICATION == "softmax":
         raise ConfigError("MODEL.DEFORMABLE.TWO_STAGE ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION focal")
     return {
@@ -173,12 +178,9 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
     Raises:
         UnknownNameError: an unknown name, or a key of the user's own that the backbone does not take.
     """
-    node = cfg.MODEL.BACKBONE
-    taken = BACKBONE_REGISTRY.parameters(node.NAME)
-    known = {key.lower(): value for key, value in node.items() if key.lower() in taken}
-    return BACKBONE_REGISTRY.build(
-        node.NAME, {"checkpointing": cfg.MODEL.CHECKPOINTING, "dilation": node.DC5}, known | _own_options(cfg, "BACKBONE")
-    )
+    name = cfg.MODEL.BACKBONE.NAME
+    facts = {"checkpointing": cfg.MODEL.CHECKPOINTING}
+    return BACKBONE_REGISTRY.build(name, facts, _options(cfg, "BACKBONE", BACKBONE_REGISTRY, name))
 
 
 def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_layers: int) -> PositionEncoding:
@@ -187,9 +189,15 @@ def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_lay
     Raises:
         UnknownNameError: an unknown name, or a key of the user's own that the encoding does not take.
     """
-    node, taken = cfg.MODEL.POSITION, POSITION_REGISTRY.parameters(cfg.MODEL.POSITION.NAME)
-    known = {key.lower(): value for key, value in node.items() if key.lower() in taken}
-    return build_position(node.NAME, channels, num_levels, num_layers, **known | _own_options(cfg, "POSITION"))
+    name = cfg.MODEL.POSITION.NAME
+    return build_position(name, channels, num_levels, num_layers, **_options(cfg, "POSITION", POSITION_REGISTRY, name))
+
+
+def _options(cfg: CfgNode, node: str, registry: PartRegistry, name: str, keys: Iterable[str] | None = None) -> dict[str, Any]:
+    """The keys of a node of ``MODEL`` that a part takes, as keywords; of our keys only ``keys``, by default all."""
+    values, taken = cfg.MODEL[node], registry.parameters(name)
+    known = {keyword_of(key): values[key] for key in keys or values if keyword_of(key) in taken}
+    return known | _own_options(cfg, node)
 
 
 def _own_options(cfg: CfgNode, node: str) -> dict[str, Any]:
@@ -220,14 +228,9 @@ def build_classification(cfg: CfgNode) -> Classification:
             f"MODEL.NUM_CLASSES is {num_classes}; training and evaluation read it from the data, elsewhere set it to the number "
             "of classes"
         )
-    known = {
-        "background_weight": criterion.BACKGROUND_WEIGHT,
-        "alpha": criterion.FOCAL_ALPHA,
-        "gamma": criterion.FOCAL_GAMMA,
-    }
-    taken = CLASSIFICATION_REGISTRY.parameters(criterion.CLASSIFICATION)
-    options = {name: value for name, value in known.items() if name in taken} | _own_options(cfg, "CRITERION")
-    return CLASSIFICATION_REGISTRY.build(criterion.CLASSIFICATION, {"num_classes": num_classes}, options)
+    name = criterion.CLASSIFICATION
+    options = _options(cfg, "CRITERION", CLASSIFICATION_REGISTRY, name, CLASSIFICATION_KEYS)
+    return CLASSIFICATION_REGISTRY.build(name, {"num_classes": num_classes}, options)
 
 
 def build_criterion(cfg: CfgNode) -> SetCriterion:

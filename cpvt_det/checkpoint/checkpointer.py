@@ -14,6 +14,7 @@ from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from cpvt_det import distributed
+from cpvt_det.builders.unused import inapplicable_keys
 from cpvt_det.checkpoint.files import (
     not_finite,
     read_checkpoint,
@@ -83,7 +84,7 @@ class RunState:
                 f"the run to resume was trained on other classes ({len(names)}: {', '.join(names[:5])}); "
                 "start a new OUTPUT_DIR with MODEL.WEIGHTS instead"
             )
-        for change in changed_keys(state["config"], self.config):
+        for change in changed_keys(state["config"], self.config, inapplicable_keys):
             logger.warning("The resumed run goes on with another config: %s", change)
         before = state.get("data", self.data)  # not in checkpoints of before it was written down
         if before != self.data:

@@ -6,6 +6,7 @@ import logging
 from fvcore.common.config import CfgNode
 from torch import nn
 
+from cpvt_det.builders.unused import inapplicable_keys
 from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.checkpoint.load import WeightsReport, load_backbone_weights, load_weights
 from cpvt_det.checkpoint.weights import CLASS_HEAD
@@ -49,11 +50,18 @@ def load_initial_weights(
     elif backbone.WEIGHTS:
         load_backbone_weights(detector.backbone, backbone.WEIGHTS, backbone.NAME)
         logger.info("Backbone weights: %s", backbone.WEIGHTS)
-    elif backbone.NORM == "FrozenBN" or backbone.FREEZE_AT > 0:
+    elif _starts_frozen(cfg):
         logger.warning(
             "The backbone starts from random weights, and MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 keeps part of it so; "
             "set MODEL.BACKBONE.WEIGHTS, or NORM BN and FREEZE_AT 0 to train from scratch"
         )
+
+
+def _starts_frozen(cfg: CfgNode) -> bool:
+    """Whether the backbone keeps weights or statistics that it starts with, by keys that it takes."""
+    freezing = {"NORM": cfg.MODEL.BACKBONE.NORM == "FrozenBN", "FREEZE_AT": cfg.MODEL.BACKBONE.FREEZE_AT > 0}
+    unused = inapplicable_keys(cfg)
+    return any(value and f"MODEL.BACKBONE.{key}" not in unused for key, value in freezing.items())
 
 
 def require_shapes(report: WeightsReport, origin: str) -> None:

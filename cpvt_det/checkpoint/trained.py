@@ -11,10 +11,11 @@ from torch import nn
 
 from cpvt_det.builders.data import set_classes
 from cpvt_det.builders.detector import build_detector, build_device
+from cpvt_det.builders.unused import forgive_kept, load_cfg
 from cpvt_det.checkpoint.initial import require_shapes
 from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.checkpoint.weights import Weights, read_weights
-from cpvt_det.config import get_cfg, load_cfg, merge_checked, merge_overrides, parse_config
+from cpvt_det.config import get_cfg, merge_checked, merge_overrides, parse_config
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import UnknownNameError, WeightsError
 
@@ -53,8 +54,12 @@ def load_trained(
         ConfigError: keys that cannot be used, or a device that is not there.
     """
     weights = read_weights(path)
-    cfg = load_cfg(config_file) if config_file else _config_of(weights)
-    merge_overrides(cfg, overrides)
+    if config_file:
+        cfg = load_cfg(config_file, overrides)
+    else:
+        cfg = _config_of(weights)
+        merge_overrides(cfg, overrides)
+        forgive_kept(cfg, f"the config in {weights.origin}", overrides)
     cfg.MODEL.DEVICE = "auto" if device is None else str(device)
     if weights.classes is None:
         raise WeightsError(f"{path} does not tell its classes; a classes.json beside it, in a model folder, does (docs/use.md)")

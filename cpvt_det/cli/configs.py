@@ -8,7 +8,7 @@ import click
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det import builders, config
+from cpvt_det import builders
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUNNERS, choose_runner
 
@@ -33,7 +33,7 @@ def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNo
         ConfigError: as :func:`cpvt_det.config.load_cfg`.
     """
     if choose_runner(runner) == "builtin":
-        return config.load_cfg(config_file, overrides)
+        return builders.load_cfg(config_file, overrides)
     from cpvt_det.d2.config import load_cfg
     from cpvt_det.d2.data import find_registered
 

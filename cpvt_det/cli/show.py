@@ -13,7 +13,6 @@ from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.configs import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
-from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
 from cpvt_det.errors import BadInputError, config_errors
 from cpvt_det.runner.setup import choose_seed
@@ -157,7 +156,7 @@ def _model(name: str, config_file: str) -> NamedDetector:
         trained = load_trained(name, config_file=config_file)
         where = "/".join(Path(name).parts[-2:])
         return NamedDetector(f"{trained.cfg.MODEL.POSITION.NAME}, {where}", trained.detector)
-    cfg = load_cfg(name)
+    cfg = builders.load_cfg(name)
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 1
     torch.manual_seed(0)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg)).eval()

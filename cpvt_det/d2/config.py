@@ -8,6 +8,7 @@ from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
+from cpvt_det.builders.unused import forgive_kept_file
 from cpvt_det.d2.peg_backbone import add_peg_config
 from cpvt_det.errors import ConfigError
 
@@ -33,7 +34,7 @@ def add_cpvt_det_config(cfg: CfgNode) -> None:
 
 
 def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
-    """:func:`cpvt_det.config.load_cfg` with detectron2's keys beside ours; YAML stays safe, where detectron2's own loading is not.
+    """:func:`cpvt_det.builders.load_cfg` with detectron2's keys beside ours; YAML stays safe, unlike in detectron2's own loading.
 
     Raises:
         ConfigError: as there.
@@ -43,6 +44,7 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
     if config_file:
         core.merge_checked(cfg, core.read_config(config_file), config_file)
     core.merge_overrides(cfg, overrides)
+    forgive_kept_file(cfg, config_file, overrides)
     if cfg.MODEL.DEVICE == "auto":
         cfg.MODEL.DEVICE = _auto_device()
     return cfg

@@ -12,6 +12,7 @@ import yaml
 from fvcore.common.config import CfgNode
 
 from cpvt_det.builders import build_encoder_position
+from cpvt_det.builders.unused import refuse_unused
 from cpvt_det.config import SAME_RUN, flat_items, get_cfg, load_cfg, merge_checked
 from cpvt_det.data.shapes.dataset import describe
 from cpvt_det.data.shapes.scene import ShapesSpec
@@ -238,6 +239,7 @@ def _check_group(plan: Plan, group: Group, earlier: Sequence[Group]) -> None:
     for variant in group.variants:
         cfg = plan.config_of(Run(group, variant, 0))  # whose MODEL.POSITION may hold any key until the encoding is built
         build_encoder_position(cfg, cfg.MODEL.DETR.HIDDEN_DIM, 1, cfg.MODEL.DETR.ENC_LAYERS)
+        refuse_unused(cfg)
 
 
 def _require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:

@@ -205,6 +205,7 @@ def test_targets_of_instances_are_normalised_centres(d2):
 
 def test_a_backbone_of_detectron2s_registry_by_name(d2, runs):
     more = {"MODEL__BACKBONE__NAME": "build_resnet_backbone", "MODEL__BACKBONE__MASK_PADDING": False, "DATASETS__TEST": ()}
+    more |= {"MODEL__BACKBONE__NORM": "FrozenBN"}  # ours, which that backbone does not take
     more |= {"MODEL__RESNETS__DEPTH": 18, "MODEL__RESNETS__RES2_OUT_CHANNELS": 64, "MODEL__RESNETS__NORM": "BN"}
     with pytest.raises(ConfigError, match=r"stage 3 needs one map of stride 8; ResNet gives res4 16"):
         runs("detectron2", "no_map", **more)

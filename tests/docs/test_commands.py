@@ -21,6 +21,7 @@ from test_foreign import write_voc
 from tiny import MODEL, RUN
 
 from cpvt_det.cli import main
+from cpvt_det.config import load_cfg
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
@@ -97,7 +98,9 @@ def test_a_documented_command_runs(command, playground, monkeypatch):
 def _short_and_small(words: list[str]) -> list[str]:
     """Options and KEY VALUE words that come after and so win."""
     builtin = importlib.util.find_spec("detectron2") is None or "builtin" in words
-    pairs = {**MODEL, **RUN, "SOLVER.MAX_ITER": 1, "MODEL.BACKBONE.WEIGHTS": "", "MODEL.DEFORMABLE.NUM_LEVELS": 2}
+    pairs = {**MODEL, **RUN, "SOLVER.MAX_ITER": 1, "MODEL.BACKBONE.WEIGHTS": ""}
+    if load_cfg(words[words.index("--config-file") + 1]).MODEL.META_ARCHITECTURE == "CPVTDeformableDetr":
+        pairs["MODEL.DEFORMABLE.NUM_LEVELS"] = 2
     options = ["--num-gpus", "0", "--runner", "builtin" if builtin else "detectron2"]
     return [*options, *(str(word) for pair in pairs.items() for word in pair)]
 

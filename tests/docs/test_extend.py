@@ -20,7 +20,13 @@ PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 MODULES = {name: text for text, name in re.findall(r'```python\n("""(my_\w+)\.py.*?)```', PAGE, re.S)}
 KEYS = {
     "my_encoding": {"MODEL__POSITION__NAME": "rings", "MODEL__POSITION__NUM_RINGS": 8},
-    "my_backbone": {"MODEL__BACKBONE__NAME": "patches", "MODEL__BACKBONE__PATCH_WIDTH": 24, "MODEL__BACKBONE__STAGES": (4,)},
+    "my_backbone": {
+        "MODEL__BACKBONE__NAME": "patches",
+        "MODEL__BACKBONE__PATCH_WIDTH": 24,
+        "MODEL__BACKBONE__STAGES": (5,),  # these three as they are by default: the backbone does not take them
+        "MODEL__BACKBONE__NORM": "FrozenBN",
+        "MODEL__BACKBONE__FREEZE_AT": 2,
+    },
     "my_loss": {"MODEL__CRITERION__LOSSES": [["area", 0.5]]},
     "my_detector": {"MODEL__META_ARCHITECTURE": "TiedDetr"},
     "my_format": {},

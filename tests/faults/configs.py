@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from faults.case import Case, Ending, call
+from faults.drawn import call_on, draw
 
 BOMB = "a0: &a0 {x: 1, y: 2}\n" + "\n".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40))
 
@@ -41,6 +42,13 @@ CASES = [
         "5,000 brackets",
         config("SEED: " + "[" * 5_000),
         "run.yaml: its _BASE_ leads back to itself, or it is nested too deeply",
+    ),
+    Case(
+        "key that the encoding does not take",
+        lambda folder: call_on(
+            draw(folder / "data", lambda _: None), "train", MODEL__POSITION__NAME="sine", MODEL__POSITION__KERNEL_SIZE=7
+        ),
+        "MODEL.POSITION.KERNEL_SIZE is 7, but the position encoding 'sine' does not take it; leave it at 3, or set",
     ),
     Case("unknown key", config("MODEL: {POSTION: {NAME: peg}}"), "'MODEL.POSTION' (did you mean 'MODEL.POSITION'?)"),
     Case("value of another type", config("SOLVER: {BASE_LR: fast}"), "Type mismatch"),

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys that cannot apply to what a config chooses, as ``FOCAL_ALPHA`` under softmax: none is dropped in silence.
+
+Where a detector is built, such a key is refused unless it has its default. A config that a run or a model folder kept is loaded all
+the same, with a warning. The registries know what a part takes; a detector's registration names what the detector does not take.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from fvcore.common.config import CfgNode
+
+from cpvt_det import config, distributed
+from cpvt_det.config import flat_items, get_cfg
+from cpvt_det.errors import ConfigError
+from cpvt_det.losses import CLASSIFICATION_REGISTRY
+from cpvt_det.models import BACKBONE_REGISTRY, QUERY_REGISTRY
+from cpvt_det.position import POSITION_REGISTRY
+from cpvt_det.registry import PartRegistry
+
+logger = logging.getLogger("cpvt_det")
+KEYWORDS = {"DC5": "dilation", "FOCAL_ALPHA": "alpha", "FOCAL_GAMMA": "gamma"}
+"""Keys -> keywords of the parts that take them; of other keys the keyword is the key in lower case."""
+CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA")
+BACKBONE_KEYS = ("NORM", "WIDTH", "STAGES", "DC5", "FREEZE_AT")  # MASK_PADDING is the neck's too
+OWN_QUERIES = ("CPVTDetr", "CPVTDeformableDetr")  # detectors whose query source is known where MODEL.QUERIES.NAME is empty
+UNUSED_BY: dict[str, Sequence[str]] = {}
+"""Detector -> the keys that it does not take; filled by ``register_detector``."""
+
+
+def keyword_of(key: str) -> str:
+    """The keyword that a key of a part's node is handed over as."""
+    return KEYWORDS.get(key, key.lower())
+
+
+def refuse_unused(cfg: CfgNode) -> None:
+    """Refuse a key that cannot apply.
+
+    Raises:
+        ConfigError: the first such key, its value, the reason and the way out.
+    """
+    for message in unused_keys(cfg).values():
+        raise ConfigError(message)
+
+
+def unused_keys(cfg: CfgNode) -> dict[str, str]:
+    """The keys that cannot apply and differ from their defaults, each with a sentence for the user."""
+    values, defaults, found = dict(flat_items(cfg)), dict(flat_items(get_cfg())), {}
+    for key, reason, way_out in _inapplicable(cfg):
+        if key not in defaults or values[key] != defaults[key]:
+            leave = f"leave it at {defaults[key]!r}" if key in defaults else "leave it out"
+            found[key] = f"{key} is {values[key]!r}, but {reason}; {leave}, or {way_out}"
+    return found
+
+
+def inapplicable_keys(cfg: CfgNode) -> set[str]:
+    """The keys that cannot apply, whatever their values are."""
+    return {key for key, _, _ in _inapplicable(cfg)}
+
+
+def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
+    """:func:`cpvt_det.config.load_cfg`, and for the config of a run or of a model folder :func:`forgive_kept`."""
+    cfg = config.load_cfg(config_file, overrides)
+    forgive_kept_file(cfg, config_file, overrides)
+    return cfg
+
+
+def forgive_kept_file(cfg: CfgNode, config_file: str, overrides: Sequence[str]) -> None:
+    """:func:`forgive_kept` where a config file is one that a run or a model folder kept: others are typed."""
+    path = config.find_config(config_file) if config_file else Path()
+    if path.name == "config.yaml" and any(path.with_name(name).is_file() for name in ("log.txt", "model.safetensors")):
+        forgive_kept(cfg, config_file, overrides)
+
+
+def forgive_kept(cfg: CfgNode, source: str, overrides: Sequence[str]) -> None:
+    """Set keys of a kept config that cannot apply back to their defaults, with one warning.
+
+    Args:
+        cfg: changed in place.
+        source: where the config is from, for the warning.
+        overrides: KEY VALUE words that the user typed beside it; these keys stay, to be refused.
+    """
+    kept = sorted(unused_keys(cfg).keys() - set(overrides[::2]))
+    values, defaults = dict(flat_items(cfg)), get_cfg()
+    for key in kept:
+        *groups, last = key.split(".")
+        node, default = cfg, defaults
+        for group in groups:
+            node, default = node[group], default[group]
+        if last in default:
+            node[last] = default[last]
+        else:
+            del node[last]
+    if kept and distributed.rank() == 0:
+        told = ", ".join(f"{key} {values[key]!r}" for key in kept)
+        logger.warning("%s has keys that have no effect on this model and are ignored: %s", source, told)
+
+
+def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
+    """The keys that cannot apply, each with the reason and the way out."""
+    model, solver = cfg.MODEL, cfg.SOLVER
+    detector = model.META_ARCHITECTURE
+    of_detector = UNUSED_BY.get(detector, ())
+    for key in of_detector:
+        others = [name for name, unused in UNUSED_BY.items() if key not in unused]
+        yield key, f"the detector {detector!r} does not take it", f"set MODEL.META_ARCHITECTURE to {', '.join(others)}"
+    position_keys = get_cfg().MODEL.POSITION.keys() - {"NAME", "DECODER"}
+    yield from _untaken("POSITION.NAME", POSITION_REGISTRY, model.POSITION.NAME, sorted(position_keys))
+    yield from _untaken("CRITERION.CLASSIFICATION", CLASSIFICATION_REGISTRY, model.CRITERION.CLASSIFICATION, CLASSIFICATION_KEYS)
+    yield from _untaken("BACKBONE.NAME", BACKBONE_REGISTRY, model.BACKBONE.NAME, BACKBONE_KEYS)
+    if model.BACKBONE.NAME not in BACKBONE_REGISTRY:
+        for key in ("NORM", "WIDTH"):
+            yield f"MODEL.BACKBONE.{key}", "backbones of detectron2 do not take it", "set MODEL.BACKBONE.NAME to one of cpvt_det"
+    if 5 not in model.BACKBONE.STAGES:
+        yield "MODEL.BACKBONE.DC5", "MODEL.BACKBONE.STAGES has no stage 5", "add 5 to MODEL.BACKBONE.STAGES"
+    for node in ("NECK", "QUERIES"):
+        for key in model[node].keys() - {"NAME"} if not model[node].NAME else ():
+            yield f"MODEL.{node}.{key}", f"MODEL.{node}.NAME is empty", "name the part that takes it there"
+
+    two_stage = model.DEFORMABLE.TWO_STAGE and "MODEL.DEFORMABLE.TWO_STAGE" not in of_detector
+    source = model.QUERIES.NAME or (("proposals" if two_stage else "learned") if detector in OWN_QUERIES else "")
+    taken = QUERY_REGISTRY.parameters(source) if source in QUERY_REGISTRY else {"nms_threshold", "num_queries"}
+    queries = f"the query source {source!r}"
+    propose = "set MODEL.DEFORMABLE.TWO_STAGE to True, or MODEL.QUERIES.NAME to proposals"
+    if "nms_threshold" not in taken:
+        yield "MODEL.DEFORMABLE.PROPOSAL_NMS", f"{queries} does not take it", propose
+    if "num_queries" not in taken:
+        yield "MODEL.DETR.NUM_OBJECT_QUERIES", f"{queries} does not take it", "set MODEL.QUERIES.NAME to learned, proposals"
+    if source == "learned":
+        yield "MODEL.CRITERION.PROPOSAL_MATCHES", f"{queries} makes no proposals", propose
+
+    if model.POSITION.NAME in ("none", "sine", "sine_offset", "learned"):
+        reason = f"the position encoding {model.POSITION.NAME!r} has no PEG"
+        yield "SOLVER.WEIGHT_DECAY_PEG", reason, "set MODEL.POSITION.NAME to peg"
+    if solver.SCHEDULE == "cosine":
+        for key in ("GAMMA", "STEP_EPOCHS") if solver.STEP_EPOCHS else ("GAMMA",):  # no steps are what a cosine has
+            yield f"SOLVER.{key}", "the schedule 'cosine' has no steps", "set SOLVER.SCHEDULE to step"
+
+
+def _untaken(chooser: str, registry: PartRegistry, name: str, keys: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """The keys of a node that the part chosen by ``MODEL.<chooser>`` does not take; none where nothing is registered as that."""
+    taken = registry.parameters(name) if name in registry else {keyword_of(key) for key in keys}
+    for key in keys:
+        if keyword_of(key) not in taken:
+            takers = [other for other in registry.names if keyword_of(key) in registry.parameters(other)]
+            reason = f"the {registry.kind} {name!r} does not take it"
+            yield f"MODEL.{chooser.partition('.')[0]}.{key}", reason, f"set MODEL.{chooser} to {', '.join(takers)}"
