@@ -12,20 +12,20 @@ except ImportError:  # on Windows
     resource = None
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory to the system, where glibc kept it: it would hide what comes next."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """Linux then counts the peak from here; elsewhere it stays the process's own, import and all."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak() -> int:
-    """Bytes, the most since :func:`forget_peak`; 0 where the system does not tell."""
+    """Bytes, the most since :func:`reset_peak`; 0 where the system does not tell."""
     unit = 1 if sys.platform == "darwin" else 1024
     return _status("VmHWM:") or (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if resource else 0)
 

@@ -83,7 +83,7 @@ def test_boxes_outside_or_without_area_are_left_out_and_others_clipped_in_both(d
     truth = [a for a in dataset.ground_truth["annotations"] if a["image_id"] == 30]
     assert [(a["bbox"], a["area"], a["iscrowd"]) for a in truth] == [([80, 0, 10, 16], 160, 0)]
     assert not any(0 in a["bbox"][2:] for a in dataset.ground_truth["annotations"])
-    assert dataset.findings.counts() == {WITHOUT_AREA: 1, CLIPPED: 1, OUTSIDE: 1}
+    assert dataset.issues.counts() == {WITHOUT_AREA: 1, CLIPPED: 1, OUTSIDE: 1}
 
 
 def test_faults_are_told_in_one_line(drawn_coco):
@@ -101,13 +101,13 @@ def test_box_without_a_pixel_in_the_image_is_left_out_of_both(tmp_path, box):
     dataset = load_changed(tmp_path, lambda content: content["annotations"][0].update(bbox=box))
     assert boxes_of(dataset, 1) == {}
     assert dataset.ground_truth["annotations"] == []
-    assert sum(group.count for heading, group in dataset.findings.notes.items() if heading in (WITHOUT_AREA, OUTSIDE)) == 1
+    assert sum(group.count for heading, group in dataset.issues.infos.items() if heading in (WITHOUT_AREA, OUTSIDE)) == 1
 
 
 def test_box_up_to_the_border_is_not_clipped(tmp_path):
     dataset = load_changed(tmp_path, lambda content: content["annotations"][0].update(bbox=[0, 0, 20, 10]))
     assert boxes_of(dataset, 1) == {0: [0, 0, 20, 10]}
-    assert CLIPPED not in dataset.findings.notes
+    assert CLIPPED not in dataset.issues.infos
 
 
 def test_area_and_iscrowd_may_be_missing_or_null(tmp_path):
@@ -357,7 +357,7 @@ def test_real_microscope_images_lose_their_two_boxes_without_area(shared_data):
     left_out = Counter()
     for split in ("train", "val", "test"):
         root = shared_data / "bccd"
-        left_out.update(load_coco(DatasetFiles(split, root / "annotations" / f"{split}.json", root / "images")).findings.counts())
+        left_out.update(load_coco(DatasetFiles(split, root / "annotations" / f"{split}.json", root / "images")).issues.counts())
     assert left_out[WITHOUT_AREA] == 2
 
 

@@ -173,7 +173,7 @@ def test_xml_beside_images_and_a_list_of_classes_will_do(tmp_path):
 def test_faults_are_found_by_file_and_line(tmp_path, line, heading, detail):
     folder = write_yolo(tmp_path / "yolo")
     (folder / "labels/train/041.txt").write_text(line)
-    found = read_coco(DatasetFiles("foreign", folder, split="train")).findings.faults
+    found = read_coco(DatasetFiles("foreign", folder, split="train")).issues.faults
     assert list(found) == [heading]
     assert detail in found[heading].examples[0]
 

@@ -477,18 +477,18 @@ def test_two_threads_in_one_model_are_an_error_and_never_a_wrong_answer():
     """One after the other they may; a pass that another one broke into must not go on with its grid."""
     import threading
 
-    from cpvt_det.plug.hooks import Watch
+    from cpvt_det.plug.hooks import ForwardContext
 
-    watch = Watch()
-    watch.tell(([(2, 3)], None))
-    assert watch.read() == ([(2, 3)], None)
-    other = threading.Thread(target=watch.tell, args=(([(4, 5)], None),))
+    context = ForwardContext()
+    context.record(([(2, 3)], None))
+    assert context.read() == ([(2, 3)], None)
+    other = threading.Thread(target=context.record, args=(([(4, 5)], None),))
     other.start()
     other.join()
     with pytest.raises(PlugError, match="two threads"):
-        watch.read()
-    watch.tell(([(6, 7)], None))
-    assert watch.read() == ([(6, 7)], None)
+        context.read()
+    context.record(([(6, 7)], None))
+    assert context.read() == ([(6, 7)], None)
 
 
 @pytest.mark.parametrize("grid", [8, (2,), (-2, -4), ("a", "b"), (2.0, 4.0), (2, 4, 1), (0, 8), (True, 8)])

@@ -17,7 +17,7 @@ import numpy as np
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.formats.reading import read_foreign
-from cpvt_det.data.validation.issues import EXAMPLES, Findings, require_no_errors
+from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import THIN, Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError
 from cpvt_det.garbage import no_garbage_collection
@@ -68,20 +68,20 @@ class CocoDataset:
         classes: ids and names.
         records: one for each image, images without objects too.
         ground_truth: a COCO dict of the boxes that count, crowds included, with ``area`` and ``iscrowd`` filled in.
-        findings: what is wrong with the file; images and boxes with faults are in neither of the two above.
+        issues: what is wrong with the file; images and boxes with faults are in neither of the two above.
     """
 
     name: str
     classes: Classes
     records: list[ImageRecord]
     ground_truth: dict[str, Any]
-    findings: Findings = field(default_factory=Findings)
+    issues: Issues = field(default_factory=Issues)
 
     def describe(self) -> str:
         """A line for the log."""
         boxes = sum(len(record.labels) for record in self.records)
         empty = sum(not len(record.labels) for record in self.records)
-        found = "".join(f"; {heading}: {count}" for heading, count in sorted(self.findings.counts().items()))
+        found = "".join(f"; {heading}: {count}" for heading, count in sorted(self.issues.counts().items()))
         images = f"{len(self.records)} images, {empty} of them without objects"
         return f"{self.name}: {images}, {boxes} boxes, {len(self.classes)} classes{found}"
 
@@ -113,12 +113,12 @@ def load_coco(files: DatasetFiles) -> CocoDataset:
             message.
     """
     dataset = read_coco(files)
-    require_no_errors([dataset.findings], "error")
+    require_no_errors([dataset.issues], "error")
     return dataset
 
 
 def read_coco(files: DatasetFiles, examples: float = EXAMPLES) -> CocoDataset:
-    """Read a data set, and leave out what has faults; ``findings`` tells them.
+    """Read a data set, and leave out what has faults; ``issues`` tells them.
 
     Args:
         files: where it is; of COCO's, images are not opened.
@@ -129,17 +129,17 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES) -> CocoDataset:
     """
     with no_garbage_collection():
         content = _read_json(files.annotations) if files.is_coco else read_foreign(files)
-        findings = Findings(f"{files.name} ({files.annotations})", examples)
-        categories = _read_categories(_section(content, "categories", files), findings)
+        issues = Issues(f"{files.name} ({files.annotations})", examples)
+        categories = _read_categories(_section(content, "categories", files), issues)
         classes = Classes(tuple(c["id"] for c in categories), tuple(str(c["name"]) for c in categories))
         label_of = {category_id: label for label, category_id in enumerate(classes.ids)}
-        images = _read_images(_section(content, "images", files), findings)
-        kept = _read_annotations(content, images, label_of, findings)
-        _require_pixels([annotation["bbox"] for group in kept.values() for annotation in group], findings)
+        images = _read_images(_section(content, "images", files), issues)
+        kept = _read_annotations(content, images, label_of, issues)
+        _require_pixels([annotation["bbox"] for group in kept.values() for annotation in group], issues)
         records = [_record(image, kept[image["id"]], label_of, files.image_root) for image in images.values()]
         annotations = [annotation for group in kept.values() for annotation in group]
         truth = {"images": list(images.values()), "categories": categories, "annotations": annotations}
-    return CocoDataset(files.name, classes, records, truth, findings)
+    return CocoDataset(files.name, classes, records, truth, issues)
 
 
 def require_same_classes(first: Classes, second: Classes, what: str) -> None:
@@ -182,36 +182,36 @@ def _section(content: dict[str, Any], name: str, files: DatasetFiles) -> list:
     return section
 
 
-def _read_categories(section: list, findings: Findings) -> list[dict]:
+def _read_categories(section: list, issues: Issues) -> list[dict]:
     """Those without faults, by rising id. A fault is fatal: without its category, a box would be no object."""
     faults = ((number, category_fault(category)) for number, category in enumerate(section))
     faulty = {number: fault for number, fault in faults if fault}
     for number, (heading, detail) in faulty.items():
-        findings.add_fatal(heading, f"categories[{number}]: {detail}")
+        issues.add_error(heading, f"categories[{number}]: {detail}")
     good = [category for number, category in enumerate(section) if number not in faulty]
     for heading, key in (("category ids that are not unique", "id"), ("category names that are not unique", "name")):
         for value in _double(str(category[key]) for category in good):
-            findings.add_fatal(heading, f"{key} {value}")
+            issues.add_error(heading, f"{key} {value}")
     return sorted(good, key=lambda category: category["id"])
 
 
-def _read_images(section: list, findings: Findings) -> dict[Id, dict]:
+def _read_images(section: list, issues: Issues) -> dict[Id, dict]:
     """Those without faults, by id. Where several have one id, its boxes might be of any of them, so all are left out."""
     good: list[dict] = []
     for number, image in enumerate(section):
         fault = image_fault(image)
         if fault:
-            findings.add_fault(fault[0], f"images[{number}]: {fault[1]}")
+            issues.add_fault(fault[0], f"images[{number}]: {fault[1]}")
         else:
             good.append(image)
     double = _double(image["id"] for image in good)
     for image in good if double else ():
         if image["id"] in double:
-            findings.add_fault("image ids that are not unique", f"image {image['id']} ({image['file_name']})")
+            issues.add_fault("image ids that are not unique", f"image {image['id']} ({image['file_name']})")
     return {image["id"]: image for image in good if image["id"] not in double}
 
 
-def _read_annotations(content: dict, images: dict[Id, dict], label_of: dict[Id, int], findings: Findings) -> dict[Id, list[dict]]:
+def _read_annotations(content: dict, images: dict[Id, dict], label_of: dict[Id, int], issues: Issues) -> dict[Id, list[dict]]:
     """Those that count, as training and evaluation take them, by image."""
     kept: dict[Id, list[dict]] = {image_id: [] for image_id in images}
     sizes = {image_id: (float(image["height"]), float(image["width"])) for image_id, image in images.items()}
@@ -220,21 +220,21 @@ def _read_annotations(content: dict, images: dict[Id, dict], label_of: dict[Id, 
     for number, annotation in enumerate(content["annotations"]):
         fault = _repeated_id(annotation, seen) or annotation_fault(annotation, sizes, label_of)
         if not fault:
-            clean = _clean(annotation, number, sizes[annotation["image_id"]], findings)
+            clean = _clean(annotation, number, sizes[annotation["image_id"]], issues)
             if clean is not None:
                 kept[clean["image_id"]].append(clean)
         elif type(annotation) is dict and type(annotation.get("image_id")) is int and annotation["image_id"] in left_out:
-            findings.add_note("boxes of images that have faults themselves", _where(annotation, number))
+            issues.add_info("boxes of images that have faults themselves", _where(annotation, number))
         else:
-            findings.add_fault(fault[0], f"{_where(annotation, number)}: {fault[1]}")
+            issues.add_fault(fault[0], f"{_where(annotation, number)}: {fault[1]}")
     return kept
 
 
-def _require_pixels(boxes: Sequence[list[float]], findings: Findings) -> None:
+def _require_pixels(boxes: Sequence[list[float]], issues: Issues) -> None:
     """Refuse boxes as parts of the image's sides, a frequent mistake: each by itself might be one of less than a pixel."""
     if boxes and all(max(x + w, y + h) <= 1 for x, y, w, h in boxes):
         why = f"all {len(boxes)} lie within [0, 1]; bbox is [x, y, width, height] in pixels, not in parts of the image's sides"
-        findings.add_fatal("boxes that are not in pixels", why)
+        issues.add_error("boxes that are not in pixels", why)
 
 
 def _repeated_id(annotation: Any, seen: set[int | str]) -> Fault | None:
@@ -256,18 +256,18 @@ def _where(annotation: Any, number: int) -> str:
     return f"annotations[{number}] (id {annotation.get('id')!r}, image {annotation.get('image_id')!r})"
 
 
-def _clean(annotation: dict, number: int, size: Size, findings: Findings) -> dict | None:
+def _clean(annotation: dict, number: int, size: Size, issues: Issues) -> dict | None:
     """The annotation as both training and evaluation take it, or ``None``; without faults, but perhaps of a box outside."""
     box, why = clip_box(annotation["bbox"], size)
     if why is not None:
-        findings.add_note(why, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
+        issues.add_info(why, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     if box is None:
         return None
     if min(box[2:]) < 1:
-        findings.add_note(THIN, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
+        issues.add_info(THIN, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     area, crowd = annotation.get("area"), annotation.get("iscrowd")
     if (area is None or crowd is None) and "source" not in annotation:  # other formats have neither
-        findings.add_note("annotations without area or iscrowd, filled in", _where(annotation, number))
+        issues.add_info("annotations without area or iscrowd, filled in", _where(annotation, number))
     box_area = box[2] * box[3]
     area = box_area if area is None else float(area) if why is None else min(area, box_area)
     return {

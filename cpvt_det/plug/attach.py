@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.errors import UnknownNameError, WeightsError
 from cpvt_det.plug.families import Family, checked_grid, find_owner
-from cpvt_det.plug.hooks import ApplyPEG, Close, Look, PlugError, Swap, Watch
+from cpvt_det.plug.hooks import ApplyPEG, AttributeOverride, ClearContext, ForwardContext, PlugError, RecordGrid
 from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Size
 
@@ -162,23 +162,24 @@ def attach(
     undo = family.replace(owner) if position == "replace" else []
     if position == "replace" and not undo:
         raise PlugError(f"{family.name}: position='replace' has nothing to replace, the model has no encoding of its own there")
-    undo += family.settle(owner)
+    undo += family.prepare(owner)
     if grid is not None:
-        undo.append(Swap(owner, "peg_grid", grid))
+        undo.append(AttributeOverride(owner, "peg_grid", grid))
     if layers[names[0]] is owner:  # the maps of a backbone
         owner.peg = nn.ModuleDict(pegs).train(owner.training)
     else:
         for name, peg in pegs.items():
             layers[name].peg = peg
     plug = owner._peg_plug = Plug(undo, list({id(layers[name]): layers[name] for name in names}.values()))
-    watch = None
-    if family.watch is not None:
-        watch, (path, when) = Watch(), family.watch
+    context = None
+    if family.grid_source is not None:
+        context, (path, when) = ForwardContext(), family.grid_source
         watched = owner.get_submodule(path)
         register = watched.register_forward_pre_hook if when == "before" else watched.register_forward_hook
-        undo += [register(Look(family, watch), with_kwargs=True), owner.register_forward_hook(Close(watch), always_call=True)]
+        undo.append(register(RecordGrid(family, context), with_kwargs=True))
+        undo.append(owner.register_forward_hook(ClearContext(context), always_call=True))
     for layer in plug.layers:
-        apply = ApplyPEG(family, family.layout_of(owner), family.prefix(owner), watch)
+        apply = ApplyPEG(family, family.layout_of(owner), family.prefix(owner), context)
         undo.append(layer.register_forward_hook(apply, with_kwargs=True))
     _forget_compiled()
 

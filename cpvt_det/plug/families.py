@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.plug.hooks import PlugError, Sight, Swap, ZeroArgument, ZeroOutput
+from cpvt_det.plug.hooks import AttributeOverride, GridAndMask, PlugError, ZeroArgument, ZeroOutput
 from cpvt_det.structures import Size
 
 
@@ -26,7 +26,7 @@ class Family:
     layout = "BNC"
     output: int | None = None
     """Which item of a layer's output holds the tokens."""
-    watch: tuple[str, str] | None = None
+    grid_source: tuple[str, str] | None = None
     """The module below the owner that is told grid and mask, and whether that is before or after it has run."""
     mask_meaning: str | None = None
     """What the family's mask means; ``None``: it has none."""
@@ -52,11 +52,11 @@ class Family:
     def layout_of(self, owner: nn.Module) -> str:
         return self.layout
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         """Grid and mask, from a call of the watched module, or else of the layer with its tokens as ``output``."""
         return [tuple(output.shape[1:3] if self.layout == "BHWC" else output.shape[2:4])], None
 
-    def settle(self, owner: nn.Module) -> list[Any]:
+    def prepare(self, owner: nn.Module) -> list[Any]:
         """What else must change while there is a PEG; each has a ``remove()``."""
         return []
 
@@ -96,7 +96,7 @@ class DetectronViT(Family):
     replaces = "the table `pos_embed`; relative positions of the attention stay"
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [] if owner.pos_embed is None else [Swap(owner, "pos_embed", None)]
+        return [] if owner.pos_embed is None else [AttributeOverride(owner, "pos_embed", None)]
 
 
 class DetectronMViT(DetectronViT):
@@ -113,11 +113,11 @@ class DetectronSwin(Family):
         stages = ((s, stage.blocks) for s, stage in enumerate(owner.layers))
         return {f"layers.{s}.blocks.{i}": block for s, blocks in stages for i, block in enumerate(blocks)}
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         return [(module.H, module.W)], None  # the mask that the block gets is that of the shifted windows
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [Swap(owner, "absolute_pos_embed", owner.absolute_pos_embed.new_zeros(1, 1, 1, 1))] if owner.ape else []
+        return [AttributeOverride(owner, "absolute_pos_embed", owner.absolute_pos_embed.new_zeros(1, 1, 1, 1))] if owner.ape else []
 
 
 class DetectronBackbone(Family):
@@ -146,7 +146,7 @@ class DETR(Family):
     classes = ("models.transformer.Transformer",)
     blocks = "encoder.layers"
     layout = "NBC"
-    watch = ("", "before")
+    grid_source = ("", "before")
     mask_meaning = "True must mean padded"
     replaces = "the encoding of the encoder; the decoder keeps it"
     encoding = ("pos", 3)
@@ -154,7 +154,7 @@ class DETR(Family):
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.d_model
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         features, mask = _argument(args, kwargs, 0, "src", "x"), _argument(args, kwargs, 1, "mask")
         return [tuple(features.shape[-2:])], None if mask is None else _padded(mask).flatten(1)
 
@@ -177,7 +177,7 @@ class DeformableDETR(Family):
     name = "fundamentalvision/Deformable-DETR"
     classes = ("models.deformable_transformer.DeformableTransformer",)
     blocks = "encoder.layers"
-    watch = ("", "before")
+    grid_source = ("", "before")
     mask_meaning = "True must mean padded"
     replaces = "the encoding; the level embedding stays"
     features, masks, encodings, level_embed = "srcs", "masks", "pos_embeds", "level_embed"
@@ -188,7 +188,7 @@ class DeformableDETR(Family):
     def levels(self, owner: nn.Module) -> int | None:
         return getattr(owner, self.level_embed).shape[0]
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         shapes = [tuple(level.shape[-2:]) for level in _argument(args, kwargs, 0, self.features)]
         masks = [_padded(mask).flatten(1) for mask in _argument(args, kwargs, 1, self.masks)]
         return shapes, torch.cat(masks, dim=1)
@@ -214,14 +214,14 @@ class HuggingFaceDETR(Family):
     name = "transformers DETR"
     classes = ("transformers.models.detr.modeling_detr.DetrModel",)
     blocks = "encoder.layers"
-    watch = ("position_embedding", "before")
+    grid_source = ("position_embedding", "before")
     mask_meaning = "pixel_mask must be 1 on the image and 0 on the padding"
     replaces = "the encoding of the encoder; the decoder keeps it"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.config.d_model
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         shape, mask = _argument(args, kwargs, 0, "shape"), _argument(args, kwargs, 3, "mask")
         return [tuple(shape[-2:])], None if mask is None else _padded(mask, valid=True).flatten(1)
 
@@ -233,13 +233,13 @@ class HuggingFaceDETR(Family):
 class HuggingFaceDeformableDETR(HuggingFaceDETR):
     name = "transformers Deformable-DETR"
     classes = ("transformers.models.deformable_detr.modeling_deformable_detr.DeformableDetrModel",)
-    watch = None
+    grid_source = None
     replaces = "the encoding; the level embedding stays"
 
     def levels(self, owner: nn.Module) -> int | None:
         return owner.level_embed.shape[0]
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         shapes = _argument(args, kwargs, 5, "spatial_shapes_list")  # Python numbers: no wait for the GPU
         return [tuple(shape) for shape in shapes], _padded(_argument(args, kwargs, 1, "attention_mask"), valid=True)
 
@@ -267,7 +267,7 @@ class HuggingFaceRTDETR(Family):
 class TimmViT(Family):
     name = "timm VisionTransformer"
     classes = ("timm.models.vision_transformer.VisionTransformer",)
-    watch = ("patch_embed", "after")
+    grid_source = ("patch_embed", "after")
     replaces = "the table `pos_embed`, that of the class token with it"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
@@ -276,29 +276,29 @@ class TimmViT(Family):
     def prefix(self, owner: nn.Module) -> int:
         return owner.num_prefix_tokens
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         return [tuple(module.dynamic_feat_size(args[0].shape[-2:]))], None
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [] if owner.pos_embed is None else [Swap(owner, "pos_embed", None)]
+        return [] if owner.pos_embed is None else [AttributeOverride(owner, "pos_embed", None)]
 
 
 class TimmTNT(TimmViT):
     name = "timm TNT"
     classes = ("timm.models.tnt.TNT",)
     output = 1
-    watch = ("pixel_embed", "after")
+    grid_source = ("pixel_embed", "after")
     replaces = "the table `patch_pos`; `pixel_pos`, within a patch, stays"
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [Swap(owner, "patch_pos", owner.patch_pos.new_zeros(1, 1, 1))]
+        return [AttributeOverride(owner, "patch_pos", owner.patch_pos.new_zeros(1, 1, 1))]
 
 
 class TorchvisionViT(Family):
     name = "torchvision VisionTransformer"
     classes = ("torchvision.models.vision_transformer.VisionTransformer",)
     blocks = "encoder.layers"
-    watch = ("conv_proj", "after")
+    grid_source = ("conv_proj", "after")
     replaces = "the table `encoder.pos_embedding`, that of the class token with it"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
@@ -307,11 +307,11 @@ class TorchvisionViT(Family):
     def prefix(self, owner: nn.Module) -> int:
         return 1
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         return [tuple(output.shape[-2:])], None
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [Swap(owner.encoder, "pos_embedding", owner.encoder.pos_embedding.new_zeros(1, 1, 1))]
+        return [AttributeOverride(owner.encoder, "pos_embedding", owner.encoder.pos_embedding.new_zeros(1, 1, 1))]
 
 
 class TorchEncoder(Family):
@@ -320,7 +320,7 @@ class TorchEncoder(Family):
     name = "torch.nn.TransformerEncoder"
     classes = ("torch.nn.modules.transformer.TransformerEncoder",)
     blocks = "layers"
-    watch = ("", "before")
+    grid_source = ("", "before")
     mask_meaning = "src_key_padding_mask must be True on the padding"
     needs_grid = True
 
@@ -330,11 +330,11 @@ class TorchEncoder(Family):
     def layout_of(self, owner: nn.Module) -> str:
         return "BNC" if owner.layers[0].self_attn.batch_first else "NBC"
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         return [checked_grid(module.peg_grid)], _padded(_argument(args, kwargs, 2, "src_key_padding_mask"))
 
-    def settle(self, owner: nn.Module) -> list[Any]:
-        return [Swap(owner, "use_nested_tensor", False)]  # which would pack the valid tokens, without a grid
+    def prepare(self, owner: nn.Module) -> list[Any]:
+        return [AttributeOverride(owner, "use_nested_tensor", False)]  # which would pack the valid tokens, without a grid
 
 
 FAMILIES: tuple[Family, ...] = (

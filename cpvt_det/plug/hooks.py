@@ -18,7 +18,7 @@ from cpvt_det.structures import Size
 if TYPE_CHECKING:
     from cpvt_det.plug.families import Family
 
-Sight = tuple[list[Size], Tensor | None]
+GridAndMask = tuple[list[Size], Tensor | None]
 """Of one forward pass: (H, W) of each level, and (B, N) bool, True = padded, or ``None`` where the family has no mask."""
 
 
@@ -26,7 +26,7 @@ class PlugError(BadInputError):
     """A model that cannot be plugged, or a plugged model whose grid or mask cannot be right."""
 
 
-class Watch:
+class ForwardContext:
     """What one place of the model has seen and another one needs: shared by the callables of one plug.
 
     A layer that is recomputed in the backward pass (gradient checkpointing) reads it after the forward pass has ended: that of
@@ -34,20 +34,20 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.sight: Sight | None = None
+        self.current: GridAndMask | None = None
         self.thread = 0
         self.open = False
 
-    def tell(self, sight: Sight) -> None:
+    def record(self, current: GridAndMask) -> None:
         """What a forward pass sees at its beginning."""
-        self.sight, self.thread, self.open = sight, _thread(), True
+        self.current, self.thread, self.open = current, _thread(), True
 
-    def read(self) -> Sight:
+    def read(self) -> GridAndMask:
         """What the forward pass under way, or under recomputation, has told."""
         if self.open and self.thread == _thread():
-            return self.sight
-        if self.sight is not None and torch._C._current_graph_task_id() != -1:  # in the backward pass
-            return self.sight
+            return self.current
+        if self.current is not None and torch._C._current_graph_task_id() != -1:  # in the backward pass
+            return self.current
         if self.open:
             raise PlugError("two threads run one plugged model at once, on one grid; give each thread a copy of the model")
         raise PlugError("the layer ran alone, so that nothing told its PEG the grid; call the model, or what holds its encoder")
@@ -57,7 +57,7 @@ class Watch:
         self.open = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"sight": None, "thread": 0, "open": False}  # a copy sees for itself
+        return {"current": None, "thread": 0, "open": False}  # a copy sees for itself
 
 
 def _thread() -> int:
@@ -65,26 +65,26 @@ def _thread() -> int:
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-class Look:
+class RecordGrid:
     """A hook before or after the module that knows grid and mask."""
 
-    def __init__(self, family: "Family", watch: Watch):
-        self.family, self.watch = family, watch
+    def __init__(self, family: "Family", context: ForwardContext):
+        self.family, self.context = family, context
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         if getattr(module, "_is_replica", False):
             raise PlugError("DataParallel runs its replicas on one grid; use DistributedDataParallel")
-        self.watch.tell(self.family.see(module, args, kwargs, output))
+        self.context.record(self.family.grid_and_mask(module, args, kwargs, output))
 
 
-class Close:
+class ClearContext:
     """A hook after the owner: a layer called alone must not meet the grid of an image that has gone."""
 
-    def __init__(self, watch: Watch):
-        self.watch = watch
+    def __init__(self, context: ForwardContext):
+        self.context = context
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.watch.close()
+        self.context.close()
 
 
 class ApplyPEG:
@@ -94,11 +94,11 @@ class ApplyPEG:
         family: knows which output holds tokens, and where it says so itself, grid and mask.
         layout: ``BNC``, ``NBC``, ``BHWC`` or ``BCHW``.
         prefix: tokens before those of the grid: class and register tokens.
-        watch: what another place saw; ``None``: the layer's own call tells.
+        context: what another place saw; ``None``: the layer's own call tells.
     """
 
-    def __init__(self, family: "Family", layout: str, prefix: int, watch: Watch | None):
-        self.family, self.layout, self.prefix, self.watch = family, layout, prefix, watch
+    def __init__(self, family: "Family", layout: str, prefix: int, context: ForwardContext | None):
+        self.family, self.layout, self.prefix, self.context = family, layout, prefix, context
         self.mask_is_checked = False
 
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -111,7 +111,7 @@ class ApplyPEG:
         return (*output[:i], self._encode(layer.peg, output[i], layer, args, kwargs), *output[i + 1 :])
 
     def _encode(self, peg: nn.Module, x: Tensor, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        shapes, padded = self.watch.read() if self.watch else self.family.see(layer, args, kwargs, x)
+        shapes, padded = self.context.read() if self.context else self.family.grid_and_mask(layer, args, kwargs, x)
         tokens = _to_tokens(x, self.layout)
         head, tokens = tokens[:, : self.prefix], tokens[:, self.prefix :]
         padded = self._checked(tokens, shapes, padded)
@@ -206,7 +206,7 @@ def _zeros(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, Tensor) else [torch.zeros_like(one) for one in value]
 
 
-class Swap:
+class AttributeOverride:
     """An attribute of a module that has another value until ``remove()``; a tensor takes a parameter's place as a buffer."""
 
     def __init__(self, module: nn.Module, name: str, value: Any):

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from cpvt_det.data.images import ImageHeader, read_image
 from cpvt_det.data.validation.check import look_at_images
-from cpvt_det.data.validation.issues import Findings
+from cpvt_det.data.validation.issues import Issues
 from cpvt_det.errors import BadInputError, DataError, DataFaultsError
 from cpvt_det.evaluation.coco import write_json
 from cpvt_det.predict.detections import ImageDetections
@@ -37,7 +37,7 @@ class InputFile:
     header: ImageHeader
 
 
-def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[InputFile], Findings]:
+def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[InputFile], Issues]:
     """Read all headers before any work is done.
 
     Args:
@@ -51,20 +51,20 @@ def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[I
     folder = Path(source).expanduser()
     root = str(folder) if folder.is_dir() else os.path.commonpath([path.parent.absolute() for path in paths])
     seen = look_at_images({str(path): root for path in paths})
-    findings = Findings()
+    issues = Issues()
     good = []
     for path in paths:
         header = seen[str(path)].header
         if header is None:
-            findings.add_fault("image files that cannot be read", seen[str(path)].why)
+            issues.add_fault("image files that cannot be read", seen[str(path)].why)
         else:
             name = Path(os.path.relpath(path, root)).as_posix()
             good.append(InputFile(len(good) + 1, str(path), name, header))
-    if findings.faults and (on_bad == "error" or not good):
+    if issues.faults and (on_bad == "error" or not good):
         advice = "; --on-bad drop leaves them out" if good else ""
         head = f"{len(paths) - len(good)} of {len(paths)} image files cannot be read{advice}"
-        raise DataFaultsError("\n".join([head, *findings.lines(findings.faults)]))
-    return good, findings
+        raise DataFaultsError("\n".join([head, *issues.lines(issues.faults)]))
+    return good, issues
 
 
 def predict_files(
@@ -95,7 +95,7 @@ def predict_files(
     except OSError as error:
         raise BadInputError(f"cannot write to {output}: {error.strerror}") from error
     with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
-        for file, found in _detect(predictor, files, threshold, batch_size, on_bad, bar):
+        for file, found in _predict_each(predictor, files, threshold, batch_size, on_bad, bar):
             picture = output / "pictures" / pictures[file.name]
             picture.parent.mkdir(parents=True, exist_ok=True)
             found.draw().save(picture, quality=92)
@@ -119,7 +119,7 @@ def picture_names(names: Sequence[str]) -> dict[str, str]:
     return {name: short[name] if counts[short[name]] == 1 else long[name] for name in names}
 
 
-def _detect(
+def _predict_each(
     predictor: Predictor, files: Sequence[InputFile], threshold: float, batch_size: int, on_bad: str, bar: tqdm
 ) -> Iterator[tuple[InputFile, ImageDetections]]:
     for start in range(0, len(files), batch_size):

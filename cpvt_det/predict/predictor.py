@@ -93,11 +93,11 @@ class Predictor:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if not isinstance(images, list | tuple):
-            return self._detect([images], [read_input(images, channels)])[0]
+            return self._predict_batch([images], [read_input(images, channels)])[0]
         found: list[ImageDetections] = []
         for start in range(0, len(images), batch_size):
             part = images[start : start + batch_size]
-            found += self._detect(part, [_read(image, channels, start + n) for n, image in enumerate(part)])
+            found += self._predict_batch(part, [_read(image, channels, start + n) for n, image in enumerate(part)])
         return found
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -109,7 +109,7 @@ class Predictor:
         """
         save_model(Path(folder), self.detector.state_dict(), self.classes, self.config)
 
-    def _detect(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageDetections]:
+    def _predict_batch(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageDetections]:
         """Of one batch; pixels (3, H, W) uint8 each."""
         samples = [{"image": self.mapper.prepare(image), "height": image.shape[1], "width": image.shape[2]} for image in pixels]
         return [

@@ -18,7 +18,7 @@ from cpvt_det import distributed
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import CocoDataset, ImageRecord, read_coco, require_same_classes
 from cpvt_det.data.images import ImageHeader, file_threads, read_header, read_image
-from cpvt_det.data.validation.issues import EXAMPLES, Findings
+from cpvt_det.data.validation.issues import EXAMPLES, Issues
 from cpvt_det.data.validation.rules import Fault, Id
 from cpvt_det.errors import DataError
 
@@ -32,12 +32,12 @@ class CheckedData:
 
     Attributes:
         train, tests: in the order of their names; one that cannot be read at all is missing.
-        findings: of every data set, and of all of them together.
+        issues: of every data set, and of all of them together.
     """
 
     train: list[CocoDataset]
     tests: list[CocoDataset]
-    findings: list[Findings]
+    issues: list[Issues]
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,20 @@ def check_data(
         decode: decode every image, which finds damage behind the header too.
         examples: of each kind of finding, how many are kept by name.
     """
-    together = Findings("", examples)
+    together = Issues("", examples)
     read: dict[str, CocoDataset] = {}
     files = {one.name: one for one in (*train, *tests)}
     for one in files.values():
         try:
             read[one.name] = read_coco(one, examples)
         except DataError as error:
-            together.add_fatal("data sets that cannot be read", str(error))
+            together.add_error("data sets that cannot be read", str(error))
     roots = {record.file_name: str(files[name].image_root) for name in read for record in read[name].records}
     seen = distributed.gather_objects(look_at_images(roots, decode) if distributed.rank() == 0 else None)[0]
     for dataset in read.values():
         _take_faulty_images_out(dataset, seen)
-    data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), findings=[])
-    data.findings = [*(dataset.findings for dataset in read.values()), together]
+    data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), issues=[])
+    data.issues = [*(dataset.issues for dataset in read.values()), together]
     _compare(data, together)
     for dataset in data.train:
         _note_many_boxes(dataset, num_queries)
@@ -94,7 +94,7 @@ def log_data(datasets: Iterable[CocoDataset]) -> None:
     """A line of the log for each data set, a warning where training cannot learn all of its boxes."""
     for dataset in datasets:
         logger.info(dataset.describe())
-        too_many = dataset.findings.notes.get(TOO_MANY)
+        too_many = dataset.issues.infos.get(TOO_MANY)
         if too_many:
             logger.warning("%s: %s: %d; raise MODEL.DETR.NUM_OBJECT_QUERIES", dataset.name, TOO_MANY, too_many.count)
 
@@ -141,9 +141,9 @@ def _take_faulty_images_out(dataset: CocoDataset, seen: dict[str, Seen]) -> None
         fault = _fault(record, found)
         if fault is not None:
             faulty.add(record.image_id)
-            dataset.findings.add_fault(fault[0], f"image {record.image_id}: {fault[1]}")
+            dataset.issues.add_fault(fault[0], f"image {record.image_id}: {fault[1]}")
         else:
-            _note_conversions(record, found, dataset.findings)
+            _note_conversions(record, found, dataset.issues)
             record.file_name = found.path
     if faulty:
         dataset.leave_out(faulty)
@@ -161,32 +161,32 @@ def _fault(record: ImageRecord, found: Seen) -> Fault | None:
     return "images of another size than the JSON says", detail
 
 
-def _note_conversions(record: ImageRecord, found: Seen, findings: Findings) -> None:
+def _note_conversions(record: ImageRecord, found: Seen, issues: Issues) -> None:
     where, header = f"image {record.image_id}: {record.file_name}", found.header
     if header.orientation != 1:
-        findings.add_note("images turned as EXIF says; boxes are taken as drawn after that", where)
+        issues.add_info("images turned as EXIF says; boxes are taken as drawn after that", where)
     if header.mode != "RGB":
-        findings.add_note(f"images of mode {header.mode}, converted to RGB", where)
+        issues.add_info(f"images of mode {header.mode}, converted to RGB", where)
     if found.path != record.file_name:
-        findings.add_note("file names in another Unicode form than on the disk, resolved", where)
+        issues.add_info("file names in another Unicode form than on the disk, resolved", where)
 
 
-def _compare(data: CheckedData, together: Findings) -> None:
+def _compare(data: CheckedData, together: Issues) -> None:
     """What data sets owe each other, and their split."""
     for split in [data.train, *([test] for test in data.tests)]:
         if split and not any(len(record.labels) for dataset in split for record in dataset.records):
             names = ", ".join(dataset.name for dataset in split)
-            together.add_fatal("splits without any object", f"{names}: no image has an object; is it the right JSON?")
+            together.add_error("splits without any object", f"{names}: no image has an object; is it the right JSON?")
     first, *others = {dataset.name: dataset for dataset in (*data.train, *data.tests)}.values() or [None]
     for other in others:
         try:
             require_same_classes(first.classes, other.classes, f"data sets {first.name} and {other.name}")
         except DataError as error:
-            together.add_fatal("classes", str(error))
+            together.add_error("classes", str(error))
 
 
 def _note_many_boxes(dataset: CocoDataset, num_queries: int) -> None:
     for record in dataset.records:
         if len(record.labels) > num_queries:
             where = f"image {record.image_id}: {record.file_name} has {len(record.labels)}, there are {num_queries} queries"
-            dataset.findings.add_note(TOO_MANY, where)
+            dataset.issues.add_info(TOO_MANY, where)

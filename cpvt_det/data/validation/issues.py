@@ -14,7 +14,7 @@ POLICIES = ("error", "drop")
 
 @dataclass
 class Group:
-    """Findings of one kind.
+    """Issues of one kind.
 
     Attributes:
         count: how many there are.
@@ -29,11 +29,11 @@ Groups = dict[str, Group]
 """By heading."""
 
 
-class Findings:
+class Issues:
     """What was found in one place.
 
     Args:
-        source: the place, a data set with its JSON say; empty where the findings say it themselves.
+        source: the place, a data set with its JSON say; empty where the issues say it themselves.
         examples: how many of each kind are kept.
 
     Attributes:
@@ -45,21 +45,21 @@ class Findings:
     def __init__(self, source: str = "", examples: float = EXAMPLES):
         self.source = source
         self.examples = examples
-        self.fatal: Groups = {}
+        self.errors: Groups = {}
         self.faults: Groups = {}
-        self.notes: Groups = {}
+        self.infos: Groups = {}
 
-    def add_fatal(self, heading: str, where: str) -> None:
+    def add_error(self, heading: str, where: str) -> None:
         """Take something that a run cannot go on with."""
-        self._add(self.fatal, heading, where)
+        self._add(self.errors, heading, where)
 
     def add_fault(self, heading: str, where: str) -> None:
         """Take an image or a box that has to be left out."""
         self._add(self.faults, heading, where)
 
-    def add_note(self, heading: str, where: str) -> None:
+    def add_info(self, heading: str, where: str) -> None:
         """Take something that is only counted."""
-        self._add(self.notes, heading, where)
+        self._add(self.infos, heading, where)
 
     def _add(self, groups: Groups, heading: str, where: str) -> None:
         group = groups.setdefault(heading, Group())
@@ -69,11 +69,11 @@ class Findings:
 
     def has_errors(self, on_bad: str) -> bool:
         """Whether a run has to stop, under a policy of ``POLICIES``."""
-        return bool(self.fatal) or (on_bad == "error" and bool(self.faults))
+        return bool(self.errors) or (on_bad == "error" and bool(self.faults))
 
     def counts(self) -> dict[str, int]:
         """How many of each kind; nothing but numbers, for a line of the log."""
-        return {heading: group.count for groups in (self.fatal, self.faults, self.notes) for heading, group in groups.items()}
+        return {heading: group.count for groups in (self.errors, self.faults, self.infos) for heading, group in groups.items()}
 
     def lines(self, *parts: Groups) -> list[str]:
         """Source, headings and examples of some of the three groups, indented; nothing where they are empty."""
@@ -84,7 +84,7 @@ class Findings:
         return lines
 
 
-def require_no_errors(found: Iterable[Findings], on_bad: str) -> None:
+def require_no_errors(found: Iterable[Issues], on_bad: str) -> None:
     """Refuse data with faults, all of them in one message.
 
     Args:
@@ -95,26 +95,26 @@ def require_no_errors(found: Iterable[Findings], on_bad: str) -> None:
         DataError: one line for one fault.
         DataFaultsError: a line of advice, and below it one for each fault.
     """
-    bad = [findings for findings in found if findings.has_errors(on_bad)]
+    bad = [issues for issues in found if issues.has_errors(on_bad)]
     if not bad:
         return
-    kinds = [(findings, *item) for findings in bad for item in [*findings.fatal.items(), *findings.faults.items()]]
+    kinds = [(issues, *item) for issues in bad for item in [*issues.errors.items(), *issues.faults.items()]]
     if sum(group.count for *_, group in kinds) == 1:
-        ((findings, heading, group),) = kinds
-        raise DataError(": ".join(part for part in (findings.source, heading, group.examples[0]) if part) + _advice(bad))
-    lines = [line for findings in bad for line in findings.lines(findings.fatal, findings.faults)]
+        ((issues, heading, group),) = kinds
+        raise DataError(": ".join(part for part in (issues.source, heading, group.examples[0]) if part) + _advice(bad))
+    lines = [line for issues in bad for line in issues.lines(issues.errors, issues.faults)]
     raise DataFaultsError("\n".join([summary(bad), *lines]))
 
 
-def summary(found: Iterable[Findings]) -> str:
+def summary(found: Iterable[Issues]) -> str:
     """How many faults there are, and what to do about them."""
     found = list(found)
-    number = sum(group.count for one in found for groups in (one.fatal, one.faults) for group in groups.values())
+    number = sum(group.count for one in found for groups in (one.errors, one.faults) for group in groups.values())
     return f"{number} fault{'s' * (number != 1)} in the data{_advice(found)}"
 
 
-def _advice(found: Iterable[Findings]) -> str:
-    return "" if any(one.fatal for one in found) else "; DATASETS.ON_BAD drop leaves out these images and boxes"
+def _advice(found: Iterable[Issues]) -> str:
+    return "" if any(one.errors for one in found) else "; DATASETS.ON_BAD drop leaves out these images and boxes"
 
 
 def _printable(text: str) -> str:
