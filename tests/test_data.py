@@ -180,7 +180,7 @@ FAULTS = {
     "empty categories": (lambda content: content.update(categories=[]), "it has no 'categories'"),
     "no images": (lambda content: content.pop("images"), "it has no 'images'"),
     "images are an object": (lambda content: content.update(images={"1": {}}), "it has no 'images'"),
-    "image is a number": (lambda content: content["images"].append(5), r"entries that are no objects: images\[1\]: 5"),
+    "image is a number": (lambda content: content["images"].append(5), r"entries that are not objects: images\[1\]: 5"),
     "image without id": (remove_from("images", "id"), r"images\[0\]: no 'id'"),
     "image without file name": (remove_from("images", "file_name"), r"images\[0\]: no 'file_name'"),
     "image without height": (remove_from("images", "height"), r"images\[0\]: no 'height'"),
@@ -206,7 +206,7 @@ FAULTS = {
     ),
     "unknown image": (
         set_in("annotations", image_id=7),
-        r"\(id 5, image 7\): image_id 7, which is not the id of one of",
+        r"\(id 5, image 7\): image_id 7, which is not an id in images",
     ),
     "image_id is a list": (set_in("annotations", image_id=[1]), r"\(id 5, image \[1\]\): image_id \[1\]"),
     "no image_id": (remove_from("annotations", "image_id"), r"\(id 5, image None\): image_id None"),
@@ -224,10 +224,10 @@ FAULTS = {
         r"annotations\[1\] \(id 5, image 1\): .*has the same id",
     ),
     "height is not whole": (set_in("images", height=10.5), "has size 10.5 x 20"),
-    "id of 64 bits": (set_in("categories", id=2**63), "ids that are no whole numbers"),
+    "id of 64 bits": (set_in("categories", id=2**63), "ids that are not whole numbers"),
     "bbox of huge numbers": (set_in("annotations", bbox=[0, 0, 10**400, 1]), "not finite"),
-    "image_id is text": (set_in("annotations", image_id="1"), "image_id '1', .*; it is text"),
-    "category name is a list": (set_in("categories", name=["a"]), "category names that are no text"),
+    "image_id is text": (set_in("annotations", image_id="1"), "image_id '1', .*; it is text, not a number"),
+    "category name is a list": (set_in("categories", name=["a"]), "category names that are not text"),
     "area is text": (set_in("annotations", area="large"), r"\(id 5, image 1\): area 'large'"),
     "area is NaN": (set_in("annotations", area=float("nan")), r"\(id 5, image 1\): area nan"),
     "iscrowd is text": (set_in("annotations", iscrowd="no"), r"\(id 5, image 1\): iscrowd 'no'"),
@@ -245,7 +245,7 @@ def test_one_fault_is_one_line_and_several_have_one_each(tmp_path):
     with pytest.raises(DataError) as caught:
         load_changed(tmp_path, set_in("annotations", area="large"))
     assert str(caught.value) == (
-        f"faulty ({tmp_path / 'faulty.json'}): annotations whose area is no number: annotations[0] (id 5, image 1): area 'large'; "
+        f"faulty ({tmp_path / 'faulty.json'}): annotations whose area is not a number: annotations[0] (id 5, image 1): area 'large'; "
         "DATASETS.ON_BAD drop leaves out these images and boxes"
     )
 

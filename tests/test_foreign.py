@@ -190,9 +190,9 @@ def test_what_cannot_be_read_says_why(tmp_path):
     with pytest.raises(DataError, match="no images"):
         read(tmp_path / "empty", "train")
     folder = write_yolo(tmp_path / "yolo", "train: images/train\nnames: 3\n")
-    with pytest.raises(DataError, match="expected names"):
+    with pytest.raises(DataError, match="names must be a list of class names, or a mapping of numbers"):
         read(folder, "train")
-    with pytest.raises(DataError, match="no split 'val'; it has train"):
+    with pytest.raises(DataError, match="no split 'val'; known: train"):
         read(folder, "val")
     voc = write_voc(tmp_path / "voc")
     (voc / "Annotations" / "041.xml").write_text("<annotation>")

@@ -169,7 +169,7 @@ def test_arrays_are_grey_or_have_an_order(tmp_path):
         (torch.zeros(1, 3, 4, 5, dtype=torch.uint8), None, r"got \(1, 3, 4, 5\); list\(batch\) for a batch"),
         (None, None, r"NoneType is no image; give a path, an image of Pillow's"),
         (Image.new("F", (4, 5)), None, r"its pixels \(mode F\) cannot be turned into 8 bits"),
-        (Image.new("RGB", (0, 5)), None, r"it has no pixels, 0 x 5"),
+        (Image.new("RGB", (0, 5)), None, r"the image has no pixels: its size is 0 x 5"),
         ("nowhere.png", None, r"cannot read image nowhere.png: no such file"),
     ],
 )
@@ -183,7 +183,7 @@ def test_what_is_no_image_is_refused_and_named(predictor, image, channels, said)
 def test_a_cut_off_image_of_pillow_is_refused(predictor, tmp_path):
     Image.fromarray(noise()).save(tmp_path / "a.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:2000])
-    with pytest.raises(DataError, match="it cannot be decoded: "):
+    with pytest.raises(DataError, match="the image cannot be decoded: "):
         predictor(Image.open(tmp_path / "cut.png"))
 
 

@@ -52,7 +52,7 @@ def test_a_point_is_looked_up_in_the_map_of_its_level():
 
 @pytest.mark.parametrize("point", [(100, 10), (10, 60), (-1, 0)])
 def test_points_outside_the_image_are_refused(point):
-    with pytest.raises(BadInputError, match="is outside the image: x is below 100 and y below 60 pixels"):
+    with pytest.raises(BadInputError, match="is outside the image: x must be below 100 and y below 60 pixels"):
         tokens_at(record(), [point], 0)
 
 

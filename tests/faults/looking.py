@@ -67,7 +67,7 @@ CASES = [
     Case(
         "show attention: a point outside the image",
         attention("--points", "60,10"),
-        "--points 60,10 is outside the image: x is below 60 and y below 40 pixels",
+        "--points 60,10 is outside the image: x must be below 60 and y below 40 pixels",
     ),
     Case(
         "show attention: a point that is none",

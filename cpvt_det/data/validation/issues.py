@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check of data finds, grouped and counted, with the first few of each kind by name."""
+"""Issues that a check of data finds, grouped and counted, with the first examples of each kind."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from cpvt_det.errors import DataError, DataFaultsError
 
 EXAMPLES = 20
-"""Of each kind; the rest is counted, unless all are asked for."""
+"""Number of examples kept of each kind; further ones are only counted, unless all are requested."""
 POLICIES = ("error", "drop")
-"""Of ``DATASETS.ON_BAD``."""
+"""Values of ``DATASETS.ON_BAD``."""
 
 
 @dataclass
@@ -17,8 +17,8 @@ class Group:
     """Issues of one kind.
 
     Attributes:
-        count: how many there are.
-        examples: where the first of them are, and what is wrong there.
+        count: number of issues.
+        examples: place and description of the first ones.
     """
 
     count: int = 0
@@ -26,7 +26,7 @@ class Group:
 
 
 Groups = dict[str, Group]
-"""By heading."""
+"""Heading -> group."""
 
 
 class Issues:
@@ -50,15 +50,15 @@ class Issues:
         self.infos: Groups = {}
 
     def add_error(self, heading: str, where: str) -> None:
-        """Take something that a run cannot go on with."""
+        """Add an issue that always stops a run."""
         self._add(self.errors, heading, where)
 
     def add_fault(self, heading: str, where: str) -> None:
-        """Take an image or a box that has to be left out."""
+        """Add an image or a box that must be left out."""
         self._add(self.faults, heading, where)
 
     def add_info(self, heading: str, where: str) -> None:
-        """Take something that is only counted."""
+        """Add an issue that is only counted."""
         self._add(self.infos, heading, where)
 
     def _add(self, groups: Groups, heading: str, where: str) -> None:
@@ -68,15 +68,15 @@ class Issues:
             group.examples.append(_printable(where))
 
     def has_errors(self, on_bad: str) -> bool:
-        """Whether a run has to stop, under a policy of ``POLICIES``."""
+        """Whether a run must stop, under a policy of ``POLICIES``."""
         return bool(self.errors) or (on_bad == "error" and bool(self.faults))
 
     def counts(self) -> dict[str, int]:
-        """How many of each kind; nothing but numbers, for a line of the log."""
+        """Heading -> number of issues, for the log."""
         return {heading: group.count for groups in (self.errors, self.faults, self.infos) for heading, group in groups.items()}
 
     def lines(self, *parts: Groups) -> list[str]:
-        """Source, headings and examples of some of the three groups, indented; nothing where they are empty."""
+        """Lines with the source, headings and examples of some of the three attributes; none where they are empty."""
         lines = [f"{self.source}:"] if self.source and any(parts) else []
         for heading, group in (item for groups in parts for item in groups.items()):
             lines += [f"  {heading}: {group.count}", *(f"    {example}" for example in group.examples)]
@@ -85,15 +85,15 @@ class Issues:
 
 
 def require_no_errors(found: Iterable[Issues], on_bad: str) -> None:
-    """Refuse data with faults, all of them in one message.
+    """Refuse data with faults, all in one message.
 
     Args:
-        found: of all data sets.
+        found: issues of all data sets.
         on_bad: one of ``POLICIES``.
 
     Raises:
-        DataError: one line for one fault.
-        DataFaultsError: a line of advice, and below it one for each fault.
+        DataError: a single fault, in one line.
+        DataFaultsError: several faults: a line of advice, and below it a line per fault.
     """
     bad = [issues for issues in found if issues.has_errors(on_bad)]
     if not bad:
@@ -107,7 +107,7 @@ def require_no_errors(found: Iterable[Issues], on_bad: str) -> None:
 
 
 def summary(found: Iterable[Issues]) -> str:
-    """How many faults there are, and what to do about them."""
+    """The number of faults, and the advice how to continue."""
     found = list(found)
     number = sum(group.count for one in found for groups in (one.errors, one.faults) for group in groups.values())
     return f"{number} fault{'s' * (number != 1)} in the data{_advice(found)}"
@@ -118,5 +118,5 @@ def _advice(found: Iterable[Issues]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Names from JSON may hold line breaks, and halves of characters that no terminal takes."""
+    """The text with unprintable characters escaped: names in JSON may contain line breaks and invalid characters."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
