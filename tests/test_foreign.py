@@ -145,7 +145,7 @@ def test_a_voc_split_lists_its_images_and_knows_the_classes_of_all(tmp_path):
     dataset = read(folder, "val")
     assert [Path(record.file_name).name for record in dataset.records] == ["041.png", "007.png"]
     assert dataset.classes.names == ("cell", "disc", "ring")
-    with pytest.raises(DataError, match="no split 'test'.*it has val"):
+    with pytest.raises(DataError, match="no split 'test'.*known: val"):
         read(folder, "test")
 
 
@@ -182,7 +182,11 @@ def test_what_cannot_be_read_says_why(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"expected a COCO JSON file, a YOLO folder.*Pascal VOC"):
         read(tmp_path / "empty", "")
-    for text, match in [("names: [a", "is not YAML"), ("- a\n", "got a list"), ("train: x\nnames: [a]\n", "there is no")]:
+    for text, match in [
+        ("names: [a", "is not YAML"),
+        ("- a\n", "got a list"),
+        ("train: x\nnames: [a]\n", "empty/x does not exist"),
+    ]:
         (tmp_path / "empty" / "data.yaml").write_text(text)
         with pytest.raises(DataError, match=match):
             read(tmp_path / "empty", "train")

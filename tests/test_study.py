@@ -163,7 +163,7 @@ def test_what_is_done_is_not_done_again(done):
     path, _ = done
     lines = []
     run_study(path, 1, tell=lines.append)
-    assert lines == ["Nothing to do: every run has its record"]
+    assert lines == ["Nothing to do: every run has a record"]
 
 
 def set_rate(plan):
@@ -228,7 +228,7 @@ def test_an_origin_that_is_trained_again_has_to_come_out_as_before(done):
     plan.record_path("first/none/0").write_text(json.dumps(other))
     output = plan.output_of("first/none/0")
     output.rename(output.with_suffix(".away"))
-    with pytest.raises(RunStoppedError, match=r"trained again it has AP .*, not 12\.5 as its record says"):
+    with pytest.raises(RunStoppedError, match=r"trained again, its AP is .*, but 12\.5 in its record"):
         study.execute(plan, "first/none/0")
     assert record(path, "first/none/0") == other
     assert not output.exists()  # nothing can start from it
@@ -298,9 +298,9 @@ def group_of(**changes):
         (group_of(sweeps=["x"]), "sweep of group a 'x'"),
         (group_of(probes=["x"]), "probe of group a 'x'"),
         (group_of(baselines=["w"]), "baseline of group a 'w'"),
-        (group_of(beside=["b/v"]), "variant beside group a, of an earlier one 'b/v'"),
-        (group_of(backbone="b/v/0"), "run that a/v/0 starts from, of an earlier group 'b/v/0'"),
-        (group_of(weights="a/v"), "run that a/v/0 starts from, of an earlier group 'a/v/0'"),
+        (group_of(beside=["b/v"]), "variant of an earlier group in 'beside' of group a 'b/v'"),
+        (group_of(backbone="b/v/0"), "run of an earlier group that a/v/0 starts from 'b/v/0'"),
+        (group_of(weights="a/v"), "run of an earlier group that a/v/0 starts from 'a/v/0'"),
         ({"sweeps": {"shape": {"vall": 1.0}}}, "data set of sweep shape 'vall'"),
         ({"sweeps": None}, "no plan of a study"),
         ({"data": {"train": {"images": 3, "seed": 0, "image_sides": [8, 9]}}}, "do not fit image_sides"),

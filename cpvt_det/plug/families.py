@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that ``add_peg`` knows: where each keeps its layers, its tokens, its grid and its padding mask.
+"""The models that ``add_peg`` knows: where each has its layers, tokens, grid and padding mask.
 
-A family is a row of attributes and, where it needs them, a few lines. Classes are matched by name, so that nothing is imported.
+A family is a set of attributes with a few methods where needed. Classes are matched by name, so that no library is imported.
 """
 
 from collections.abc import Mapping
@@ -16,52 +16,52 @@ from cpvt_det.structures import Size
 
 
 class Family:
-    """The defaults: layers of (B, N, C) tokens without a mask, whose own call tells the grid."""
+    """The defaults: layers of (B, N, C) tokens without a mask, whose own arguments contain the grid."""
 
     name: str
     classes: tuple[str, ...]
-    """How the full name of the class ends that owns the layers."""
+    """Endings of the full names of the classes that own the layers."""
     blocks = "blocks"
-    """Where, below the owner, the layers are."""
+    """Path of the layers below the owner."""
     layout = "BNC"
     output: int | None = None
-    """Which item of a layer's output holds the tokens."""
+    """Index of the tokens in a layer's output; ``None``: the output is the tokens."""
     grid_source: tuple[str, str] | None = None
-    """The module below the owner that is told grid and mask, and whether that is before or after it has run."""
+    """Path below the owner of the module that receives grid and mask, and whether they are read "before" or "after" it runs."""
     mask_meaning: str | None = None
-    """What the family's mask means; ``None``: it has none."""
+    """Meaning of the family's mask; ``None``: there is no mask."""
     replaces = "nothing: it has no encoding of its own"
-    """What ``position="replace"`` takes away."""
+    """The encoding that ``position="replace"`` removes."""
     needs_grid = False
 
     def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
-        """Name -> layer, in the order in which they run."""
+        """Name -> layer, in the order of running."""
         return {f"{self.blocks}.{name}": layer for name, layer in owner.get_submodule(self.blocks).named_children()}
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return layer.norm2.normalized_shape[0]
 
     def levels(self, owner: nn.Module) -> int | None:
-        """Levels of a multi-level encoder."""
+        """Number of levels of a multi-level encoder; ``None`` for a single level."""
         return None
 
     def prefix(self, owner: nn.Module) -> int:
-        """Class and register tokens."""
+        """Number of class and register tokens before those of the grid."""
         return 0
 
     def layout_of(self, owner: nn.Module) -> str:
         return self.layout
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
-        """Grid and mask, from a call of the watched module, or else of the layer with its tokens as ``output``."""
+        """Grid and mask, from a call of ``grid_source``; without one, from a call of the layer with its tokens as ``output``."""
         return [tuple(output.shape[1:3] if self.layout == "BHWC" else output.shape[2:4])], None
 
     def prepare(self, owner: nn.Module) -> list[Any]:
-        """What else must change while there is a PEG; each has a ``remove()``."""
+        """Make the other changes that a PEG needs; returns objects whose ``remove()`` reverts them."""
         return []
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        """Take the encoder's own encoding away; nothing where there is none."""
+        """Remove the encoder's own encoding; returns objects whose ``remove()`` restores it, none if there is no encoding."""
         return []
 
 
@@ -71,21 +71,21 @@ def _argument(args: tuple, kwargs: Mapping[str, Any], index: int, *names: str) -
 
 
 def _padded(mask: Tensor | None, valid: bool = False) -> Tensor | None:
-    """True = padded, from a bool mask that may mean ``valid``."""
+    """The mask with True = padded; with ``valid``, the given mask has True = valid."""
     if mask is not None and mask.dtype != torch.bool:
-        raise PlugError(f"the padding mask must be bool, got {mask.dtype}: what its numbers mean cannot be told")
+        raise PlugError(f"the padding mask must be bool, got {mask.dtype}, whose values have no defined meaning")
     return ~mask if valid and mask is not None else mask
 
 
 def checked_grid(grid: Any) -> Size:
-    """(H, W) as two whole numbers above 0.
+    """A grid (H, W) as two integers.
 
     Raises:
-        PlugError: anything else.
+        PlugError: anything but two whole numbers above 0.
     """
     sides = tuple(grid) if isinstance(grid, (tuple, list)) else ()
     if len(sides) != 2 or not all(isinstance(side, Integral) and not isinstance(side, bool) and side > 0 for side in sides):
-        raise PlugError(f"a grid is (H, W), two whole numbers above 0, got {grid!r}")
+        raise PlugError(f"grid must be (H, W), two whole numbers above 0, got {grid!r}")
     return int(sides[0]), int(sides[1])
 
 
@@ -114,7 +114,7 @@ class DetectronSwin(Family):
         return {f"layers.{s}.blocks.{i}": block for s, blocks in stages for i, block in enumerate(blocks)}
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
-        return [(module.H, module.W)], None  # the mask that the block gets is that of the shifted windows
+        return [(module.H, module.W)], None  # the mask that the block receives is that of the shifted windows
 
     def replace(self, owner: nn.Module) -> list[Any]:
         return [AttributeOverride(owner, "absolute_pos_embed", owner.absolute_pos_embed.new_zeros(1, 1, 1, 1))] if owner.ape else []
@@ -140,7 +140,7 @@ class DetectronFPN(DetectronBackbone):
 
 
 class DETR(Family):
-    """The transformer is handed the map, the mask (B, H, W) and the encoding; its encoder runs on (N, B, C)."""
+    """The transformer receives the map, the mask (B, H, W) and the encoding; its encoder runs on (N, B, C)."""
 
     name = "facebookresearch/detr"
     classes = ("models.transformer.Transformer",)
@@ -172,7 +172,7 @@ class DetrexDETR(DETR):
 
 
 class DeformableDETR(Family):
-    """The transformer is handed maps, masks and encodings, one a level; its encoder runs on all levels' tokens in a row."""
+    """The transformer receives one map, mask and encoding per level; its encoder runs on the tokens of all levels in a row."""
 
     name = "fundamentalvision/Deformable-DETR"
     classes = ("models.deformable_transformer.DeformableTransformer",)
@@ -209,7 +209,7 @@ class DetrexDeformableDETR(DeformableDETR):
 
 
 class HuggingFaceDETR(Family):
-    """A layer's mask is that of the attention, (B, 1, N, N) or none; the position embedding is told shape and mask."""
+    """A layer's mask is that of the attention, (B, 1, N, N) or none; the position embedding receives shape and mask."""
 
     name = "transformers DETR"
     classes = ("transformers.models.detr.modeling_detr.DetrModel",)
@@ -315,7 +315,7 @@ class TorchvisionViT(Family):
 
 
 class TorchEncoder(Family):
-    """It knows no grid: ``encoder.peg_grid``, first given to ``add_peg``, says what the tokens of the next call are."""
+    """It has no grid: ``encoder.peg_grid``, first set by ``add_peg``, is the grid of the tokens in the next call."""
 
     name = "torch.nn.TransformerEncoder"
     classes = ("torch.nn.modules.transformer.TransformerEncoder",)
@@ -334,7 +334,7 @@ class TorchEncoder(Family):
         return [checked_grid(module.peg_grid)], _padded(_argument(args, kwargs, 2, "src_key_padding_mask"))
 
     def prepare(self, owner: nn.Module) -> list[Any]:
-        return [AttributeOverride(owner, "use_nested_tensor", False)]  # which would pack the valid tokens, without a grid
+        return [AttributeOverride(owner, "use_nested_tensor", False)]  # nested tensors pack the valid tokens, without a grid
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -357,10 +357,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_owner(model: nn.Module) -> tuple[str, nn.Module, Family]:
-    """The outermost module of a known class: its name in the model, itself, its family.
+    """The outermost module of a known class: its name in the model, the module, and its family.
 
     Raises:
-        PlugError: none, with a list of what is known; or several side by side.
+        PlugError: no such module, with a list of the known ones; or several side by side.
     """
     found: list[tuple[str, nn.Module, Family]] = []
     for name, module in model.named_modules():
@@ -371,9 +371,10 @@ def find_owner(model: nn.Module) -> tuple[str, nn.Module, Family]:
             found.append((name, module, family))
     if not found:
         known = "\n".join(f"- {family.name} ({', '.join(family.classes)})" for family in FAMILIES)
-        raise PlugError(f"no place for PEG is known in {type(model).__name__}; the known owners of layers are\n{known}")
+        raise PlugError(f"no place for PEG is known in {type(model).__name__}; the known models are\n{known}")
     if len(found) > 1:
-        raise PlugError(f"{type(model).__name__} has several places for PEG, pass one: {', '.join(name for name, _, _ in found)}")
+        names = ", ".join(name for name, _, _ in found)
+        raise PlugError(f"{type(model).__name__} has several places for PEG; pass one of these modules: {names}")
     return found[0]
 
 

@@ -22,13 +22,13 @@ from cpvt_det.predict.predictor import Predictor
 
 @dataclass
 class InputFile:
-    """An image to detect in.
+    """An image file to detect objects in.
 
     Attributes:
-        image_id: in the JSON files: 1, 2, ... by name.
-        path: of the file.
-        name: below the folder, or the part of the glob that all have in common.
-        header: of the file.
+        image_id: id of the image in the JSON files: 1, 2, ... by name.
+        path: path of the file.
+        name: path relative to the input folder, or to the folder that all files of the glob have in common.
+        header: header of the file.
     """
 
     image_id: int
@@ -38,15 +38,15 @@ class InputFile:
 
 
 def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[InputFile], Issues]:
-    """Read all headers before any work is done.
+    """Read all headers before the first detection.
 
     Args:
-        paths: of :func:`find_files`.
-        source: what they were found by.
-        on_bad: as ``DATASETS.ON_BAD``: ``error``, or ``drop`` leaves out what cannot be read.
+        paths: result of :func:`find_files`.
+        source: file, folder or glob that they were found by.
+        on_bad: policy for files that cannot be read, as ``DATASETS.ON_BAD``: ``error``, or ``drop`` to leave them out.
 
     Raises:
-        DataFaultsError: files that cannot be read, all of them; with ``drop``, only where none can.
+        DataFaultsError: files that cannot be read, all in one message; with ``drop``, only if no file can be read.
     """
     folder = Path(source).expanduser()
     root = str(folder) if folder.is_dir() else os.path.commonpath([path.parent.absolute() for path in paths])
@@ -73,15 +73,15 @@ def predict_files(
     """Detect; write ``pictures/``, ``detections.json`` (COCO's results) and ``images.json`` (a COCO data set without annotations).
 
     Args:
-        predictor: of a trained model.
-        files: of :func:`check_files`.
-        output: a folder, made where it is missing.
-        threshold: the lowest score that is drawn and written.
-        batch_size: images that go through the detector at once.
-        on_bad: what to do with an image whose damage only decoding finds, as in :func:`check_files`.
+        predictor: predictor of a trained model.
+        files: files from :func:`check_files`.
+        output: folder to write to; created if missing.
+        threshold: lowest score to draw and write.
+        batch_size: number of images per batch.
+        on_bad: policy for images whose damage only decoding finds, as in :func:`check_files`.
 
     Returns:
-        How many images and how many detections.
+        The number of images and the number of detections.
 
     Raises:
         BadInputError: a folder that cannot be written to.
@@ -112,7 +112,7 @@ def predict_files(
 
 
 def picture_names(names: Sequence[str]) -> dict[str, str]:
-    """``a.png`` -> ``a.jpg``; where that might be another's too, ``a.png.jpg``."""
+    """Name of an image -> name of its picture: ``a.jpg`` for ``a.png``, or ``a.png.jpg`` if two images would share a name."""
     short = {name: str(PurePosixPath(name).with_suffix(".jpg")) for name in names}
     long = {name: f"{name}.jpg" for name in names}
     counts = Counter([*short.values(), *long.values()])

@@ -145,7 +145,7 @@ CASES = [
     DataCase(
         "EXIF swaps the sides, the JSON does not",
         turned(6, swap=False),
-        "a.jpg has 40 x 60 pixels, but 60 x 40 in the JSON; EXIF orientation 6 turns it, and the JSON contains the size before turning",
+        "a.jpg has 40 x 60 pixels, but 60 x 40 in the JSON; EXIF orientation 6 turns it, and the JSON contains the size before",
     ),
     DataCase(
         "EXIF swaps the sides, the JSON too",

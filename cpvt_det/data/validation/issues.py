@@ -30,16 +30,16 @@ Groups = dict[str, Group]
 
 
 class Issues:
-    """What was found in one place.
+    """Issues of one source.
 
     Args:
-        source: the place, a data set with its JSON say; empty where the issues say it themselves.
-        examples: how many of each kind are kept.
+        source: name of the source, such as a data set with its JSON; empty where each issue names its own.
+        examples: largest number of examples kept of each kind.
 
     Attributes:
-        fatal: nothing can be left out to mend these.
-        faults: ``DATASETS.ON_BAD drop`` leaves out these images and boxes.
-        notes: dealt with by a rule, always and everywhere: counted, and no reason to stop.
+        errors: issues that always stop a run.
+        faults: images and boxes that ``DATASETS.ON_BAD drop`` leaves out; otherwise they stop a run.
+        infos: issues that are always corrected by a rule: counted, and no reason to stop.
     """
 
     def __init__(self, source: str = "", examples: float = EXAMPLES):
