@@ -80,7 +80,7 @@ def _train_quickstart() -> None:
     from cpvt_det.study.report import write_report
     from cpvt_det.study.run import run_study
 
-    run_study(QUICKSTART, processes=1, tell=click.echo)
+    run_study(QUICKSTART, processes=1, write_line=click.echo)
     click.echo(write_report(QUICKSTART)[0])
 
 

@@ -201,7 +201,7 @@ def test_nothing_but_unreadable_images_is_an_error(run, photos, tmp_path):
         (
             "photos/041.png",
             ("photos/part/005.png", "photos/part/007.png"),
-            "photos/part/005.png is a file, not a config key; a glob",
+            "photos/part/005.png is a file, not a config key; put a glob in quotes",
         ),
         ("photos", ("TEST.DETECTIONS_PER_IMAGE",), "KEY VALUE pairs"),
         ("photos", ("--device", "cuda:99"), "MODEL.DEVICE"),

@@ -335,7 +335,7 @@ def test_a_data_set_of_someone_else_is_never_overwritten(tmp_path, content):
 def test_images_of_someone_else_are_never_overwritten(tmp_path):
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "000000.jpg").write_text("a photo")
-    with pytest.raises(DataError, match="val holds files.*val.json is missing"):
+    with pytest.raises(DataError, match="val contains files.*val.json is missing"):
         draw_dataset(tmp_path, 1, 1, num_processes=1, overwrite=True)
     assert list(files_of(tmp_path)) == ["val/000000.jpg"]
 

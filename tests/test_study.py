@@ -99,7 +99,7 @@ def done(tmp_path_factory):
     """A plan that was worked through, with the lines that were told."""
     path = plan_of(tmp_path_factory.mktemp("study"))
     lines = []
-    run_study(path, 2, tell=lines.append)
+    run_study(path, 2, write_line=lines.append)
     return path, lines
 
 
@@ -162,7 +162,7 @@ def test_a_run_starts_from_the_weights_of_its_seed(done, seed):
 def test_what_is_done_is_not_done_again(done):
     path, _ = done
     lines = []
-    run_study(path, 1, tell=lines.append)
+    run_study(path, 1, write_line=lines.append)
     assert lines == ["Nothing to do: every run has a record"]
 
 
@@ -277,7 +277,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(tmp_path):
     }
     lines = []
     with pytest.raises(RunStoppedError, match="1 runs failed: first/bad/0"):
-        run_study(plan_of(tmp_path / "study", groups=groups), 2, tell=lines.append)
+        run_study(plan_of(tmp_path / "study", groups=groups), 2, write_line=lines.append)
     told_of = {line.split()[2].rstrip(":"): line for line in lines}
     assert "failed: UnknownNameError: unknown SOLVER.AMP.DTYPE 'float8'" in told_of["first/bad/0"]
     assert "AP " in told_of["first/none/0"]

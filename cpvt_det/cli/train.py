@@ -11,7 +11,7 @@ from cpvt_det.errors import BadInputError
 from cpvt_det.own_modules import import_inherited
 
 RUNNERS = ("auto", "builtin", "detectron2")
-RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may hold negative numbers
+RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may contain negative numbers
 
 
 def run_options(command: Callable) -> Callable:

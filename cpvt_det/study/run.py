@@ -36,7 +36,7 @@ FAILED = "failed"
 Record = dict[str, Any]
 
 
-def run_study(path: Path, processes: int, groups: Sequence[str] = (), tell: Callable[[str], None] = print) -> None:
+def run_study(path: Path, processes: int, groups: Sequence[str] = (), write_line: Callable[[str], None] = print) -> None:
     """Train and measure every run of a plan that has no record yet, group after group.
 
     An interrupted run resumes from its last checkpoint; a run whose plan has changed starts again. If only the measurements have
@@ -46,8 +46,8 @@ def run_study(path: Path, processes: int, groups: Sequence[str] = (), tell: Call
         path: path of the plan.
         processes: number of runs at a time, with one thread each.
         groups: names of the groups to run, with the runs that they start from; all groups if empty.
-        tell: function that receives a line per finished run, which is also written to ``log.txt`` beside the plan, or a line that
-            there is nothing to do.
+        write_line: function that receives a line per finished run, which is also written to ``log.txt`` beside the plan, or a line
+            that there is nothing to do.
 
     Raises:
         BadInputError: a plan that cannot be run, or data that cannot be drawn.
@@ -56,7 +56,7 @@ def run_study(path: Path, processes: int, groups: Sequence[str] = (), tell: Call
     plan = load_plan(path)
     todo = missing_runs(plan, [plan.group(name).name for name in groups] or [group.name for group in plan.groups])
     if not todo:
-        tell("Nothing to do: every run has a record")
+        write_line("Nothing to do: every run has a record")
         return
     for data in plan.data:  # each is the ``val`` split of a shapes data set of its own
         draw_dataset(plan.data_root(data.name), 1, data.images, data.seed, data.spec)
@@ -67,7 +67,7 @@ def run_study(path: Path, processes: int, groups: Sequence[str] = (), tell: Call
             line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name}: {outcome} ({number}/{len(names)})"
             with (plan.folder / "log.txt").open("a", encoding="utf-8") as log:
                 log.write(f"{line}\n")
-            tell(line)
+            write_line(line)
             failed += [name] if outcome.startswith(FAILED) else []
     if failed:
         raise RunStoppedError(f"{len(failed)} runs failed: {', '.join(failed)}; log.txt beside the plan contains their errors")
