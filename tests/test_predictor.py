@@ -168,7 +168,7 @@ def test_arrays_are_grey_or_have_an_order(tmp_path):
         (torch.zeros(4, 5, 3, dtype=torch.uint8), None, r"must be \(3, H, W\), got \(4, 5, 3\)$"),
         (torch.zeros(1, 3, 4, 5, dtype=torch.uint8), None, r"got \(1, 3, 4, 5\); pass a batch as list\(batch\)"),
         (None, None, r"NoneType is not an image; pass a path, a PIL image"),
-        (Image.new("F", (4, 5)), None, r"pixels of mode F cannot be converted to 8-bit RGB"),
+        (Image.new("F", (4, 5)), None, r"pixels of mode F have no fixed range and cannot be converted to 8-bit RGB"),
         (Image.new("RGB", (0, 5)), None, r"the image has no pixels: its size is 0 x 5"),
         ("nowhere.png", None, r"cannot read image nowhere.png: no such file"),
     ],

@@ -224,7 +224,7 @@ def _lean_copy(ground_truth: dict[str, Any], class_ids: list[int]) -> dict[str, 
         if image_id not in known_images or class_id not in known_classes:
             raise ValueError(
                 f"annotation id {annotation.get('id')!r} has image id {image_id!r} and category id {class_id!r}; "
-                "the first must be in the ground truth and the second in class_ids"
+                "the image must be in the ground truth and the category in class_ids"
             )
         box = [float(value) for value in annotation["bbox"]]
         area = box[2] * box[3] if area is None else float(area)

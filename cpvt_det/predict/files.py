@@ -93,7 +93,7 @@ def predict_files(
     try:
         (output / "pictures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInputError(f"cannot write to {output}: {error.strerror}") from error
+        raise BadInputError(f"cannot write to {output}: {error.strerror}; choose another folder") from error
     with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
         for file, found in _predict_each(predictor, files, threshold, batch_size, on_bad, bar):
             picture = output / "pictures" / pictures[file.name]

@@ -172,12 +172,12 @@ CASES = [
     DataCase(
         "TIFF of floats",
         pixels(np.float32, "a.tiff", 0.01),
-        f"{CANNOT}a.tiff: its pixels (mode F) cannot be turned into 8 bits of RGB",
+        f"{CANNOT}a.tiff: pixels of mode F have no fixed range and cannot be converted to 8-bit RGB",
     ),
     DataCase(
         "TIFF of 32-bit integers",
         pixels(np.int32, "a.tiff"),
-        f"{CANNOT}a.tiff: its pixels (mode I) cannot be turned into 8 bits of RGB",
+        f"{CANNOT}a.tiff: pixels of mode I have no fixed range and cannot be converted to 8-bit RGB",
     ),
     DataCase("GIF that is called .jpg", renamed("a.jpg"), "images of mode P, converted to RGB: 1", 0),
     DataCase("1 x 1 image", image(size=(1, 1)), FINE.replace("0", "1"), 0),
