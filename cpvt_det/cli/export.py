@@ -127,7 +127,7 @@ def _whole_strides(size: Size, detector: Detector) -> Size:
         raise BadInputError(f"--size {given}: sides must be multiples of the model's stride {stride}; use {whole}")
     if largest is not None and max(size) > largest * stride:
         raise BadInputError(
-            f"--size {given}: the model's learned encoding ends at {largest * stride} pixels; MODEL.POSITION.TABLE_SIZE sets its size"
+            f"--size {given}: the model's learned encoding ends at {largest * stride} pixels (MODEL.POSITION.TABLE_SIZE)"
         )
     return size
 

@@ -170,7 +170,7 @@ def _cannot_read(path: str, error: Exception) -> DataError:
 def _require_known_range(image: Image.Image) -> None:
     if image.mode not in (*SIXTEEN_BITS, *EIGHT_BITS) and not _is_wide_portable(image):
         raise DataError(
-            f"pixels of mode {image.mode} have no fixed range and cannot be converted to 8-bit RGB; save the image with 8 or 16 bits"
+            f"pixels of mode {image.mode} have no fixed range and cannot be converted to 8-bit RGB; save it with 8 or 16 bits"
         )
 
 
