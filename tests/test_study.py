@@ -292,7 +292,7 @@ def group_of(**changes):
     [
         (group_of(variants={"v": {"MODEL.POSITION.NAM": "peg"}}), "position encoding 'peg' 'nam'"),
         (group_of(variants={"v": {"MODEL.POSITIN.NAME": "peg"}}), "MODEL.POSITIN"),
-        (group_of(variants={"v": None}), "no plan of a study"),
+        (group_of(variants={"v": None}), "is not a study plan"),
         (group_of(seed=1), "key of group a 'seed' .did you mean 'seeds'"),
         (group_of(config="no.yaml"), "no config file"),
         (group_of(sweeps=["x"]), "sweep of group a 'x'"),
@@ -302,11 +302,11 @@ def group_of(**changes):
         (group_of(backbone="b/v/0"), "run of an earlier group that a/v/0 starts from 'b/v/0'"),
         (group_of(weights="a/v"), "run of an earlier group that a/v/0 starts from 'a/v/0'"),
         ({"sweeps": {"shape": {"vall": 1.0}}}, "data set of sweep shape 'vall'"),
-        ({"sweeps": None}, "no plan of a study"),
+        ({"sweeps": None}, "is not a study plan"),
         ({"data": {"train": {"images": 3, "seed": 0, "image_sides": [8, 9]}}}, "do not fit image_sides"),
         ({"data": {"train": {"images": 3, "seed": 0, "sides": [8, 9]}}}, "sides"),
         ({"data": {"train": {"seed": 0}}}, "images"),
-        ({"groups": []}, "no plan of a study"),
+        ({"groups": []}, "is not a study plan"),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_refused_before_the_first_run(tmp_path, changes, said):
@@ -315,7 +315,7 @@ def test_a_plan_that_cannot_be_run_is_refused_before_the_first_run(tmp_path, cha
 
 
 def test_a_missing_plan_and_an_unknown_group_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no plan of a study"):
+    with pytest.raises(ConfigError, match="is not a study plan"):
         load_plan(tmp_path / "none.yaml")
     with pytest.raises(UnknownNameError, match="group of the study 'mian' .did you mean 'main'"):
         load_plan(plan_of(tmp_path / "study")).group("mian")
