@@ -15,7 +15,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
 
 from benchmarks.models import CONFIGS
-from cpvt_det.cli import common_options, told_in_one_line
+from cpvt_det.cli import common_options, report_errors
 
 DATA = Path(__file__).resolve().parent / "results" / "data_cpu.json"
 IMAGES, EPOCHS = 118_287, 50  # of COCO train2017
@@ -26,7 +26,7 @@ CONFIG = {"DETR": "detr_r50_peg_50ep.yaml", "Deformable-DETR": "deformable_detr_
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @common_options
-@told_in_one_line
+@report_errors
 def main() -> None:
     """Print the table of docs/scaling.md."""
     from tabulate import tabulate

@@ -16,7 +16,7 @@ from torch import nn
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.files import write_checkpoint
-from cpvt_det.cli import common_options, told_in_one_line
+from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli import main as cpvt_det
 from cpvt_det.config import load_cfg
 from cpvt_det.export.files import FORMATS
@@ -60,7 +60,7 @@ def export(path: Path, format: str, words: list[str]) -> list[list[str]]:
 @click.option("--format", "formats", multiple=True, type=click.Choice(FORMATS), default=FORMATS, show_default=True)
 @click.argument("words", nargs=-1)
 @common_options
-@told_in_one_line
+@report_errors
 def main(r50: bool, formats: tuple[str, ...], words: tuple[str, ...]) -> None:
     """Print the table; WORDS go to cpvt-det export, after two dashes: -- --half."""
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ import torch
 from benchmarks.clocks import CommandRun, fixed_threads
 from benchmarks.harness import Case, Contender, Work
 from benchmarks.suites import Options, find_case, find_suite
-from cpvt_det.memory import forget_peak, give_back, peak, resident
+from cpvt_det.memory import peak, reset_peak, resident, trim_heap
 
 ROOT = Path(__file__).resolve().parent.parent
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -64,8 +64,8 @@ def measure(case: Case, contender: str) -> int:
         _named(case.warm(), contender).call()
     chosen = _named(case.build(), contender)
     gc.collect()
-    give_back()
-    forget_peak()
+    trim_heap()
+    reset_peak()
     before = resident()
     output = chosen.call()
     return output.peak_bytes if isinstance(output, CommandRun) else max(0, peak() - before)

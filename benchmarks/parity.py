@@ -27,7 +27,7 @@ from benchmarks.parity_outcomes import Gap, Outcome, compare, our_outcome, their
 from benchmarks.parity_tables import Figure, look_up, summary, write_record, written_into
 from benchmarks.parity_variants import Variant, variants
 from benchmarks.peers import find_peers, peer_versions
-from cpvt_det.cli import common_options, told_in_one_line
+from cpvt_det.cli import common_options, report_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {
@@ -141,7 +141,7 @@ def beyond(figures: Sequence[Figure]) -> list[Figure]:
 )
 @click.option("--write-docs", is_flag=True, help="Put the figures into the tables of docs/parity.md.")
 @common_options
-@told_in_one_line
+@report_errors
 def main(given: tuple[str, ...], pattern: str, threads: int, output: Path, write_docs: bool) -> None:
     """Compare ours with independent codes, and write OUTPUT.json and OUTPUT.md."""
     peers = find_peers([text.partition("=")[0].replace("-", "_") + "".join(text.partition("=")[1:]) for text in given])

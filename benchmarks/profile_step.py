@@ -11,7 +11,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
 
 from benchmarks.threads import thread_environment
-from cpvt_det.cli import common_options, told_in_one_line
+from cpvt_det.cli import common_options, report_errors
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,7 +19,7 @@ from cpvt_det.cli import common_options, told_in_one_line
 @click.option("--bf16", is_flag=True, help="Under autocast.")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Operations a table.")
 @common_options
-@told_in_one_line
+@report_errors
 def main(threads: int, bf16: bool, top: int) -> None:
     """Print, for DETR-R50 and Deformable-DETR-R50 with PEG, the operations that a training step spends most time in itself."""
     os.environ.update(thread_environment(threads))

@@ -11,7 +11,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
 
 from benchmarks.threads import thread_environment
-from cpvt_det.cli import common_options, told_in_one_line
+from cpvt_det.cli import common_options, report_errors
 from cpvt_det.errors import BadInputError
 
 # Libraries read the number of threads when they are imported, so the rest is imported when it is known.
@@ -29,7 +29,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "studies" / "quickstart" /
 @click.option("--all", "everything", is_flag=True, help="Also what takes long.")
 @click.option("--memory/--no-memory", default=True, show_default=True, help="Measure peak memory, in processes of its own.")
 @common_options
-@told_in_one_line
+@report_errors
 def main(
     suites: tuple[str, ...],
     peers: tuple[str, ...],
@@ -80,7 +80,7 @@ def _train_quickstart() -> None:
     from cpvt_det.study.report import write_report
     from cpvt_det.study.run import run_study
 
-    run_study(QUICKSTART, processes=1, tell=click.echo)
+    run_study(QUICKSTART, processes=1, write_line=click.echo)
     click.echo(write_report(QUICKSTART)[0])
 
 

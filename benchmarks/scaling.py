@@ -24,7 +24,7 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
 
 from benchmarks.threads import thread_environment
-from cpvt_det.cli import common_options, told_in_one_line
+from cpvt_det.cli import common_options, report_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 QUERIES = {"DETR": 100, "Deformable-DETR": 300}
@@ -73,7 +73,7 @@ EXPECTED = {
 @click.option("--processes", is_flag=True, help="Two DDP processes of one thread against one process, instead of the sweeps.")
 @click.option("--point", hidden=True, help="Measure one point and print it as JSON.")
 @common_options
-@told_in_one_line
+@report_errors
 def main(output: Path, quick: bool, processes: bool, point: str | None) -> None:
     """Measure how a training step of DETR-R50 and Deformable-DETR-R50 grows, PEG beside sine; write a table, JSON and a figure."""
     os.environ.update(thread_environment(1))
@@ -120,13 +120,13 @@ def measure(point: Point) -> dict[str, float]:
     """Peak megabytes of the first step, and the least CPU seconds of those after it: the first touches all its memory."""
     import torch
 
-    from cpvt_det.memory import forget_peak, give_back, peak, resident
+    from cpvt_det.memory import peak, reset_peak, resident, trim_heap
 
     step, tiny = make_step(point), make_step(replace(point, side=64, batch=1))
     torch.set_num_threads(1)
     tiny()
-    give_back()
-    forget_peak()
+    trim_heap()
+    reset_peak()
     before = resident()
     step()
     most = peak() - before

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEG, the conditional position encoding of CPVT, in DETR and Deformable-DETR.
 
-One image can be followed from file to AP: ``data/coco.py`` -> ``data/mapper.py`` -> ``structures.py`` ->
+The way of one image from file to AP: ``data/coco.py`` -> ``data/mapper.py`` -> ``structures.py`` ->
 ``models/detr.py`` -> ``losses/`` (training) or ``postprocess.py`` -> ``evaluation/`` (evaluation).
 
-``from cpvt_det import Predictor`` is the trained detector in use.
+``from cpvt_det import Predictor`` imports the class that runs a trained detector on images.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """``Predictor`` is imported when it is asked for, so that importing the package is quick."""
+    """Import ``Predictor`` at its first use, so that importing the package is quick."""
     if name == "Predictor":
         from cpvt_det.predict import Predictor
 

@@ -9,7 +9,7 @@ def cxcywh_to_xyxy(boxes_cxcywh: Tensor) -> Tensor:
     """Centre and size to corners.
 
     Args:
-        boxes_cxcywh: (..., 4) float, in any unit.
+        boxes_cxcywh: (..., 4) float, cxcywh in any unit.
 
     Returns:
         (..., 4) float, xyxy in the same unit.
@@ -22,7 +22,7 @@ def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
     """Corners to centre and size; the inverse of :func:`cxcywh_to_xyxy`.
 
     Args:
-        boxes_xyxy: (..., 4) float, in any unit.
+        boxes_xyxy: (..., 4) float, xyxy in any unit.
 
     Returns:
         (..., 4) float, cxcywh in the same unit.
@@ -32,11 +32,11 @@ def xyxy_to_cxcywh(boxes_xyxy: Tensor) -> Tensor:
 
 
 def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
-    """The logit of values in [0, 1], as if none were nearer than ``eps`` to 0 or 1; so it is finite.
+    """The logit of values in [0, 1]; values nearer than ``eps`` to 0 or 1 count as ``eps`` away, so the result is finite.
 
     Args:
-        x: (...) float.
-        eps: the bound.
+        x: (...) float in [0, 1].
+        eps: smallest distance to 0 and 1.
 
     Source: fundamentalvision/Deformable-DETR ``util/misc.py``.
     """
@@ -47,12 +47,12 @@ def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
 def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """Generalised intersection over union, elementwise over broadcast leading dimensions.
 
-    For all pairs of (N, 4) and (M, 4) call it with ``boxes1[:, None]`` and ``boxes2[None]``. Two boxes without area on
-    one point count as 0, with zero gradient, where the plain quotient is NaN.
+    For all pairs of (N, 4) and (M, 4) call it with ``boxes1[:, None]`` and ``boxes2[None]``. For two boxes without area at the
+    same point, the result is 0 with zero gradient, where the plain quotient is NaN.
 
     Args:
-        boxes1_xyxy: (..., 4) float.
-        boxes2_xyxy: (..., 4) float, in the same unit.
+        boxes1_xyxy: (..., 4) float, xyxy.
+        boxes2_xyxy: (..., 4) float, xyxy in the same unit.
 
     Returns:
         (...) float in [-1, 1].
@@ -86,11 +86,11 @@ def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor
     Returns:
         (..., N, M) float in [-1, 1].
     """
-    # (..., N, 4) -> (4, ..., N, 1) and (..., M, 4) -> (4, ..., 1, M): each coordinate for itself, neighbours in memory.
+    # (..., N, 4) -> (4, ..., N, 1) and (..., M, 4) -> (4, ..., 1, M): values of one coordinate are neighbours in memory.
     left1, top1, right1, bottom1 = boxes1_xyxy.movedim(-1, 0).contiguous()[..., None]
     left2, top2, right2, bottom2 = boxes2_xyxy.movedim(-1, 0).contiguous()[..., None, :]
     width1, height1, width2, height2 = right1 - left1, bottom1 - top1, right2 - left2, bottom2 - top2
-    width = torch.minimum(right1, right2).sub_(torch.maximum(left1, left2))  # of the intersection; of a gap, less than 0
+    width = torch.minimum(right1, right2).sub_(torch.maximum(left1, left2))  # of the intersection; negative for a gap
     height = torch.minimum(bottom1, bottom2).sub_(torch.maximum(top1, top2))
     tiny = torch.finfo(width.dtype).tiny  # no area over no area is then 0
     hull = (width1 + width2).sub_(width).mul_((height1 + height2).sub_(height)).clamp_(min=tiny)
@@ -100,6 +100,6 @@ def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient, and 0 where the denominator is 0; the inner ``where`` keeps NaN out of the gradient."""
+    """The quotient, or 0 where the denominator is 0; the inner ``where`` keeps NaN out of the gradient."""
     zero = denominator == 0
     return torch.where(zero, torch.zeros_like(numerator), numerator / torch.where(zero, torch.ones_like(denominator), denominator))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rest asks of ``torch.distributed``; every function works in a single process too."""
+"""The functions of ``torch.distributed`` that this package uses; they also work in a single process."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """The index of this process, 0 for the one that logs and writes."""
+    """The index of this process; process 0 logs and writes files."""
     return dist.get_rank() if is_initialized() else 0
 
 
@@ -37,7 +37,7 @@ def all_reduce_mean(values: Tensor) -> Tensor:
 
 
 def all_reduce_max(value: int) -> int:
-    """The largest of the processes' numbers, on the host: gloo carries it beside NCCL."""
+    """The largest of the processes' numbers, exchanged on the host: by gloo, also where gradients go by NCCL."""
     if not is_initialized():
         return value
     largest = torch.tensor(value)
@@ -55,7 +55,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def share_buffers(module: nn.Module) -> None:
-    """Give every process the buffers of the first: running statistics of a batch norm that is not synchronised differ."""
+    """Copy the buffers of the first process to all: running statistics of an unsynchronised batch norm differ between them."""
     if is_initialized():
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of bad input: what a user can mend, told in one line. The command line exits with code 2 on them.
+"""Errors that the user can fix, reported in one line. The command line exits with code 2 on them.
 
 Two others end a run whose input was right: :class:`RunStoppedError` with code 1, :class:`InterruptedRun` with that of its signal.
-Tensors of a wrong shape or dtype, handed to a layer by hand, meet plain ``ValueError`` and ``TypeError``.
+Layers that are called with tensors of a wrong shape or dtype raise plain ``ValueError`` and ``TypeError``.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 
 class BadInputError(ValueError):
-    """Something outside the program is wrong; the message says what, and the way out."""
+    """Wrong input from outside the program; the message names what is wrong and the way out."""
 
 
 class ConfigError(BadInputError):
@@ -24,7 +24,7 @@ class DataError(BadInputError):
 
 
 class DataFaultsError(DataError):
-    """Several faults of data, of which each has a line."""
+    """Several faults in data, one line each."""
 
 
 class WeightsError(BadInputError):
@@ -32,23 +32,23 @@ class WeightsError(BadInputError):
 
 
 class MapSizeError(ValueError):
-    """A map that is larger than an encoding can tell the places of."""
+    """A map that is larger than a position encoding supports."""
 
 
 class RunStoppedError(RuntimeError):
-    """A run that cannot go on though its input was right; the message says why, and what is left of it."""
+    """A run that cannot continue although its input was right; the message contains the reason and what was saved."""
 
 
 class DeadWorkerError(RunStoppedError):
-    """A data worker died: what the run has reached is whole."""
+    """A data worker died; the state of the run is intact."""
 
 
 class InterruptedRun(KeyboardInterrupt):
-    """A run that a signal ended, after it saved.
+    """A run that a signal ended after it saved a checkpoint.
 
     Args:
-        signum: the signal.
-        message: what was saved, and how to go on.
+        signum: number of the signal.
+        message: what was saved, and how to continue.
     """
 
     def __init__(self, signum: int, message: str):
@@ -57,13 +57,13 @@ class InterruptedRun(KeyboardInterrupt):
 
 
 class UnknownNameError(ConfigError, KeyError):
-    """A name that nothing is registered under; the message lists what is known.
+    """A name that is not registered; the message lists the known names.
 
     Args:
-        kind: what the name should name, as in "position encoding".
-        name: the name that was asked for.
-        known: the names there are.
-        otherwise: way out where the name is not just misspelt.
+        kind: kind of thing that the name should denote, such as "position encoding".
+        name: the unknown name.
+        known: the known names.
+        otherwise: way out if the name is not just misspelt.
     """
 
     def __init__(self, kind: str, name: object, known: Iterable[str], otherwise: str = ""):
@@ -77,12 +77,12 @@ class UnknownNameError(ConfigError, KeyError):
 
 
 def exit_code(signum: int) -> int:
-    """What a shell reports of a process that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
+    """The exit code that a shell reports for a process ended by a signal: 130 for SIGINT, 143 for SIGTERM."""
     return 128 + signum
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none; for one that a data worker sent, of its own text."""
+    """The first line of an error's text, or its type if it has none; for an error from a data worker, the text of the original."""
     text = str(error).strip() or type(error).__name__
     if text.startswith("Caught ") and "Original Traceback" in text:
         return text.splitlines()[-1].partition(": ")[2]
@@ -91,7 +91,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def config_errors(where: str) -> Iterator[None]:
-    """What a constructor refuses is a fault of the config that chose its arguments."""
+    """Within the block, errors of constructors become config errors: the config chose the arguments."""
     try:
         yield
     except BadInputError:

@@ -20,11 +20,11 @@ class PostProcessor:
     """Decodes the last layer's scores and scales its boxes.
 
     Args:
-        classification: what the model was trained with.
-        max_detections: the most for an image.
+        classification: the classification that the model was trained with.
+        max_detections: largest number of detections per image.
 
     Raises:
-        ValueError: fewer than one.
+        ValueError: a maximum below 1.
     """
 
     def __init__(self, classification: Classification, max_detections: int = 100):
@@ -38,11 +38,11 @@ class PostProcessor:
         """Decode.
 
         Args:
-            predictions: of B images; boxes relative to the unpadded image.
+            predictions: predictions for B images, with boxes relative to the unpadded image.
             original_sizes: (h, w) of each image on disk.
 
         Returns:
-            For each image, detections clipped to it, best first.
+            Detections of each image, clipped to it, best first.
         """
         boxes, scores, labels = self.decode(predictions)
         scale = boxes.new_tensor([(w, h, w, h) for h, w in original_sizes])[:, None]
@@ -52,10 +52,10 @@ class PostProcessor:
         """The best of the last layer's predictions.
 
         Args:
-            predictions: of B images; boxes relative to the unpadded image.
+            predictions: predictions for B images, with boxes relative to the unpadded image.
 
         Returns:
-            Boxes (B, n, 4), xyxy in [0, 1] of the unpadded image; scores (B, n) float, best first; labels (B, n) int64.
+            Boxes (B, n, 4) float, xyxy in [0, 1] of the unpadded image; scores (B, n) float, best first; labels (B, n) int64.
         """
         scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
         boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process holds in memory, and what it held at most."""
+"""Current and peak memory of this process."""
 
 import contextlib
 import ctypes
@@ -12,26 +12,26 @@ except ImportError:  # on Windows
     resource = None
 
 
-def give_back() -> None:
-    """Return freed memory to the system, where glibc kept it: it would hide what comes next."""
+def trim_heap() -> None:
+    """Return freed memory that glibc keeps to the system; otherwise later allocations reuse it and cannot be measured."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def forget_peak() -> None:
-    """Linux then counts the peak from here; elsewhere it stays the process's own, import and all."""
+def reset_peak() -> None:
+    """Start a new count of the peak, on Linux; elsewhere the peak remains that of the whole process, with its imports."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak() -> int:
-    """Bytes, the most since :func:`forget_peak`; 0 where the system does not tell."""
+    """Peak memory in bytes since :func:`reset_peak`; 0 where the system does not report it."""
     unit = 1 if sys.platform == "darwin" else 1024
     return _status("VmHWM:") or (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit if resource else 0)
 
 
 def resident() -> int:
-    """Bytes now; the peak where the system tells no more."""
+    """Current memory in bytes; the peak where the system reports nothing else."""
     return _status("VmRSS:") or peak()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of the user's own, which register parts: imported by ``--import MODULE``, in every process of a run.
+"""The user's own modules, which register parts: imported by ``--import MODULE``, in every process of a run.
 
-A flag of the command line and never a key of a config: a YAML file names parts, it runs no code.
+This is a flag of the command line and never a config key: a YAML file names parts, it does not run code.
 """
 
 import importlib
@@ -30,7 +30,7 @@ def import_modules(names: Iterable[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a module of anybody's raises anything
+        except Exception as error:  # a user's module may raise anything
             raise BadInputError(f"--import {name}: {type(error).__name__}: {first_line(error)}") from error
     known = os.environ.get(INHERITED, "").split()
     os.environ[INHERITED] = " ".join(dict.fromkeys([*known, *names]))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registries of parts: what can be chosen by name, from inside the package and from outside.
+"""Registries of parts that can be chosen by name, from this package and from the user's own modules.
 
-A module of one's own registers a part under a name; ``--import MODULE`` on the command line imports it before a config is read.
+A user's module registers a part under a name; ``--import MODULE`` on the command line imports it before the config is read.
 """
 
 import inspect
@@ -16,12 +16,12 @@ Builder = TypeVar("Builder", bound=Callable[..., Any])
 
 
 class PartRegistry(Registry):
-    """Names -> classes or functions that build a part; fvcore's ``Registry``, which is detectron2's.
+    """Names -> classes or functions that build a part; a subclass of fvcore's ``Registry``, which detectron2 uses.
 
     Args:
-        name: name of the registry, as in "POSITION".
-        kind: what messages call a part, as in "position encoding".
-        chosen: parameters of builders that are the registry's own choices, and no options.
+        name: name of the registry, such as "POSITION".
+        kind: name of a part in messages, such as "position encoding".
+        chosen: parameters of builders that the registry itself sets, and that are not options.
     """
 
     def __init__(self, name: str, kind: str, chosen: frozenset[str] = frozenset()):
@@ -31,11 +31,11 @@ class PartRegistry(Registry):
 
     @property
     def names(self) -> list[str]:
-        """The registered names, in their order."""
+        """The registered names, in the order of registration."""
         return [name for name, _ in self]
 
     def register_as(self, name: str) -> Callable[[Builder], Builder]:
-        """Register a class or function under a name that need not be a Python one, as in ``sine+peg``."""
+        """Register a class or function under a name that need not be a Python identifier, such as ``sine+peg``."""
 
         def register(builder: Builder) -> Builder:
             self._do_register(name, builder)
@@ -66,8 +66,8 @@ class PartRegistry(Registry):
 
         Args:
             name: a registered name.
-            facts: what is known of the model; the builder gets those that it has parameters for.
-            options: what was set for this part; the builder has to take all of them.
+            facts: properties of the model by name; the builder gets those that it has parameters for.
+            options: settings of this part by name; the builder must accept all of them.
 
         Raises:
             UnknownNameError: a name that is not registered, or an option that the builder does not take.

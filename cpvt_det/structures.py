@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records that cross module borders, and the one way from image sizes to padding masks.
+"""The data classes that modules exchange, and the functions from image sizes to padding masks.
 
-On the road of one image: after ``data/mapper.py``, around ``models/detr.py``, before ``losses/`` and ``postprocess.py``.
+On the way of one image: after ``data/mapper.py``, around ``models/detr.py``, before ``losses/`` and ``postprocess.py``.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from torch import Tensor
 
 Size = tuple[int, int]
 PROPOSAL_LABEL = 0
-"""The row of the proposals' class head that means "an object"; its other rows are no classes, only trained to say no."""
+"""The row of the proposals' class head that means "an object"; the other rows are not classes, and are trained as negatives."""
 LARGE = 4 << 20
-"""Bytes of two large pages; for less, the usual ones do."""
+"""Bytes; larger allocations use pages of 2 MB."""
 
 
 @dataclass
@@ -41,9 +41,9 @@ class PaddedBatch:
         """Put images on the smallest common canvas whose sides are multiples of ``divisor``.
 
         Args:
-            images: each (3, h, w): float and normalised, or with ``mean`` and ``std`` of any dtype and on any device.
+            images: (3, h, w) each: float and normalised; with ``mean`` and ``std``, any dtype and any device.
             divisor: the largest stride of the detector; on such canvases every level's mask is exact.
-            mean, std: (3, 1, 1) float; what the images are normalised with on the canvas, on whose device that is made.
+            mean, std: (3, 1, 1) float, to normalise the images with on the canvas, which is created on their device.
 
         Raises:
             ValueError: no image, an image that is not (3, h, w), or one without pixels.
@@ -66,10 +66,10 @@ class PaddedBatch:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As ``torch.zeros`` on the CPU, in pages of 2 MB where Linux has them.
+    """The same as ``torch.zeros`` on the CPU, but in pages of 2 MB where Linux has them.
 
-    A new canvas of 8 images is 84 MB. In pages of 4 KB, being touched for the first time takes it three quarters of the time of all
-    normalising and padding.
+    A new canvas of 8 images is 84 MB. With pages of 4 KB, the first access to them takes three quarters of the time of normalising
+    and padding.
     """
     size = math.prod(shape) * dtype.itemsize
     if size >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -97,7 +97,7 @@ class Targets:
         return Targets(self.labels.to(device, non_blocking=True), self.boxes_cxcywh.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Targets":
-        """The same targets where copies to a GPU wait for nobody; a ``DataLoader`` asks for it."""
+        """The same targets in pinned memory, from which copies to a GPU are asynchronous; a ``DataLoader`` calls it."""
         return Targets(self.labels.pin_memory(), self.boxes_cxcywh.pin_memory())
 
     def __len__(self) -> int:
@@ -106,15 +106,15 @@ class Targets:
 
 @dataclass
 class Predictions:
-    """What a detector says of a batch; the last decoder layer is the answer.
+    """The predictions of a detector for a batch; those of the last decoder layer are its answer.
 
     Attributes:
         logits: (D, B, Q, K') float; K' is K for sigmoid and K + 1 for softmax classification.
         boxes: (D, B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
-        proposals: the encoder's own predictions, one per token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage
-            detectors only. A group that only the loss sees.
-        denoising: predictions of the queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4); the
-            other group of that kind.
+        proposals: predictions of the encoder, one per token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage detectors
+            only. Used by the loss alone.
+        denoising: predictions of the queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4). Used by
+            the loss alone.
     """
 
     logits: Tensor
@@ -125,7 +125,7 @@ class Predictions:
 
 @dataclass
 class Detections:
-    """What a user gets for one image, best first.
+    """The detections of one image, best first.
 
     Attributes:
         boxes_xyxy: (n, 4) float, in pixels of the original image.
@@ -148,10 +148,10 @@ class Levels:
 
     Attributes:
         shapes: (H_l, W_l) of each of the L levels.
-        masks: over levels, (B, H_l, W_l) bool, True = padded.
+        masks: (B, H_l, W_l) bool per level, True = padded.
         padding_mask: (B, N) bool, the masks as tokens; N is the sum of H_l W_l.
-        sizes: (L, 2) float, xy: columns and rows of each level.
-        valid_sizes: (B, L, 2) float, xy: those of them that are not padded.
+        sizes: (L, 2) float, xy: number of columns and rows of each level.
+        valid_sizes: (B, L, 2) float, xy: number of columns and rows that are not padded.
     """
 
     shapes: list[Size]
@@ -162,12 +162,12 @@ class Levels:
 
     @classmethod
     def from_masks(cls, padding_masks: Sequence[Tensor], dtype: torch.dtype) -> "Levels":
-        """From the (B, H_l, W_l) masks of images that lie in the top left corner of the maps."""
+        """The layout for (B, H_l, W_l) masks of images in the top left corner of the maps."""
         shapes = [tuple(mask.shape[1:]) for mask in padding_masks]
-        if torch.jit.is_tracing():  # there they are tensors: tools that count operations trace
+        if torch.jit.is_tracing():  # sizes are tensors then: tools that count operations use tracing
             shapes = [(int(height), int(width)) for height, width in shapes]
         valid = torch.stack([torch.stack(((~mask[:, 0]).sum(1), (~mask[:, :, 0]).sum(1)), -1) for mask in padding_masks], 1)
-        # By `full`: it copies nothing to a GPU, and takes the symbolic sizes of an export.
+        # `full` copies nothing to a GPU, and accepts the symbolic sizes of an export.
         sides = [torch.full((), side, dtype=dtype, device=valid.device) for height, width in shapes for side in (width, height)]
         tokens = torch.cat([mask.flatten(1) for mask in padding_masks], dim=1)
         return cls(shapes, list(padding_masks), tokens, torch.stack(sides).unflatten(0, (-1, 2)), valid.to(dtype))
@@ -181,7 +181,7 @@ class Levels:
         """(B, N, 2) xy: the middle of every token's cell, from 0 to 1 over the unpadded image and beyond 1 in the padding."""
         centers = []
         for (height, width), valid in zip(self.shapes, self.valid_sizes.unbind(1), strict=True):
-            # Divided by whole cells, a centre is the same number on every canvas; proposals are judged by thresholds on it.
+            # Divided by whole cells, a centre is the same number on every canvas; proposals are filtered by thresholds on it.
             x, y = (torch.arange(side, dtype=valid.dtype, device=valid.device) + 0.5 for side in (width, height))
             x, y = x / valid[:, :1], y / valid[:, 1:]  # (B, W_l), (B, H_l)
             grid = torch.stack((x[:, None].expand(-1, height, -1), y[:, :, None].expand(-1, -1, width)), dim=-1)
@@ -189,29 +189,29 @@ class Levels:
         return torch.cat(centers, dim=1)
 
     def place(self, points: Tensor) -> Tensor:
-        """(B, Q, 2 or 4) points or boxes of the unpadded image -> (B, Q, L, 2 or 4), of every level's padded map."""
+        """(B, Q, 2 or 4) points or boxes of the unpadded image -> (B, Q, L, 2 or 4), relative to every level's padded map."""
         ratios = self.valid_ratios if points.shape[-1] == 2 else self.valid_ratios.repeat(1, 1, 2)
         return points[:, :, None] * ratios[:, None]
 
 
 def flatten_levels(maps: Sequence[Tensor]) -> Tensor:
-    """(B, C, H_l, W_l) over levels -> (B, N, C), the levels one after another, each row by row."""
+    """(B, C, H_l, W_l) per level -> (B, N, C), the levels one after another, each row by row."""
     tokens = [level.flatten(2).transpose(1, 2) for level in maps]
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens, dim=1)
 
 
 def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.device | str = "cpu") -> Tensor:
-    """The padding mask of images that lie in the top left corner of a canvas.
+    """The padding mask of images in the top left corner of a canvas.
 
     Args:
         image_sizes: (h, w) of each of the B images.
-        canvas: (H, W).
-        device: where the mask is made.
+        canvas: (H, W) of the padded images.
+        device: device of the mask.
 
     Returns:
         (B, H, W) bool, True = padded.
     """
-    sizes = torch.tensor(image_sizes).to(device, non_blocking=True)  # made there, the host would wait for the device
+    sizes = torch.tensor(image_sizes).to(device, non_blocking=True)  # created on a GPU, the host would wait for it
     rows = torch.arange(canvas[0], device=device) >= sizes[:, :1]  # (B, H)
     columns = torch.arange(canvas[1], device=device) >= sizes[:, 1:]  # (B, W)
     return rows[:, :, None] | columns[:, None, :]
@@ -224,10 +224,10 @@ def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
 
     Args:
         padding_mask: (B, H, W) bool, True = padded.
-        stride: pixels a cell.
+        stride: number of pixels per cell.
 
     Returns:
-        (B, ceil(H / stride), ceil(W / stride)) bool.
+        (B, ceil(H / stride), ceil(W / stride)) bool, True = padded.
 
     Raises:
         TypeError: a mask that is not bool; ``~`` on an integer mask gives -1 and -2.
@@ -237,7 +237,7 @@ def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
 
 
 def may_be_padded(padding_mask: Tensor) -> bool:
-    """Whether any cell of a mask is padded; yes where the answer would wait for a device or break a compiled graph."""
+    """Whether any cell of a mask is padded; also true where the answer would wait for a device or break a compiled graph."""
     is_at_hand = padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return not is_at_hand or bool(padding_mask.any())
 
@@ -246,7 +246,7 @@ def require_bool(padding_mask: Tensor) -> None:
     """Refuse a padding mask that is not bool.
 
     Raises:
-        TypeError: with the dtype that was found.
+        TypeError: a mask of another dtype, which the message contains.
     """
     if padding_mask.dtype != torch.bool:
         raise TypeError(f"padding_mask must be bool with True = padded, got {padding_mask.dtype}; use mask.bool()")

@@ -18,10 +18,10 @@ DOCUMENT = Path(__file__).resolve().parent / "config.md"
 HEAD = """\
 # Every config key
 
-A config is YAML; `_BASE_` names a file that it starts from, and KEY VALUE pairs on the command line override it. Names and meanings
-are detectron2's where detectron2 has the key. A key that cannot apply to what the config chooses, as `FOCAL_ALPHA` under softmax, is
-refused unless it has its default; in the config of a run or a model from before this rule it is ignored, with a warning. This page is
-written by `python docs/config_reference.py` from `cpvt_det/config.py`.
+A config is YAML; `_BASE_` names a file that it starts from, and KEY VALUE pairs on the command line override it. Names and
+meanings are detectron2's where detectron2 has the key. A key that cannot apply to what the config chooses, such as `FOCAL_ALPHA`
+under softmax, is refused unless it has its default; in the config of an earlier run or model it is ignored, with a warning. This
+page is written by `python docs/config_reference.py` from `cpvt_det/config.py`.
 """
 
 

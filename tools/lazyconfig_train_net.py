@@ -4,11 +4,11 @@
 
 from detectron2.engine import default_argument_parser, launch
 
-from cpvt_det.cli import told_in_one_line
+from cpvt_det.cli import report_errors
 from cpvt_det.d2.lazy import run
 
 
-@told_in_one_line
+@report_errors
 def main() -> None:
     """Parse the command line and start ``--num-gpus`` processes."""
     args = default_argument_parser(epilog=None).parse_args()

@@ -42,7 +42,7 @@ def check_datasets(
         try:
             set_classes(cfg, dataset.classes)
         except ConfigError as error:
-            data.findings[-1].add_fatal("classes", str(error))
+            data.issues[-1].add_error("classes", str(error))
     return data
 
 
@@ -69,7 +69,7 @@ def load_tests(cfg: CfgNode) -> list[CocoDataset]:
 def _load(cfg: CfgNode, splits: Sequence[str]) -> tuple[list[CocoDataset], list[CocoDataset]]:
     data = check_datasets(cfg, splits)
     try:
-        require_no_errors(data.findings, cfg.DATASETS.ON_BAD)
+        require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
     except DataError as error:
         if distributed.rank() == 0:
             raise

@@ -17,21 +17,21 @@ from cpvt_det.own_modules import import_modules
 
 COMMANDS = {
     "analyze": "Count parameters, operations, time and memory by part.",
-    "check-data": "Find the faults of data sets.",
+    "check-data": "Find faults in data sets.",
     "compare": "Draw the curves of several runs in one picture.",
-    "convert-weights": "Turn other projects' DETR weights into ours.",
+    "convert-weights": "Convert DETR weights of other projects.",
     "eval": "Evaluate weights on a data set.",
-    "export": "Turn weights into ONNX or a torch.export program.",
+    "export": "Convert weights to ONNX or a torch.export program.",
     "predict": "Detect objects in images: pictures and JSON.",
     "shapes": "Draw the shapes data set, in COCO format.",
-    "show": "Draw attention, position encodings, or what the model is fed.",
+    "show": "Draw attention, position encodings, or the model's input.",
     "study": "Train the runs of a plan, and compare them.",
     "train": "Train a detector, and evaluate it.",
 }
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands by name and imports one when it is asked for."""
+    """A group that imports a command when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -48,7 +48,7 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand; errors become one line and an exit code."""
-        return told_in_one_line(super().invoke)(ctx)
+        return report_errors(super().invoke)(ctx)
 
 
 _debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
@@ -59,12 +59,12 @@ _import_option = click.option(
     is_eager=True,
     metavar="MODULE",
     callback=lambda context, option, names: import_modules(names),
-    help="Import a Python module first, which registers parts of your own; may be given again.",
+    help="Python module to import first, which registers your own parts; may be given several times.",
 )
 
 
 def common_options(command: Callable) -> Callable:
-    """``--debug`` and ``--import``, of every command, so that they may stand anywhere on the command line."""
+    """``--debug`` and ``--import`` for every command, so that they work anywhere on the command line."""
     return _import_option(_debug_option(command))
 
 
@@ -81,10 +81,10 @@ def main() -> None:
     """
 
 
-def told_in_one_line(command: Callable) -> Callable:
-    """Bad input ends with one line and code 2, a failed run with one line and code 1, an interrupted one with 130.
+def report_errors(command: Callable) -> Callable:
+    """Turn errors into a one-line message and an exit code: 2 for bad input, 1 for a failed run, 130 for an interrupted one.
 
-    Of faults in the data, every one has a line. ``--debug`` anywhere on the command line adds the traceback.
+    Faults in the data have one line each. ``--debug`` anywhere on the command line adds the traceback.
     """
 
     @wraps(command)

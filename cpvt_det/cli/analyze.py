@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det analyze``: what a detector costs. The counting itself is in ``cpvt_det/visualize/``."""
+"""``cpvt-det analyze``: parameters, operations, time and memory of a detector. The counting is in ``cpvt_det/visualize/``."""
 
 import re
 
@@ -15,18 +15,20 @@ from cpvt_det.structures import PaddedBatch, Size
 from cpvt_det.visualize.costs import PARTS, REST, Costs, count_costs, find_parts
 from cpvt_det.visualize.speed import measure
 
-CLASSES = 80  # where the config leaves their number to the data
+CLASSES = 80  # number of classes where the config takes it from the data
 
 
 @click.command(context_settings=RUN_CONTEXT)
 @config_options
-@click.option("--sizes", default="480,640,800,1333", show_default=True, help="Of one image: sides of squares, or HEIGHTxWIDTH.")
-@click.option("--parts", default="", metavar="NAMES", help="Instead of the usual ones, as in encoder.layers.0,encoder.layers.1.")
+@click.option("--sizes", default="480,640,800,1333", show_default=True, help="Image sizes: sides of squares, or HEIGHTxWIDTH.")
+@click.option(
+    "--parts", default="", metavar="NAMES", help="Parts to count instead of the standard ones: encoder.layers.0,encoder.layers.1"
+)
 def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: str, parts: str) -> None:
-    """Count what the detector of a config costs in inference; KEY VALUE pairs override the config.
+    """Count the parameters and operations of a config's detector in inference; KEY VALUE pairs override the config.
 
-    Prints parameters, multiply-adds and activations (what convolutions, matrix products and attention put out) by part, with
-    PEG's share; then milliseconds and memory on this machine, of one image without padding. Weights are random.
+    Prints parameters, multiply-adds and activations (the outputs of convolutions, matrix products and attention) by part, with
+    PEG's share; then time and memory on this machine, for one image without padding. Weights are random.
 
     \b
     Example:
@@ -40,29 +42,29 @@ def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: st
     chosen = find_parts(detector, parts.split(",")) if parts else PARTS
     _require_stride(sides, detector.size_divisibility)
     batches = [detector.preprocess([torch.zeros(3, *size)]) for size in sides]
-    with config_errors(f"--sizes {sizes}"):  # a learned table has an end
+    with config_errors(f"--sizes {sizes}"):  # a learned table has a last entry
         costs = [count_costs(detector, batch.images, batch.padding_mask, chosen) for batch in batches]
     names = [f"{height}x{width}" for height, width in sides]
     click.echo(f"{type(detector).__name__}, {cfg.MODEL.POSITION.NAME}, {cfg.MODEL.NUM_CLASSES} classes\n")
-    _tell_parts(costs, names)
-    _tell_peg(costs, names)
-    _tell_speed(detector, batches, names)
+    _print_parts(costs, names)
+    _print_peg(costs, names)
+    _print_speed(detector, batches, names)
 
 
 def _size(word: str) -> Size:
     match = re.fullmatch(r"\s*(\d+)(?:x(\d+))?\s*", word)
     if match is None:
-        raise BadInputError(f"--sizes {word!r} is neither a side nor HEIGHTxWIDTH, as in 480,800x1333")
+        raise BadInputError(f"--sizes {word!r} is neither a side nor HEIGHTxWIDTH, such as 480,800x1333")
     return int(match[1]), int(match[2] or match[1])
 
 
 def _require_stride(sides: list[Size], stride: int) -> None:
     small = [f"{height}x{width}" for height, width in sides if min(height, width) < stride]
     if small:
-        raise BadInputError(f"--sizes {small[0]} is below one stride: {stride} is the smallest for this model")
+        raise BadInputError(f"--sizes {small[0]} is too small: each side must be at least this model's stride, {stride}")
 
 
-def _tell_parts(costs: list[Costs], names: list[str]) -> None:
+def _print_parts(costs: list[Costs], names: list[str]) -> None:
     parts = [part for part in costs[0].parameters if part != REST or _has_any(costs, part)]
     total = sum(costs[0].parameters.values())
     rows = [(part, f"{costs[0].parameters[part]:,}", *_of_sizes(costs, part)) for part in parts]
@@ -83,7 +85,7 @@ def _has_any(costs: list[Costs], part: str) -> bool:
     return any(cost.parameters[part] or cost.multiply_adds[part] for cost in costs)
 
 
-def _tell_peg(costs: list[Costs], names: list[str]) -> None:
+def _print_peg(costs: list[Costs], names: list[str]) -> None:
     if not costs[0].parameters.get("PEG"):
         return
     rows = [
@@ -100,7 +102,7 @@ def _tell_peg(costs: list[Costs], names: list[str]) -> None:
     click.echo("\n" + tabulate(rows, headers, tablefmt="github", disable_numparse=True))
 
 
-def _tell_speed(detector: nn.Module, batches: list[PaddedBatch], names: list[str]) -> None:
+def _print_speed(detector: nn.Module, batches: list[PaddedBatch], names: list[str]) -> None:
     device = batches[0].images.device
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
@@ -111,6 +113,6 @@ def _tell_speed(detector: nn.Module, batches: list[PaddedBatch], names: list[str
         seconds, took = measure(detector, batch.images, batch.padding_mask)
         canvas = "x".join(map(str, batch.images.shape[2:]))
         rows.append((name, canvas, f"{1000 * seconds:.1f}", f"{1 / seconds:.2f}", f"{took / 1e6:.0f}"))
-    headers = ("image", "canvas", "ms", "images/s", "MB at the peak, above the weights")
+    headers = ("image", "canvas", "ms", "images/s", "peak MB, without weights")
     click.echo(f"\nInference of one image on {where}")
     click.echo(tabulate(rows, headers, tablefmt="github", disable_numparse=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det check-data``: what a run checks before its first iteration, and all that it found."""
+"""``cpvt-det check-data``: the checks that a run makes before its first iteration, with all their results."""
 
 import math
 
@@ -11,19 +11,19 @@ from cpvt_det.checkpoint.weights import read_weights
 from cpvt_det.cli.configs import config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.validation.check import CheckedData
-from cpvt_det.data.validation.issues import EXAMPLES, Findings, summary
+from cpvt_det.data.validation.issues import EXAMPLES, Issues, summary
 from cpvt_det.errors import BadInputError, ConfigError, DataError
 
 
 @click.command(context_settings=RUN_CONTEXT)
 @config_options
-@click.option("--decode", is_flag=True, help="Decode every image too, which finds damage behind its header.")
-@click.option("--all", "every", is_flag=True, help=f"List every place, not the first {EXAMPLES} of a kind.")
+@click.option("--decode", is_flag=True, help="Also decode every image, to find damage behind the header.")
+@click.option("--all", "every", is_flag=True, help=f"List every place, not only the first {EXAMPLES} of each kind.")
 def check_data(config_file: str, decode: bool, every: bool, runner: str, overrides: tuple[str, ...]) -> None:
     """Find all faults in the data sets of DATASETS.TRAIN and DATASETS.TEST; KEY VALUE pairs override the config.
 
-    Prints every kind of fault with its first 20 places, or with --all every place, and what a rule takes care of. Exit code 2 where
-    there are faults that DATASETS.ON_BAD does not leave out.
+    Prints every kind of fault with its first 20 places, or with --all every place; then what is corrected automatically. The exit
+    code is 2 if there are faults that DATASETS.ON_BAD does not drop.
 
     \b
     Example:
@@ -32,30 +32,30 @@ def check_data(config_file: str, decode: bool, every: bool, runner: str, overrid
     """
     cfg = load_any(config_file, overrides, runner)
     if not cfg.DATASETS.TRAIN and not cfg.DATASETS.TEST:
-        raise ConfigError("there is nothing to check: DATASETS.TRAIN and DATASETS.TEST are empty")
+        raise ConfigError("there is nothing to check: DATASETS.TRAIN and DATASETS.TEST are empty; name a data set in one of them")
     data = builders.check_datasets(cfg, decode=decode, examples=math.inf if every else EXAMPLES)
     for dataset in {dataset.name: dataset for dataset in data.train + data.tests}.values():
         click.echo(dataset.describe())
     _compare_with_weights(cfg, data)
-    for findings in data.findings:
-        for line in findings.lines(findings.fatal, findings.faults, findings.notes):
+    for issues in data.issues:
+        for line in issues.lines(issues.errors, issues.faults, issues.infos):
             click.echo(line)
-    bad = [findings for findings in data.findings if findings.has_errors(cfg.DATASETS.ON_BAD)]
+    bad = [issues for issues in data.issues if issues.has_errors(cfg.DATASETS.ON_BAD)]
     if bad:
         raise DataError(summary(bad))
 
 
 def _compare_with_weights(cfg: CfgNode, data: CheckedData) -> None:
-    """Say which classes ``MODEL.WEIGHTS`` do not know: training makes their rows anew, evaluation refuses such weights."""
+    """Report classes that ``MODEL.WEIGHTS`` lack: training initialises their rows, evaluation refuses such weights."""
     datasets = data.train + data.tests
     if not cfg.MODEL.WEIGHTS or not datasets:
         return
-    findings = Findings(cfg.MODEL.WEIGHTS)
-    data.findings.append(findings)
+    issues = Issues(cfg.MODEL.WEIGHTS)
+    data.issues.append(issues)
     try:
         known = read_weights(cfg.MODEL.WEIGHTS).classes
     except BadInputError as error:
-        findings.add_fatal("weights that cannot be read", str(error))
+        issues.add_error("weights that cannot be read", str(error))
         return
     for name in () if known is None else sorted(set(datasets[0].classes.names) - set(known.names)):
-        findings.add_note("classes of the data that the weights do not know", name)
+        issues.add_info("classes of the data that the weights do not have", name)

@@ -12,13 +12,13 @@ from cpvt_det.visualize.curves import save_figure
 
 @click.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True)
-@click.option("--output", default="compare.png", show_default=True, help="The picture; its suffix chooses the format.")
+@click.option("--output", default="compare.png", show_default=True, help="Picture to write; its suffix chooses the format.")
 @common_options
 def compare(runs: tuple[str, ...], output: str) -> None:
-    """Draw loss and AP of runs in one picture, and print their last and best figures.
+    """Draw loss and AP of runs in one picture, and print their last and best values.
 
-    RUN is a run's OUTPUT_DIR, or a file like its metrics.json; of either runner, also while it runs. Where a run has several
-    test sets, its AP is that of the first.
+    RUN is a run's OUTPUT_DIR, or a file like its metrics.json, of either runner; the run may still be running. If a run has several
+    test sets, AP is that of the first.
 
     \b
     Example:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs for the commands that look at what ``cpvt-det train`` would do: the same files, by either runner's loading."""
+"""Configs for the commands that show what ``cpvt-det train`` would do: the same files, loaded as either runner loads them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,10 @@ from cpvt_det.cli.train import RUNNERS, choose_runner
 def config_options(command: Callable) -> Callable:
     """The options of these commands."""
     options = (
-        click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/."),
-        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: what it has registered, too."),
+        click.option(
+            "--config-file", required=True, metavar="FILE", help="Path of a config, or its name in the package's configs/."
+        ),
+        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: also use what it has registered."),
         common_options,
         click.argument("overrides", nargs=-1, metavar="[KEY VALUE]..."),
     )
@@ -27,7 +29,7 @@ def config_options(command: Callable) -> Callable:
 
 
 def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNode:
-    """The config as the runner would have it; data sets that detectron2 knows are found.
+    """The config as the runner would load it; data sets registered in detectron2 are found.
 
     Raises:
         ConfigError: as :func:`cpvt_det.config.load_cfg`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det convert-weights``: other projects' weights -> a checkpoint of ours; the tables are in ``checkpoint/convert.py``"""
+"""``cpvt-det convert-weights``: other projects' weights -> our checkpoint; the tables are in ``checkpoint/convert.py``."""
 
 from pathlib import Path
 
@@ -16,16 +16,16 @@ from cpvt_det.errors import RunStoppedError, WeightsError, first_line
 @click.argument("source_path", metavar="INPUT", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
-    "--source", type=click.Choice(["auto", *CONVERSIONS]), default="auto", show_default=True, help="Whose names INPUT has."
+    "--source", type=click.Choice(["auto", *CONVERSIONS]), default="auto", show_default=True, help="Project that INPUT is from."
 )
 @common_options
 def convert_weights(source_path: Path, output: Path, source: str) -> None:
-    """Convert the weights INPUT of another project into OUTPUT.
+    """Convert weights of another project.
 
-    INPUT is a file, or a folder of Hugging Face with model.safetensors or pytorch_model.bin. OUTPUT is a checkpoint that
-    also tells the classes, or, where its name ends in .safetensors, the bare tensors. Converting beforehand is not
-    needed: MODEL.WEIGHTS takes INPUT itself. Of a checkpoint of a run of ours, OUTPUT holds the weights alone, averaged
-    where the run had SOLVER.EMA.
+    INPUT is a file, or a Hugging Face folder with model.safetensors or pytorch_model.bin. OUTPUT is a checkpoint that also contains
+    the classes; if its name ends in .safetensors, it contains the tensors only. You need not convert before training or evaluating:
+    MODEL.WEIGHTS also takes INPUT. If INPUT is a checkpoint of cpvt-det, OUTPUT contains the weights only, averaged if the run had
+    SOLVER.EMA.
 
     \b
     Example:
@@ -34,11 +34,13 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
     """
     weights = read_weights(source_path, source)
     if weights.source is None and weights.classes is None:
-        raise WeightsError(f"{source_path} has the names of none of {', '.join(CONVERSIONS)}, and is no checkpoint of cpvt_det")
+        raise WeightsError(
+            f"{source_path}: its tensor names are those of none of {', '.join(CONVERSIONS)}, and it is not a cpvt_det checkpoint"
+        )
     bare = output.suffix == ".safetensors"
     try:
         write_checkpoint(weights.state_dict if bare else weights.as_checkpoint(), output)
-    except RunStoppedError as error:  # there is another place to write to
+    except RunStoppedError as error:  # bad input here: the user can choose another OUTPUT
         raise WeightsError(first_line(error)) from error
     numbers = sum(tensor.numel() for tensor in weights.state_dict.values())
     classes = "classes unknown" if weights.classes is None else f"{len(weights.classes)} class rows"

@@ -10,7 +10,7 @@ from cpvt_det.cli.train import RUN_CONTEXT, allow_partial_option, choose_runner,
 @click.argument("weights", metavar="WEIGHTS")
 @run_options
 @allow_partial_option
-@click.option("--report", is_flag=True, help="Write OUTPUT_DIR/report/ too: curves, confusion, thresholds, worst images.")
+@click.option("--report", is_flag=True, help="Also write OUTPUT_DIR/report/: curves, confusion, thresholds, worst images.")
 def eval(
     weights: str,
     config_file: str,
@@ -20,7 +20,7 @@ def eval(
     allow_partial: bool,
     report: bool,
 ) -> None:
-    """Evaluate weights, a file or a model folder, on DATASETS.TEST; KEY VALUE pairs override the config.
+    """Evaluate WEIGHTS, a file or a model folder, on DATASETS.TEST; KEY VALUE pairs override the config.
 
     \b
     Example:

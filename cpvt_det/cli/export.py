@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det export``: weights -> a file that runs without this package, after it gave the same answers."""
+"""``cpvt-det export``: weights -> a file that runs without this package, written only if its answers are those of the model."""
 
 import os
 import re
@@ -20,22 +20,28 @@ from cpvt_det.files import atomic_file
 from cpvt_det.models import Detector
 from cpvt_det.structures import Size
 
-TOLERANCE = 1e-4  # of a box's coordinate, in sides of the image, and of a score
+TOLERANCE = 1e-4  # allowed difference of a box coordinate, as a part of the image's side, and of a score
 HALF_TOLERANCE = 2e-2
 
 
 @click.command(context_settings=RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
-@click.option("--format", type=click.Choice(files.FORMATS), required=True, help="What FILE becomes.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE", help="To write to.")
-@click.option("--dynamic", default=",".join(program.DIMENSIONS), show_default=True, help="What may differ between calls, or none.")
-@click.option("--batch", type=click.IntRange(min=1), help="Images in a call, where batch is not dynamic.")
-@click.option("--size", metavar="HEIGHTxWIDTH", help="Of the canvas, where height or width is not dynamic.")
+@click.option("--format", type=click.Choice(files.FORMATS), required=True, help="Format of FILE.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE", help="File to write.")
 @click.option(
-    "--sampling", type=click.Choice(list(program.SAMPLINGS)), default="gather", show_default=True, help="Of deformable attention."
+    "--dynamic", default=",".join(program.DIMENSIONS), show_default=True, help="Dimensions that may change between calls, or none."
 )
-@click.option("--half", is_flag=True, help="Matrix products and convolutions in float16.")
-@click.option("--config-file", default="", metavar="FILE", help="For weights that tell no config of ours.")
+@click.option("--batch", type=click.IntRange(min=1), help="Number of images per call, if batch is not dynamic.")
+@click.option("--size", metavar="HEIGHTxWIDTH", help="Size of the canvas, if height or width is not dynamic.")
+@click.option(
+    "--sampling",
+    type=click.Choice(list(program.SAMPLINGS)),
+    default="gather",
+    show_default=True,
+    help="Sampling operator of deformable attention.",
+)
+@click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16.")
+@click.option("--config-file", default="", metavar="FILE", help="Config for weights that do not contain one.")
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
 def export(
@@ -50,11 +56,11 @@ def export(
     config_file: str,
     overrides: tuple[str, ...],
 ) -> None:
-    """Turn WEIGHTS, a checkpoint of a run, into a program that runs without this package.
+    """Convert WEIGHTS, a checkpoint of a run, to a program that runs without this package.
 
-    Pixels and padding mask in; boxes, scores and labels out. The program is then run beside the model on three batches of sizes
-    that it was not traced at; FILE is written where no box and no score differs by more than 1e-4 (with --half, 2e-2). KEY
-    VALUE pairs override the config.
+    Pixels and padding mask in; boxes, scores and labels out. The program is compared with the model on three batches of sizes that
+    it was not traced at; FILE is written only if no box and no score differs by more than 1e-4 (with --half, 2e-2). KEY VALUE pairs
+    override the config.
 
     \b
     Example:
@@ -68,20 +74,20 @@ def export(
     detector = trained.detector
     canvas = check.traced_canvas(detector, *_fixed(names, batch, size, detector))
     postprocess = builders.build_postprocessor(trained.cfg)
-    deployed = program.Deployed(program.prepare(detector, sampling), postprocess, half)
+    module = program.ExportModule(program.prepare(detector, sampling), postprocess, half)
     with atomic_file(output) as file:
-        files.write_program(program.trace(deployed, canvas, names), format, file, _facts(trained), half)
+        files.write_program(program.trace(module, canvas, names), format, file, _metadata(trained), half)
         file.flush()
         run = files.open_program(file.name, format)
         unseen = enumerate(check.unseen_canvases(detector, canvas, names))
         rows = [check.compare(detector, postprocess, run, other, seed) for seed, other in unseen]
-        _tell(rows, HALF_TOLERANCE if half else TOLERANCE)
+        _report(rows, HALF_TOLERANCE if half else TOLERANCE)
     click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
 
 
 def _require_place(output: Path) -> None:
     if not output.parent.is_dir():
-        raise BadInputError(f"--output {output}: there is no folder {output.parent}; make it first")
+        raise BadInputError(f"--output {output}: the folder {output.parent} does not exist; create it first")
     if not os.access(output.parent, os.W_OK):
         raise BadInputError(f"--output {output}: no permission to write to the folder {output.parent}")
 
@@ -95,19 +101,19 @@ def _dimensions(text: str) -> list[str]:
 
 
 def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detector: Detector) -> tuple[int | None, Size | None]:
-    """What ``--batch`` and ``--size`` fix; batch is 1 where nothing is said."""
+    """The fixed batch and canvas of ``--batch`` and ``--size``; ``None`` where dynamic; the default of a fixed batch is 1."""
     if "batch" in dynamic and batch is not None:
-        raise BadInputError(f"--batch {batch} fixes what --dynamic has: leave it out, or batch out of --dynamic")
+        raise BadInputError(f"--batch {batch} contradicts --dynamic, which contains batch: remove one of them")
     batch = None if "batch" in dynamic else batch or 1
     if size is None:
         if {"height", "width"} <= set(dynamic):
             return batch, None
-        raise BadInputError("a height or width that is not dynamic has to be known: give --size HEIGHTxWIDTH")
+        raise BadInputError("height or width is not dynamic: add --size HEIGHTxWIDTH")
     if {"height", "width"} <= set(dynamic):
-        raise BadInputError(f"--size {size} fixes what --dynamic has: leave it out, or height and width out of --dynamic")
+        raise BadInputError(f"--size {size} contradicts --dynamic, which contains height and width: remove one of them")
     match = re.fullmatch(r"(\d+)x(\d+)", size)
     if match is None:
-        raise BadInputError(f"--size {size} is not HEIGHTxWIDTH, as in 800x1216")
+        raise BadInputError(f"--size {size} is not HEIGHTxWIDTH, such as 800x1216")
     return batch, _whole_strides((int(match[1]), int(match[2])), detector)
 
 
@@ -115,10 +121,10 @@ def _whole_strides(size: Size, detector: Detector) -> Size:
     stride, largest = detector.size_divisibility, program.largest_sides(detector)
     given = "x".join(map(str, size))
     if min(size) < stride:
-        raise BadInputError(f"--size {given} is below one stride: the smallest canvas of this model is {stride}x{stride}")
+        raise BadInputError(f"--size {given} is too small: the smallest canvas of this model is {stride}x{stride}, its stride")
     if any(side % stride for side in size):
         whole = "x".join(str(-(-side // stride) * stride) for side in size)
-        raise BadInputError(f"--size {given}: sides have to be multiples of the model's stride {stride}; {whole} holds it")
+        raise BadInputError(f"--size {given}: sides must be multiples of the model's stride {stride}; use {whole}")
     if largest is not None and max(size) > largest * stride:
         raise BadInputError(
             f"--size {given}: the model's learned encoding ends at {largest * stride} pixels (MODEL.POSITION.TABLE_SIZE)"
@@ -126,8 +132,8 @@ def _whole_strides(size: Size, detector: Detector) -> Size:
     return size
 
 
-def _facts(trained: Trained) -> dict[str, Any]:
-    """What a script that runs the program has to know."""
+def _metadata(trained: Trained) -> dict[str, Any]:
+    """The metadata that a script needs to run the program."""
     return {
         "stride": trained.detector.size_divisibility,
         "min_size": trained.cfg.INPUT.MIN_SIZE_TEST,
@@ -137,13 +143,13 @@ def _facts(trained: Trained) -> dict[str, Any]:
     }
 
 
-def _tell(rows: list[check.Comparison], tolerance: float) -> None:
+def _report(rows: list[check.Comparison], tolerance: float) -> None:
     headers = ("images x height x width", "largest difference of boxes", "of scores", "seconds, model", "exported")
     table = [(row.canvas, f"{row.boxes:.1e}", f"{row.scores:.1e}", *(f"{seconds:.3f}" for seconds in row.seconds)) for row in rows]
     click.echo(tabulate(table, headers, tablefmt="github", disable_numparse=True))
     boxes, scores = max(row.boxes for row in rows), max(row.scores for row in rows)
     if max(boxes, scores) > tolerance:
         raise RunStoppedError(
-            f"the exported program is not the model: boxes differ by up to {boxes:.1e}, scores by {scores:.1e}, "
-            f"{tolerance:.0e} is allowed; nothing was written"
+            f"the exported program differs from the model: boxes by up to {boxes:.1e}, scores by up to {scores:.1e}, "
+            f"{tolerance:.0e} is allowed; no file was written"
         )

@@ -18,14 +18,14 @@ from cpvt_det.predict.files import check_files, predict_files
 
 @click.command(context_settings=RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
-@click.option("--input", "source", required=True, metavar="FILE|FOLDER|GLOB", help="Images; a glob in quotes.")
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="The folder to write to.")
-@click.option("--threshold", default=0.5, show_default=True, help="The lowest score that is drawn and written, from 0 to 1.")
-@click.option("--batch", default=1, show_default=True, help="Images at once; more are faster on a GPU.")
-@click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU where there is one]")
-@click.option("--config-file", default="", metavar="FILE", help="For weights that tell no config, those of other projects.")
+@click.option("--input", "source", required=True, metavar="FILE|FOLDER|GLOB", help="Images; put a glob in quotes.")
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder to write to.")
+@click.option("--threshold", default=0.5, show_default=True, help="Lowest score to draw and write, from 0 to 1.")
+@click.option("--batch", default=1, show_default=True, help="Images per batch; larger batches are faster on a GPU.")
+@click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
+@click.option("--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'.")
 @click.option(
-    "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or leave out."
+    "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or skip them."
 )
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
@@ -42,7 +42,7 @@ def predict(
 ) -> None:
     """Detect objects in images with WEIGHTS, a checkpoint or a model folder; KEY VALUE pairs override its config.
 
-    Writes pictures/, detections.json (COCO's results format) and images.json (which image has which id).
+    Writes pictures/, detections.json (COCO's results format) and images.json (the id of each image).
 
     \b
     Example:
@@ -50,17 +50,17 @@ def predict(
       cpvt-det predict output/model_best.pth --input 'photos/**/*.jpg' --output found --threshold 0.3 INPUT.MIN_SIZE_TEST 480
     """
     if not 0 <= threshold <= 1:
-        raise BadInputError(f"--threshold is a score from 0 to 1, got {threshold}")
+        raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
     if batch < 1:
-        raise BadInputError(f"--batch is a number of images, 1 or more, got {batch}")
+        raise BadInputError(f"--batch must be 1 or more images, got {batch}")
     for word in overrides[::2]:
         if os.path.isfile(word):
-            raise BadInputError(f"{word} is a file, not a config key; a glob needs quotes: --input '*.jpg'")
+            raise BadInputError(f"{word} is a file, not a config key; put a glob in quotes: --input '*.jpg'")
     output = output.expanduser()
     paths = find_files(source, output)
     predictor = Predictor.from_checkpoint(weights, device, config_file, overrides)
-    files, findings = check_files(paths, source, on_bad)
-    for line in findings.lines(findings.faults):
+    files, issues = check_files(paths, source, on_bad)
+    for line in issues.lines(issues.faults):
         click.echo(line, err=True)
     start = time.perf_counter()
     images, detections = predict_files(predictor, files, output, threshold, batch, on_bad)

@@ -12,19 +12,19 @@ from cpvt_det.data.shapes.scene import ShapesSpec
 
 @click.command()
 @click.argument("root", type=click.Path(path_type=Path))
-@click.option("--train", "num_train", default=4000, show_default=True, help="Images to train on.")
-@click.option("--val", "num_val", default=500, show_default=True, help="Images held out.")
-@click.option("--seed", default=0, show_default=True, help="Another seed draws other images.")
-@click.option("--scale", default=1.0, show_default=True, help="Draw the same scenes this much larger.")
-@click.option("--processes", type=int, help="Processes to draw with.  [default: one for each core, 16 at most]")
+@click.option("--train", "num_train", default=4000, show_default=True, help="Number of training images.")
+@click.option("--val", "num_val", default=500, show_default=True, help="Number of validation images.")
+@click.option("--seed", default=0, show_default=True, help="Random seed; another seed draws other images.")
+@click.option("--scale", default=1.0, show_default=True, help="Factor by which the same scenes are drawn larger.")
+@click.option("--processes", type=int, help="Number of processes.  [default: one per core, at most 16]")
 @click.option("--overwrite", is_flag=True, help="Replace a shapes data set that was drawn with other options.")
 @common_options
 def shapes(root: Path, num_train: int, num_val: int, seed: int, scale: float, processes: int | None, overwrite: bool) -> None:
     """Draw the shapes data set into the folder ROOT, in COCO format.
 
-    Geometric shapes of 8 classes on textured backgrounds, 96 to 192 pixels a side: enough to train a detector on and to
-    see that it learns. Where the same data set already lies, nothing is done. The images depend on the seed and the
-    scale only, not on the number of processes, and more images leave the earlier ones as they were.
+    Geometric shapes of 8 classes on textured backgrounds, sides of 96 to 192 pixels: enough to train a detector and to see that it
+    learns. Nothing is done if ROOT already contains the same data set. The images depend on the seed and the scale only, not on
+    the number of processes; drawing more images does not change the earlier ones.
 
     \b
     Example:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det show``: pictures of what goes on inside. The drawing itself is in ``cpvt_det/visualize/``."""
+"""``cpvt-det show``: pictures of what happens inside a detector. The drawing is in ``cpvt_det/visualize/``."""
 
 import re
 from pathlib import Path
@@ -19,25 +19,25 @@ from cpvt_det.runner.setup import choose_seed
 from cpvt_det.solver.step import split_samples
 from cpvt_det.structures import Size
 from cpvt_det.visualize.attention import draw_attention
-from cpvt_det.visualize.attention_by_position import dense_models, draw_places
+from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
 from cpvt_det.visualize.data import draw_batches
-from cpvt_det.visualize.forward_record import Point, centers_of, observe, tokens_at
+from cpvt_det.visualize.forward_record import Point, centers_of, record_forward, tokens_at
 from cpvt_det.visualize.images import images_of_size
 from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels
 
 output_option = click.option(
-    "--output", required=True, type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Where the pictures go."
+    "--output", required=True, type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Folder for the pictures."
 )
 
 weights_config_option = click.option(
-    "--config-file", default="", metavar="FILE", help="For weights that tell no config, those of other projects."
+    "--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'."
 )
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @common_options
 def show() -> None:
-    """Draw what goes on inside: attention, position encodings, the data that is fed.
+    """Draw what happens inside: attention, position encodings, the input of the model.
 
     \b
     Example:
@@ -47,11 +47,13 @@ def show() -> None:
 
 @show.command()
 @click.argument("weights", metavar="WEIGHTS")
-@click.option("--input", "image_file", required=True, metavar="IMAGE", help="The image to look at.")
+@click.option("--input", "image_file", required=True, metavar="IMAGE", help="Image to run the detector on.")
 @output_option
-@click.option("--points", multiple=True, metavar="X,Y", help="Of encoder tokens, in pixels.  [default: detections' centres]")
-@click.option("--detections", default=4, show_default=True, type=click.IntRange(min=1), help="The best ones, of the decoder.")
-@click.option("--level", default=0, show_default=True, help="Of the tokens, in Deformable-DETR; 0 is the finest.")
+@click.option(
+    "--points", multiple=True, metavar="X,Y", help="Points of encoder tokens, in pixels.  [default: centres of detections]"
+)
+@click.option("--detections", default=4, show_default=True, type=click.IntRange(min=1), help="Number of detections, best first.")
+@click.option("--level", default=0, show_default=True, help="Level of the tokens, for Deformable-DETR; 0 is the finest.")
 @weights_config_option
 @common_options
 def attention(
@@ -59,40 +61,40 @@ def attention(
 ) -> None:
     """Draw where a trained detector looks, over an image.
 
-    WEIGHTS is a checkpoint or a model folder. encoder.png has a row for every point and a column for every layer, decoder.png a
-    row for every detection; encoder_heads.png and decoder_heads.png have the heads of the last layer. Of DETR, heat maps of
-    the attention weights; of Deformable-DETR the sampling points, coloured by level, sized by weight, around their reference.
+    WEIGHTS is a checkpoint or a model folder. encoder.png has a row per point and a column per layer, decoder.png a row per
+    detection; encoder_heads.png and decoder_heads.png show the heads of the last layer. For DETR, they are heat maps of the
+    attention weights; for Deformable-DETR, the sampling points, coloured by level and sized by weight, around their reference.
 
     \b
     Example:
       cpvt-det show attention output/model_best.pth --input photo.jpg --output pictures
       cpvt-det show attention output/model_best.pth --input photo.jpg --output pictures --points 60,25 --points 20,10
     """
-    places = [_point(word) for words in points for word in words.split()]
+    given = [_point(word) for words in points for word in words.split()]
     image = read_image(image_file)
     trained = load_trained(weights, config_file=config_file)
     resized = builders.build_test_mapper(trained.cfg).prepare(image)
     classification = builders.build_classification(trained.cfg)
     size = tuple(image.shape[1:])
-    observation = observe(trained.detector, resized, size, classification, trained.classes, detections)
-    subjects = tokens_at(observation, places or _inside(centers_of(observation.found), size), level)
-    for path in draw_attention(observation, subjects, output):
+    record = record_forward(trained.detector, resized, size, classification, trained.classes, detections)
+    tokens = tokens_at(record, given or _inside(centers_of(record.found), size), level)
+    for path in draw_attention(record, tokens, output):
         click.echo(path)
 
 
 @show.command()
 @click.argument("sources", nargs=-1, required=True, metavar="CONFIG_OR_WEIGHTS...")
 @output_option
-@click.option("--size", default="384x512", show_default=True, metavar="HEIGHTxWIDTH", help="Of the images, in pixels.")
-@click.option("--input", "source", default="", metavar="FILE|FOLDER|GLOB", help="Images, 16 at most.  [default: drawn shapes]")
+@click.option("--size", default="384x512", show_default=True, metavar="HEIGHTxWIDTH", help="Size of the images in pixels.")
+@click.option("--input", "source", default="", metavar="FILE|FOLDER|GLOB", help="Images, at most 16.  [default: drawn shapes]")
 @weights_config_option
 @common_options
 def position(sources: tuple[str, ...], output: Path, size: str, source: str, config_file: str) -> None:
-    """Draw what position encodings do, those of several models side by side.
+    """Draw what position encodings do, for several models side by side.
 
-    A config (.yaml) is built with random weights, a checkpoint or a model folder has its own. added.png is what each encoding
-    adds, by groups of channels, to images alone and padded; kernels.png has PEG's kernels; attention.png, of DETRs, the first
-    encoder attention after the encoding, the mean over images and heads, by place of query and key and by their offset.
+    A config (.yaml) is built with random weights; a checkpoint or a model folder has its own. added.png shows what each encoding
+    adds, by groups of channels, to images alone and padded; kernels.png shows PEG's kernels; attention.png shows, for DETR models,
+    the first encoder attention after the encoding, mean over images and heads, by position of query and key and by their offset.
 
     \b
     Example:
@@ -103,40 +105,40 @@ def position(sources: tuple[str, ...], output: Path, size: str, source: str, con
     models = [_model(name, config_file) for name in sources]
     stride = max(model.detector.size_divisibility for model in models)
     if min(sides) < stride:
-        raise BadInputError(f"--size {size} is below one stride: {stride}x{stride} is the smallest for these models")
+        raise BadInputError(f"--size {size} is too small: the smallest size for these models is {stride}x{stride}, their stride")
     images = images_of_size(source, output, sides)
-    with config_errors(f"--size {size}"):  # a learned table has an end
+    with config_errors(f"--size {size}"):  # a learned table has a last entry
         click.echo(draw_added(models, images, output / "added.png"))
-    click.echo(draw_kernels(models, output / "kernels.png") or "no kernels.png: no model has a PEG")
+    click.echo(draw_kernels(models, output / "kernels.png") or "no kernels.png was written: no model has a PEG")
     dense = dense_models(models)
     for model in models:
         if model not in dense:
-            click.echo(f"not in attention.png: {model.name} has no attention between all tokens")
+            click.echo(f"not in attention.png: {model.name}, which has no attention between all tokens")
     if dense:
-        places = draw_places(dense, images, output / "attention.png")
+        drawn = draw_attention_by_position(dense, images, output / "attention.png")
         click.echo(output / "attention.png")
-        headers = ("", "encoder layer", "on itself, x even", "mean distance, cells", "if even")
-        rows = [(name, p.layer, p.on_itself(), p.distance(), p.even_distance()) for name, p in places]
+        headers = ("", "encoder layer", "on itself, x even", "mean distance, cells", "distance if even")
+        rows = [(name, p.layer, p.on_itself(), p.distance(), p.even_distance()) for name, p in drawn]
         click.echo(tabulate(rows, headers, tablefmt="github", floatfmt=".2f"))
 
 
 @show.command(context_settings=RUN_CONTEXT)
 @config_options
 @output_option
-@click.option("--count", default=8, show_default=True, type=click.IntRange(min=1), help="Images of each split.")
+@click.option("--count", default=8, show_default=True, type=click.IntRange(min=1), help="Number of images of each split.")
 def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path, count: int) -> None:
-    """Draw what the model is really fed; KEY VALUE pairs override the config.
+    """Draw the actual input of the model; KEY VALUE pairs override the config.
 
-    train.png has the first images of the training sets after augmentation, with the boxes that are learned from; a file for each
-    test set has its first images as they are evaluated. Batches are those of one process, or what SOLVER.ACCUMULATE leaves of
-    them, on their common canvas; the padding is striped.
+    train.png shows the first images of the training sets after augmentation, with the boxes that the model learns; a file per test
+    set shows its first images as they are evaluated. Each image is on the canvas of its batch (of one process, divided by
+    SOLVER.ACCUMULATE); the padding is striped.
 
     \b
     Example:
       cpvt-det show data --config-file output/config.yaml --output pictures --count 16
     """
     cfg = load_any(config_file, overrides, runner)
-    cfg.DATALOADER.NUM_WORKERS = 0  # for a few images; they are the same with any number
+    cfg.DATALOADER.NUM_WORKERS = 0  # enough for a few images; their number does not change the images
     datasets, tests = builders.load_splits(cfg)
     detector = build_any(cfg, runner)
     classes, records = datasets[0].classes, builders.training_records(cfg, datasets)
@@ -151,7 +153,7 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
 
 
 def _model(name: str, config_file: str) -> NamedDetector:
-    """Of a checkpoint, or of a config with random weights, the same ones for all as far as they have the same parts."""
+    """The detector of a checkpoint, or of a config with random weights, which are equal for models of equal parts."""
     if Path(name).suffix.lower() not in (".yaml", ".yml"):
         trained = load_trained(name, config_file=config_file)
         where = "/".join(Path(name).parts[-2:])
@@ -166,18 +168,18 @@ def _model(name: str, config_file: str) -> NamedDetector:
 def _size(text: str) -> Size:
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if match is None:
-        raise BadInputError(f"--size {text!r} is not HEIGHTxWIDTH, as in 480x640")
+        raise BadInputError(f"--size {text!r} is not HEIGHTxWIDTH, such as 480x640")
     return int(match[1]), int(match[2])
 
 
 def _point(word: str) -> Point:
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?),(-?\d+(?:\.\d+)?)", word)
     if match is None:
-        raise BadInputError(f"--points {word!r} is not X,Y in pixels, as in 120,80")
+        raise BadInputError(f"--points {word!r} is not X,Y in pixels, such as 120,80")
     return float(match[1]), float(match[2])
 
 
 def _inside(points: list[Point], size: tuple[int, int]) -> list[Point]:
-    """Centres of boxes that are clipped to the image, but for one that lies on its far border."""
+    """Points inside the image: the centre of a box at the right or bottom border may lie on the border itself."""
     height, width = size
     return [(min(x, width - 1), min(y, height - 1)) for x, y in points]

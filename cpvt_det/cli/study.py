@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det study``: many runs of one plan, and what they say. The work is in ``cpvt_det/study/``."""
+"""``cpvt-det study``: train the runs of one plan, and compare them. The work is in ``cpvt_det/study/``."""
 
 from pathlib import Path
 
@@ -24,14 +24,14 @@ def study() -> None:
 
 @study.command()
 @plan_argument
-@click.option("--processes", type=click.IntRange(min=1), help="Runs at once.  [default: one a core, on a GPU four]")
-@click.option("--group", "groups", multiple=True, metavar="NAME", help="Only this group of the plan; may be given again.")
+@click.option("--processes", type=click.IntRange(min=1), help="Number of runs at a time.  [default: one per core; four on a GPU]")
+@click.option("--group", "groups", multiple=True, metavar="NAME", help="Only this group of the plan; may be given several times.")
 @common_options
 def run(plan: Path, processes: int | None, groups: tuple[str, ...]) -> None:
-    """Train and measure every run of PLAN that has no record yet; one that was cut off goes on from its last checkpoint.
+    """Train and measure every run of PLAN that has no record yet; an interrupted run resumes from its last checkpoint.
 
-    Data sets that the plan describes are drawn first. Every run has one thread. On a GPU several share it; of many GPUs,
-    CUDA_VISIBLE_DEVICES chooses.
+    Data sets that the plan describes are drawn first. Every run has one thread. Several runs share a GPU; CUDA_VISIBLE_DEVICES
+    selects it.
     """
     import torch
 
@@ -45,7 +45,7 @@ def run(plan: Path, processes: int | None, groups: tuple[str, ...]) -> None:
 @plan_argument
 @common_options
 def report(plan: Path) -> None:
-    """Write tables with 95 % intervals over seeds, and figures, of the records there are."""
+    """Write tables with 95 % intervals over seeds, and figures, from the existing records."""
     from cpvt_det.study.report import write_report
 
     for path in write_report(plan):

@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det train``, and ``tools/train_net.py``, which is the same function: the command line of both runners."""
+"""``cpvt-det train``, the command line of both runners; ``tools/train_net.py`` calls the same function."""
 
 import importlib.util
 from collections.abc import Callable
 
 import click
 
-from cpvt_det.cli import common_options, told_in_one_line
+from cpvt_det.cli import common_options, report_errors
 from cpvt_det.errors import BadInputError
 from cpvt_det.own_modules import import_inherited
 
 RUNNERS = ("auto", "builtin", "detectron2")
-RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may hold negative numbers
+RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may contain negative numbers
 
 
 def run_options(command: Callable) -> Callable:
     """The options of every command that runs a config."""
     options = (
-        click.option("--config-file", required=True, metavar="FILE", help="A path, or a name below the package's configs/."),
         click.option(
-            "--num-gpus", type=click.IntRange(min=0), help="Processes, one a GPU; 0: CPU.  [default: a GPU where there is one]"
+            "--config-file", required=True, metavar="FILE", help="Path of a config, or its name in the package's configs/."
         ),
-        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 where it is installed."),
+        click.option(
+            "--num-gpus",
+            type=click.IntRange(min=0),
+            help="Number of GPUs, one process each; 0: CPU.  [default: one GPU if there is one]",
+        ),
+        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 if it is installed."),
         common_options,
         click.argument("overrides", nargs=-1, metavar="[KEY VALUE]..."),
     )
@@ -31,16 +35,16 @@ def run_options(command: Callable) -> Callable:
 
 
 allow_partial_option = click.option(
-    "--allow-partial", is_flag=True, help="Evaluate weights that fit the model in part, with the rest random."
+    "--allow-partial", is_flag=True, help="Evaluate weights that fit only a part of the model; the rest is random."
 )
 
 
 @click.command(context_settings=RUN_CONTEXT)
 @run_options
-@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in OUTPUT_DIR.")
-@click.option("--eval-only", is_flag=True, help="Evaluate MODEL.WEIGHTS, or with --resume the last checkpoint.")
+@click.option("--resume", is_flag=True, help="Continue from the last checkpoint in OUTPUT_DIR.")
+@click.option("--eval-only", is_flag=True, help="Only evaluate MODEL.WEIGHTS, or with --resume the last checkpoint.")
 @allow_partial_option
-@told_in_one_line
+@report_errors
 def train(
     config_file: str,
     num_gpus: int | None,
@@ -57,14 +61,14 @@ def train(
       cpvt-det train --config-file coco/detr_r50_peg_50ep.yaml --num-gpus 8 OUTPUT_DIR output/peg
       torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/deformable_peg.yaml --num-gpus 0
     """
-    from cpvt_det.runner.launch import launch  # and with it torch, which --help does not need
+    from cpvt_det.runner.launch import launch  # here, because it imports torch, which --help does not need
 
     launch(
         run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only, allow_partial
     )
 
 
-@told_in_one_line
+@report_errors
 def run_config(
     config_file: str,
     overrides: tuple[str, ...],
@@ -74,7 +78,7 @@ def run_config(
     eval_only: bool,
     allow_partial: bool,
 ) -> dict:
-    """Load a config and run it, in one process of the run; the results of the last evaluation."""
+    """Load a config and run it, in one process of the run; return the results of the last evaluation."""
     import_inherited()
     if device is not None:
         overrides = (*overrides, "MODEL.DEVICE", device)
@@ -87,7 +91,7 @@ def run_config(
 
 
 def device_of(num_gpus: int | None) -> str | None:
-    """``MODEL.DEVICE`` as ``--num-gpus`` wants it; ``None`` leaves it to the config."""
+    """The ``MODEL.DEVICE`` for ``--num-gpus``; ``None`` leaves it to the config."""
     return None if num_gpus is None else "cuda" if num_gpus else "cpu"
 
 
@@ -95,13 +99,13 @@ def choose_runner(name: str) -> str:
     """``detectron2`` or ``builtin``.
 
     Raises:
-        BadInputError: detectron2 is asked for and not installed.
+        BadInputError: detectron2 was requested but is not installed.
     """
     spec = importlib.util.find_spec("detectron2")
-    installed = spec is not None and spec.origin is not None  # none: a folder of that name, a clone say
+    installed = spec is not None and spec.origin is not None  # no origin: a folder of that name, such as a clone
     if name == "detectron2" and not installed:
         raise BadInputError(
-            "--runner detectron2, but detectron2 cannot be imported; README, 'With detectron2', says how to install it"
+            "--runner detectron2: detectron2 cannot be imported; README, 'With detectron2', describes how to install it"
         )
     if name == "auto":
         return "detectron2" if installed else "builtin"

@@ -12,13 +12,13 @@ from cpvt_det.errors import ConfigError, UnknownNameError
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """Where a data set lies.
+    """The files of a data set.
 
     Attributes:
-        name: as registered.
-        annotations: its COCO JSON; or a folder or YAML file of another format.
-        image_root: what COCO's file names are relative to.
-        split: of another format.
+        name: registered name of the data set.
+        annotations: path of the COCO JSON, or of a folder or YAML file in another format.
+        image_root: folder that COCO's file names are relative to.
+        split: name of the split, for other formats than COCO.
     """
 
     name: str
@@ -28,18 +28,18 @@ class DatasetFiles:
 
     @property
     def is_coco(self) -> bool:
-        """Whether it is, or should be, a COCO JSON."""
+        """Whether ``annotations`` is, or should be, a COCO JSON."""
         return not self.annotations.is_dir() and find_format(self.annotations) is None
 
 
 def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[DatasetFiles]:
-    """Look names up among those of the config and the builtin ones: ``coco_2017_`` and ``shapes_``, ``train`` and ``val``.
+    """Find data sets by name: those of the config, and the builtin ``coco_2017_`` and ``shapes_`` with ``train`` and ``val``.
 
-    The builtin ones lie below the folder in ``DETECTRON2_DATASETS``, by default ``./datasets``.
+    The builtin ones are below the folder in ``DETECTRON2_DATASETS``, by default ``./datasets``.
 
     Args:
         names: ``DATASETS.TRAIN`` or ``DATASETS.TEST``.
-        registered: ``DATASETS.REGISTER``, as of :func:`registered_datasets`.
+        registered: ``DATASETS.REGISTER``, in the form that :func:`registered_datasets` takes.
 
     Raises:
         ConfigError: an entry that is not a triple.
@@ -48,7 +48,7 @@ def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()
     known = {files.name: files for files in [*builtin_datasets(), *registered_datasets(registered)]}
     for name in names:
         if name not in known:
-            raise UnknownNameError("data set (DATASETS.REGISTER adds your own)", name, known)
+            raise UnknownNameError("data set", name, known, "register your own in DATASETS.REGISTER")
     return [known[name] for name in names]
 
 
@@ -69,8 +69,8 @@ def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFile
     """The data sets of ``DATASETS.REGISTER``.
 
     Args:
-        registered: triples of name, COCO JSON and image folder; or of name, folder and split, for the folder of a YOLO or a Pascal
-            VOC data set, or YOLO's YAML file.
+        registered: triples of name, COCO JSON and image folder; or of name, path and split, where the path is the folder of a YOLO
+            or a Pascal VOC data set, or YOLO's YAML file.
 
     Raises:
         ConfigError: an entry that is not a triple of strings.
@@ -78,11 +78,13 @@ def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFile
     for entry in registered:
         if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(isinstance(part, str) for part in entry):
             raise ConfigError(
-                f"DATASETS.REGISTER holds [name, COCO JSON, image folder] or [name, folder, split] triples, got {entry!r}"
+                f"DATASETS.REGISTER must contain [name, COCO JSON, image folder] or [name, folder, split] triples, got {entry!r}"
             )
     return [_files(*entry) for entry in registered]
 
 
-def _files(name: str, annotations: str, place: str) -> DatasetFiles:
+def _files(name: str, annotations: str, root_or_split: str) -> DatasetFiles:
     files = DatasetFiles(name, Path(annotations).expanduser())
-    return replace(files, image_root=Path(place).expanduser()) if files.is_coco else replace(files, split=place)
+    if files.is_coco:
+        return replace(files, image_root=Path(root_or_split).expanduser())
+    return replace(files, split=root_or_split)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COCO JSON -> records of images with boxes that can be learned from, and the ground truth that evaluation compares with.
+"""COCO JSON -> records of images with the boxes to learn, and the ground truth for evaluation.
 
-The start of the road of one image; ``data/mapper.py`` comes next. Other formats are read by ``data/formats/``. What is left
-out of the records is left out of the ground truth too; ``data/validation/rules.py`` defines what that is.
+The start of the way of one image; ``data/mapper.py`` is next. Other formats are read by ``data/formats/``. Boxes that are left
+out of the records are also left out of the ground truth; ``data/validation/rules.py`` defines which ones.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import numpy as np
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.formats.reading import read_foreign
-from cpvt_det.data.validation.issues import EXAMPLES, Findings, require_no_errors
+from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import THIN, Fault, Id, Size, annotation_fault, category_fault, clip_box, image_fault
 from cpvt_det.errors import DataError
 from cpvt_det.garbage import no_garbage_collection
@@ -25,7 +25,7 @@ from cpvt_det.garbage import no_garbage_collection
 
 @dataclass(frozen=True)
 class Classes:
-    """What the contiguous labels 0..K-1 mean.
+    """The classes of the contiguous labels 0..K-1.
 
     Attributes:
         ids: the category id of each label in the data, in rising order.
@@ -45,9 +45,9 @@ class ImageRecord:
 
     Attributes:
         file_name: path of the image.
-        image_id: as in the data.
-        height, width: as the JSON says.
-        boxes_xyxy: (G, 4) float32 array, in pixels, inside the image; no crowds.
+        image_id: id of the image in the data.
+        height, width: size of the image in pixels, according to the JSON.
+        boxes_xyxy: (G, 4) float32 array, in pixels, inside the image; without crowds.
         labels: (G,) int64 array in [0, K).
     """
 
@@ -64,29 +64,29 @@ class CocoDataset:
     """A data set in memory.
 
     Attributes:
-        name: as registered.
-        classes: ids and names.
-        records: one for each image, images without objects too.
+        name: registered name of the data set.
+        classes: ids and names of the classes.
+        records: one record per image, also for images without objects.
         ground_truth: a COCO dict of the boxes that count, crowds included, with ``area`` and ``iscrowd`` filled in.
-        findings: what is wrong with the file; images and boxes with faults are in neither of the two above.
+        issues: issues of the file; images and boxes with faults are in neither ``records`` nor ``ground_truth``.
     """
 
     name: str
     classes: Classes
     records: list[ImageRecord]
     ground_truth: dict[str, Any]
-    findings: Findings = field(default_factory=Findings)
+    issues: Issues = field(default_factory=Issues)
 
     def describe(self) -> str:
-        """A line for the log."""
+        """A summary in one line, for the log."""
         boxes = sum(len(record.labels) for record in self.records)
         empty = sum(not len(record.labels) for record in self.records)
-        found = "".join(f"; {heading}: {count}" for heading, count in sorted(self.findings.counts().items()))
+        found = "".join(f"; {heading}: {count}" for heading, count in sorted(self.issues.counts().items()))
         images = f"{len(self.records)} images, {empty} of them without objects"
         return f"{self.name}: {images}, {boxes} boxes, {len(self.classes)} classes{found}"
 
     def leave_out(self, image_ids: Container[Id]) -> None:
-        """Forget images and their boxes, in the records and in the ground truth."""
+        """Remove images and their boxes from the records and from the ground truth."""
         truth = self.ground_truth
         self.records = [record for record in self.records if record.image_id not in image_ids]
         truth["images"] = [image for image in truth["images"] if image["id"] not in image_ids]
@@ -94,7 +94,7 @@ class CocoDataset:
 
 
 def describe_records(records: Sequence[ImageRecord]) -> dict[str, Any]:
-    """How many images a run is trained on, and a hash of them in their order, wherever the files lie."""
+    """The number of images that a run is trained on, and a hash of them in their order that does not depend on file paths."""
     digest = hashlib.sha256()
     for record in records:
         digest.update(f"{record.image_id} {record.height} {record.width}".encode())
@@ -106,47 +106,46 @@ def load_coco(files: DatasetFiles) -> CocoDataset:
     """Read a data set that has no faults.
 
     Args:
-        files: where it is; of COCO's, images are not opened.
+        files: files of the data set; for COCO JSON, the images are not opened.
 
     Raises:
-        DataError: a file that is missing or of no known format; images, annotations or categories with faults, all of them in one
-            message.
+        DataError: a file that is missing or of unknown format; images, annotations or categories with faults, all in one message.
     """
     dataset = read_coco(files)
-    require_no_errors([dataset.findings], "error")
+    require_no_errors([dataset.issues], "error")
     return dataset
 
 
 def read_coco(files: DatasetFiles, examples: float = EXAMPLES) -> CocoDataset:
-    """Read a data set, and leave out what has faults; ``findings`` tells them.
+    """Read a data set without the entries that have faults; these are in ``issues``.
 
     Args:
-        files: where it is; of COCO's, images are not opened.
-        examples: of each kind of finding, how many are kept by name.
+        files: files of the data set; for COCO JSON, the images are not opened.
+        examples: largest number of examples kept of each kind of issue.
 
     Raises:
-        DataError: a file that is missing or of no known format.
+        DataError: a file that is missing or of unknown format.
     """
     with no_garbage_collection():
         content = _read_json(files.annotations) if files.is_coco else read_foreign(files)
-        findings = Findings(f"{files.name} ({files.annotations})", examples)
-        categories = _read_categories(_section(content, "categories", files), findings)
+        issues = Issues(f"{files.name} ({files.annotations})", examples)
+        categories = _read_categories(_section(content, "categories", files), issues)
         classes = Classes(tuple(c["id"] for c in categories), tuple(str(c["name"]) for c in categories))
         label_of = {category_id: label for label, category_id in enumerate(classes.ids)}
-        images = _read_images(_section(content, "images", files), findings)
-        kept = _read_annotations(content, images, label_of, findings)
-        _require_pixels([annotation["bbox"] for group in kept.values() for annotation in group], findings)
+        images = _read_images(_section(content, "images", files), issues)
+        kept = _read_annotations(content, images, label_of, issues)
+        _require_pixels([annotation["bbox"] for group in kept.values() for annotation in group], issues)
         records = [_record(image, kept[image["id"]], label_of, files.image_root) for image in images.values()]
         annotations = [annotation for group in kept.values() for annotation in group]
         truth = {"images": list(images.values()), "categories": categories, "annotations": annotations}
-    return CocoDataset(files.name, classes, records, truth, findings)
+    return CocoDataset(files.name, classes, records, truth, issues)
 
 
 def require_same_classes(first: Classes, second: Classes, what: str) -> None:
     """Refuse class lists that differ in names or in order; ids may differ.
 
     Raises:
-        DataError: with the first differences.
+        DataError: lists that differ; the message contains the first differences.
     """
     if first.names == second.names:
         return
@@ -162,16 +161,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        hint = "DATASETS.REGISTER, or DETECTRON2_DATASETS for COCO itself, says where they are"
+        hint = "set their path in DATASETS.REGISTER, or for COCO itself in DETECTRON2_DATASETS"
         raise DataError(f"cannot read annotations {path}: {error.strerror}; {hint}") from error
-    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, lists a thousand deep
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand nested lists
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise DataError(
             f"{path} is not COCO: expected an object with images, annotations, categories, got a {type(content).__name__}"
         )
     if not isinstance(content.setdefault("annotations", []), list):
-        raise DataError(f"{path} is not COCO: its 'annotations' are no list")
+        raise DataError(f"{path} is not COCO: its 'annotations' are not a list")
     return content
 
 
@@ -182,37 +181,37 @@ def _section(content: dict[str, Any], name: str, files: DatasetFiles) -> list:
     return section
 
 
-def _read_categories(section: list, findings: Findings) -> list[dict]:
-    """Those without faults, by rising id. A fault is fatal: without its category, a box would be no object."""
+def _read_categories(section: list, issues: Issues) -> list[dict]:
+    """Categories without faults, by rising id. A fault here is an error: it would make the boxes of the category meaningless."""
     faults = ((number, category_fault(category)) for number, category in enumerate(section))
     faulty = {number: fault for number, fault in faults if fault}
     for number, (heading, detail) in faulty.items():
-        findings.add_fatal(heading, f"categories[{number}]: {detail}")
+        issues.add_error(heading, f"categories[{number}]: {detail}")
     good = [category for number, category in enumerate(section) if number not in faulty]
     for heading, key in (("category ids that are not unique", "id"), ("category names that are not unique", "name")):
         for value in _double(str(category[key]) for category in good):
-            findings.add_fatal(heading, f"{key} {value}")
+            issues.add_error(heading, f"{key} {value}")
     return sorted(good, key=lambda category: category["id"])
 
 
-def _read_images(section: list, findings: Findings) -> dict[Id, dict]:
-    """Those without faults, by id. Where several have one id, its boxes might be of any of them, so all are left out."""
+def _read_images(section: list, issues: Issues) -> dict[Id, dict]:
+    """Images without faults, by id. Images that share an id are left out: its boxes could belong to any of them."""
     good: list[dict] = []
     for number, image in enumerate(section):
         fault = image_fault(image)
         if fault:
-            findings.add_fault(fault[0], f"images[{number}]: {fault[1]}")
+            issues.add_fault(fault[0], f"images[{number}]: {fault[1]}")
         else:
             good.append(image)
     double = _double(image["id"] for image in good)
     for image in good if double else ():
         if image["id"] in double:
-            findings.add_fault("image ids that are not unique", f"image {image['id']} ({image['file_name']})")
+            issues.add_fault("image ids that are not unique", f"image {image['id']} ({image['file_name']})")
     return {image["id"]: image for image in good if image["id"] not in double}
 
 
-def _read_annotations(content: dict, images: dict[Id, dict], label_of: dict[Id, int], findings: Findings) -> dict[Id, list[dict]]:
-    """Those that count, as training and evaluation take them, by image."""
+def _read_annotations(content: dict, images: dict[Id, dict], label_of: dict[Id, int], issues: Issues) -> dict[Id, list[dict]]:
+    """Annotations that count, in the form for training and evaluation, by image id."""
     kept: dict[Id, list[dict]] = {image_id: [] for image_id in images}
     sizes = {image_id: (float(image["height"]), float(image["width"])) for image_id, image in images.items()}
     left_out = {i["id"] for i in content["images"] if isinstance(i, dict) and type(i.get("id")) is int} - images.keys()
@@ -220,30 +219,30 @@ def _read_annotations(content: dict, images: dict[Id, dict], label_of: dict[Id, 
     for number, annotation in enumerate(content["annotations"]):
         fault = _repeated_id(annotation, seen) or annotation_fault(annotation, sizes, label_of)
         if not fault:
-            clean = _clean(annotation, number, sizes[annotation["image_id"]], findings)
+            clean = _clean(annotation, number, sizes[annotation["image_id"]], issues)
             if clean is not None:
                 kept[clean["image_id"]].append(clean)
         elif type(annotation) is dict and type(annotation.get("image_id")) is int and annotation["image_id"] in left_out:
-            findings.add_note("boxes of images that have faults themselves", _where(annotation, number))
+            issues.add_info("boxes of images that have faults themselves", _where(annotation, number))
         else:
-            findings.add_fault(fault[0], f"{_where(annotation, number)}: {fault[1]}")
+            issues.add_fault(fault[0], f"{_where(annotation, number)}: {fault[1]}")
     return kept
 
 
-def _require_pixels(boxes: Sequence[list[float]], findings: Findings) -> None:
-    """Refuse boxes as parts of the image's sides, a frequent mistake: each by itself might be one of less than a pixel."""
+def _require_pixels(boxes: Sequence[list[float]], issues: Issues) -> None:
+    """Refuse boxes given as parts of the image's sides, a frequent mistake: a single one could be a box smaller than a pixel."""
     if boxes and all(max(x + w, y + h) <= 1 for x, y, w, h in boxes):
-        why = f"all {len(boxes)} lie within [0, 1]; bbox is [x, y, width, height] in pixels, not in parts of the image's sides"
-        findings.add_fatal("boxes that are not in pixels", why)
+        why = f"all {len(boxes)} are within [0, 1]; bbox must be [x, y, width, height] in pixels, not in parts of the image's sides"
+        issues.add_error("boxes that are not in pixels", why)
 
 
 def _repeated_id(annotation: Any, seen: set[int | str]) -> Fault | None:
-    """Whether an annotation before had this id; it is added to the ids seen. None at all is fine."""
+    """The fault of an annotation whose id is in ``seen``; otherwise its id, if any, is added to ``seen``."""
     annotation_id = annotation.get("id") if type(annotation) is dict else None
     if type(annotation_id) not in (int, str):
         return None
     if annotation_id in seen:
-        return "annotation ids that are not unique", "an annotation before it has the same id"
+        return "annotation ids that are not unique", "an earlier annotation has the same id"
     seen.add(annotation_id)
     return None
 
@@ -256,18 +255,18 @@ def _where(annotation: Any, number: int) -> str:
     return f"annotations[{number}] (id {annotation.get('id')!r}, image {annotation.get('image_id')!r})"
 
 
-def _clean(annotation: dict, number: int, size: Size, findings: Findings) -> dict | None:
-    """The annotation as both training and evaluation take it, or ``None``; without faults, but perhaps of a box outside."""
+def _clean(annotation: dict, number: int, size: Size, issues: Issues) -> dict | None:
+    """The annotation in the form for training and evaluation; ``None`` for a box without area or outside the image."""
     box, why = clip_box(annotation["bbox"], size)
     if why is not None:
-        findings.add_note(why, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
+        issues.add_info(why, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     if box is None:
         return None
     if min(box[2:]) < 1:
-        findings.add_note(THIN, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
+        issues.add_info(THIN, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     area, crowd = annotation.get("area"), annotation.get("iscrowd")
-    if (area is None or crowd is None) and "source" not in annotation:  # other formats have neither
-        findings.add_note("annotations without area or iscrowd, filled in", _where(annotation, number))
+    if (area is None or crowd is None) and "source" not in annotation:  # other formats have neither of them
+        issues.add_info("annotations without area or iscrowd, filled in", _where(annotation, number))
     box_area = box[2] * box[3]
     area = box_area if area is None else float(area) if why is None else min(area, box_area)
     return {
@@ -276,7 +275,7 @@ def _clean(annotation: dict, number: int, size: Size, findings: Findings) -> dic
         "bbox": box,
         "area": area,
         "iscrowd": int(crowd or 0),
-        "id": number + 1,  # 0 would count as unmatched in COCO's evaluation
+        "id": number + 1,  # COCO's evaluation takes id 0 for "unmatched"
     }
 
 

@@ -20,4 +20,4 @@ _CATEGORIES = {
 COCO_CLASSES = Classes(tuple(_CATEGORIES), tuple(_CATEGORIES.values()))
 
 COCO_ROWS = Classes(tuple(range(91)), tuple(_CATEGORIES.get(row, f"unused_{row}") for row in range(91)))
-"""What the class rows of the official detectors mean: the row is the category id, and eleven rows have no category."""
+"""The class rows of the official detectors: the row number is the category id; eleven rows have no category."""

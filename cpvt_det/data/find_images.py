@@ -8,28 +8,28 @@ from pathlib import Path
 from cpvt_det.errors import DataError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Of the files that are taken from a folder."""
+"""Suffixes of the image files that are taken from a folder."""
 
 
 def find_files(source: str, output: Path) -> list[Path]:
-    """Look image files up.
+    """Find image files.
 
     Args:
-        source: a file; a folder, of which all images are taken, and those below it; or a glob, in which ``**`` is any depth.
-        output: folder below which nothing is taken: an earlier call may have drawn pictures there.
+        source: a file; a folder, for all images in it and below it; or a glob, in which ``**`` matches any depth.
+        output: folder below which no file is taken: it may contain pictures of an earlier call.
 
     Returns:
         At least one path, sorted.
 
     Raises:
-        DataError: nothing is there.
+        DataError: no image was found.
     """
     path = Path(source).expanduser()
     if os.path.isfile(path):  # unlike Path.is_file, no error for a name that no file can have
         return [path]
     if os.path.isdir(path):
         found = [file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
-        why = f"there is no image in the folder {path}, or below it ({', '.join(SUFFIXES)})"
+        why = f"there is no image in the folder {path} or below it (suffixes: {', '.join(SUFFIXES)})"
     else:
         found = [Path(name) for name in glob.glob(str(path), recursive=True)]
         why = f"nothing matches {source}" if glob.has_magic(source) else f"there is no file or folder {source}"

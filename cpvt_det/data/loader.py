@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of samples, the same whatever the number of workers, and from any iteration on.
+"""Batches of samples, independent of the number of workers, from any iteration on.
 
-A sample's random state depends on (seed, epoch, image) alone, a batch on (seed, iteration) alone; so a run continues where it
-stopped once it knows its iteration.
+A sample's random state depends on (seed, epoch, image) alone, a batch on (seed, iteration) alone; so a resumed run needs only its
+iteration to continue where it stopped.
 """
 
 import atexit
@@ -26,19 +26,19 @@ from cpvt_det.errors import DeadWorkerError
 Draw = tuple[int, int]
 """(epoch, index of the record)."""
 
-NEWS = 5.0  # seconds in which torch hears of a worker that ended; its signal cuts them short
+NEWS = 5.0  # seconds until torch notices that a worker ended, at most; its signal ends the waiting earlier
 
 
 class MappedDataset(Dataset):
-    """Records that become samples when they are asked for.
+    """Records that become samples on access.
 
     Args:
-        records: of one or more data sets.
-        mapper: record -> sample.
-        seed: of the run.
+        records: records of one or more data sets.
+        mapper: mapper from a record to a sample.
+        seed: seed of the run.
 
     Attributes:
-        at_work: (workers, 2) int64 in shared memory, each one's process id and the index of the record it is reading, or -1.
+        at_work: (workers, 2) int64 in shared memory: each worker's process id and the index of the record it is reading, or -1.
     """
 
     def __init__(self, records: Sequence[ImageRecord], mapper: Mapper, seed: int = 0):
@@ -66,44 +66,44 @@ class MappedDataset(Dataset):
 
 @contextlib.contextmanager
 def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
-    """Within this block the death of a data worker, which torch tells of wherever it meets the program, says what it was reading.
+    """Within this block, the error for a data worker that died names the image that it was reading.
 
     Raises:
-        DeadWorkerError: a worker died.
+        DeadWorkerError: a worker died. torch raises its own error at any place of the block.
     """
     try:
         try:
             yield
-        except (ConnectionError, EOFError):  # of the socket that hands over tensors, some moments before torch knows why
+        except (ConnectionError, EOFError):  # from the socket that transfers tensors, some moments before torch knows why
             time.sleep(NEWS)
             raise
     except RuntimeError as error:
-        told = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error))
-        if told is None:
+        match = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error))
+        if match is None:
             raise
-        dead = [int(pid) for pid in told[1].split(",")]
+        dead = [int(pid) for pid in match[1].split(",")]
         images = [dataset.records[index].file_name for pid, index in dataset.at_work.tolist() if pid in dead and index >= 0]
         reading = f"while reading {', '.join(images)}" if images else "between two images"
         raise DeadWorkerError(
-            f"a data worker (process {told[1]}) died {reading}; --resume goes on from the last checkpoint"
+            f"a data worker (process {match[1]}) died {reading}; --resume continues from the last checkpoint"
         ) from error
 
 
 class TrainBatches(Sampler[list[Draw]]):
-    """An endless stream of batches: every image once an epoch, in an order drawn anew for each.
+    """An endless stream of batches: every image once per epoch, in a new random order for each epoch.
 
-    With grouping, a batch holds images that are all wide or all tall, which saves padding; images wait for their batch across the
-    border of epochs.
+    With grouping, a batch contains only wide or only tall images, which saves padding; an image may wait for its batch until the
+    next epoch.
 
     Args:
-        wide: for each record, whether it is wider than tall; ``None`` for no grouping.
-        num_records: how many there are.
-        batch_size: of a batch, over all processes.
-        seed: of the run.
-        rank, world_size: this process takes its slice of every batch.
+        wide: whether each record is wider than tall; ``None`` for no grouping.
+        num_records: number of records.
+        batch_size: number of images per batch, over all processes.
+        seed: seed of the run.
+        rank, world_size: index of this process, which takes its slice of every batch, and number of processes.
 
     Raises:
-        ValueError: no record, or a batch that the processes do not divide.
+        ValueError: no record, or a batch size that is not a multiple of the number of processes.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class TrainBatches(Sampler[list[Draw]]):
         world_size: int = 1,
     ):
         if num_records < 1:
-            raise ValueError("there is no image to train on")
+            raise ValueError("there is no image to train on; num_records must be at least 1")
         if batch_size < 1 or batch_size % world_size:
             raise ValueError(f"the batch of {batch_size} images must be a positive multiple of the {world_size} processes")
         self.num_records = num_records
@@ -128,7 +128,7 @@ class TrainBatches(Sampler[list[Draw]]):
         self.start = 0
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        """Batches from number ``start`` on; those before are counted off without loading anything."""
+        """Batches from number ``start`` on; earlier ones are skipped without loading anything."""
         waiting: dict[int, list[Draw]] = {0: [], 1: []}
         number = 0
         for epoch in itertools.count():
@@ -147,10 +147,10 @@ class TrainLoader:
     """Batches for training, from a given iteration on.
 
     Args:
-        dataset: samples with targets.
-        batches: which samples.
-        num_workers: processes that decode; 0 for none.
-        pin_memory: for copies to a GPU.
+        dataset: data set of samples with targets.
+        batches: sampler of the batches.
+        num_workers: number of processes that decode images; 0: the main process decodes.
+        pin_memory: whether batches are put into pinned memory, for fast copies to a GPU.
     """
 
     def __init__(self, dataset: MappedDataset, batches: TrainBatches, num_workers: int, pin_memory: bool = False):
@@ -159,7 +159,7 @@ class TrainLoader:
         self._loader = _data_loader(dataset, batches, num_workers, pin_memory)
 
     def from_iteration(self, iteration: int) -> "TrainLoader":
-        """Start at the batch of this iteration."""
+        """Start with the batch of this iteration; returns the loader itself."""
         self.batches.start = iteration
         return self
 
@@ -183,24 +183,24 @@ def _data_loader(dataset: MappedDataset, batches: Sampler | list, num_workers: i
         collate_fn=list,
         pin_memory=pin_memory,
         persistent_workers=False,
-        # Its own generator: the loader would draw a base seed from the global state, and dropout would change with workers.
+        # A generator of its own: otherwise the loader draws a base seed from the global state, and dropout depends on the workers.
         generator=torch.Generator().manual_seed(dataset.seed % 2**63),
         worker_init_fn=_leave_signals_to_the_run,
     )
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Ctrl-C in a terminal, and many a SIGTERM, goes to the workers too; the run still needs them for the step at hand."""
+    """Ignore signals in a worker: Ctrl-C, and often SIGTERM, also reaches workers, which the run needs to finish its step."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
 
 
-@atexit.register  # after multiprocessing's own, so it is called before that
+@atexit.register  # registered after multiprocessing's own handler, so called before it
 def _end_workers() -> None:
-    """Those that an error left behind: multiprocessing would send them SIGTERM, which they ignore, and wait for ever."""
+    """End workers that an error left behind: multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
     workers = [child for child in multiprocessing.active_children() if child.daemon]
     if workers and os.name == "posix":
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for every one of them
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for each of them
     for worker in workers:
         worker.kill()
 

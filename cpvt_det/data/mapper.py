@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record -> a sample: decode the image, augment it, boxes in pixels throughout.
+"""A record -> a sample: decode the image and augment it, with boxes in pixels.
 
-On the road of one image: after ``data/coco.py``, before ``structures.PaddedBatch``.
+On the way of one image: after ``data/coco.py``, before ``structures.PaddedBatch``.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from cpvt_det.errors import DataError
 from cpvt_det.structures import Targets
 
 Sample = dict[str, Any]
-"""``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, and in training ``targets``."""
+"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, in training ``targets``."""
 
 
 class RandomShortSide(v2.Transform):
     """Resize to a short side drawn from a list, both sides at least one pixel.
 
     Args:
-        sizes: pixels; empty or 0 leaves the image as it is.
-        max_size: bound on the long side.
+        sizes: short sides in pixels to draw from; empty or 0: do not resize.
+        max_size: limit of the long side in pixels.
     """
 
     def __init__(self, sizes: Sequence[int], max_size: int | None = None):
@@ -48,18 +48,18 @@ class RandomShortSide(v2.Transform):
         return {"size": [max(1, round(height * scale)), max(1, round(width * scale))]}
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Resize one of them."""
+        """Resize the image or the boxes."""
         return self._call_kernel(TF.resize, inpt, params["size"], antialias=True)
 
 
 class RandomSizeCrop(v2.Transform):
-    """Crop to sides drawn from a range, at a place drawn too.
+    """Crop to a window of random sides at a random position.
 
     Args:
-        low, high: pixels, both included; an image's own side bounds them.
+        low, high: smallest and largest side in pixels, both included; also limited by the image's own side.
 
     Raises:
-        ValueError: a range that is empty.
+        ValueError: an empty range.
 
     Source: facebookresearch/detr ``datasets/transforms.py`` (the sizes).
     """
@@ -67,7 +67,7 @@ class RandomSizeCrop(v2.Transform):
     def __init__(self, low: int, high: int):
         super().__init__()
         if not 1 <= low <= high:
-            raise ValueError(f"the range of crop sides must rise from at least 1, got {low} to {high}")
+            raise ValueError(f"crop sides must be a range from at least 1 upwards, got {low} to {high}")
         self.low, self.high = low, high
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
@@ -80,17 +80,17 @@ class RandomSizeCrop(v2.Transform):
         return window
 
     def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Crop one of them."""
+        """Crop the image or the boxes."""
         return self._call_kernel(TF.crop, inpt, **params)
 
 
 class KeepVisible(v2.Transform):
-    """Clip boxes to the image; leave out those of which too little is left, with their labels.
+    """Clip boxes to the image; remove those of which too little is left, with their labels.
 
     Torchvision's own two transforms for this take five times as long.
 
     Args:
-        min_side: pixels that must be left of either side; 0: anything.
+        min_side: smallest side in pixels of a clipped box; 0: any size above 0.
     """
 
     def __init__(self, min_side: float):
@@ -98,7 +98,7 @@ class KeepVisible(v2.Transform):
         self.min_side = min_side
 
     def forward(self, image: Tensor, boxes: tv_tensors.BoundingBoxes, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Boxes (G, 4) xyxy in pixels."""
+        """Clip and filter boxes, (G, 4) xyxy in pixels."""
         height, width = image.shape[-2:]
         clipped = boxes.as_subclass(Tensor).clamp(min=0).minimum(torch.tensor([width, height, width, height]))
         sides = clipped[:, 2:] - clipped[:, :2]
@@ -113,15 +113,15 @@ def train_transform(
     crop_sizes: Sequence[int] = (),
     crop_range: tuple[int, int] = (384, 600),
 ) -> v2.Transform:
-    """DETR's augmentation: flip; then resize, or for half the images resize, crop, resize.
+    """DETR's augmentation: flip; then resize, or for half of the images resize, crop, resize.
 
-    Boxes of which a crop left less than a pixel are left out. Without a crop all stay, however small: evaluation counts them.
+    Boxes of which a crop leaves less than a pixel are removed. Without a crop all are kept, however small: evaluation counts them.
 
     Args:
-        sizes, max_size: of the last resize, as in :class:`RandomShortSide`.
-        flip: mirror half the images.
-        crop_sizes: short sides before the crop; empty for no crops.
-        crop_range: sides of the crop, as in :class:`RandomSizeCrop`.
+        sizes, max_size: short sides and limit of the last resize, as in :class:`RandomShortSide`.
+        flip: whether half of the images are mirrored.
+        crop_sizes: short sides before the crop in pixels; empty for no crops.
+        crop_range: (smallest, largest) side of the crop in pixels, as in :class:`RandomSizeCrop`.
 
     Source: arXiv 2005.12872, appendix A.4.
     """
@@ -136,8 +136,8 @@ def evaluation_transform(size: int, max_size: int | None) -> v2.Transform:
     """Resize to one short side.
 
     Args:
-        size: pixels; 0 leaves the image as it is.
-        max_size: bound on the long side.
+        size: short side in pixels; 0: do not resize.
+        max_size: limit of the long side in pixels.
     """
     return RandomShortSide([size], max_size)
 
@@ -146,8 +146,8 @@ class Mapper:
     """Makes samples.
 
     Args:
-        transform: of the image alone, or with ``with_targets`` of (image, boxes, labels).
-        with_targets: for training.
+        transform: transform of the image; with ``with_targets``, of (image, boxes, labels).
+        with_targets: whether samples get targets, for training.
     """
 
     def __init__(self, transform: v2.Transform, with_targets: bool):
@@ -155,16 +155,16 @@ class Mapper:
         self.with_targets = with_targets
 
     def __call__(self, record: ImageRecord) -> Sample:
-        """Make the sample of one record, drawing from torch's global random state.
+        """Make the sample of one record, with torch's global random state.
 
         Raises:
-            DataError: an image that cannot be read, or of another size than the JSON says.
+            DataError: an image that cannot be read, or whose size differs from that in the JSON.
         """
         image = read_image(record.file_name)
         if tuple(image.shape[1:]) != (record.height, record.width):
             raise DataError(
-                f"image {record.file_name} (id {record.image_id}) is {image.shape[2]} x {image.shape[1]} pixels as EXIF turns it, "
-                f"its annotations say {record.width} x {record.height}"
+                f"image {record.file_name} (id {record.image_id}) has {image.shape[2]} x {image.shape[1]} pixels after turning by "
+                f"EXIF, but {record.width} x {record.height} in the annotations; correct its size there, or replace the image"
             )
         sample = {
             "file_name": record.file_name,
@@ -181,5 +181,5 @@ class Mapper:
         return {**sample, "image": image.as_subclass(Tensor), "targets": Targets(labels, boxes_cxcywh.to(torch.float32))}
 
     def prepare(self, image: Tensor) -> Tensor:
-        """Transform an image that comes without targets, (3, H, W) uint8 -> (3, h, w) uint8."""
+        """Transform an image without targets, (3, H, W) uint8 -> (3, h, w) uint8."""
         return self.transform(tv_tensors.Image(image)).as_subclass(Tensor)

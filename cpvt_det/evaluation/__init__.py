@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detections -> COCO figures and pictures."""
+"""Detections -> COCO's metrics, confusion and precision-recall curves."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the evaluator refuses, each with the image's id."""
+"""The checks of the evaluator's input; each message names the image id."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,25 @@ from cpvt_det.structures import Detections
 
 
 def check_classes(class_ids: Sequence[int], class_names: Sequence[str]) -> None:
+    """Refuse class ids and names that are not unique, or do not form pairs.
+
+    Raises:
+        ValueError: no class, a different number of ids and names, or one that occurs twice.
+    """
     if len(class_ids) == 0 or len(class_ids) != len(class_names):
         raise ValueError(f"expected one name for each class id, got {len(class_ids)} ids and {len(class_names)} names")
     for kind, values in (("id", list(class_ids)), ("name", list(class_names))):
         twice = [value for value in values if values.count(value) > 1]
         if twice:
-            raise ValueError(f"class {kind} {twice[0]!r} is given to more than one class")
+            raise ValueError(f"class {kind} {twice[0]!r} occurs more than once; each class needs its own")
 
 
 def check_form(image_id: int, detections: Detections) -> None:
-    """Refuse detections whose tensors do not fit together, naming their image."""
+    """Refuse detections whose tensors do not fit together.
+
+    Raises:
+        ValueError: tensors of the wrong shape, or labels that are not integers.
+    """
     where = f"the detections of image id {image_id!r}"
     boxes, scores, labels = detections.boxes_xyxy, detections.scores, detections.labels
     if scores.ndim != 1 or boxes.shape != (len(scores), 4) or labels.shape != scores.shape:
@@ -30,7 +39,11 @@ def check_form(image_id: int, detections: Detections) -> None:
 
 
 def check_values(image_id: int, boxes: np.ndarray, scores: np.ndarray, labels: np.ndarray, num_classes: int) -> None:
-    """Refuse detections that cannot be scored, naming their image."""
+    """Refuse detections that cannot be evaluated.
+
+    Raises:
+        ValueError: scores or boxes that are not finite, a label outside [0, K), or a box that is not xyxy.
+    """
     where = f"the detections of image id {image_id!r}"
     for name, values in (("scores", scores[:, None]), ("boxes", boxes)):
         bad = int((~np.isfinite(values)).any(axis=1).sum())
@@ -41,4 +54,4 @@ def check_values(image_id: int, boxes: np.ndarray, scores: np.ndarray, labels: n
         raise ValueError(f"{where}: label {int(outside[0])} is not in [0, {num_classes})")
     inverted = boxes[(boxes[:, 2:] < boxes[:, :2]).any(axis=1)]
     if len(inverted):
-        raise ValueError(f"{where}: box {inverted[0].tolist()} is not xyxy, its right or bottom lies before its start")
+        raise ValueError(f"{where}: box {inverted[0].tolist()} is not xyxy: x2 is below x1, or y2 below y1")

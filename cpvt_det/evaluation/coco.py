@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average precision as COCO defines it: the detections of many images against their ground truth.
 
-On the road of one image: after ``inference.py``, the last stop.
+On the way of one image: after ``inference.py``, the last step.
 
-A backend matches; the figures are read off its arrays here, in one function for all backends, because ``summarize`` of
-pycocotools gives -1 for AP with any limit but 100 detections.
+A backend matches detections and objects; the metrics are computed from its arrays here, in one function for all backends, because
+``summarize`` of pycocotools returns -1 for AP with any limit other than 100 detections.
 """
 
 import io
@@ -24,7 +24,7 @@ from cpvt_det.files import write_json
 from cpvt_det.garbage import no_garbage_collection
 from cpvt_det.structures import Detections
 
-AREA_SUFFIXES = ("s", "m", "l")  # of a box: below 32^2 pixels, up to 96^2, above
+AREA_SUFFIXES = ("s", "m", "l")  # area of a box: below 32^2 pixels, up to 96^2, above
 
 
 def _load_faster_coco_eval() -> tuple[type, type]:
@@ -47,25 +47,25 @@ BACKENDS: dict[str, Callable[[], tuple[type, type]]] = {
 
 
 Found = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Of one image: labels (n,) int64 in [0, K), boxes xywh (n, 4) float64, scores (n,) float64."""
+"""Detections of one image: labels (n,) int64 in [0, K), boxes xywh (n, 4) float64, scores (n,) float64."""
 
 
 class CocoEvaluator:
-    """Collects detections image by image, then tells their average precision.
+    """Collects detections image by image, then computes their average precision.
 
     Images that are never added count as images without detections. Every process of a distributed evaluation fills its
     own evaluator; one of them merges the ``state`` of the others.
 
     Args:
-        ground_truth: COCO format: ``images``, ``annotations`` and ``categories``, with ids as in the file. ``iscrowd``
-            and ``area`` may be missing: no crowd, and the area of the box. It is copied, not changed.
+        ground_truth: COCO dict with ``images``, ``annotations`` and ``categories``, and the ids of the file. Missing ``iscrowd``
+            means no crowd, missing ``area`` the area of the box. The dict is copied, not changed.
         class_ids: the category id in the file of each of the K classes.
         class_names: the name of each of the K classes.
-        backend: "faster_coco_eval", or "pycocotools", which gives the same figures more slowly.
-        max_detections: how many detections of a class count in one image, best first; COCO says 100.
+        backend: "faster_coco_eval", or "pycocotools", which computes the same metrics more slowly.
+        max_detections: largest number of detections per class and image that count, best first; COCO uses 100.
 
     Raises:
-        ValueError: ids and names that do not pair up, or ground truth that is not about them.
+        ValueError: ids and names that do not form pairs, or ground truth with other ids.
         UnknownNameError: a backend that does not exist.
     """
 
@@ -91,15 +91,15 @@ class CocoEvaluator:
         self._found: dict[int, Found] = {}
 
     def add(self, image_id: int, detections: Detections) -> None:
-        """Take the detections of one image.
+        """Add the detections of one image.
 
         Args:
             image_id: the id of the image in the ground truth.
-            detections: boxes in pixels of the original image; none is fine.
+            detections: detections with boxes in pixels of the original image; may be empty.
 
         Raises:
-            ValueError: an image that is unknown or was added before; boxes, scores or labels that differ in number, are
-                not finite or out of range. A NaN score would sort anywhere, and give an AP of 100 to a broken model.
+            ValueError: an image that is unknown or was already added; boxes, scores or labels that differ in number, are not
+                finite or out of range. NaN scores have no order, and could give a broken model an AP of 100.
         """
         self._check_new(image_id)
         check_form(image_id, detections)
@@ -109,23 +109,23 @@ class CocoEvaluator:
         self._found[int(image_id)] = labels, np.concatenate((boxes[:, :2], boxes[:, 2:] - boxes[:, :2]), axis=1), scores
 
     def state(self) -> dict[int, Found]:
-        """What was added so far, by image id, which can be sent to another process."""
+        """The detections added so far, by image id; can be sent to another process."""
         return dict(self._found)
 
     def merge(self, state: dict[int, Found]) -> None:
-        """Take what another evaluator of the same ground truth has collected.
+        """Add the ``state`` of another evaluator with the same ground truth.
 
         Raises:
-            ValueError: an image that is unknown or was added before.
+            ValueError: an image that is unknown or was already added.
         """
         for image_id in state:
             self._check_new(image_id)
         self._found.update(state)
 
     def coco_results(self) -> list[dict[str, Any]]:
-        """The detections in the results format of COCO: category ids as in the file, boxes xywh.
+        """The detections in COCO's results format: category ids of the file, boxes xywh.
 
-        They are in the order of the images in the ground truth, whichever process saw them.
+        They are in the order of the images in the ground truth, whichever process added them.
         """
         return [{"image_id": i, "category_id": c, "bbox": box, "score": score} for i, c, box, score in self._rows()]
 
@@ -141,12 +141,12 @@ class CocoEvaluator:
         return zip(*(column.tolist() for column in columns), strict=True)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Compare what was added with the ground truth.
+        """Compare the detections with the ground truth.
 
         Returns:
-            ``{"bbox": figures}`` in percent: "AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100" (the
-            limits of AR follow ``max_detections``), "ARs", "ARm", "ARl" and "AP-<class name>" of each class. A figure
-            is NaN if there is no ground truth for it, and 0 if there is some but no detection.
+            ``{"bbox": metrics}`` in percent: "AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100" (the
+            limits of AR follow ``max_detections``), "ARs", "ARm", "ARl" and "AP-<class name>" of each class. A metric
+            is NaN if there is no ground truth for it, and 0 if there is ground truth but no detection.
         """
         with no_garbage_collection():
             detected = [
@@ -160,11 +160,11 @@ class CocoEvaluator:
         if image_id not in self._image_ids:
             raise ValueError(f"image id {image_id!r} is not in the ground truth of {len(self._image_ids)} images")
         if image_id in self._found:
-            raise ValueError(f"the detections of image id {image_id!r} were added before; add every image once")
+            raise ValueError(f"the detections of image id {image_id!r} were already added; add every image once")
 
 
 def format_table(results: dict[str, dict[str, float]]) -> str:
-    """The figures of ``CocoEvaluator.evaluate`` as text: precision, recall, and the AP of each class; "n/a" is NaN."""
+    """The metrics of ``CocoEvaluator.evaluate`` as text: precision, recall, and the AP of each class; NaN is "n/a"."""
     figures = {name: "n/a" if math.isnan(value) else f"{value:.3f}" for name, value in results["bbox"].items()}
     classes = [(name.removeprefix("AP-"), text) for name, text in figures.items() if name.startswith("AP-")]
     tables = []
@@ -179,7 +179,7 @@ def format_table(results: dict[str, dict[str, float]]) -> str:
 
 
 def write_results(results: dict[str, dict[str, float]], path: str | os.PathLike[str]) -> None:
-    """Write figures as strict JSON, with ``null`` for NaN; the file is there complete or not at all."""
+    """Write metrics as strict JSON, with ``null`` for NaN; the file is either complete or not written."""
     write_json(_strict(results), path, indent=2)
 
 
@@ -190,7 +190,7 @@ def _strict(value: Any) -> Any:
 
 
 def write_detections(results: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Write ``CocoEvaluator.coco_results`` as strict JSON, which COCO's own tools and servers read."""
+    """Write ``CocoEvaluator.coco_results`` as strict JSON, which COCO's tools and servers read."""
     write_json(results, path)
 
 
@@ -200,7 +200,7 @@ def _table(rows: list, headers: list[str], alignment: list[str]) -> str:
 
 
 def _lean_copy(ground_truth: dict[str, Any], class_ids: list[int]) -> dict[str, list[dict[str, Any]]]:
-    """What box evaluation needs, for the backends to write into; numbered from 1, as id 0 means "no match" to them."""
+    """A copy of what box evaluation needs, as the backends write into it; annotation ids start at 1, as 0 means "no match"."""
     image_ids = [image["id"] for image in ground_truth["images"]]
     known_images, known_classes = set(image_ids), set(class_ids)
     if not image_ids or len(known_images) < len(image_ids) or not all(isinstance(key, int) for key in image_ids):
@@ -211,7 +211,7 @@ def _lean_copy(ground_truth: dict[str, Any], class_ids: list[int]) -> dict[str, 
         if image_id not in known_images or class_id not in known_classes:
             raise ValueError(
                 f"annotation id {annotation.get('id')!r} has image id {image_id!r} and category id {class_id!r}; "
-                "the first must be in the ground truth and the second in class_ids"
+                "the image must be in the ground truth and the category in class_ids"
             )
         box = [float(value) for value in annotation["bbox"]]
         area = box[2] * box[3] if area is None else float(area)
@@ -229,14 +229,14 @@ def _match(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Precision (10 IoUs, 101 recalls, K, 4 areas, limits) and recall (10, K, 4, limits), classes by rising id.
 
-    -1 stands where there is no ground truth. The detections are annotations, ids from 1; the backends write into them.
+    -1 means no ground truth. The detections are annotations, ids from 1; the backends write into them.
     """
     coco_class, eval_class = BACKENDS[backend]()
     sides = []
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # pycocotools on numpy 2
         for annotations in (ground_truth["annotations"], detected):
-            # not by loadRes, which fails on an empty list in pycocotools
+            # not loadRes, which fails on an empty list in pycocotools
             side = coco_class()
             side.dataset = {**ground_truth, "annotations": annotations}
             side.createIndex()
@@ -252,7 +252,7 @@ def _match(
 def _figures(
     precision: np.ndarray, recall: np.ndarray, class_ids: list[int], class_names: list[str], max_detections: list[int]
 ) -> dict[str, float]:
-    """The figures of ``CocoEvaluator.evaluate`` from the arrays of ``_match``."""
+    """The metrics of ``CocoEvaluator.evaluate`` from the arrays of ``_match``."""
 
     def mean(values: np.ndarray) -> float:
         values = values[values > -1]

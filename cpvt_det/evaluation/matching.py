@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which detection is which object: ground truth and detections image by image, and COCO's way of pairing them.
+"""Matching detections to objects: ground truth and detections image by image, and COCO's rule of matching them.
 
-What ``evaluation/coco.py`` leaves to its backends, whose matches are not to be had from all of them.
+``evaluation/coco.py`` leaves this to its backends, but not all of them return the matches.
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ import numpy as np
 from pycocotools import mask
 
 IOU = 0.5
-"""From which a detection may be an object's."""
+"""Smallest IoU of a detection and the object that it may be matched to."""
 
 
 @dataclass
@@ -21,12 +21,12 @@ class ScoredImage:
     """The objects and the detections of one image; boxes xywh in pixels.
 
     Attributes:
-        image_id: as in the data.
-        objects: (G, 4) float64 array.
+        image_id: id of the image in the data.
+        objects: (G, 4) float64 array, boxes of the objects.
         object_labels: (G,) int array in [0, K).
-        crowd: (G,) bool array, of regions in which detections count neither as right nor as wrong.
-        found: (n, 4) float64 array, by falling score.
-        found_labels: (n,) int array.
+        crowd: (G,) bool array, True for regions in which detections count neither as right nor as wrong.
+        found: (n, 4) float64 array, boxes of the detections, by falling score.
+        found_labels: (n,) int array in [0, K).
         scores: (n,) float64 array.
     """
 
@@ -39,7 +39,7 @@ class ScoredImage:
     scores: np.ndarray
 
     def of_class(self, label: int, limit: int = 100) -> "ScoredImage":
-        """Objects of one class and its best detections, as many as COCO counts in an image."""
+        """The image with the objects of one class and its best detections, as many as COCO counts per image."""
         objects, found = self.object_labels == label, np.flatnonzero(self.found_labels == label)[:limit]
         return ScoredImage(
             self.image_id,
@@ -48,16 +48,16 @@ class ScoredImage:
         )
 
     def above(self, threshold: float) -> "ScoredImage":
-        """Without detections of lower scores."""
+        """The image without detections of lower scores."""
         kept = int((self.scores >= threshold).sum())
         found = (values[:kept] for values in (self.found, self.found_labels, self.scores))
         return ScoredImage(self.image_id, self.objects, self.object_labels, self.crowd, *found)
 
     def match(self, iou: float = IOU) -> np.ndarray:
-        """(n,) int array: the object of each detection, which may be a crowd, or -1.
+        """(n,) int array: index of each detection's object, which may be a crowd, or -1.
 
-        By falling score, each takes the object with which its IoU is largest, of those that are not taken and where it is at
-        least ``iou``; if there is none, a crowd, which any number may have.
+        In order of falling score, each detection is matched to the free object of largest IoU, if that is at least ``iou``; else to
+        a crowd, to which any number of detections may be matched.
 
         Source: pycocotools ``cocoeval.py``, ``evaluateImg``.
         """
@@ -69,7 +69,7 @@ class ScoredImage:
         for row, overlaps in enumerate(ious):
             for candidates in (free, self.crowd):
                 near = np.where(candidates & (overlaps >= min(iou, 1 - 1e-10)), overlaps, -1.0)
-                best = len(near) - 1 - int(near[::-1].argmax())  # of equal ones the last, as there
+                best = len(near) - 1 - int(near[::-1].argmax())  # the last of equal ones, as in the source
                 if near[best] >= 0:
                     matched[row] = best
                     free[best] = False
@@ -78,15 +78,15 @@ class ScoredImage:
 
 
 def pair_images(ground_truth: dict[str, Any], results: Sequence[dict[str, Any]], class_ids: Sequence[int]) -> list[ScoredImage]:
-    """Put objects and detections of each image together.
+    """Collect the objects and detections of each image.
 
     Args:
-        ground_truth: a COCO dict, as :class:`cpvt_det.data.coco.CocoDataset` holds it.
-        results: in COCO's results format.
+        ground_truth: COCO dict, as in :class:`cpvt_det.data.coco.CocoDataset`.
+        results: detections in COCO's results format.
         class_ids: the category id of each label.
 
     Returns:
-        One for each image of the ground truth, by rising id.
+        One entry per image of the ground truth, by rising id.
     """
     label_of = {class_id: label for label, class_id in enumerate(class_ids)}
     objects, found = defaultdict(list), defaultdict(list)

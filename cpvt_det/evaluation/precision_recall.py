@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precision and recall of each class over the score threshold, and the threshold that serves it best."""
+"""Precision and recall of each class over the score threshold, and the best threshold."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ import numpy as np
 from cpvt_det.evaluation.matching import IOU, ScoredImage
 
 RECALLS = np.linspace(0, 1, 101)
-"""At which COCO reads the precision."""
+"""Recall values at which COCO samples the precision."""
 
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """What a threshold gives: detections with this score or a higher one count."""
+    """A score threshold with its precision and recall: detections with this score or a higher one count."""
 
     threshold: float
     precision: float
@@ -32,7 +32,7 @@ class Curve:
     """Detections by falling score, each right or wrong; those in crowds are left out.
 
     Attributes:
-        num_objects: how many there are to find, crowds not counted.
+        num_objects: number of objects, without crowds.
         scores: (n,) float64 array.
         right: (n,) bool array.
     """
@@ -43,37 +43,37 @@ class Curve:
 
     @property
     def precision(self) -> np.ndarray:
-        """(n,): of the detections down to each, the share that is right."""
+        """(n,) float64: share of right detections among those down to each score."""
         return np.cumsum(self.right) / np.arange(1, len(self.right) + 1)
 
     @property
     def recall(self) -> np.ndarray:
-        """(n,): of the objects, the share that is found by the detections down to each; NaN without objects."""
+        """(n,) float64: share of the objects found by the detections down to each score; NaN without objects."""
         return np.cumsum(self.right) / (self.num_objects or math.nan)
 
     def average_precision(self) -> float:
-        """COCO's: the mean over 101 recalls of the best precision at that recall or a higher one; NaN without objects.
+        """COCO's average precision: mean over 101 recalls of the best precision at that recall or above; NaN without objects.
 
         Source: pycocotools ``cocoeval.py``, ``accumulate``.
         """
         if not self.num_objects:
             return math.nan
         envelope = np.maximum.accumulate(self.precision[::-1])[::-1]
-        places = np.searchsorted(self.recall, RECALLS, side="left")
-        return float(np.append(envelope, np.zeros(1))[places].mean())
+        indices = np.searchsorted(self.recall, RECALLS, side="left")
+        return float(np.append(envelope, np.zeros(1))[indices].mean())
 
     def best(self) -> OperatingPoint | None:
-        """The threshold of the highest F1, of several the highest; ``None`` where nothing is right."""
+        """The threshold of the highest F1, the highest one of several; ``None`` if no detection is right."""
         if not self.num_objects or not self.right.any():
             return None
-        ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True))  # equal scores pass together
+        ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True))  # equal scores pass a threshold together
         f1 = 2 * np.cumsum(self.right)[ends] / (ends + 1 + self.num_objects)
         best = ends[f1.argmax()]
         return OperatingPoint(*(float(values[best]) for values in (self.scores, self.precision, self.recall)))
 
 
 def class_curve(images: Sequence[ScoredImage], label: int, iou: float = IOU) -> Curve:
-    """The curve of one class, at most 100 detections of an image counted."""
+    """The curve of one class; at most 100 detections per image count."""
     scores, right, num_objects = [np.zeros(0)], [np.zeros(0, dtype=bool)], 0
     for image in (image.of_class(label) for image in images):
         matched = image.match(iou)
@@ -85,7 +85,7 @@ def class_curve(images: Sequence[ScoredImage], label: int, iou: float = IOU) -> 
 
 
 def pooled_curve(curves: Sequence[Curve]) -> Curve:
-    """The curve of all classes together, for one threshold that serves them all."""
+    """The curve of all classes together, for a common threshold."""
     parts = [np.concatenate(values) for values in zip(*((curve.scores, curve.right) for curve in curves), strict=True)]
     return _sorted_curve(sum(curve.num_objects for curve in curves), *parts)
 

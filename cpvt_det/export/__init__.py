@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained detector -> a program of aten operators, or an ONNX file, that runs without this package and has been compared."""
+"""A trained detector -> a program of aten operators, or an ONNX file, that runs without this package and is compared with it."""
 
 from cpvt_det.export.check import Comparison, compare, unseen_canvases
 from cpvt_det.export.files import FORMATS, open_program, write_program
-from cpvt_det.export.program import DIMENSIONS, SAMPLINGS, Canvas, Deployed, foreign_operators, prepare, trace
+from cpvt_det.export.program import DIMENSIONS, SAMPLINGS, Canvas, ExportModule, foreign_operators, prepare, trace
 
 __all__ = [
     "DIMENSIONS",
@@ -11,7 +11,7 @@ __all__ = [
     "SAMPLINGS",
     "Canvas",
     "Comparison",
-    "Deployed",
+    "ExportModule",
     "compare",
     "foreign_operators",
     "open_program",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported program beside the detector it was made of, on canvases and batches that it was not traced at."""
+"""Compare an exported program with its detector, on canvases and batches that it was not traced at."""
 
 import math
 import time
@@ -18,19 +18,19 @@ from cpvt_det.inference import PostProcessor
 from cpvt_det.models import Detector
 from cpvt_det.structures import Detections, PaddedBatch, Size
 
-TRACED = (2, 3, 4)  # images, rows and columns of the largest stride, of which none comes again in
+TRACED = (2, 3, 4)  # images, and height and width in largest strides; all differ from those below
 UNSEEN = ((1, 2, 5), (3, 5, 3), (4, 6, 6))
 
 
 @dataclass
 class Comparison:
-    """What became of one batch.
+    """The comparison of one batch.
 
     Attributes:
-        canvas: its shape.
-        boxes: the largest difference of a coordinate, in sides of the image.
-        scores: the largest difference of a score.
-        seconds: of the detector and of the program, the second call of each.
+        canvas: shape of the batch.
+        boxes: largest difference of a box coordinate, as a part of the image's side.
+        scores: largest difference of a score.
+        seconds: time of the detector and of the program, the second call of each.
     """
 
     canvas: Canvas
@@ -40,14 +40,14 @@ class Comparison:
 
 
 def traced_canvas(detector: Detector, batch: int | None = None, size: Size | None = None) -> Canvas:
-    """A small canvas to trace at, with what was asked for."""
+    """A small canvas to trace at; ``batch`` and ``size`` fix its dimensions."""
     stride = detector.size_divisibility
     height, width = size or (side * stride for side in _within(detector, TRACED[1:]))
     return Canvas(batch or TRACED[0], height, width)
 
 
 def unseen_canvases(detector: Detector, traced: Canvas, dynamic: Collection[str]) -> list[Canvas]:
-    """Three canvases that differ from the traced one in every dynamic dimension, as far as a learned table reaches."""
+    """Three canvases that differ from the traced one in every dynamic dimension, as far as a learned table allows."""
     stride = detector.size_divisibility
     canvases = []
     for batch, *sides in UNSEEN:
@@ -68,21 +68,21 @@ def _within(detector: Detector, sides: Collection[int]) -> list[int]:
 
 @torch.no_grad()
 def compare(detector: Detector, postprocess: PostProcessor, run: Run, canvas: Canvas, seed: int = 0) -> Comparison:
-    """Give both the same drawn images, each of another size.
+    """Run the detector and the program on the same drawn images, all of different sizes.
 
     Args:
-        detector: on the CPU; in evaluation, and not prepared for export.
-        postprocess: as the program has it.
+        detector: a detector on the CPU, in evaluation mode, not prepared for export.
+        postprocess: the post-processor in the program.
         run: the program.
-        canvas: of the batch.
-        seed: of the images.
+        canvas: shape of the batch.
+        seed: seed of the images.
     """
     stride = detector.size_divisibility
     images = draw_images(canvas, stride, seed)
     batch, pixels = detector.preprocess(images), PaddedBatch.from_images([image.float() for image in images], stride)
     predictions, expected_seconds = _timed(lambda: detector(batch.images, batch.padding_mask))
     answers, found_seconds = _timed(lambda: run(pixels.images, pixels.padding_mask))
-    # All pairs of query and class, so that a draw for the last place of the answer is no difference.
+    # All pairs of query and class, so that ties at the cut-off do not count as differences.
     everything = PostProcessor(postprocess.classification, predictions.logits[-1, 0].numel()).decode(predictions)
     differences = [
         difference(Detections(*found), Detections(*expected))
@@ -95,15 +95,15 @@ def compare(detector: Detector, postprocess: PostProcessor, run: Run, canvas: Ca
 def difference(found: Detections, expected: Detections) -> tuple[float, float]:
     """The largest difference of boxes and of scores.
 
-    Scores are compared place by place. A found box is compared with the expected one of its label that is most like it in box and
-    score, each with another: of equally good ones the order is open.
+    Scores are compared by rank. Boxes are compared in pairs of one label, one to one, chosen for the smallest differences in box
+    and score: the order of detections with equal scores is not defined.
 
     Args:
         found: n detections, best first.
-        expected: n or more, best first.
+        expected: n or more detections, best first.
 
     Returns:
-        In the unit of the boxes, and of scores; infinite where a number is not finite, or a label was found too often.
+        The difference of boxes, in their unit, and of scores; infinite where a number is not finite, or a label is too frequent.
     """
     boxes, scores = 0.0, _largest(found.scores - expected.scores[: len(found.scores)])
     for label in found.labels.unique():
@@ -119,7 +119,7 @@ def difference(found: Detections, expected: Detections) -> tuple[float, float]:
 
 
 def draw_images(canvas: Canvas, stride: int, seed: int = 0) -> list[Tensor]:
-    """Coloured patches with noise, (3, h, w) uint8 each: as large as the canvas needs, or smaller, none the same."""
+    """Coloured patches with noise, (3, h, w) uint8 each, of different sizes up to the canvas."""
     generator = torch.Generator().manual_seed(seed)
     images = []
     for index in range(canvas.batch):
@@ -137,7 +137,7 @@ def _largest(differences: Tensor) -> float:
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The answer of the second call, and its seconds: the first may compile."""
+    """The answer of the second call and its time in seconds; the first call may compile."""
     call()
     start = time.perf_counter()
     answer = call()

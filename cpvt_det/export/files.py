@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs as files: ``torch.export``'s archive, or ONNX in one file. Each also says what the numbers it gives mean."""
+"""Programs as files: ``torch.export``'s archive, or ONNX in one file. Each contains the metadata that explains its output."""
 
 import contextlib
 import importlib
@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from cpvt_det.errors import BadInputError, RunStoppedError, first_line
 
 FORMATS = ("torch_export", "onnx")
-FACTS = "cpvt_det"  # the key of what is written beside the program, as JSON
+METADATA_KEY = "cpvt_det"  # key of the metadata, JSON, that is written with the program
 INPUTS = ("images", "padding_mask")
 OUTPUTS = ("boxes", "scores", "labels")
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -27,7 +27,7 @@ def require_format(format: str) -> None:
     """Refuse a format whose packages are missing.
 
     Raises:
-        BadInputError: with how to install them.
+        BadInputError: missing packages; the message contains the command to install them.
     """
     missing = []
     for name in ONNX_PACKAGES if format == "onnx" else ():
@@ -40,32 +40,32 @@ def require_format(format: str) -> None:
 
 
 def write_program(
-    program: ExportedProgram, format: str, file: BinaryIO, facts: dict[str, Any], half_precision: bool = False
+    program: ExportedProgram, format: str, file: BinaryIO, metadata: dict[str, Any], half_precision: bool = False
 ) -> None:
     """Write a program.
 
     Args:
-        program: of :func:`cpvt_det.export.trace`.
-        format: of ``FORMATS``.
-        file: open for writing.
-        facts: what JSON takes. ``torch.export.load`` gives it back as the extra file ``cpvt_det.json``; in ONNX it is the metadata
-            ``cpvt_det``.
-        half_precision: as the program's. ONNX is then left as it is converted, for the runtime to simplify: onnxscript 0.7 merges
-            float32 norms into half convolutions, which no runtime loads.
+        program: result of :func:`cpvt_det.export.trace`.
+        format: one of ``FORMATS``.
+        file: binary file, open for writing.
+        metadata: values that JSON can hold. ``torch.export.load`` returns them as the extra file ``cpvt_det.json``; in ONNX they
+            are the metadata ``cpvt_det``.
+        half_precision: whether the program computes in float16. The ONNX graph is then not optimised, but left to the runtime:
+            onnxscript 0.7 merges float32 norms into half convolutions, which no runtime loads.
 
     Raises:
-        RunStoppedError: there is no ONNX for it.
+        RunStoppedError: a program that cannot be converted to ONNX.
     """
     if format == "torch_export":
-        torch.export.save(program, file, extra_files={f"{FACTS}.json": json.dumps(facts)})
+        torch.export.save(program, file, extra_files={f"{METADATA_KEY}.json": json.dumps(metadata)})
         return
     try:
-        with _silenced("onnxscript"):  # which says what it could not simplify
+        with _silenced("onnxscript"):  # it warns of what it cannot simplify
             names = {"input_names": INPUTS, "output_names": OUTPUTS}
             converted = torch.onnx.export(program, **names, dynamo=True, verbose=False, optimize=not half_precision)
     except Exception as error:  # what torch raises has no common base
         raise RunStoppedError(f"torch.onnx cannot convert the program: {first_line(error)}") from error
-    converted.model.metadata_props[FACTS] = json.dumps(facts)
+    converted.model.metadata_props[METADATA_KEY] = json.dumps(metadata)
     file.write(converted.model_proto.SerializeToString())
 
 
@@ -81,14 +81,14 @@ def _silenced(name: str) -> Iterator[None]:
 
 
 def open_program(path: str | Path, format: str) -> Run:
-    """Open a program that was written, on the CPU, with as many threads as torch.
+    """Open a written program, on the CPU, with as many threads as torch uses.
 
     Args:
-        path: the file.
-        format: of ``FORMATS``.
+        path: path of the file.
+        format: one of ``FORMATS``.
 
     Returns:
-        A function of images and padding mask, as :meth:`cpvt_det.export.Deployed.forward`.
+        A function of images and padding mask, as :meth:`cpvt_det.export.ExportModule.forward`.
 
     Raises:
         RunStoppedError: onnxruntime cannot load it.
@@ -100,11 +100,11 @@ def open_program(path: str | Path, format: str) -> Run:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors: warnings are of what it did to the graph
+    options.log_severity_level = 3  # errors only: warnings are about its changes to the graph
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # what onnxruntime raises has no common base
-        raise RunStoppedError(f"onnxruntime cannot load what was converted: {first_line(error)}") from error
+        raise RunStoppedError(f"onnxruntime cannot load the converted program: {first_line(error)}") from error
 
     def run(images: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         answers = session.run(list(OUTPUTS), {"images": images.numpy(), "padding_mask": padding_mask.numpy()})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of programs that compute in float16: in float32, as GPUs compute them under autocast, and with no operand of another type.
+"""Norms of programs that compute in float16: in float32, as GPUs compute them under autocast, with all operands of one type.
 
-ONNX wants all operands of a norm to be of one type, where torch takes a half input beside float32 weights.
+ONNX requires that all operands of a norm have one type; torch also accepts a half input with float32 weights.
 """
 
 from collections.abc import Sequence
@@ -22,4 +22,4 @@ def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance:
 
 
 NORMS = {aten.layer_norm.default: _layer_norm, aten.batch_norm.default: _batch_norm}
-"""For ``ExportedProgram.run_decompositions``."""
+"""Decomposition table for ``ExportedProgram.run_decompositions``."""

@@ -20,12 +20,12 @@ from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection
 
 DIMENSIONS = ("batch", "height", "width")
-SAMPLINGS = {"gather": "export", "grid_sample": "grid_sample"}  # and what ``ms_deform_attn`` calls them
+SAMPLINGS = {"gather": "export", "grid_sample": "grid_sample"}  # name -> implementation of ``ms_deform_attn``
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """The shape of a batch: images, and the sides that all are padded to."""
+    """The shape of a batch: the number of images, and the sides that all are padded to."""
 
     batch: int
     height: int
@@ -35,13 +35,13 @@ class Canvas:
         return f"{self.batch} x {self.height} x {self.width}"
 
 
-class Deployed(nn.Module):
-    """A detector with what stands before and after it, so that whoever runs it needs no number of ours.
+class ExportModule(nn.Module):
+    """A detector with normalisation before it and post-processing after it, so that a user of the file needs no constants.
 
     Args:
-        detector: of :func:`prepare`.
-        postprocess: of its classification.
-        half_precision: compute in float16 what training computes so under autocast; norms, heads, boxes and positions stay in
+        detector: result of :func:`prepare`.
+        postprocess: post-processor for the detector's classification.
+        half_precision: compute in float16 what autocast computes in float16 in training; norms, heads, boxes and positions stay in
             float32, and so do the weights in the file.
     """
 
@@ -56,7 +56,7 @@ class Deployed(nn.Module):
 
         Args:
             images: (B, 3, H, W) float32, RGB from 0 to 255, at the top left of a canvas whose sides are multiples of the
-                detector's ``size_divisibility``; what lies under the padding does not matter.
+                detector's ``size_divisibility``; values under the padding have no effect.
             padding_mask: (B, H, W) bool, True = padded.
 
         Returns:
@@ -70,16 +70,16 @@ class Deployed(nn.Module):
 
 
 def prepare(detector: Detector, sampling: str = "gather") -> Detector:
-    """A copy of a detector for inference alone.
+    """A copy of a detector for inference only.
 
-    PEG's batch norm becomes part of its convolution; GN, which depends on the input, stays.
+    PEG's batch norm becomes part of its convolution; group norm, which depends on the input, is kept.
 
     Args:
-        detector: stays as it is.
-        sampling: how deformable attention reads its points, a key of ``SAMPLINGS``; DETR has none.
+        detector: the detector to copy; not changed.
+        sampling: a key of ``SAMPLINGS``: how deformable attention reads its sampling points; no effect on DETR.
     """
     ready = copy.deepcopy(detector).cpu().float().eval().requires_grad_(False)
-    ready.to(memory_format=torch.contiguous_format)  # the only one that files have
+    ready.to(memory_format=torch.contiguous_format)  # the only format of weights in files
     for module in ready.modules():
         if isinstance(module, DeformableAttention):
             module.implementation = SAMPLINGS[sampling]
@@ -88,51 +88,51 @@ def prepare(detector: Detector, sampling: str = "gather") -> Detector:
     return ready
 
 
-def trace(deployed: Deployed, canvas: Canvas, dynamic: Collection[str] = DIMENSIONS) -> ExportedProgram:
+def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMENSIONS) -> ExportedProgram:
     """Trace a detector by ``torch.export``.
 
     Args:
-        deployed: what to trace.
-        canvas: to trace at; what is not ``dynamic`` stays so.
-        dynamic: of ``DIMENSIONS``, what may differ from call to call.
+        module: the module to trace.
+        canvas: shape to trace at; the dimensions that are not in ``dynamic`` are fixed to it.
+        dynamic: names from ``DIMENSIONS`` that may differ from call to call.
 
     Returns:
-        A program whose operators are aten's.
+        A program with operators of aten only.
 
     Raises:
-        RunStoppedError: torch cannot trace it, or an operator is not aten's.
+        RunStoppedError: a model that torch cannot trace, or an operator that is not of aten.
     """
-    dims = _dims(deployed.detector, dynamic)
+    dims = _dims(module.detector, dynamic)
     batch, height, width = (dims.get(name, Dim.STATIC) for name in DIMENSIONS)
     shapes = {"images": {0: batch, 2: height, 3: width}, "padding_mask": {0: batch, 1: height, 2: width}}
     images = torch.zeros(canvas.batch, 3, canvas.height, canvas.width)
     inputs = (images, torch.zeros_like(images[:, 0], dtype=torch.bool))
     try:
         with torch.no_grad():
-            program = torch.export.export(deployed, inputs, dynamic_shapes=shapes)
-            # Also where there is nothing to replace: what stands under autocast is a graph of its own before that.
-            program = program.run_decompositions(half.NORMS if deployed.half_precision else {})
+            program = torch.export.export(module, inputs, dynamic_shapes=shapes)
+            # Also where there is nothing to replace: before this step, code under autocast is a graph of its own.
+            program = program.run_decompositions(half.NORMS if module.half_precision else {})
     except Exception as error:  # what torch raises has no common base
         asked = ", ".join(dynamic) or "none"
-        way_out = "; --dynamic none with --size and --batch asks less of it" if dynamic else ""
+        way_out = "; try --dynamic none with --size and --batch, which is easier to trace" if dynamic else ""
         raise RunStoppedError(
             f"torch.export cannot trace the model with --dynamic {asked}: {first_line(error)}{way_out}"
         ) from error
     foreign = foreign_operators(program)
     if foreign:
-        raise RunStoppedError(f"the program would need operators that are not aten's: {', '.join(sorted(foreign))}")
+        raise RunStoppedError(f"the program would need operators that are not part of torch's aten: {', '.join(sorted(foreign))}")
     return program
 
 
 def largest_sides(detector: Detector) -> int | None:
-    """Strides, of ``size_divisibility``, that a canvas's side may have; ``None``: any number. A learned table has an end."""
+    """Largest side of a canvas, in units of ``size_divisibility``; ``None``: no limit. A learned table has a last entry."""
     tables = [module.row_embed.num_embeddings for module in detector.modules() if isinstance(module, LearnedEncoding)]
     finest = min(detector.strides)
     return min(tables) * finest // detector.size_divisibility if tables else None
 
 
 def foreign_operators(program: ExportedProgram) -> set[str]:
-    """The operators of a program that are not aten's; arithmetic on sizes is none."""
+    """The operators of a program that are not of aten; arithmetic on sizes does not count."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
     operators = [target for target in called if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add a PEG to another project's model, take it away, fold it, and tell where it is."""
+"""Add a PEG to another project's model, remove it, fold it, and report where it is."""
 
 import inspect
 import sys
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.errors import UnknownNameError, WeightsError
 from cpvt_det.plug.families import Family, checked_grid, find_owner
-from cpvt_det.plug.hooks import ApplyPEG, Close, Look, PlugError, Swap, Watch
+from cpvt_det.plug.hooks import ApplyPEG, AttributeOverride, ClearContext, ForwardContext, PlugError, RecordGrid
 from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Size
 
 WRAPPERS = {
-    "OptimizedModule": "is compiled, and compiled code would ignore the PEG; add it first, then torch.compile",
-    "ScriptModule": "is TorchScript, which takes no new layers; add the PEG to the Python model",
+    "OptimizedModule": "is compiled, and compiled code would ignore the PEG; add it before torch.compile",
+    "ScriptModule": "is TorchScript, to which no layers can be added; add the PEG to the Python model",
     **dict.fromkeys(
         ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"),
-        "is wrapped for several processes, and the wrapper would not bring the PEG's gradients into step; plug the bare model, "
-        "then wrap it and build the optimizer",
+        "is wrapped for several processes, and the wrapper would not synchronise the PEG's gradients; add the PEG to the model "
+        "inside, then wrap it and build the optimizer",
     ),
 }
 
 
 @dataclass
 class Plug:
-    """What ``add_peg`` did to the owner of the layers, where it stays as ``_peg_plug``: what to undo, and the layers with a PEG."""
+    """The changes by ``add_peg``: what to undo, and the layers with a PEG; stored as ``_peg_plug`` in the owner of the layers."""
 
     undo: list[Any]
     layers: list[nn.Module]
@@ -51,27 +51,28 @@ def add_peg(
     """Put PEGs after layers of a known model, in place; before ``torch.compile``, DDP and the optimizer.
 
     Args:
-        model: of a family in docs/plug.md, or what holds one.
-        after: the layers, by their index or name; for a backbone with named maps, the maps.
-        position: ``replace`` takes the encoding away that the model has there.
-        weights: a folder of ``save_pretrained``, a file, or a state dict, to take the PEGs' weights from.
-        grid: (H, W), for ``nn.TransformerEncoder`` alone, which does not know it; ``encoder.peg_grid`` changes it.
-        share_levels: one PEG for all levels of a multi-level encoder, instead of one for each.
-        peg_options: of :class:`~cpvt_det.position.peg.PEGDetection`; ``zero_init=True`` unless given, so that no output changes.
+        model: a model of a family in docs/plug.md, or a module that contains one.
+        after: index or name of the layers; for a backbone with named maps, names of the maps.
+        position: ``keep`` or ``replace``, which removes the encoding that the model has at this place.
+        weights: source of the PEGs' weights: a folder of ``save_pretrained``, a file, or a state dict.
+        grid: (H, W) of the tokens, for ``nn.TransformerEncoder`` only, which has no grid; ``encoder.peg_grid`` changes it.
+        share_levels: whether one PEG serves all levels of a multi-level encoder, instead of one per level.
+        peg_options: options of :class:`~cpvt_det.position.peg.PEGDetection`; the default is ``zero_init=True``, so that no output
+            changes.
 
     Returns:
         The model.
 
     Raises:
-        PlugError: an unknown, compiled, wrapped or already plugged model; a layer beyond its depth; an encoding it does not have.
+        PlugError: an unknown, compiled or wrapped model, or one that has a PEG; a layer beyond its depth; no encoding to replace.
         UnknownNameError: an option that PEG does not have.
-        WeightsError: weights that do not fit the PEGs one to one. The model is then as it was.
+        WeightsError: weights that do not fit the PEGs one to one. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise PlugError(f"add_peg takes a torch.nn.Module, got a {type(model).__name__}")
     _refuse_wrapped(model)
     if _plugs(model):
-        raise PlugError("the model already has a PEG; remove_peg first, or name all layers in one call: after=[0, 2]")
+        raise PlugError("the model already has a PEG; call remove_peg first, or name all layers in one call: after=[0, 2]")
     _, owner, family = find_owner(model)
     attach(owner, family, after, position, grid, share_levels, **peg_options)
     if weights is not None:
@@ -84,10 +85,10 @@ def add_peg(
 
 
 def remove_peg(model: nn.Module) -> nn.Module:
-    """Take all PEGs away, in place: keys, hooks and encodings are as before ``add_peg``.
+    """Remove all PEGs, in place: keys, hooks and encodings are as before ``add_peg``.
 
     Raises:
-        PlugError: a model without a PEG, compiled or wrapped.
+        PlugError: a model that has no PEG, is compiled or is wrapped.
     """
     _refuse_wrapped(model)
     for owner, plug in _required_plugs(model):
@@ -109,7 +110,7 @@ def fold_peg(model: nn.Module) -> nn.Module:
     """
     pegs = [peg for _, peg in _named_pegs(model)]
     for peg in pegs:
-        peg.check_foldable()  # all, before the first changes
+        peg.check_foldable()  # check all PEGs before changing the first
     for peg in pegs:
         peg.fold()
     _forget_compiled()
@@ -117,7 +118,7 @@ def fold_peg(model: nn.Module) -> nn.Module:
 
 
 def peg_report(model: nn.Module) -> str:
-    """A table with a row a PEG: where it is, its parameters, its norm, and how large its scale is on average.
+    """A table with one row per PEG: its place, number of parameters, norm, and mean absolute scale.
 
     Raises:
         PlugError: a model without a PEG.
@@ -143,7 +144,7 @@ def attach(
     share_levels: bool = False,
     **peg_options: Any,
 ) -> None:
-    """What :func:`add_peg` does once it knows the owner of the layers and its family; arguments as there."""
+    """Put PEGs into the owner of the layers, whose family is known; the other arguments are those of :func:`add_peg`."""
     options = _checked_options(peg_options)
     layers = family.layers(owner)
     names = _chosen(layers, after, family)
@@ -152,39 +153,41 @@ def attach(
     if grid is not None:
         grid = checked_grid(grid)
     if (grid is None) == family.needs_grid:
-        raise PlugError(f"{family.name} {'needs' if family.needs_grid else 'knows its own grid and takes no'} grid=(H, W)")
+        advice = "needs grid=(H, W)" if family.needs_grid else "has its own grid; remove grid=(H, W)"
+        raise PlugError(f"{family.name} {advice}")
     if share_levels and family.levels(owner) is None:
-        raise PlugError(f"{family.name} has one level: share_levels means nothing there")
+        raise PlugError(f"{family.name} has only one level, so share_levels has no effect; remove it")
     pegs = {
         name: _make_peg(layers[name], family.channels(owner, name, layers[name]), family.levels(owner), share_levels, options)
         for name in names
     }
     undo = family.replace(owner) if position == "replace" else []
     if position == "replace" and not undo:
-        raise PlugError(f"{family.name}: position='replace' has nothing to replace, the model has no encoding of its own there")
-    undo += family.settle(owner)
+        raise PlugError(f"{family.name}: there is nothing to replace: the model has no encoding of its own; use position='keep'")
+    undo += family.prepare(owner)
     if grid is not None:
-        undo.append(Swap(owner, "peg_grid", grid))
+        undo.append(AttributeOverride(owner, "peg_grid", grid))
     if layers[names[0]] is owner:  # the maps of a backbone
         owner.peg = nn.ModuleDict(pegs).train(owner.training)
     else:
         for name, peg in pegs.items():
             layers[name].peg = peg
     plug = owner._peg_plug = Plug(undo, list({id(layers[name]): layers[name] for name in names}.values()))
-    watch = None
-    if family.watch is not None:
-        watch, (path, when) = Watch(), family.watch
+    context = None
+    if family.grid_source is not None:
+        context, (path, when) = ForwardContext(), family.grid_source
         watched = owner.get_submodule(path)
         register = watched.register_forward_pre_hook if when == "before" else watched.register_forward_hook
-        undo += [register(Look(family, watch), with_kwargs=True), owner.register_forward_hook(Close(watch), always_call=True)]
+        undo.append(register(RecordGrid(family, context), with_kwargs=True))
+        undo.append(owner.register_forward_hook(ClearContext(context), always_call=True))
     for layer in plug.layers:
-        apply = ApplyPEG(family, family.layout_of(owner), family.prefix(owner), watch)
+        apply = ApplyPEG(family, family.layout_of(owner), family.prefix(owner), context)
         undo.append(layer.register_forward_hook(apply, with_kwargs=True))
     _forget_compiled()
 
 
 def _chosen(layers: Mapping[str, nn.Module], after: int | str | Sequence[int | str], family: Family) -> list[str]:
-    """The names of the layers that ``after`` means."""
+    """The names of the layers in ``after``."""
     wanted = [after] if isinstance(after, (str, Integral)) or not isinstance(after, Iterable) else list(after)
     known = list(layers)
     names = []
@@ -194,12 +197,12 @@ def _chosen(layers: Mapping[str, nn.Module], after: int | str | Sequence[int | s
         elif isinstance(one, str) and one in layers:
             names.append(one)
         else:
-            raise PlugError(f"{family.name}: no layer {one!r}; there are 0 to {len(known) - 1}: {', '.join(known)}")
+            raise PlugError(f"{family.name} has no layer {one!r}; known: 0 to {len(known) - 1}, or {', '.join(known)}")
     if not names or len(set(names)) != len(names):
-        raise PlugError(f"after must name different layers, at least one; got {after!r}")
+        raise PlugError(f"after must name at least one layer, and each only once; got {after!r}")
     taken = [name for name in names if hasattr(layers[name], "peg")]
     if taken:
-        raise PlugError(f"{family.name}: the layer {taken[0]} has an attribute 'peg' of its own")
+        raise PlugError(f"{family.name}: the layer {taken[0]} already has an attribute 'peg', which is not from add_peg")
     return names
 
 
@@ -212,7 +215,7 @@ def _checked_options(peg_options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_peg(layer: nn.Module, channels: int, levels: int | None, share_levels: bool, options: Mapping[str, Any]) -> nn.Module:
-    """A PEG, or a list of one a level, where and in which dtype the layer is."""
+    """A PEG, or a list of one per level, on the device and in the dtype of the layer."""
     if levels is None:
         peg = PEGDetection(channels, **options)
     else:
@@ -233,7 +236,7 @@ def _required_plugs(model: nn.Module) -> list[tuple[nn.Module, Plug]]:
 
 
 def _named_pegs(model: nn.Module) -> list[tuple[str, PEGDetection]]:
-    """Name in the model -> PEG, of those that ``add_peg`` put there."""
+    """(name in the model, PEG) of the PEGs that ``add_peg`` put there."""
     ours = {peg for _, plug in _required_plugs(model) for layer in plug.layers for peg in layer.peg.modules()}
     return [(name, peg) for name, peg in model.named_modules() if peg in ours and isinstance(peg, PEGDetection)]
 
@@ -248,13 +251,13 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _forget_compiled() -> None:
-    """Code that ``torch.compile`` made of this model under another name does not look at hooks again."""
+    """Drop compiled code: code that ``torch.compile`` made of this model does not check for new hooks."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
-    """The PEGs' weights, all of them and no others."""
+    """Load the PEGs' weights: all of them and no others."""
     origin = "the given weights" if isinstance(weights, Mapping) else str(weights)
     found = {key: value for key, value in _read(weights).items() if ".peg." in f".{key}"}
     state = model.state_dict()
@@ -263,8 +266,8 @@ def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
     wrong = [key for key in wanted if key in found and found[key].shape != state[key].shape]
     if missing or other or wrong:
         lists = {"lacks": missing, "also has": other, "has in another shape": wrong}
-        told = "; ".join(f"{verb} {', '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}" for verb, keys in lists.items() if keys)
-        raise WeightsError(f"{origin} {told}: give add_peg the layers and options that the weights were made with")
+        faults = "; ".join(f"{verb} {', '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}" for verb, keys in lists.items() if keys)
+        raise WeightsError(f"{origin} {faults}: call add_peg with the layers and options that the weights were trained with")
     model.load_state_dict({key: found[key] for key in wanted}, strict=False)
 
 
@@ -278,5 +281,5 @@ def _read(weights: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
         return state_dict_of(read_checkpoint(path), str(path))
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
     if not files:
-        raise WeightsError(f"the folder {path} has no .safetensors and no .bin file")
+        raise WeightsError(f"the folder {path} contains no .safetensors and no .bin file")
     return {key: tensor for file in files for key, tensor in state_dict_of(read_checkpoint(file), str(file)).items()}

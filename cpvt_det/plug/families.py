@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that ``add_peg`` knows: where each keeps its layers, its tokens, its grid and its padding mask.
+"""The models that ``add_peg`` knows: where each has its layers, tokens, grid and padding mask.
 
-A family is a row of attributes and, where it needs them, a few lines. Classes are matched by name, so that nothing is imported.
+A family is a set of attributes with a few methods where needed. Classes are matched by name, so that no library is imported.
 """
 
 from collections.abc import Mapping
@@ -11,55 +11,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.plug.hooks import PlugError, Sight, Swap, ZeroArgument, ZeroOutput
+from cpvt_det.plug.hooks import AttributeOverride, GridAndMask, PlugError, ZeroArgument, ZeroOutput
 from cpvt_det.structures import Size
 
 
 class Family:
-    """The defaults: layers of (B, N, C) tokens without a mask, whose own call tells the grid."""
+    """The defaults: layers of (B, N, C) tokens without a mask, whose own arguments contain the grid."""
 
     name: str
     classes: tuple[str, ...]
-    """How the full name of the class ends that owns the layers."""
+    """Endings of the full names of the classes that own the layers."""
     blocks = "blocks"
-    """Where, below the owner, the layers are."""
+    """Path of the layers below the owner."""
     layout = "BNC"
     output: int | None = None
-    """Which item of a layer's output holds the tokens."""
-    watch: tuple[str, str] | None = None
-    """The module below the owner that is told grid and mask, and whether that is before or after it has run."""
+    """Index of the tokens in a layer's output; ``None``: the output is the tokens."""
+    grid_source: tuple[str, str] | None = None
+    """Path below the owner of the module that receives grid and mask, and whether they are read "before" or "after" it runs."""
     mask_meaning: str | None = None
-    """What the family's mask means; ``None``: it has none."""
+    """Meaning of the family's mask; ``None``: there is no mask."""
     needs_grid = False
 
     def layers(self, owner: nn.Module) -> dict[str, nn.Module]:
-        """Name -> layer, in the order in which they run."""
+        """Name -> layer, in the order of running."""
         return {f"{self.blocks}.{name}": layer for name, layer in owner.get_submodule(self.blocks).named_children()}
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return layer.norm2.normalized_shape[0]
 
     def levels(self, owner: nn.Module) -> int | None:
-        """Levels of a multi-level encoder."""
+        """Number of levels of a multi-level encoder; ``None`` for a single level."""
         return None
 
     def prefix(self, owner: nn.Module) -> int:
-        """Class and register tokens."""
+        """Number of class and register tokens before those of the grid."""
         return 0
 
     def layout_of(self, owner: nn.Module) -> str:
         return self.layout
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
-        """Grid and mask, from a call of the watched module, or else of the layer with its tokens as ``output``."""
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
+        """Grid and mask, from a call of ``grid_source``; without one, from a call of the layer with its tokens as ``output``."""
         return [tuple(output.shape[1:3] if self.layout == "BHWC" else output.shape[2:4])], None
 
-    def settle(self, owner: nn.Module) -> list[Any]:
-        """What else must change while there is a PEG; each has a ``remove()``."""
+    def prepare(self, owner: nn.Module) -> list[Any]:
+        """Make the other changes that a PEG needs; returns objects whose ``remove()`` reverts them."""
         return []
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        """Take the encoder's own encoding away; nothing where there is none."""
+        """Remove the encoder's own encoding; returns objects whose ``remove()`` restores it, none if there is no encoding."""
         return []
 
 
@@ -69,21 +69,21 @@ def _argument(args: tuple, kwargs: Mapping[str, Any], index: int, *names: str) -
 
 
 def _padded(mask: Tensor | None, valid: bool = False) -> Tensor | None:
-    """True = padded, from a bool mask that may mean ``valid``."""
+    """The mask with True = padded; with ``valid``, the given mask has True = valid."""
     if mask is not None and mask.dtype != torch.bool:
-        raise PlugError(f"the padding mask must be bool, got {mask.dtype}: what its numbers mean cannot be told")
+        raise PlugError(f"the padding mask must be bool, got {mask.dtype}, whose values have no defined meaning")
     return ~mask if valid and mask is not None else mask
 
 
 def checked_grid(grid: Any) -> Size:
-    """(H, W) as two whole numbers above 0.
+    """A grid (H, W) as two integers.
 
     Raises:
-        PlugError: anything else.
+        PlugError: anything but two whole numbers above 0.
     """
     sides = tuple(grid) if isinstance(grid, (tuple, list)) else ()
     if len(sides) != 2 or not all(isinstance(side, Integral) and not isinstance(side, bool) and side > 0 for side in sides):
-        raise PlugError(f"a grid is (H, W), two whole numbers above 0, got {grid!r}")
+        raise PlugError(f"grid must be (H, W), two whole numbers above 0, got {grid!r}")
     return int(sides[0]), int(sides[1])
 
 
@@ -93,7 +93,7 @@ class DetectronViT(Family):
     layout = "BHWC"
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [] if owner.pos_embed is None else [Swap(owner, "pos_embed", None)]
+        return [] if owner.pos_embed is None else [AttributeOverride(owner, "pos_embed", None)]
 
 
 class DetectronMViT(DetectronViT):
@@ -109,11 +109,11 @@ class DetectronSwin(Family):
         stages = ((s, stage.blocks) for s, stage in enumerate(owner.layers))
         return {f"layers.{s}.blocks.{i}": block for s, blocks in stages for i, block in enumerate(blocks)}
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
-        return [(module.H, module.W)], None  # the mask that the block gets is that of the shifted windows
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
+        return [(module.H, module.W)], None  # the mask that the block receives is that of the shifted windows
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [Swap(owner, "absolute_pos_embed", owner.absolute_pos_embed.new_zeros(1, 1, 1, 1))] if owner.ape else []
+        return [AttributeOverride(owner, "absolute_pos_embed", owner.absolute_pos_embed.new_zeros(1, 1, 1, 1))] if owner.ape else []
 
 
 class DetectronBackbone(Family):
@@ -136,20 +136,20 @@ class DetectronFPN(DetectronBackbone):
 
 
 class DETR(Family):
-    """The transformer is handed the map, the mask (B, H, W) and the encoding; its encoder runs on (N, B, C)."""
+    """The transformer receives the map, the mask (B, H, W) and the encoding; its encoder runs on (N, B, C)."""
 
     name = "facebookresearch/detr"
     classes = ("models.transformer.Transformer",)
     blocks = "encoder.layers"
     layout = "NBC"
-    watch = ("", "before")
+    grid_source = ("", "before")
     mask_meaning = "True must mean padded"
     encoding = ("pos", 3)
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.d_model
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         features, mask = _argument(args, kwargs, 0, "src", "x"), _argument(args, kwargs, 1, "mask")
         return [tuple(features.shape[-2:])], None if mask is None else _padded(mask).flatten(1)
 
@@ -167,12 +167,12 @@ class DetrexDETR(DETR):
 
 
 class DeformableDETR(Family):
-    """The transformer is handed maps, masks and encodings, one a level; its encoder runs on all levels' tokens in a row."""
+    """The transformer receives one map, mask and encoding per level; its encoder runs on the tokens of all levels in a row."""
 
     name = "fundamentalvision/Deformable-DETR"
     classes = ("models.deformable_transformer.DeformableTransformer",)
     blocks = "encoder.layers"
-    watch = ("", "before")
+    grid_source = ("", "before")
     mask_meaning = "True must mean padded"
     features, masks, encodings, level_embed = "srcs", "masks", "pos_embeds", "level_embed"
 
@@ -182,7 +182,7 @@ class DeformableDETR(Family):
     def levels(self, owner: nn.Module) -> int | None:
         return getattr(owner, self.level_embed).shape[0]
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         shapes = [tuple(level.shape[-2:]) for level in _argument(args, kwargs, 0, self.features)]
         masks = [_padded(mask).flatten(1) for mask in _argument(args, kwargs, 1, self.masks)]
         return shapes, torch.cat(masks, dim=1)
@@ -203,18 +203,18 @@ class DetrexDeformableDETR(DeformableDETR):
 
 
 class HuggingFaceDETR(Family):
-    """A layer's mask is that of the attention, (B, 1, N, N) or none; the position embedding is told shape and mask."""
+    """A layer's mask is that of the attention, (B, 1, N, N) or none; the position embedding receives shape and mask."""
 
     name = "transformers DETR"
     classes = ("transformers.models.detr.modeling_detr.DetrModel",)
     blocks = "encoder.layers"
-    watch = ("position_embedding", "before")
+    grid_source = ("position_embedding", "before")
     mask_meaning = "pixel_mask must be 1 on the image and 0 on the padding"
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.config.d_model
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         shape, mask = _argument(args, kwargs, 0, "shape"), _argument(args, kwargs, 3, "mask")
         return [tuple(shape[-2:])], None if mask is None else _padded(mask, valid=True).flatten(1)
 
@@ -226,12 +226,12 @@ class HuggingFaceDETR(Family):
 class HuggingFaceDeformableDETR(HuggingFaceDETR):
     name = "transformers Deformable-DETR"
     classes = ("transformers.models.deformable_detr.modeling_deformable_detr.DeformableDetrModel",)
-    watch = None
+    grid_source = None
 
     def levels(self, owner: nn.Module) -> int | None:
         return owner.level_embed.shape[0]
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         shapes = _argument(args, kwargs, 5, "spatial_shapes_list")  # Python numbers: no wait for the GPU
         return [tuple(shape) for shape in shapes], _padded(_argument(args, kwargs, 1, "attention_mask"), valid=True)
 
@@ -258,7 +258,7 @@ class HuggingFaceRTDETR(Family):
 class TimmViT(Family):
     name = "timm VisionTransformer"
     classes = ("timm.models.vision_transformer.VisionTransformer",)
-    watch = ("patch_embed", "after")
+    grid_source = ("patch_embed", "after")
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.embed_dim
@@ -266,28 +266,28 @@ class TimmViT(Family):
     def prefix(self, owner: nn.Module) -> int:
         return owner.num_prefix_tokens
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         return [tuple(module.dynamic_feat_size(args[0].shape[-2:]))], None
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [] if owner.pos_embed is None else [Swap(owner, "pos_embed", None)]
+        return [] if owner.pos_embed is None else [AttributeOverride(owner, "pos_embed", None)]
 
 
 class TimmTNT(TimmViT):
     name = "timm TNT"
     classes = ("timm.models.tnt.TNT",)
     output = 1
-    watch = ("pixel_embed", "after")
+    grid_source = ("pixel_embed", "after")
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [Swap(owner, "patch_pos", owner.patch_pos.new_zeros(1, 1, 1))]
+        return [AttributeOverride(owner, "patch_pos", owner.patch_pos.new_zeros(1, 1, 1))]
 
 
 class TorchvisionViT(Family):
     name = "torchvision VisionTransformer"
     classes = ("torchvision.models.vision_transformer.VisionTransformer",)
     blocks = "encoder.layers"
-    watch = ("conv_proj", "after")
+    grid_source = ("conv_proj", "after")
 
     def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
         return owner.hidden_dim
@@ -295,20 +295,20 @@ class TorchvisionViT(Family):
     def prefix(self, owner: nn.Module) -> int:
         return 1
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         return [tuple(output.shape[-2:])], None
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        return [Swap(owner.encoder, "pos_embedding", owner.encoder.pos_embedding.new_zeros(1, 1, 1))]
+        return [AttributeOverride(owner.encoder, "pos_embedding", owner.encoder.pos_embedding.new_zeros(1, 1, 1))]
 
 
 class TorchEncoder(Family):
-    """It knows no grid: ``encoder.peg_grid``, first given to ``add_peg``, says what the tokens of the next call are."""
+    """It has no grid: ``encoder.peg_grid``, first set by ``add_peg``, is the grid of the tokens in the next call."""
 
     name = "torch.nn.TransformerEncoder"
     classes = ("torch.nn.modules.transformer.TransformerEncoder",)
     blocks = "layers"
-    watch = ("", "before")
+    grid_source = ("", "before")
     mask_meaning = "src_key_padding_mask must be True on the padding"
     needs_grid = True
 
@@ -318,11 +318,11 @@ class TorchEncoder(Family):
     def layout_of(self, owner: nn.Module) -> str:
         return "BNC" if owner.layers[0].self_attn.batch_first else "NBC"
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight:
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
         return [checked_grid(module.peg_grid)], _padded(_argument(args, kwargs, 2, "src_key_padding_mask"))
 
-    def settle(self, owner: nn.Module) -> list[Any]:
-        return [Swap(owner, "use_nested_tensor", False)]  # which would pack the valid tokens, without a grid
+    def prepare(self, owner: nn.Module) -> list[Any]:
+        return [AttributeOverride(owner, "use_nested_tensor", False)]  # nested tensors pack the valid tokens, without a grid
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -345,10 +345,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def find_owner(model: nn.Module) -> tuple[str, nn.Module, Family]:
-    """The outermost module of a known class: its name in the model, itself, its family.
+    """The outermost module of a known class: its name in the model, the module, and its family.
 
     Raises:
-        PlugError: none, with a list of what is known; or several side by side.
+        PlugError: no such module, with a list of the known ones; or several side by side.
     """
     found: list[tuple[str, nn.Module, Family]] = []
     for name, module in model.named_modules():
@@ -359,9 +359,10 @@ def find_owner(model: nn.Module) -> tuple[str, nn.Module, Family]:
             found.append((name, module, family))
     if not found:
         known = "\n".join(f"- {family.name} ({', '.join(family.classes)})" for family in FAMILIES)
-        raise PlugError(f"no place for PEG is known in {type(model).__name__}; the known owners of layers are\n{known}")
+        raise PlugError(f"no place for PEG is known in {type(model).__name__}; the known models are\n{known}")
     if len(found) > 1:
-        raise PlugError(f"{type(model).__name__} has several places for PEG, pass one: {', '.join(name for name, _, _ in found)}")
+        names = ", ".join(name for name, _, _ in found)
+        raise PlugError(f"{type(model).__name__} has several places for PEG; pass one of these modules: {names}")
     return found[0]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plugged model runs: callables that pickle, deep-copy and compile with it.
+"""The hooks of a model with PEG: callables that can be pickled, deep-copied and compiled with it.
 
-None of them is a closure, and none holds a PEG: they read ``layer.peg``, so a copy of a model uses its own.
+None of them is a closure, and none refers to a PEG: they read ``layer.peg``, so a copy of a model uses its own PEG.
 """
 
 import threading
@@ -15,97 +15,101 @@ from cpvt_det.errors import BadInputError
 from cpvt_det.position.peg import encode_levels
 from cpvt_det.structures import Size
 
-Sight = tuple[list[Size], Tensor | None]
-"""Of one forward pass: (H, W) of each level, and (B, N) bool, True = padded, or ``None`` where the family has no mask."""
+GridAndMask = tuple[list[Size], Tensor | None]
+"""(H, W) of each level, and (B, N) bool, True = padded, or ``None`` where the family has no mask; of one forward pass."""
 
 
 class PlugError(BadInputError):
-    """A model that cannot be plugged, or a plugged model whose grid or mask cannot be right."""
+    """A model to which no PEG can be added, or one with a PEG whose grid or mask cannot be right."""
 
 
 class Observer(Protocol):
-    """What the hooks ask of a family, which is where the members are described."""
+    """What the hooks ask of a family, where the members are described."""
 
     name: str
     output: int | None
     mask_meaning: str | None
 
-    def see(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> Sight: ...
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask: ...
 
 
-class Watch:
-    """What one place of the model has seen and another one needs: shared by the callables of one plug.
+class ForwardContext:
+    """Grid and mask of a forward pass, which one module of the model receives and others need; shared by the hooks of a model.
 
-    A layer that is recomputed in the backward pass (gradient checkpointing) reads it after the forward pass has ended: that of
-    the last forward pass, so two of them before one backward pass cannot be told apart.
+    A layer that is recomputed in the backward pass (gradient checkpointing) reads them after the forward pass has ended. It gets
+    those of the last forward pass, so two forward passes before one backward pass cannot be distinguished.
     """
 
     def __init__(self) -> None:
-        self.sight: Sight | None = None
+        self.current: GridAndMask | None = None
         self.thread = 0
         self.open = False
 
-    def tell(self, sight: Sight) -> None:
-        """What a forward pass sees at its beginning."""
-        self.sight, self.thread, self.open = sight, _thread(), True
+    def record(self, current: GridAndMask) -> None:
+        """Record grid and mask at the start of a forward pass."""
+        self.current, self.thread, self.open = current, _thread(), True
 
-    def read(self) -> Sight:
-        """What the forward pass under way, or under recomputation, has told."""
+    def read(self) -> GridAndMask:
+        """Grid and mask of the current forward pass, or of the recomputed one.
+
+        Raises:
+            PlugError: two threads in one model, or a layer that runs without the module that receives the grid.
+        """
         if self.open and self.thread == _thread():
-            return self.sight
-        if self.sight is not None and torch._C._current_graph_task_id() != -1:  # in the backward pass
-            return self.sight
+            return self.current
+        if self.current is not None and torch._C._current_graph_task_id() != -1:  # in the backward pass
+            return self.current
         if self.open:
-            raise PlugError("two threads run one plugged model at once, on one grid; give each thread a copy of the model")
-        raise PlugError("the layer ran alone, so that nothing told its PEG the grid; call the model, or what holds its encoder")
+            raise PlugError("two threads run one model with PEG at the same time; give each thread a copy of the model")
+        raise PlugError("the layer was called alone, so its PEG has no grid; call the whole model or the module with its encoder")
 
     def close(self) -> None:
-        """The forward pass is over, well or not."""
+        """Mark the end of the forward pass, also after an error."""
         self.open = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"sight": None, "thread": 0, "open": False}  # a copy sees for itself
+        return {"current": None, "thread": 0, "open": False}  # a copy records its own
 
 
 def _thread() -> int:
-    """A compiled graph sees grid and layer in one piece, and cannot ask."""
+    """The thread's id; 0 in a compiled graph, which contains grid and layers in one piece and cannot read the id."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
-class Look:
-    """A hook before or after the module that knows grid and mask."""
+class RecordGrid:
+    """A hook before or after the module that receives grid and mask."""
 
-    def __init__(self, family: Observer, watch: Watch):
-        self.family, self.watch = family, watch
+    def __init__(self, family: Observer, context: ForwardContext):
+        self.family, self.context = family, context
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         if getattr(module, "_is_replica", False):
-            raise PlugError("DataParallel runs its replicas on one grid; use DistributedDataParallel")
-        self.watch.tell(self.family.see(module, args, kwargs, output))
+            raise PlugError("DataParallel would run all replicas on one grid; use DistributedDataParallel")
+        self.context.record(self.family.grid_and_mask(module, args, kwargs, output))
 
 
-class Close:
-    """A hook after the owner: a layer called alone must not meet the grid of an image that has gone."""
+class ClearContext:
+    """A hook after the owner: a layer that is called alone later must not use an old grid."""
 
-    def __init__(self, watch: Watch):
-        self.watch = watch
+    def __init__(self, context: ForwardContext):
+        self.context = context
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.watch.close()
+        self.context.close()
 
 
 class ApplyPEG:
     """The hook after a layer: PEG on the tokens of its output.
 
     Args:
-        family: knows which output holds tokens, and where it says so itself, grid and mask.
+        family: family of the model: which output contains the tokens, and how to read grid and mask from a call.
         layout: ``BNC``, ``NBC``, ``BHWC`` or ``BCHW``.
-        prefix: tokens before those of the grid: class and register tokens.
-        watch: what another place saw; ``None``: the layer's own call tells.
+        prefix: number of class and register tokens before those of the grid.
+        context: grid and mask that another module received; ``None``: they are read from the layer's own call.
     """
 
-    def __init__(self, family: Observer, layout: str, prefix: int, watch: Watch | None):
-        self.family, self.layout, self.prefix, self.watch = family, layout, prefix, watch
+    def __init__(self, family: Observer, layout: str, prefix: int, context: ForwardContext | None):
+        self.family, self.layout, self.prefix, self.context = family, layout, prefix, context
         self.mask_is_checked = False
 
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -118,7 +122,7 @@ class ApplyPEG:
         return (*output[:i], self._encode(layer.peg, output[i], layer, args, kwargs), *output[i + 1 :])
 
     def _encode(self, peg: nn.Module, x: Tensor, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        shapes, padded = self.watch.read() if self.watch else self.family.see(layer, args, kwargs, x)
+        shapes, padded = self.context.read() if self.context else self.family.grid_and_mask(layer, args, kwargs, x)
         tokens = _to_tokens(x, self.layout)
         head, tokens = tokens[:, : self.prefix], tokens[:, self.prefix :]
         padded = self._checked(tokens, shapes, padded)
@@ -128,45 +132,50 @@ class ApplyPEG:
         encoded = _from_tokens(encoded, self.layout, shapes)
         if encoded.dtype == x.dtype and encoded.stride() == x.stride():
             return encoded
-        # Under autocast the PEG's float32 scale widens; and on other strides the next products may differ in the last bit.
+        # Under autocast the PEG's float32 scale makes the output float32; other strides may change the last bit of later products.
         return torch.empty_like(x).copy_(encoded)
 
     def _checked(self, tokens: Tensor, shapes: Sequence[Size], padded: Tensor | None) -> Tensor:
-        """The mask (B, N), after grid and mask have been held against the tokens."""
+        """The mask (B, N), after grid and mask were compared with the tokens."""
         count = sum(height * width for height, width in shapes)
         if count != tokens.shape[1]:
             grids = ", ".join(f"{height} x {width}" for height, width in shapes)
             prefix = f", after {self.prefix} class and register tokens," if self.prefix else ""
             raise PlugError(
-                f"{self.family.name}: a grid of {grids} has {count} tokens, but the layer{prefix} gave {tokens.shape[1]}; "
+                f"{self.family.name}: a grid of {grids} has {count} tokens, but the layer{prefix} returned {tokens.shape[1]}; "
                 "tokens that were dropped, merged or appended have no place on a grid"
             )
         if padded is None:
             return tokens.new_zeros(tokens.shape[:2], dtype=torch.bool)
         if padded.shape != tokens.shape[:2]:
-            raise PlugError(f"{self.family.name}: a mask {tuple(padded.shape)} for tokens {tuple(tokens.shape)}")
-        # Not while tracing, and on a GPU once: the answer depends on data, which it waits for.
+            raise PlugError(f"{self.family.name}: a mask of shape {tuple(padded.shape)} does not fit tokens {tuple(tokens.shape)}")
+        # Not while compiling, and on a GPU only once: the check depends on data, for which it waits.
         if (not self.mask_is_checked or padded.device.type == "cpu") and not torch.compiler.is_compiling():
             self.mask_is_checked = True
             if padded[:, 0].any():
                 raise PlugError(
-                    f"{self.family.name}: the mask calls the top left token of an image padded; {self.family.mask_meaning}. "
-                    "Images lie in the top left corner, so this mask has the other meaning"
+                    f"{self.family.name}: in the mask, the top left token of an image is padded; {self.family.mask_meaning}. "
+                    "Images are in the top left corner, so this mask is probably inverted"
                 )
         return padded
 
 
 def apply_levels(peg: nn.Module, tokens: Tensor, padded: Tensor, shapes: Sequence[Size]) -> Tensor:
-    """A PEG on the one map there is, or from a list on each level's own: the list holds one a level, or one for all."""
+    """Apply a PEG to a single map, or a list of PEGs to the levels: one per level, or one for all.
+
+    Raises:
+        PlugError: a list of another length.
+    """
     if not isinstance(peg, nn.ModuleList):
         return peg(tokens, padded, shapes[0])
     if len(peg) not in (1, len(shapes)):
-        raise PlugError(f"{len(peg)} PEGs for {len(shapes)} levels of {', '.join(f'{h} x {w}' for h, w in shapes)}")
+        sizes = ", ".join(f"{height} x {width}" for height, width in shapes)
+        raise PlugError(f"the model has {len(peg)} PEGs, but {len(shapes)} levels of {sizes}")
     return encode_levels(peg, tokens, padded, shapes)
 
 
 def _to_tokens(x: Tensor, layout: str) -> Tensor:
-    """To (B, N, C) from the layout."""
+    """Tokens of a layout -> (B, N, C)."""
     if layout == "NBC":
         return x.transpose(0, 1)
     if layout == "BHWC":
@@ -175,7 +184,7 @@ def _to_tokens(x: Tensor, layout: str) -> Tensor:
 
 
 def _from_tokens(tokens: Tensor, layout: str, shapes: Sequence[Size]) -> Tensor:
-    """From (B, N, C) to the layout."""
+    """(B, N, C) -> tokens of a layout."""
     if layout == "NBC":
         return tokens.transpose(0, 1)
     if layout == "BHWC":
@@ -184,7 +193,7 @@ def _from_tokens(tokens: Tensor, layout: str, shapes: Sequence[Size]) -> Tensor:
 
 
 class ZeroArgument:
-    """A hook before a module: an additive encoding, a tensor or a list of them, arrives as zeros."""
+    """A hook before a module that replaces an additive encoding, a tensor or a list of tensors, by zeros."""
 
     def __init__(self, name: str, index: int):
         self.name, self.index = name, index
@@ -195,13 +204,13 @@ class ZeroArgument:
         if len(args) > self.index:
             return (*args[: self.index], _zeros(args[self.index]), *args[self.index + 1 :]), kwargs
         raise PlugError(
-            f"{type(module).__name__} was called without {self.name!r}, the encoding that position='replace' takes away; "
-            "this version of it is not known"
+            f"{type(module).__name__} was called without {self.name!r}, the encoding that position='replace' removes; "
+            "this version of the model is not supported"
         )
 
 
 class ZeroOutput:
-    """A hook after a position encoding: zeros of the same shape."""
+    """A hook after a position encoding that replaces its output by zeros."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         return _zeros(output)
@@ -213,8 +222,8 @@ def _zeros(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, Tensor) else [torch.zeros_like(one) for one in value]
 
 
-class Swap:
-    """An attribute of a module that has another value until ``remove()``; a tensor takes a parameter's place as a buffer."""
+class AttributeOverride:
+    """Another value of a module's attribute until ``remove()``; a tensor replaces a parameter as a buffer."""
 
     def __init__(self, module: nn.Module, name: str, value: Any):
         self.module, self.name = module, name
@@ -227,7 +236,7 @@ class Swap:
             setattr(module, name, value)
 
     def remove(self) -> None:
-        """Put the old value back, at the old place among the parameters, on the device of the others."""
+        """Restore the old value, at its old place among the parameters, on the device of the others."""
         module, kept = self.module, self.kept
         if isinstance(kept, nn.Parameter):
             if self.name in module._buffers:
@@ -243,5 +252,5 @@ class Swap:
 
 
 def _parameter_of(module: nn.Module) -> nn.Parameter:
-    """One to tell device and dtype by."""
+    """A parameter of the module, for its device and dtype."""
     return next(module.parameters())

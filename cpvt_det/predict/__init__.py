@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained detector in use: images of any kind -> detections by name."""
+"""Run a trained detector: images of any kind -> detections with class names."""
 
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.predictor import Predictor

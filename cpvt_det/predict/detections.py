@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user gets for one image: boxes, scores, and what their classes are called."""
+"""The detections of one image: boxes, scores and class names."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,8 @@ class ImageDetections(Detections):
         boxes_xyxy: (n, 4) float32, in pixels of the original image.
         scores: (n,) float32 in [0, 1].
         labels: (n,) int64 in [0, K).
-        classes: what the labels mean.
-        source: the path that the image was read from, or its pixels, (3, H, W) uint8 RGB.
+        classes: ids and names of the labels.
+        source: path that the image was read from, or its pixels, (3, H, W) uint8 RGB.
     """
 
     classes: Classes
@@ -38,7 +38,7 @@ class ImageDetections(Detections):
 
     @property
     def class_ids(self) -> Tensor:
-        """(n,) int64, the category ids of the data."""
+        """(n,) int64, the category id of each detection in the data."""
         return torch.tensor(self.classes.ids)[self.labels]
 
     @property
@@ -48,22 +48,22 @@ class ImageDetections(Detections):
 
     @property
     def image(self) -> Tensor:
-        """(3, H, W) uint8 RGB; of a path it is read again."""
+        """(3, H, W) uint8 RGB, the image; if ``source`` is a path, it is read again."""
         return self.source if isinstance(self.source, Tensor) else read_image(self.source)
 
     def above(self, threshold: float) -> "ImageDetections":
-        """Those with a score of at least ``threshold``.
+        """The detections with a score of at least ``threshold``.
 
         Raises:
             ValueError: a threshold outside [0, 1].
         """
         if not 0 <= threshold <= 1:
-            raise ValueError(f"scores are in [0, 1], got a threshold of {threshold}")
+            raise ValueError(f"threshold must be in [0, 1], as scores are, got {threshold}")
         keep = self.scores >= threshold
         return ImageDetections(self.boxes_xyxy[keep], self.scores[keep], self.labels[keep], self.classes, self.source)
 
     def to_coco(self, image_id: int) -> list[dict[str, Any]]:
-        """Entries of COCO's results format: category ids of the data, boxes xywh; the very ones that an evaluation writes."""
+        """Entries of COCO's results format: category ids of the data, boxes xywh; equal to those that an evaluation writes."""
         start, end = self.boxes_xyxy.double().split(2, dim=1)
         boxes = torch.cat((start, end - start), dim=1)  # xyxy -> xywh
         columns = (self.class_ids.tolist(), boxes.tolist(), self.scores.double().tolist())
@@ -71,8 +71,8 @@ class ImageDetections(Detections):
         return [dict(zip(keys, (image_id, *row), strict=True)) for row in zip(*columns, strict=True)]
 
     def draw(self) -> Image.Image:
-        """The image with every box, name and score, each class in its colour; ``above(0.5).draw()`` draws the surer ones.
+        """The image with every box, name and score, in the colour of its class; ``above(0.5).draw()`` draws high scores only.
 
-        Images whose short side is below 384 pixels are enlarged by a whole number, so that the labels fit in.
+        Images whose short side is below 384 pixels are enlarged by a whole number, so that the labels fit.
         """
         return draw_objects(self.image, self, self.classes.names)

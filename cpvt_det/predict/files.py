@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from cpvt_det.data.images import ImageHeader, read_image
 from cpvt_det.data.validation.check import look_at_images
-from cpvt_det.data.validation.issues import Findings
+from cpvt_det.data.validation.issues import Issues
 from cpvt_det.errors import BadInputError, DataError, DataFaultsError
 from cpvt_det.files import write_json
 from cpvt_det.predict.detections import ImageDetections
@@ -22,13 +22,13 @@ from cpvt_det.predict.predictor import Predictor
 
 @dataclass
 class InputFile:
-    """An image to detect in.
+    """An image file to detect objects in.
 
     Attributes:
-        image_id: in the JSON files: 1, 2, ... by name.
-        path: of the file.
-        name: below the folder, or the part of the glob that all have in common.
-        header: of the file.
+        image_id: id of the image in the JSON files: 1, 2, ... by name.
+        path: path of the file.
+        name: path relative to the input folder, or to the folder that all files of the glob have in common.
+        header: header of the file.
     """
 
     image_id: int
@@ -37,34 +37,34 @@ class InputFile:
     header: ImageHeader
 
 
-def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[InputFile], Findings]:
-    """Read all headers before any work is done.
+def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[InputFile], Issues]:
+    """Read all headers before the first detection.
 
     Args:
-        paths: of :func:`find_files`.
-        source: what they were found by.
-        on_bad: as ``DATASETS.ON_BAD``: ``error``, or ``drop`` leaves out what cannot be read.
+        paths: result of :func:`find_files`.
+        source: file, folder or glob that they were found by.
+        on_bad: policy for files that cannot be read, as ``DATASETS.ON_BAD``: ``error``, or ``drop`` to leave them out.
 
     Raises:
-        DataFaultsError: files that cannot be read, all of them; with ``drop``, only where none can.
+        DataFaultsError: files that cannot be read, all in one message; with ``drop``, only if no file can be read.
     """
     folder = Path(source).expanduser()
     root = str(folder) if folder.is_dir() else os.path.commonpath([path.parent.absolute() for path in paths])
     seen = look_at_images({str(path): root for path in paths})
-    findings = Findings()
+    issues = Issues()
     good = []
     for path in paths:
         header = seen[str(path)].header
         if header is None:
-            findings.add_fault("image files that cannot be read", seen[str(path)].why)
+            issues.add_fault("image files that cannot be read", seen[str(path)].why)
         else:
             name = Path(os.path.relpath(path, root)).as_posix()
             good.append(InputFile(len(good) + 1, str(path), name, header))
-    if findings.faults and (on_bad == "error" or not good):
+    if issues.faults and (on_bad == "error" or not good):
         advice = "; --on-bad drop leaves them out" if good else ""
         head = f"{len(paths) - len(good)} of {len(paths)} image files cannot be read{advice}"
-        raise DataFaultsError("\n".join([head, *findings.lines(findings.faults)]))
-    return good, findings
+        raise DataFaultsError("\n".join([head, *issues.lines(issues.faults)]))
+    return good, issues
 
 
 def predict_files(
@@ -73,15 +73,15 @@ def predict_files(
     """Detect; write ``pictures/``, ``detections.json`` (COCO's results) and ``images.json`` (a COCO data set without annotations).
 
     Args:
-        predictor: of a trained model.
-        files: of :func:`check_files`.
-        output: a folder, made where it is missing.
-        threshold: the lowest score that is drawn and written.
-        batch_size: images that go through the detector at once.
-        on_bad: what to do with an image whose damage only decoding finds, as in :func:`check_files`.
+        predictor: predictor of a trained model.
+        files: files from :func:`check_files`.
+        output: folder to write to; created if missing.
+        threshold: lowest score to draw and write.
+        batch_size: number of images per batch.
+        on_bad: policy for images whose damage only decoding finds, as in :func:`check_files`.
 
     Returns:
-        How many images and how many detections.
+        The number of images and the number of detections.
 
     Raises:
         BadInputError: a folder that cannot be written to.
@@ -93,9 +93,9 @@ def predict_files(
     try:
         (output / "pictures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInputError(f"cannot write to {output}: {error.strerror}") from error
+        raise BadInputError(f"cannot write to {output}: {error.strerror}; choose another folder") from error
     with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
-        for file, found in _detect(predictor, files, threshold, batch_size, on_bad, bar):
+        for file, found in _predict_each(predictor, files, threshold, batch_size, on_bad, bar):
             picture = output / "pictures" / pictures[file.name]
             picture.parent.mkdir(parents=True, exist_ok=True)
             found.draw().save(picture, quality=92)
@@ -112,14 +112,14 @@ def predict_files(
 
 
 def picture_names(names: Sequence[str]) -> dict[str, str]:
-    """``a.png`` -> ``a.jpg``; where that might be another's too, ``a.png.jpg``."""
+    """Name of an image -> name of its picture: ``a.jpg`` for ``a.png``, or ``a.png.jpg`` if two images would share a name."""
     short = {name: str(PurePosixPath(name).with_suffix(".jpg")) for name in names}
     long = {name: f"{name}.jpg" for name in names}
     counts = Counter([*short.values(), *long.values()])
     return {name: short[name] if counts[short[name]] == 1 else long[name] for name in names}
 
 
-def _detect(
+def _predict_each(
     predictor: Predictor, files: Sequence[InputFile], threshold: float, batch_size: int, on_bad: str, bar: tqdm
 ) -> Iterator[tuple[InputFile, ImageDetections]]:
     for start in range(0, len(files), batch_size):

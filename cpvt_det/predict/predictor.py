@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained detector, called with images.
+"""A trained detector that is called with images.
 
-On the road of one image: the same decoding, resizing, batching, detector and post-processing as in evaluation.
+On the way of one image: the same decoding, resizing, batching, detector and post-processing as in evaluation.
 """
 
 import os
@@ -27,11 +27,11 @@ class Predictor:
     """Detects objects in images of any kind and size.
 
     Args:
-        detector: with its weights, on its device.
-        postprocess: of the same classification.
-        mapper: that prepares an image.
-        classes: what the labels mean.
-        config: that builds the detector, as YAML; for :meth:`save`.
+        detector: detector with its weights, on its device.
+        postprocess: post-processor for the detector's classification.
+        mapper: mapper that prepares an image.
+        classes: ids and names of the labels.
+        config: config of the detector as YAML, for :meth:`save`.
     """
 
     def __init__(self, detector: nn.Module, postprocess: PostProcessor, mapper: Mapper, classes: Classes, config: str):
@@ -49,17 +49,17 @@ class Predictor:
         config_file: str = "",
         overrides: Sequence[str] = (),
     ) -> "Predictor":
-        """From a checkpoint of a run (``model_best.pth``), or a model folder; it tells its config, its classes and its sizes.
+        """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contains config, classes and image sizes.
 
         Args:
-            path: the file or the folder. The averaged weights are taken where the run had ``SOLVER.EMA``, as in evaluation.
-            device: a CUDA GPU where there is one, else the CPU.
-            config_file: for weights that tell no config, such as the official ones.
+            path: path of the file or folder. If the run had ``SOLVER.EMA``, the averaged weights are used, as in evaluation.
+            device: device to run on; by default a CUDA GPU if there is one, else the CPU.
+            config_file: config for weights that do not contain one, such as the official ones.
             overrides: KEY VALUE words, as on the command line: ``["INPUT.MIN_SIZE_TEST", "480"]``.
 
         Raises:
-            WeightsError: weights that cannot be read, tell no config or no classes, or are not all of the model.
-            ConfigError: keys that cannot be used, or a device that is not there.
+            WeightsError: weights that cannot be read, without config or classes, or for only a part of the model.
+            ConfigError: keys that cannot be used, or a device that does not exist.
         """
         trained = load_trained(path, device, config_file, overrides)
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
@@ -77,39 +77,39 @@ class Predictor:
         """Detect.
 
         Args:
-            images: a path, an image of Pillow's, an array or a tensor, as :func:`cpvt_det.predict.inputs.read_input` takes them; or
-                a list or tuple of any of these, of any sizes.
-            channels: of arrays and tensors, "rgb" or "bgr"; arrays of colours need it.
-            batch_size: how many images of a list go through the detector at once. An image gets the same answer in any batch.
+            images: a path, a PIL image, an array or a tensor, as :func:`cpvt_det.predict.inputs.read_input` takes them; or a list
+                or tuple of any of these, of any sizes.
+            channels: order of the channels in arrays and tensors, "rgb" or "bgr"; required for colour arrays.
+            batch_size: number of images of a list per batch. An image has the same detections in any batch.
 
         Returns:
             The detections of the image, at most ``TEST.DETECTIONS_PER_IMAGE``; for a list, a list.
 
         Raises:
-            DataError: what is no image, with its place in the list.
+            DataError: something that is not an image; the message contains its index in the list.
             ValueError: a batch of less than one image.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if not isinstance(images, list | tuple):
-            return self._detect([images], [read_input(images, channels)])[0]
+            return self._predict_batch([images], [read_input(images, channels)])[0]
         found: list[ImageDetections] = []
         for start in range(0, len(images), batch_size):
             part = images[start : start + batch_size]
-            found += self._detect(part, [_read(image, channels, start + n) for n, image in enumerate(part)])
+            found += self._predict_batch(part, [_read(image, channels, start + n) for n, image in enumerate(part)])
         return found
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a model folder, which :meth:`from_checkpoint` and ``MODEL.WEIGHTS`` take.
 
         Raises:
-            WeightsError: a folder that cannot be made or written to.
-            RunStoppedError: weights that cannot be written, because the disk is full, say.
+            WeightsError: a folder that cannot be created or written to.
+            RunStoppedError: weights that cannot be written, for example because the disk is full.
         """
         save_model(Path(folder), self.detector.state_dict(), self.classes, self.config)
 
-    def _detect(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageDetections]:
-        """Of one batch; pixels (3, H, W) uint8 each."""
+    def _predict_batch(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageDetections]:
+        """The detections of one batch; pixels are (3, H, W) uint8 each."""
         samples = [{"image": self.mapper.prepare(image), "height": image.shape[1], "width": image.shape[2]} for image in pixels]
         return [
             ImageDetections(one.boxes_xyxy, one.scores, one.labels, self.classes, _source(image, read))
@@ -117,13 +117,13 @@ class Predictor:
         ]
 
 
-def _read(image: ImageInput, channels: str | None, place: int) -> torch.Tensor:
+def _read(image: ImageInput, channels: str | None, index: int) -> torch.Tensor:
     try:
         return read_input(image, channels)
     except DataError as error:
-        raise DataError(f"images[{place}]: {error}") from error
+        raise DataError(f"images[{index}]: {error}") from error
 
 
 def _source(image: ImageInput, pixels: torch.Tensor) -> str | torch.Tensor:
-    """What the image can be drawn from later: pixels of a file would fill the memory in a long list."""
+    """The source for drawing the image later: the path of a file, as the pixels of a long list would fill the memory."""
     return os.path.expanduser(image) if isinstance(image, str | os.PathLike) else pixels

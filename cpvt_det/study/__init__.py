@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many runs of one plan, and what they say together: ``cpvt-det study``."""
+"""Train the runs of one plan and compare them: ``cpvt-det study``."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A study's plan: which runs there are, what each trains on, and what is measured of it. One YAML file says it all."""
+"""A study's plan: its runs, the data of each, and what is measured. One YAML file contains it all."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ class DrawnData:
     """A shapes data set of the plan.
 
     Attributes:
-        name: what ``DATASETS.TRAIN`` and ``TEST`` of the configs call it.
-        images: how many.
-        seed: of the drawing; sets of one seed that differ in ``scale`` alone hold the same scenes.
-        spec: what the images are like.
+        name: name in ``DATASETS.TRAIN`` and ``TEST`` of the configs.
+        images: number of images.
+        seed: seed of the drawing; data sets of one seed that differ only in ``scale`` contain the same scenes.
+        spec: properties of the images.
     """
 
     name: str
@@ -46,15 +46,15 @@ class Group:
     """Runs of one config that are compared with each other.
 
     Attributes:
-        name: of the group.
-        config: the YAML, beside the plan.
-        seeds: how many of each variant, from 0 on; they change weights and the order of the data.
-        variants: name -> the keys of the config that make it.
-        keys: further keys, of all variants.
+        name: name of the group.
+        config: path of the YAML config, relative to the plan.
+        seeds: number of runs of each variant, with seeds from 0 on; a seed determines the weights and the order of the data.
+        variants: name -> config keys of the variant.
+        keys: config keys of all variants.
         beside: variants of earlier groups, as ``group/variant``, that tables show with these.
         baselines: variants that the others are compared with, of this group or of ``beside``.
-        sweeps: which of the plan's sweeps every trained detector is evaluated on.
-        probes: which of ``PROBES`` are taken of it.
+        sweeps: sweeps of the plan that every trained detector is evaluated on.
+        probes: names from ``PROBES`` that are measured of every trained detector.
         weights: ``group/variant`` whose weights of the same seed the runs start from.
         backbone: ``group/variant/seed`` whose backbone the runs start from.
     """
@@ -72,7 +72,7 @@ class Group:
     backbone: str = ""
 
     def runs(self) -> Iterator["Run"]:
-        """Seed by seed, so that a study cut short has pairs."""
+        """All runs, seed by seed, so that an interrupted study has pairs."""
         for seed in range(self.seeds):
             yield from (Run(self, variant, seed) for variant in self.variants)
 
@@ -82,9 +82,9 @@ class Run:
     """One training.
 
     Attributes:
-        group: it belongs to.
-        variant: of the group.
-        seed: of weights and data order.
+        group: group that the run belongs to.
+        variant: name of a variant of the group.
+        seed: seed of the weights and of the data order.
     """
 
     group: Group
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """``group/variant/seed``, of its files too."""
+        """``group/variant/seed``; also the path of its files."""
         return f"{self.group.name}/{self.variant}/{self.seed}"
 
 
@@ -102,11 +102,11 @@ class Plan:
     """A whole study.
 
     Attributes:
-        folder: of the plan's file; records go to ``results`` in it.
-        output: where runs write checkpoints and logs, and data is drawn.
-        data: the shapes data sets.
-        sweeps: name -> data set -> the number it stands for on an axis.
-        groups: in the order they are worked through.
+        folder: folder of the plan's file; records are written to ``results`` in it.
+        output: folder for checkpoints, logs and drawn data sets.
+        data: shapes data sets.
+        sweeps: name -> data set -> its number on an axis.
+        groups: groups in the order of running.
     """
 
     folder: Path
@@ -125,7 +125,7 @@ class Plan:
         """A group by its name.
 
         Raises:
-            UnknownNameError: there is none.
+            UnknownNameError: a name that no group has.
         """
         found = {group.name: group for group in self.groups}
         if name not in found:
@@ -133,11 +133,11 @@ class Plan:
         return found[name]
 
     def record_path(self, name: str) -> Path:
-        """Where the record of a run lies, by the run's name."""
+        """The path of a run's record, by the run's name."""
         return self.folder / "results" / f"{name}.json"
 
     def output_of(self, name: str) -> Path:
-        """``OUTPUT_DIR`` of a run, by the run's name."""
+        """The ``OUTPUT_DIR`` of a run, by the run's name."""
         return self.output / "runs" / name
 
     def data_root(self, name: str) -> Path:
@@ -164,22 +164,22 @@ class Plan:
         return cfg
 
     def registration(self, name: str) -> list[str]:
-        """What ``DATASETS.REGISTER`` says of a drawn data set."""
+        """The entry of ``DATASETS.REGISTER`` for a drawn data set."""
         root = self.data_root(name)
         return [name, str(root / "annotations" / "val.json"), str(root / "val")]
 
     def fingerprint(self, run: Run) -> str:
         """Twelve digits that change with the keys that a run sets, with its drawn data, and with the runs that it starts from.
 
-        Not with the defaults of keys that it leaves alone, nor with data that the plan does not draw.
+        They do not change with the defaults of other keys, nor with data that the plan does not draw.
         """
         if run.name in self._fingerprints:
             return self._fingerprints[run.name]
         cfg, defaults = self.config_of(run), dict(flat_items(get_cfg()))
-        told = {key: value for key, value in flat_items(cfg) if not SAME_RUN.match(key) and value != defaults.get(key)}
+        keys = {key: value for key, value in flat_items(cfg) if not SAME_RUN.match(key) and value != defaults.get(key)}
         data = {data.name: data.describe() for data in self.data if data.name in (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)}
         before = [self.fingerprint(self.run(origin)) for origin in self.origins(run)]
-        return self._fingerprints.setdefault(run.name, _hash([told, data, before]))
+        return self._fingerprints.setdefault(run.name, _hash([keys, data, before]))
 
     def measured_fingerprint(self, group: Group) -> str:
         """Twelve digits that change with what is measured of a group's trained detectors."""
@@ -200,7 +200,7 @@ class Plan:
         """
         found = next((run for run in self.runs() if run.name == name), None)
         if found is None:
-            raise ConfigError(f"the plan has no run {name!r}; runs are group/variant/seed")
+            raise ConfigError(f"the plan has no run {name!r}; names of runs are group/variant/seed")
         return found
 
 
@@ -208,22 +208,22 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan, and build every variant's config, so that a misspelt key is found before the first run.
 
     Raises:
-        ConfigError: a file that is no plan, or runs that cannot be.
+        ConfigError: a file that is not a plan, or impossible runs.
     """
     path = Path(path)
     try:
-        told = yaml.safe_load(path.read_text(encoding="utf-8"))
-        data = [DrawnData(name, keys["images"], keys["seed"], _spec(keys)) for name, keys in told.get("data", {}).items()]
-        groups = [_group(name, keys) for name, keys in told["groups"].items()]
-        plan = Plan(path.parent, Path(told["output"]), data, told.get("sweeps", {}), groups)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = [DrawnData(name, keys["images"], keys["seed"], _spec(keys)) for name, keys in content.get("data", {}).items()]
+        groups = [_group(name, keys) for name, keys in content["groups"].items()]
+        plan = Plan(path.parent, Path(content["output"]), data, content.get("sweeps", {}), groups)
         for sweep, sets in plan.sweeps.items():
             _require_known(f"data set of sweep {sweep}", sets, [drawn.name for drawn in data])
-        for place, group in enumerate(groups):
-            _check_group(plan, group, groups[:place])
+        for number, group in enumerate(groups):
+            _check_group(plan, group, groups[:number])
     except ConfigError:
         raise
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no plan of a study: {type(error).__name__} {first_line(error)}") from error
+        raise ConfigError(f"{path} is not a study plan: {type(error).__name__}: {first_line(error)}") from error
     return plan
 
 
@@ -231,13 +231,13 @@ def _check_group(plan: Plan, group: Group, earlier: Sequence[Group]) -> None:
     _require_known(f"sweep of group {group.name}", group.sweeps, plan.sweeps)
     _require_known(f"probe of group {group.name}", group.probes, VERSIONS)
     variants = [f"{other.name}/{variant}" for other in earlier for variant in other.variants]
-    _require_known(f"variant beside group {group.name}, of an earlier one", group.beside, variants)
+    _require_known(f"variant of an earlier group in 'beside' of group {group.name}", group.beside, variants)
     _require_known(f"baseline of group {group.name}", group.baselines, [*group.variants, *group.beside])
     before = [f"{other.name}/{variant}/{seed}" for other in earlier for variant in other.variants for seed in range(other.seeds)]
     for run in group.runs():
-        _require_known(f"run that {run.name} starts from, of an earlier group", plan.origins(run), before)
+        _require_known(f"run of an earlier group that {run.name} starts from", plan.origins(run), before)
     for variant in group.variants:
-        cfg = plan.config_of(Run(group, variant, 0))  # whose MODEL.POSITION may hold any key until the encoding is built
+        cfg = plan.config_of(Run(group, variant, 0))  # MODEL.POSITION accepts any key until the encoding is built
         build_encoder_position(cfg, cfg.MODEL.DETR.HIDDEN_DIM, 1, cfg.MODEL.DETR.ENC_LAYERS)
         refuse_unused(cfg)
 
@@ -248,8 +248,8 @@ def _require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> Non
             raise UnknownNameError(kind, name, known)
 
 
-def _hash(told: Any) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _group(name: str, keys: Mapping[str, Any]) -> Group:
@@ -260,9 +260,9 @@ def _group(name: str, keys: Mapping[str, Any]) -> Group:
     return Group(name, **keys)
 
 
-def _spec(told: Mapping[str, Any]) -> ShapesSpec:
+def _spec(keys: Mapping[str, Any]) -> ShapesSpec:
     with config_errors("a data set of the plan"):
-        return ShapesSpec(**{key: _tuple(value) for key, value in told.items() if key not in ("images", "seed")})
+        return ShapesSpec(**{key: _tuple(value) for key, value in keys.items() if key not in ("images", "seed")})
 
 
 def _tuple(value: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What AP does not say of a trained detector: how its answer changes with place and padding, and what its tokens know."""
+"""Measurements beyond AP: how a detector's answer changes with position and padding, and what its tokens contain."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ from cpvt_det.inference import detect
 from cpvt_det.structures import Detections, level_padding_mask
 
 SCENES = 24
-PLACES = 4  # along each axis
-FOUND = 0.5  # IoU
+PLACES = 4  # number of positions along each axis
+FOUND = 0.5  # smallest IoU of a detection and its object
 OBJECT_SIDES = (16.0, 32.0)
 IMAGES = 48
 CANVASES = (1.5, 2.0)
@@ -30,16 +30,16 @@ RIDGE = 1.0
 
 @torch.no_grad()
 def probe_translation(trained: Trained, canvas: int) -> dict[str, float]:
-    """Move one object over a canvas; nothing else in the image changes, its noise neither.
+    """Move one object over a canvas; nothing else in the image changes, nor does its noise.
 
     Args:
-        trained: of the shapes' classes.
-        canvas: pixels a side.
+        trained: a detector trained on the shapes classes.
+        canvas: side of the square canvas in pixels.
 
     Returns:
-        Of the image's best detection, whose class and box must be the object's (an IoU of 0.5), or else count as 0: ``score`` and
-        ``iou``, means over scenes and places; ``score_std`` and ``iou_std``, over the places of a scene, means over scenes; and
-        ``found``, the percentage of places where they are.
+        Values for the image's best detection, which count as 0 unless its class and box are those of the object (IoU of 0.5):
+        ``score`` and ``iou``, means over scenes and positions; ``score_std`` and ``iou_std``, standard deviations over the
+        positions of a scene, means over scenes; and ``found``, the percentage of positions where the object is found.
     """
     postprocess = build_postprocessor(trained.cfg)
     spec = ShapesSpec(image_sides=(canvas, canvas), object_sides=OBJECT_SIDES, max_objects=1)
@@ -61,7 +61,7 @@ def probe_translation(trained: Trained, canvas: int) -> dict[str, float]:
 
 
 def _answer(found: Detections, shape: Shape) -> tuple[float, float]:
-    """Score and IoU of the best detection, or zeros where it is not the shape."""
+    """Score and IoU of the best detection, or zeros if it is not the shape."""
     best = int(found.scores.argmax())
     overlap = box_iou(found.boxes_xyxy[best, None].double(), torch.from_numpy(shape.box)[None]).item()
     is_right = found.labels[best].item() == shape.label and overlap >= FOUND
@@ -69,7 +69,7 @@ def _answer(found: Detections, shape: Shape) -> tuple[float, float]:
 
 
 def _scenes_of_one(spec: ShapesSpec) -> Iterator[tuple[int, Scene]]:
-    """Scenes with one object, whole, and their seeds."""
+    """Scenes with one object, which is entirely inside, and their seeds."""
     seed = count = 0
     while count < SCENES:
         seed += 1
@@ -85,7 +85,7 @@ def _is_whole(shape: Shape, canvas: int) -> bool:
 
 
 def _moves(shape: Shape, canvas: int) -> Iterator[Shape]:
-    """The shape at every place of a grid that reaches all four borders."""
+    """The shape at every position of a grid that reaches all four borders."""
     free = canvas - (shape.box[2:] - shape.box[:2])
     for y in np.linspace(0, free[1], PLACES):
         for x in np.linspace(0, free[0], PLACES):
@@ -102,8 +102,8 @@ def probe_padding(trained: Trained) -> dict[str, float]:
     """Put each image alone on its own canvas and on larger ones.
 
     Returns:
-        For canvases of 1.5 times and twice the sides, the largest change of a logit over the largest logit, and of a box in parts
-        of the image.
+        For canvases of 1.5 times and twice the sides: the largest change of a logit, divided by the largest logit, and of a box, as
+        a part of the image's side.
     """
     detector, divisor = trained.detector, trained.detector.size_divisibility
     changes = {f"{part}_{factor:g}": 0.0 for factor in CANVASES for part in ("logits", "boxes")}
@@ -123,10 +123,10 @@ def probe_padding(trained: Trained) -> dict[str, float]:
 
 @torch.no_grad()
 def probe_place(trained: Trained) -> dict[str, float]:
-    """How well a linear read-out of a token tells its row and column, as parts of the image: of the finest level.
+    """How well a token's row and column, as parts of the image, can be predicted from it by a linear map, on the finest level.
 
     Returns:
-        R2 on images that the read-out was not fitted to, mean of row and column: of tokens ``before`` the encoder and ``after``.
+        R2 on images that the map was not fitted to, mean of row and column; for tokens ``before`` and ``after`` the encoder.
     """
     tokens: dict[str, list[Tensor]] = {"before": [], "after": []}
     places = []
@@ -152,7 +152,7 @@ def probe_place(trained: Trained) -> dict[str, float]:
 
 
 def _places(padding_mask: Tensor) -> Tensor:
-    """(H, W) mask -> (H * W, 2) row and column of each cell in [0, 1] of the valid part, NaN where padded."""
+    """(H, W) mask -> (H * W, 2) row and column of each cell, in [0, 1] of the valid part, NaN where padded."""
     height, width = (int((~padding_mask).any(dim).sum()) for dim in (1, 0))
     rows, columns = torch.meshgrid(*(torch.arange(side) for side in padding_mask.shape), indexing="ij")
     places = torch.stack([(rows + 0.5) / height, (columns + 0.5) / width], dim=-1).double()
@@ -160,7 +160,7 @@ def _places(padding_mask: Tensor) -> Tensor:
 
 
 def _r2(tokens: list[Tensor], targets: list[Tensor]) -> float:
-    """Of a ridge regression, fitted to two thirds of the images and tested on the others."""
+    """R2 of a ridge regression, fitted to two thirds of the images and tested on the others."""
     split = 2 * len(tokens) // 3
     (x, y), (x_test, y_test) = (
         (torch.cat(tokens[part]).cpu().double(), torch.cat(targets[part])) for part in (slice(split), slice(split, None))
@@ -173,13 +173,13 @@ def _r2(tokens: list[Tensor], targets: list[Tensor]) -> float:
 
 
 def probe_scale(trained: Trained) -> dict[str, float]:
-    """What became of zero-initialised scales: ``mean`` of their absolute values, 0 where nothing was learned or there are none."""
+    """The ``mean`` absolute value of zero-initialised scales; 0 where nothing was learned or there are none."""
     scales = [tensor for name, tensor in trained.detector.position.named_parameters() if name.endswith("scale")]
     return {"mean": torch.cat(scales).abs().mean().item() if scales else 0.0}
 
 
 def _images() -> Iterator[Tensor]:
-    """(3, h, w) uint8, of the sizes of the study's training images."""
+    """Images, (3, h, w) uint8, of the sizes of the study's training images."""
     spec = ShapesSpec(image_sides=(48, 80), object_sides=(12, 44), max_objects=3)
     for seed in range(IMAGES):
         yield _tensor(draw_image(spec, np.random.default_rng([seed, 78]))[0])
@@ -196,6 +196,6 @@ PROBES: dict[str, Callable[[Trained], dict[str, float]]] = {
     "place": probe_place,
     "scale": probe_scale,
 }
-"""By the name that plans call them."""
+"""Name in plans -> function."""
 VERSIONS = dict.fromkeys(PROBES, 1)
-"""Raise one with any change of what a probe measures, so that records of before are told apart."""
+"""Increase the number with any change of what a probe measures, so that older records can be distinguished."""

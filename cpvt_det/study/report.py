@@ -18,16 +18,16 @@ from cpvt_det.study.run import FIGURES, Record, is_done, read_record
 from cpvt_det.visualize.curves import new_figure, save_figure
 
 Values = dict[int, float]
-"""By seed."""
+"""Seed -> value."""
 Curves = dict[str, dict[float | str, Values]]
-"""AP, or what else is asked, by variant and place on an axis; figures of a probe, by variant and name."""
+"""Variant -> position on an axis -> AP or another metric by seed; for a probe, variant -> name -> value by seed."""
 
 
 def write_report(path: Path) -> list[Path]:
-    """Write ``report.md`` and ``figures/`` beside the plan, of the records that are of the plan as it is now.
+    """Write ``report.md`` and ``figures/`` beside the plan, from the records that match the current plan.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
         BadInputError: a plan that cannot be read, or matplotlib is not installed.
@@ -58,7 +58,7 @@ def write_report(path: Path) -> list[Path]:
 
 
 def read_group(plan: Plan, group: Group) -> dict[str, dict[int, Record]]:
-    """The records there are of a group and what stands beside it, by variant and seed."""
+    """The existing records of a group and of the variants ``beside`` it, by variant and seed."""
     found: dict[str, dict[int, Record]] = {}
     runs = list(plan.runs())
     for name in (*group.beside, *group.variants):
@@ -71,17 +71,17 @@ def read_group(plan: Plan, group: Group) -> dict[str, dict[int, Record]]:
 
 
 def _account(plan: Plan) -> str:
-    """How much there is of the plan, what it took, and on what."""
+    """The number of finished runs, their CPU time, and their environments."""
     runs = list(plan.runs())
     records = [record for run in runs if (record := read_record(plan, run))]
     hours = sum(record["cpu_seconds"] + record["measured"]["cpu_seconds"] for record in records) / 3600
-    places = sorted({record["environment"] for record in records})
+    environments = sorted({record["environment"] for record in records})
     done = sum(is_done(plan, run) for run in runs)
-    return "\n\n".join([f"{done} of {len(runs)} runs; {hours:.1f} hours of one core, training and measuring.", *places])
+    return "\n\n".join([f"{done} of {len(runs)} runs; {hours:.1f} hours of one core, training and measuring.", *environments])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval by Student's t; NaN of a single value."""
+    """Mean, and half the width of its 95 % interval by Student's t; the latter is NaN for a single value."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, math.nan
@@ -89,7 +89,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def paired(values: Values, others: Values) -> tuple[float, float, float]:
-    """The mean difference over the seeds of both, half its 95 % interval, and the p of Student's paired test."""
+    """Mean difference over the common seeds, half of its 95 % interval, and the p of Student's paired test."""
     seeds = sorted(values.keys() & others.keys())
     differences = [values[seed] - others[seed] for seed in seeds]
     if not seeds:
@@ -100,19 +100,19 @@ def paired(values: Values, others: Values) -> tuple[float, float, float]:
 
 
 def unpaired(values: Values, others: Values) -> float:
-    """The p of Welch's test, which takes the seeds for independent runs."""
+    """The p of Welch's test, which takes runs of equal seeds to be independent."""
     if min(len(values), len(others)) < 2 or np.ptp([*values.values(), *others.values()]) == 0:
         return math.nan
     return float(stats.ttest_ind(list(values.values()), list(others.values()), equal_var=False).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's correction for as many comparisons; NaN stays, and is not counted."""
-    order = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    """Holm's correction of p for multiple comparisons; NaN remains, and is not counted."""
+    order = sorted((p, index) for index, p in enumerate(p_values) if not math.isnan(p))
     corrected, least = list(p_values), 0.0
-    for rank, (p, place) in enumerate(order):
+    for rank, (p, index) in enumerate(order):
         least = max(least, min(1.0, (len(order) - rank) * p))
-        corrected[place] = least
+        corrected[index] = least
     return corrected
 
 
@@ -132,7 +132,7 @@ def _three_digits(mean: float, half: float, sign: str = "") -> str:
 
 
 def results_table(records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant: time a step, and the figures of COCO that there are."""
+    """A row per variant: time per step, and the COCO metrics in the records."""
     known = [key for key in FIGURES if any(run[key] is not None for runs in records.values() for run in runs.values())]
     rows = []
     for variant, runs in records.items():
@@ -143,7 +143,7 @@ def results_table(records: Mapping[str, Mapping[int, Record]]) -> str:
 
 
 def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row for each variant; for each baseline the difference of AP, its p, that by Holm for all variants, and Welch's p."""
+    """A row per variant; per baseline the difference of AP, its p, p by Holm's correction over all variants, and Welch's p."""
     aps = {variant: {seed: run["AP"] for seed, run in runs.items()} for variant, runs in records.items()}
     rows, head = {variant: [variant] for variant in aps}, ["encoding"]
     for baseline in (name for name in group.baselines if name in aps):
@@ -158,7 +158,7 @@ def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]])
 
 
 def curves_of(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Record]]) -> dict[str, Curves]:
-    """AP by iteration, where there are several, and by each of the group's sweeps; less what was not evaluated."""
+    """AP by iteration, if there are several, and by each of the group's sweeps, without those that were not evaluated."""
     own = [run for variant in group.variants for run in records.get(variant, {}).values()]
     iterations = sorted({int(at) for run in own for at in run["curve"]})
     curves = {"iteration": _curves(records, {at: ("curve", str(at)) for at in iterations})} if len(iterations) > 1 else {}
@@ -177,7 +177,7 @@ def _curves(records: Mapping[str, Mapping[int, Record]], path_of: Mapping[float,
 
 
 def iterations_to(curves: Curves) -> Curves:
-    """Iterations by variant and AP, of the last five multiples of 5 that every run reaches; straight lines between evaluations."""
+    """Iterations by variant and AP, for the last five multiples of 5 that every run reaches; interpolated between evaluations."""
     runs: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for variant, along in curves.items():
         for iteration, values in along.items():
@@ -193,7 +193,7 @@ def iterations_to(curves: Curves) -> Curves:
 
 
 def curve_tables(group: Group, curves: Curves, text: Callable[..., str] = _text) -> str:
-    """A row for each variant, a column for each place on the axis: what was found, and its differences to the baselines'."""
+    """A row per variant, a column per position on the axis: the values, and their differences to those of the baselines."""
     head = ["encoding", *(place if isinstance(place, str) else f"{place:g}" for place in next(iter(curves.values())))]
     rows = [[variant, *(_with_interval(values.values(), text) for values in along.values())] for variant, along in curves.items()]
     parts = [_table(rows, head)]
@@ -208,7 +208,7 @@ def curve_tables(group: Group, curves: Curves, text: Callable[..., str] = _text)
 
 
 def corrected_over_sweeps(plan: Plan, group: Group, by_axis: Mapping[str, Curves]) -> list[str]:
-    """For each baseline, which differences to it remain when the p of all the sweeps' data sets are corrected together.
+    """For each baseline, the differences that remain significant when the p of all the sweeps' data sets are corrected together.
 
     A data set of two sweeps counts once.
     """
@@ -234,7 +234,7 @@ def corrected_over_sweeps(plan: Plan, group: Group, by_axis: Mapping[str, Curves
 
 
 def probe_figures(probe: str, records: Mapping[str, Mapping[int, Record]]) -> Curves:
-    """What a probe found, by variant, figure and seed."""
+    """The results of a probe, by variant, name and seed."""
     found: Curves = {}
     for variant, runs in records.items():
         for seed, run in runs.items():
@@ -244,7 +244,7 @@ def probe_figures(probe: str, records: Mapping[str, Mapping[int, Record]]) -> Cu
 
 
 def draw_figure(plan: Plan, group: Group, axis: str, curves: Curves) -> Path:
-    """Means, with 95 % bands where there are seeds enough."""
+    """Draw means, with 95 % bands where there are enough seeds; returns the path."""
     figure = new_figure(8, 5)
     axes = figure.subplots()
     for number, (variant, along) in enumerate(curves.items()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works through a plan: trains what is not trained yet, measures it, and leaves a record of each run."""
+"""Run a plan: train the runs without a record, measure them, and write a record of each."""
 
 import contextlib
 import io
@@ -36,26 +36,27 @@ FAILED = "failed"
 Record = dict[str, Any]
 
 
-def run_study(path: Path, processes: int, groups: Sequence[str] = (), tell: Callable[[str], None] = print) -> None:
+def run_study(path: Path, processes: int, groups: Sequence[str] = (), write_line: Callable[[str], None] = print) -> None:
     """Train and measure every run of a plan that has no record yet, group after group.
 
-    A run that was cut off goes on from its last checkpoint; one whose plan has changed begins anew. Where only what is measured
-    has changed, trained weights are measured again. Runs that others start from are trained again where their weights are gone.
+    An interrupted run resumes from its last checkpoint; a run whose plan has changed starts again. If only the measurements have
+    changed, the trained weights are measured again. Runs that others start from are trained again if their weights are missing.
 
     Args:
-        path: the plan.
-        processes: runs at once, each with one thread.
-        groups: only these of the plan's, and what they start from.
-        tell: is called with a line for each run that ends, which ``log.txt`` beside the plan has too, or where there is none to do.
+        path: path of the plan.
+        processes: number of runs at a time, with one thread each.
+        groups: names of the groups to run, with the runs that they start from; all groups if empty.
+        write_line: function that receives a line per finished run, which is also written to ``log.txt`` beside the plan, or a line
+            that there is nothing to do.
 
     Raises:
         BadInputError: a plan that cannot be run, or data that cannot be drawn.
-        RunStoppedError: runs failed; the others were finished.
+        RunStoppedError: some runs failed; the others were finished.
     """
     plan = load_plan(path)
     todo = missing_runs(plan, [plan.group(name).name for name in groups] or [group.name for group in plan.groups])
     if not todo:
-        tell("Nothing to do: every run has its record")
+        write_line("Nothing to do: every run has a record")
         return
     for data in plan.data:  # each is the ``val`` split of a shapes data set of its own
         draw_dataset(plan.data_root(data.name), 1, data.images, data.seed, data.spec)
@@ -66,14 +67,14 @@ def run_study(path: Path, processes: int, groups: Sequence[str] = (), tell: Call
             line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name}: {outcome} ({number}/{len(names)})"
             with (plan.folder / "log.txt").open("a", encoding="utf-8") as log:
                 log.write(f"{line}\n")
-            tell(line)
+            write_line(line)
             failed += [name] if outcome.startswith(FAILED) else []
     if failed:
-        raise RunStoppedError(f"{len(failed)} runs failed: {', '.join(failed)}")
+        raise RunStoppedError(f"{len(failed)} runs failed: {', '.join(failed)}; log.txt beside the plan contains their errors")
 
 
 def missing_runs(plan: Plan, groups: Sequence[str]) -> list[Run]:
-    """What is to be done, in the plan's order: runs of groups without a record, and what those start from without weights."""
+    """The runs to do, in the plan's order: those of the groups without a record, and those they start from without weights."""
     todo = {run.name for run in plan.runs() if run.group.name in groups and not is_done(plan, run)}
     for run in reversed(list(plan.runs())):  # origins are of earlier groups
         if run.name in todo and not is_trained(plan, run):
@@ -82,40 +83,40 @@ def missing_runs(plan: Plan, groups: Sequence[str]) -> list[Run]:
 
 
 def is_done(plan: Plan, run: Run) -> bool:
-    """Whether there is a record of a run as the plan describes it now, with all that is to be measured."""
+    """Whether a run has a record that matches the current plan, with all its measurements."""
     record = read_record(plan, run)
     return bool(record) and record["measured"]["fingerprint"] == plan.measured_fingerprint(run.group)
 
 
 def read_record(plan: Plan, run: Run) -> Record | None:
-    """The record of a run, where there is one and the plan still describes that run."""
+    """The record of a run; ``None`` if there is none, or if the plan has changed since."""
     path = plan.record_path(run.name)
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     return record if record and record["fingerprint"] == plan.fingerprint(run) else None
 
 
 def is_trained(plan: Plan, run: Run) -> bool:
-    """Whether the weights of a run that has a record are there to start from."""
+    """Whether a run has a record and weights that other runs can start from."""
     return read_record(plan, run) is not None and (plan.output_of(run.name) / WEIGHTS).is_file()
 
 
 def _execute_all(path: Path, names: Sequence[str], processes: int) -> Iterator[tuple[str, str]]:
-    """Names of runs and what became of each, as they end; a process for each, so that nothing of one is left for the next."""
+    """(name, outcome) of runs as they end; each in a process of its own, so that no state passes from one run to the next."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1)
     try:
-        futures = {pool.submit(_told, path, name): name for name in names}
+        futures = {pool.submit(_outcome_of, path, name): name for name in names}
         for future in as_completed(futures):
             yield futures[future], future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _told(path: Path, name: str) -> str:
-    """:func:`execute`, in a word; errors too, as not all of them can travel between processes."""
+def _outcome_of(path: Path, name: str) -> str:
+    """Call :func:`execute` and describe the outcome in a line; also for errors, as not all of them can be pickled."""
     try:
         import_inherited()
-        with contextlib.redirect_stderr(io.StringIO()):  # of several runs at once; log.txt of the run has it
+        with contextlib.redirect_stderr(io.StringIO()):  # mixed from several runs; each run's log.txt has its own
             record = execute(load_plan(path), name)
     except (Exception, KeyboardInterrupt) as error:
         return f"{FAILED}: {type(error).__name__}: {first_line(error)}"
@@ -123,14 +124,14 @@ def _told(path: Path, name: str) -> str:
 
 
 def execute(plan: Plan, name: str) -> Record:
-    """Train and measure one run in this process, as far as that is still to be done.
+    """Train and measure one run in this process, as far as it is not done yet.
 
     Returns:
-        The record, which is written beside the plan.
+        The record, which is also written beside the plan.
 
     Raises:
         BadInputError, RunStoppedError: as :func:`cpvt_det.runner.train.run`.
-        RunStoppedError: a run with a record was trained again, for what starts from it, and came out otherwise.
+        RunStoppedError: a run with a record was trained again for the runs that start from it, and its results differ.
     """
     torch.set_num_threads(1)
     run = plan.run(name)
@@ -138,10 +139,10 @@ def execute(plan: Plan, name: str) -> Record:
     if not is_trained(plan, run):
         trained = _train(plan, run)
         if record is not None and any(trained[figure] != record[figure] for figure in FIGURES):
-            shutil.rmtree(plan.output_of(name))  # nothing may start from it
+            shutil.rmtree(plan.output_of(name))  # no run may start from it
             raise RunStoppedError(
-                f"trained again it has AP {trained['AP']}, not {record['AP']} as its record says: other code or another machine; "
-                "what starts from it could not be compared with what did; remove its record and theirs to begin anew"
+                f"trained again, its AP is {trained['AP']}, but {record['AP']} in its record: the code or the machine has changed; "
+                "runs that start from it could not be compared with earlier ones; remove its record and theirs to start again"
             )
         record = trained
     record["measured"] = _measure(plan, run)
@@ -151,7 +152,7 @@ def execute(plan: Plan, name: str) -> Record:
 
 
 def _train(plan: Plan, run: Run) -> Record:
-    """Train, from the last checkpoint of an attempt at this very run or anew."""
+    """Train, from the last checkpoint of an earlier attempt at the same run if there is one."""
     cfg, fingerprint = plan.config_of(run), plan.fingerprint(run)
     output = Path(cfg.OUTPUT_DIR)
     attempt = output / ATTEMPT
@@ -180,7 +181,7 @@ def _train(plan: Plan, run: Run) -> Record:
         **{key: _or_none(results[f"{group}/{key}"]) for key in FIGURES},
         "iterations": max(metrics) + 1,
         "ms_per_step": round(1000 * float(np.median([line["time"] for line in metrics.values() if "time" in line])), 2),
-        "cpu_seconds": round(earlier["cpu_seconds"], 1),  # of all attempts, with evaluations
+        "cpu_seconds": round(earlier["cpu_seconds"], 1),  # over all attempts, with evaluations
         "curve": {iteration + 1: _or_none(line[main]) for iteration, line in metrics.items() if main in line},
     }
 
@@ -211,7 +212,7 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
         task = build_task(cfg)
         tests = task.load_tests()
         try:
-            with tempfile.TemporaryDirectory() as folder:  # of the detections, some MB
+            with tempfile.TemporaryDirectory() as folder:  # for the detections, some MB
                 found[name] = main_value(task, evaluate(task, trained.detector, tests, Path(folder)))
         except MapSizeError:
             found[name] = math.nan
@@ -219,5 +220,5 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
 
 
 def _or_none(value: float) -> float | None:
-    """JSON has no NaN, which is the AP of objects that there are none of."""
+    """The value, or ``None`` for NaN, which JSON does not have: the AP of a kind without objects is NaN."""
     return value if math.isfinite(value) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR's encoder attention by place: where a query looks because of where it is, whatever the images show."""
+"""DETR's encoder attention by position: where a query looks because of where it is, averaged over what the images show."""
 
 import math
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class PlacedAttention:
+class AttentionByPosition:
     """Attention of one encoder layer, the mean over images and heads.
 
     Attributes:
-        layer: its index.
-        weights: (H, W, H, W) float: of the query at a place, its keys' weights by their place.
+        layer: index of the layer.
+        weights: (H, W, H, W) float: row and column of the query, then row and column of the key.
     """
 
     layer: int
@@ -53,7 +53,7 @@ class PlacedAttention:
         return total / count
 
     def on_itself(self) -> float:
-        """The mean weight of a query's own place, in multiples of even attention."""
+        """The mean weight of a query's own cell, in multiples of even attention."""
         return self._flat().diagonal().mean().item() * math.prod(self.shape)
 
     def distance(self) -> float:
@@ -75,18 +75,18 @@ def _distances(shape: Size) -> Tensor:
 
 
 def dense_models(models: Sequence[NamedDetector]) -> list[NamedDetector]:
-    """Those whose encoder attends to all tokens, and has a layer to do so."""
+    """The models whose encoder has layers, and attends to all tokens."""
     return [model for model in models if isinstance(model.detector, DETR) and attention_layers(model.detector)["encoder"]]
 
 
 @torch.no_grad()
-def attention_by_place(detector: nn.Module, images: Sequence[Tensor], layer: int) -> PlacedAttention:
+def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int) -> AttentionByPosition:
     """Average the attention of an encoder layer.
 
     Args:
-        detector: a DETR in evaluation mode; it is the same afterwards.
-        images: each (3, h, w) uint8, of one size.
-        layer: its index; beyond the last it is the last.
+        detector: a DETR in evaluation mode; not changed.
+        images: (3, h, w) uint8 each, all of one size.
+        layer: index of the layer; one beyond the last means the last.
     """
     layers = attention_layers(detector)["encoder"]
     layer = min(layer, len(layers) - 1)
@@ -98,38 +98,40 @@ def attention_by_place(detector: nn.Module, images: Sequence[Tensor], layer: int
         total = total + attention_weights(layers[layer], *inputs["chosen"])[0].mean(0)
     stride = detector.backbone.strides[-1]
     shape = tuple(side // stride for side in batch.images.shape[2:])
-    return PlacedAttention(layer, (total / len(images)).view(*shape, *shape).cpu())
+    return AttentionByPosition(layer, (total / len(images)).view(*shape, *shape).cpu())
 
 
-def draw_places(models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path) -> list[tuple[str, PlacedAttention]]:
+def draw_attention_by_position(
+    models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path
+) -> list[tuple[str, AttentionByPosition]]:
     """Draw the attention of DETRs side by side, in the first layer that has seen the encodings of all of them.
 
     Args:
-        models: of :func:`dense_models`, at least one.
-        images: each (3, h, w) uint8, of one size.
-        path: the file.
+        models: result of :func:`dense_models`, at least one.
+        images: (3, h, w) uint8 each, all of one size.
+        path: path of the picture.
 
     Returns:
-        What was drawn, by name.
+        Names of the models and what was drawn of each.
     """
     layer = max((part.seen_by for model in models for part in added_by(model.detector, images[:1])[0]), default=0)
-    found = [(model.name, attention_by_place(model.detector, images, layer)) for model in models]
+    found = [(model.name, average_attention(model.detector, images, layer)) for model in models]
     height, width = found[0][1].shape
-    title = f"Encoder attention by place, mean over heads and {len(images)} images, in multiples of even attention"
+    title = f"Encoder attention by position, mean over heads and {len(images)} images, in multiples of even attention"
     figure, panels = new_grid(2, len(found), (3.4, 3.2), title)
     for (name, attention), (square, offset) in zip(found, panels.T, strict=True):
         cells = math.prod(attention.shape)
         pairs = attention.weights.reshape(cells, cells) * cells
         square.set_title(f"{name}\nlayer {attention.layer}, itself {attention.on_itself():.2f} x", fontsize=8)
-        some = pairs.flatten()[:: 1 + pairs.numel() // 10**6]  # torch takes quantiles of so many
-        low, high = torch.quantile(some, torch.tensor([0.001, 0.999])).tolist()  # single places would darken the rest
+        some = pairs.flatten()[:: 1 + pairs.numel() // 10**6]  # torch limits the number of values that it takes quantiles of
+        low, high = torch.quantile(some, torch.tensor([0.001, 0.999])).tolist()  # a few extreme pairs would darken the rest
         _with_scale(figure, square, square.imshow(pairs.numpy(), vmin=low, vmax=high, cmap="viridis", interpolation="antialiased"))
         y, x = height // 2, width // 2  # far offsets have few pairs
         near = attention.by_offset()[height - 1 - y : height + y, width - 1 - x : width + x] * cells
         extent = (-x - 0.5, x + 0.5, y + 0.5, -y - 0.5)
         _with_scale(figure, offset, offset.imshow(near.numpy(), extent=extent, cmap="viridis"))
         offset.set(xticks=[-x, 0, x], yticks=[-y, 0, y])
-    panels[0, 0].set_ylabel(f"query (row), key (column),\nof {height} x {width} places", fontsize=8)
+    panels[0, 0].set_ylabel(f"query (row), key (column),\nof {height} x {width} cells", fontsize=8)
     panels[1, 0].set_ylabel("by offset from query to key,\nthe query itself in the middle", fontsize=8)
     save_figure(figure, path)
     return found

@@ -26,29 +26,30 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Records]:
         paths: folders of runs, or files like their ``metrics.json``.
 
     Returns:
-        By the part of the path that tells them apart.
+        Metrics by name of the run: the part of its path that differs between the runs.
 
     Raises:
         DataError: a run that is given twice, or has no metrics.
     """
     files = [Path(path).expanduser() for path in paths]
     files = [file / "metrics.json" if file.is_dir() else file for file in files]
-    places = [(file.parent if file.name == "metrics.json" else file).resolve() for file in files]
-    for place in places:
-        if places.count(place) > 1:
-            raise DataError(f"the run {place} is given twice")
-    common = os.path.commonpath([place.parent for place in places])
-    return {os.path.relpath(place, common): read_metrics(file) for place, file in zip(places, files, strict=True)}
+    runs = [(file.parent if file.name == "metrics.json" else file).resolve() for file in files]
+    for run in runs:
+        if runs.count(run) > 1:
+            raise DataError(f"the run {run} is given twice; leave one out")
+    common = os.path.commonpath([run.parent for run in runs])
+    return {os.path.relpath(run, common): read_metrics(file) for run, file in zip(runs, files, strict=True)}
 
 
 def comparison_figure(runs: dict[str, Records]) -> "Figure":
-    """Total loss, faint as written and smoothed over a fiftieth of the run, and the main figure over the iterations.
+    """Total loss (faint: as logged; strong: smoothed over a fiftieth of the run) and main figure over the iterations.
 
-    A colour per run."""
+    One colour per run.
+    """
     figure, main = new_figure(13, 5), _main_figures(next(iter(runs.values())))[0]
     losses, precision = figure.subplots(1, 2)
-    for place, (name, records) in enumerate(runs.items()):
-        color = f"C{place % 10}"
+    for number, (name, records) in enumerate(runs.items()):
+        color = f"C{number % 10}"
         iterations, values = _series(records, "total_loss")
         losses.plot(iterations, values, color=color, alpha=0.25, linewidth=0.8)
         losses.plot(iterations, _smooth(values, max(1, len(values) // 50)), color=color, label=name)
@@ -64,7 +65,7 @@ def comparison_figure(runs: dict[str, Records]) -> "Figure":
 
 
 def comparison_table(runs: dict[str, Records]) -> str:
-    """A line for each run: its last loss, its best main figure (AP) and when that was, and its last two (AP and AP50)."""
+    """A row per run: its last loss, its best main figure (AP) and the iteration of that, its last two (AP and AP50)."""
     main, second = (name.rpartition("/")[2] for name in _main_figures(next(iter(runs.values()))))
     headers = ("run", "iterations", "last loss", f"best {main}", "at iteration", f"last {main}", f"last {second}")
     rows = [[name, *_figures_of(records)] for name, records in runs.items()]
@@ -75,7 +76,7 @@ def _figures_of(records: Records) -> list[str]:
     key, second = _main_figures(records)
     iterations, precision = _series(records, key)
     known = [(value, -iteration) for iteration, value in zip(iterations, precision, strict=True) if math.isfinite(value)]
-    best, when = max(known, default=(math.nan, 0))  # of equal ones the first
+    best, when = max(known, default=(math.nan, 0))  # the first of equal ones
     last = [_last(records, name) for name in ("total_loss", key, second)]
     return [
         str(max(records) + 1),
@@ -102,7 +103,7 @@ def _last(records: Records, key: str) -> float:
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and those before it, ``window`` together, less those that are not finite."""
+    """The mean of each value and those before it, ``window`` in all; values that are not finite are left out."""
     parts: Iterable[list[float]] = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     finite = ([value for value in part if math.isfinite(value)] for part in parts)
     return [sum(part) / len(part) if part else math.nan for part in finite]

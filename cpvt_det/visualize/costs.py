@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a detector costs by part: parameters, multiply-adds, activations.
 
-Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and booked to the innermost part
-whose module is running. So it does not matter by which of a processor's ways a product is made. What has a kernel for every
-device is counted from the shapes: deformable sampling, and attention, whose kernel for CPUs torch's formulas do not know in
-torch 2.9 and 2.14.
+Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and added to the innermost part
+whose module is running. So the count does not depend on which kernel of a processor computes a product. Operations with their own
+kernel per device are counted from the shapes: deformable sampling, and attention, whose CPU kernel has no formula in torch 2.9
+and 2.14.
 """
 
 import contextlib
@@ -33,20 +33,20 @@ PARTS = {
     "queries": ("query_embed", "queries"),
     "heads": ("class_embed", "bbox_embed"),
 }
-"""Part -> names of modules and parameters; of nested ones the longest decides."""
+"""Part -> names of modules and parameters; where they are nested, the longest name decides."""
 REST = "rest"
 SAMPLE_COST = 5
-"""Multiply-adds for a channel of a sample: bilinear interpolation and the weighted sum (arXiv 2010.04159, appendix A.1)."""
+"""Multiply-adds per channel of a sample: bilinear interpolation and the weighted sum (arXiv 2010.04159, appendix A.1)."""
 
 
 @dataclass
 class Costs:
-    """Of every part, by its name; parts without any are 0.
+    """Costs of every part, by its name; 0 for parts without any.
 
     Attributes:
-        parameters: numbers that are learned, or could be.
-        multiply_adds: of convolutions, matrix products and attention.
-        activations: numbers that these put out.
+        parameters: number of parameters, frozen ones included.
+        multiply_adds: number of multiply-adds in convolutions, matrix products and attention.
+        activations: number of values that these operations output.
     """
 
     parameters: dict[str, int]
@@ -55,14 +55,14 @@ class Costs:
 
 
 def find_parts(detector: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Parts of one's own choice, as :data:`PARTS`.
+    """Parts chosen by the user, in the form of :data:`PARTS`.
 
     Args:
-        detector: that has them.
-        names: as of :func:`cpvt_det.models.parts.in_part`: ``encoder``, ``encoder.layers.0``, ``backbone.body.layer1``.
+        detector: the detector that contains the parts.
+        names: names that :func:`cpvt_det.models.parts.in_part` takes: ``encoder``, ``encoder.layers.0``, ``backbone.body.layer1``.
 
     Raises:
-        UnknownNameError: a name of no module and no parameter.
+        UnknownNameError: a name that no module and no parameter has.
     """
     known = [name for name, _ in [*detector.named_modules(), *detector.named_parameters()] if name]
     for name in names:
@@ -76,13 +76,13 @@ def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts
     """Count one inference.
 
     Args:
-        detector: in evaluation mode; it is the same afterwards.
+        detector: a detector in evaluation mode; not changed.
         images: (B, 3, H, W) float, normalised.
         padding_mask: (B, H, W) bool, True = padded.
-        parts: names of modules and parameters, by what they are called.
+        parts: part -> names of its modules and parameters.
 
     Returns:
-        By part, ``"rest"`` for what is in none of them.
+        The costs by part; ``"rest"`` is what is in none of them.
     """
     costs = Costs(*(dict.fromkeys((*parts, REST), 0) for _ in range(3)))
     for name, parameter in detector.named_parameters():
@@ -100,13 +100,13 @@ def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts
 
 
 def part_of(name: str, parts: Mapping[str, Sequence[str]]) -> str:
-    """The part of a module or parameter, by its name in the detector."""
+    """The part that a module or parameter belongs to, by its name in the detector."""
     found = [(len(prefix), part) for part, prefixes in parts.items() for prefix in prefixes if in_part(name, prefix)]
     return max(found)[1] if found else REST
 
 
 class _Products(TorchDispatchMode):
-    """Books convolutions and matrix products as they are run."""
+    """Counts convolutions and matrix products as they run."""
 
     def __init__(self, book: Callable[[int, int], None]):
         super().__init__()
@@ -123,7 +123,7 @@ class _Products(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """Books attention from the shapes, whichever kernel it takes and whatever that one is made of."""
+    """Counts attention from the shapes, whichever kernel runs it and whatever operations that kernel consists of."""
 
     def __init__(self, products: _Products):
         super().__init__()
@@ -149,7 +149,7 @@ def _query_and_key(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tens
 
 @contextlib.contextmanager
 def _followed(detector: nn.Module, parts: Mapping[str, Sequence[str]], running: list[str]) -> Iterator[None]:
-    """Within the block, the last entry of ``running`` is the part at work."""
+    """Within the block, the last entry of ``running`` is the part that is running."""
     with contextlib.ExitStack() as hooks:
         for name, module in detector.named_modules():
             part = part_of(name, parts)
@@ -163,7 +163,7 @@ def _followed(detector: nn.Module, parts: Mapping[str, Sequence[str]], running: 
 def _sampling_counted(detector: nn.Module, book: Callable[[int, int], None]) -> Iterator[None]:
     def count(attention: DeformableAttention, args: tuple[Any, ...]) -> None:
         _, levels, points = attention.samples
-        outputs = args[0].numel()  # (B, Q, C): as many as the op puts out
+        outputs = args[0].numel()  # (B, Q, C), the shape of the op's output
         book(SAMPLE_COST * outputs * levels * points, outputs)
 
     with contextlib.ExitStack() as hooks:

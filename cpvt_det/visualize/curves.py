@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Records = dict[int, dict[str, float]]
-"""By iteration, the numbers of a run."""
+"""Iteration -> name -> number, of one run."""
 
 logger = logging.getLogger(__name__)
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, in inches of 100 pixels, without pyplot, which keeps global state.
+    """An empty figure, its sides in inches of 100 pixels. Made without pyplot, which keeps global state.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -35,10 +35,10 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Write a figure; its suffix chooses the format, and folders that are missing are made.
+    """Write a figure; the path's suffix chooses the format, and missing folders are created.
 
     Raises:
-        BadInputError: a suffix that is no format, or a path that cannot be written.
+        BadInputError: a suffix that is not a known format, or a path that cannot be written.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -51,20 +51,20 @@ def draw_curves(metrics_json: str | os.PathLike[str], output: str | os.PathLike[
     """Draw losses, learning rate and the main figures over the iterations of a run.
 
     Args:
-        metrics_json: what :func:`read_metrics` reads, with "total_loss", "loss_*", "lr" and :func:`main_figures`.
-        output: the picture; its suffix chooses the format, and folders that are missing are made.
+        metrics_json: path of a file that :func:`read_metrics` reads, with "total_loss", "loss_*", "lr" and :func:`main_figures`.
+        output: path of the picture; its suffix chooses the format, and missing folders are created.
 
     Raises:
         BadInputError: matplotlib is not installed.
-        DataError: no such file, or no line of it has an iteration.
+        DataError: a missing file, or one without an iteration in any line.
     """
     save_figure(curves_figure(read_metrics(metrics_json)), output)
 
 
 def curves_figure(records: Records) -> "Figure":
-    """The matplotlib figure of :func:`draw_curves`, of records as :func:`read_metrics` returns them.
+    """The matplotlib figure of :func:`draw_curves`, from records as :func:`read_metrics` returns them.
 
-    What was never measured has a note in its place.
+    A panel without any value has a note in its place.
 
     Raises:
         BadInputError: matplotlib is not installed.
@@ -88,15 +88,15 @@ def curves_figure(records: Records) -> "Figure":
 def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
     """Read a metrics file of detectron2's format, from a run that may have been stopped and resumed.
 
-    Where the iteration steps back a run was resumed, and what the abandoned one had written from there on is dropped;
-    lines of the same iteration are merged, the later value wins. Lines that are not whole, as a killed run leaves them,
-    are skipped with a warning. NaN and Infinity may stand bare; they and ``null`` are read as NaN.
+    Where the iteration number goes back, the run was resumed: earlier lines from that iteration on are dropped. Lines of the same
+    iteration are merged; the later value wins. Incomplete lines, which a killed run leaves, are skipped with a warning. Bare NaN
+    and Infinity are accepted; they and ``null`` are read as NaN.
 
     Returns:
-        by rising iteration, the numbers that were written.
+        The numbers in the file, by rising iteration.
 
     Raises:
-        DataError: no such file, or no line of it has an iteration.
+        DataError: a missing file, or one without an iteration in any line.
     """
     try:
         lines = Path(metrics_json).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -114,9 +114,9 @@ def read_metrics(metrics_json: str | os.PathLike[str]) -> Records:
             records = {earlier: values for earlier, values in records.items() if earlier < iteration}
         records.setdefault(iteration, {}).update(record)
     if not records:
-        raise DataError(f"no line of {os.fspath(metrics_json)!r} is a JSON object with an iteration")
+        raise DataError(f"no line of {os.fspath(metrics_json)!r} is a JSON object with an iteration; is it a run's metrics.json?")
     if skipped:
-        logger.warning("%s: skipped %d of %d lines, which are broken", metrics_json, skipped, len(lines))
+        logger.warning("%s: skipped %d of %d lines: they are incomplete or not JSON", metrics_json, skipped, len(lines))
     return records
 
 
@@ -146,7 +146,7 @@ def _parse_line(line: str) -> dict[str, float] | None:
 
 
 def _draw_lines(axes: "Axes", title: str, records: Records, keys: Iterable[str], marker: str | None = None) -> None:
-    """One line a key that has a finite value; the title counts the others, and a panel without lines says so."""
+    """One line per key that has a finite value; the title counts values that are not finite; an empty panel gets a note."""
     lost = 0
     for key in keys:
         points = [(iteration, record[key]) for iteration, record in records.items() if key in record]

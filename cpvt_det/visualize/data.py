@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a detector is fed: batches as the loaders give them, padding shown, boxes drawn."""
+"""The input of a detector: batches as the loaders return them, with the padding and the boxes drawn."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from cpvt_det.structures import Detections
 from cpvt_det.visualize.pictures import draw_panel, save_contact_sheet
 
 COLUMNS = 4
-STRIPE = 12  # pixels, of the padding
+STRIPE = 12  # width of the padding's stripes in pixels
 
 
 def draw_batches(
@@ -29,18 +29,18 @@ def draw_batches(
     """Draw the first images of a loader.
 
     Args:
-        batches: of samples, those to train on with ``targets``.
-        records: by image id, the boxes of samples without targets.
-        detector: that normalises and pads.
-        classes: what labels mean.
-        count: the most images to draw.
-        path: the file.
+        batches: batches of samples; training samples have ``targets``.
+        records: image id -> record with the boxes, for samples without targets.
+        detector: the detector, which normalises and pads the images.
+        classes: ids and names of the labels.
+        count: largest number of images to draw.
+        path: path of the picture.
 
     Returns:
-        How many were drawn.
+        The number of images drawn.
 
     Raises:
-        BadInputError: a place that cannot be written to.
+        BadInputError: a path that cannot be written to.
     """
     panels: list[Tensor] = []
     for number, samples in enumerate(batches):
@@ -61,7 +61,7 @@ def draw_batches(
 
 
 def _as_seen(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> Tensor:
-    """(B, 3, H, W) normalised -> uint8 as they were before, stripes for the padding."""
+    """(B, 3, H, W) normalised images -> uint8 pixels, with stripes for the padding."""
     pixels = (images * detector.pixel_std + detector.pixel_mean).round().clamp(0, 255).byte().cpu()
     rows, columns = (torch.arange(side) for side in images.shape[2:])
     stripes = torch.where((rows[:, None] + columns) // STRIPE % 2 == 0, 235, 205).byte()
@@ -69,7 +69,7 @@ def _as_seen(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> Tenso
 
 
 def _objects(sample: Sample, records: Mapping[int, ImageRecord]) -> Detections:
-    """The objects of a sample, in pixels of the image that is fed."""
+    """The objects of a sample, in pixels of the detector's input."""
     height, width = sample["image"].shape[1:]
     if "targets" in sample:
         labels = sample["targets"].labels

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARGIN = 0.06  # white around an image, in its sides, for what lies outside of it
+MARGIN = 0.06  # white border around an image, as a share of its sides, for points outside the image
 
 
 def new_grid(rows: int, columns: int, panel: tuple[float, float], title: str) -> "tuple[Figure, np.ndarray]":
     """A figure with rows and columns of empty panels.
 
     Args:
-        rows, columns: at least one of each.
-        panel: width and height of one, in inches of 100 pixels.
-        title: above all of them.
+        rows, columns: number of rows and columns, at least 1.
+        panel: (width, height) of a panel in inches of 100 pixels.
+        title: text above all panels.
 
     Returns:
         The figure, and (rows, columns) axes without ticks.
@@ -39,12 +39,12 @@ def new_grid(rows: int, columns: int, panel: tuple[float, float], title: str) ->
 
 
 def show_faded(axes: "Axes", image: Tensor, size: Size) -> None:
-    """An image in grey, a little faded, for something to be drawn on.
+    """Show an image in faded grey, as a background to draw on.
 
     Args:
-        axes: to draw in; its units become pixels of the original image.
-        image: (3, h, w) uint8, the original resized.
-        size: (h, w) of the original.
+        axes: panel to draw in; its units become pixels of the original image.
+        image: (3, h, w) uint8, the resized image.
+        size: (h, w) of the original image.
     """
     height, width = size
     grey = image.float().mean(0).cpu().numpy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One image through a detector, with all that its attention layers were called with."""
+"""The forward pass of one image, with the inputs of all attention layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ from cpvt_det.structures import Size
 from cpvt_det.visualize.recording import record_inputs
 
 Point = tuple[float, float]
-LEAST_SCORE = 0.05  # of a detection that is looked at, but for the best
+LEAST_SCORE = 0.05  # lowest score of a recorded detection; the best one is always recorded
 
 
 @dataclass
-class Subject:
-    """What looks: a token of the encoder, or a query of the decoder.
+class AttendedQuery:
+    """A token of the encoder or a query of the decoder whose attention is drawn.
 
     Attributes:
-        name: in words.
-        index: of the token or query.
-        point: where the token lies, in pixels of the original image.
-        box: what the query found, xyxy in pixels of the original image.
+        name: label shown in the picture.
+        index: index of the token or query.
+        point: (x, y) of the token, in pixels of the original image; ``None`` for a decoder query.
+        box: the query's predicted box, xyxy in pixels of the original image; ``None`` for a token.
     """
 
     name: str
@@ -38,16 +38,16 @@ class Subject:
 
 
 @dataclass
-class Observation:
-    """What was seen.
+class ForwardRecord:
+    """One image's forward pass.
 
     Attributes:
-        detector: that looked.
+        detector: the detector that was run.
         image: (3, h, w) uint8, resized for the detector.
         original_size: (h, w) of the image on disk.
         canvas: (H, W) of the padded image.
-        layers: for "encoder" and "decoder", the attention layers to the image's tokens.
-        inputs: of these layers, by part and number, as in ("encoder", 0).
+        layers: the layers that attend to the image's tokens, by "encoder" and "decoder".
+        inputs: arguments of these layers, by part and number, as in ("encoder", 0).
         found: the best queries, best first.
     """
 
@@ -57,21 +57,21 @@ class Observation:
     canvas: Size
     layers: dict[str, list[nn.Module]]
     inputs: dict[tuple[str, int], tuple[Any, ...]]
-    found: list[Subject]
+    found: list[AttendedQuery]
 
     @property
     def is_dense(self) -> bool:
-        """Whether attention looks at all tokens, not at samples."""
+        """Whether queries attend to all tokens, not to sampling points."""
         return isinstance(self.detector, DETR)
 
     @property
     def strides(self) -> list[int]:
-        """Pixels of the resized image a token, over levels."""
+        """The stride of each level: pixels of the resized image per token."""
         return self.detector.strides
 
     @property
     def scale(self) -> Point:
-        """x and y: pixels of the original image for one of the resized."""
+        """(x, y): pixels of the original image per pixel of the resized one."""
         (height, width), (h, w) = self.original_size, self.image.shape[1:]
         return width / w, height / h
 
@@ -81,7 +81,7 @@ class Observation:
 
 
 def attention_layers(detector: nn.Module) -> dict[str, list[nn.Module]]:
-    """The attention layers to the image's tokens, of "encoder" and of "decoder"."""
+    """The layers that attend to the image's tokens, by "encoder" and "decoder"."""
     transformer = detector.transformer
     cross = "multihead_attn" if isinstance(detector, DETR) else "cross_attn"
     return {
@@ -91,18 +91,18 @@ def attention_layers(detector: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 @torch.no_grad()
-def observe(
+def record_forward(
     detector: nn.Module, image: Tensor, original_size: Size, classification: Classification, classes: Classes, count: int
-) -> Observation:
-    """Detect in one image.
+) -> ForwardRecord:
+    """Detect objects in one image, and record the inputs of the attention layers.
 
     Args:
-        detector: in evaluation mode; it is the same afterwards.
+        detector: a detector in evaluation mode; not changed.
         image: (3, h, w) uint8, resized for the detector.
         original_size: (h, w) of the image on disk.
-        classification: what the detector was trained with.
-        classes: what its labels mean.
-        count: the most queries to keep, the best ones.
+        classification: the classification that the detector was trained with.
+        classes: ids and names of its labels.
+        count: largest number of queries to keep, best first.
     """
     layers = attention_layers(detector)
     batch = detector.preprocess([image])
@@ -110,42 +110,42 @@ def observe(
         predictions = detector(batch.images, batch.padding_mask)
     height, width = original_size
     boxes = cxcywh_to_xyxy(predictions.boxes[-1][0]).clamp(0, 1) * predictions.boxes.new_tensor([width, height, width, height])
-    found: dict[int, Subject] = {}
+    found: dict[int, AttendedQuery] = {}
     decoded = classification.decode(predictions.logits[-1], predictions.logits[-1][0].numel())
     for score, label, query in zip(*(part[0].tolist() for part in decoded), strict=True):
-        if not found or (score >= LEAST_SCORE and query not in found):  # by sigmoids a query may be several classes
-            found[query] = Subject(f"{classes.names[label]} {score:.2f}", query, box=tuple(boxes[query].tolist()))
+        if not found or (score >= LEAST_SCORE and query not in found):  # with sigmoids a query may have several classes
+            found[query] = AttendedQuery(f"{classes.names[label]} {score:.2f}", query, box=tuple(boxes[query].tolist()))
     canvas = tuple(batch.images.shape[2:])
-    return Observation(detector, image, original_size, canvas, layers, inputs, list(found.values())[:count])
+    return ForwardRecord(detector, image, original_size, canvas, layers, inputs, list(found.values())[:count])
 
 
-def tokens_at(observation: Observation, points: Sequence[Point], level: int) -> list[Subject]:
-    """The tokens of a level that lie at points.
+def tokens_at(record: ForwardRecord, points: Sequence[Point], level: int) -> list[AttendedQuery]:
+    """The tokens of a level at given points.
 
     Args:
-        observation: of the image.
-        points: xy in pixels of the original image.
-        level: 0 is the finest.
+        record: record of the image's forward pass.
+        points: (x, y) in pixels of the original image.
+        level: index of the level; 0 is the finest.
 
     Raises:
         BadInputError: a point outside the image, or a level that the detector does not have.
     """
-    height, width = observation.original_size
-    levels = len(observation.strides)
+    height, width = record.original_size
+    levels = len(record.strides)
     if not 0 <= level < levels:
         known = "one level, 0" if levels == 1 else f"levels 0 to {levels - 1}"
-        raise BadInputError(f"--level {level}: this {type(observation.detector).__name__} has {known}")
-    starts = [rows * columns for rows, columns in map(observation.shape_of, range(level))]
-    stride, columns = observation.strides[level], observation.shape_of(level)[1]
-    subjects = []
+        raise BadInputError(f"--level {level}: this {type(record.detector).__name__} has {known}")
+    starts = [rows * columns for rows, columns in map(record.shape_of, range(level))]
+    stride, columns = record.strides[level], record.shape_of(level)[1]
+    attended = []
     for x, y in points:
         if not (0 <= x < width and 0 <= y < height):
-            raise BadInputError(f"--points {x:g},{y:g} is outside the image: x is below {width} and y below {height} pixels")
-        column, row = (int(place / scale // stride) for place, scale in zip((x, y), observation.scale, strict=True))
-        subjects.append(Subject(f"at {x:.0f}, {y:.0f}", sum(starts) + row * columns + column, point=(x, y)))
-    return subjects
+            raise BadInputError(f"--points {x:g},{y:g} is outside the image: x must be below {width} and y below {height} pixels")
+        column, row = (int(position / scale // stride) for position, scale in zip((x, y), record.scale, strict=True))
+        attended.append(AttendedQuery(f"at {x:.0f}, {y:.0f}", sum(starts) + row * columns + column, point=(x, y)))
+    return attended
 
 
-def centers_of(subjects: Sequence[Subject]) -> list[Point]:
-    """The centres of boxes, xy."""
-    return [((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in (subject.box for subject in subjects)]
+def centers_of(attended: Sequence[AttendedQuery]) -> list[Point]:
+    """The centres (x, y) of the queries' boxes."""
+    return [((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in (query.box for query in attended)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of one size to average over: read, or drawn as the shapes data set is."""
+"""Images of one size to average over: read from files, or drawn like the shapes data set."""
 
 from pathlib import Path
 
@@ -21,15 +21,15 @@ def images_of_size(source: str, output: Path, size: Size) -> list[Tensor]:
     """Images stretched to a size.
 
     Args:
-        source: a file, folder or glob, of which the first 16 images by name are read; empty: four are drawn.
+        source: file, folder or glob, of which the first 16 images by name are read; if empty, four images are drawn.
         output: a folder below which nothing is read.
-        size: (h, w).
+        size: (h, w) of the result.
 
     Returns:
-        Each (3, h, w) uint8.
+        Images, (3, h, w) uint8 each.
 
     Raises:
-        DataError: no image there, or one that cannot be read.
+        DataError: a source without images, or an image that cannot be read.
     """
     if source:
         found = [read_image(str(path)) for path in find_files(source, output)[:MOST_READ]]

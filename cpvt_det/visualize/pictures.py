@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures to judge a detector by: detections, alone or beside the ground truth.
+"""Pictures of detections, alone or beside the ground truth.
 
 On the road of one image: after ``postprocess.py``, beside ``evaluation/coco.py``.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cpvt_det.structures import Detections
 
-MIN_SIDE = 384  # pixels: images whose short side is below are enlarged, so that labels fit in them
-MAX_SIDE = 2048  # pixels: what the long side may be enlarged to
+MIN_SIDE = 384  # pixels: images with a smaller short side are enlarged, so that labels fit in them
+MAX_SIDE = 2048  # pixels: limit of the long side of an enlarged image
 GAP = 8  # white pixels between pictures
 
 Color = tuple[int, int, int]
@@ -26,20 +26,20 @@ Corners = tuple[int, int, int, int]
 
 
 def class_color(label: int) -> Color:
-    """The colour of a class, the same in every picture; neighbouring classes are a golden angle apart."""
+    """The colour of a class, the same in every picture; the hues of neighbouring classes differ by the golden angle."""
     hue = (0.02 + label * 0.61803398875) % 1
     red, green, blue = colorsys.hsv_to_rgb(hue, (0.95, 0.6)[label // 8 % 2], (1.0, 0.75)[label // 4 % 2])
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def draw_panel(image: Tensor, objects: Detections, class_names: Sequence[str], title: str) -> Tensor:
-    """One image with the names of its objects, under a title; :func:`draw_comparison` says how it is enlarged.
+    """One image with the names of its objects, under a title; enlarged as in :func:`draw_comparison`.
 
     Args:
         image: (3, H, W) uint8, RGB.
         objects: boxes in pixels of ``image``; their scores are not written.
         class_names: the name of each class.
-        title: of the image.
+        title: text above the image.
 
     Returns:
         (3, H', W') uint8.
@@ -62,10 +62,10 @@ def draw_comparison(
     Args:
         image: (3, H, W) uint8, RGB. It is enlarged by the whole number that makes its short side at least 384,
             or less where the long side would exceed 2048.
-        truth: what is right, with any scores; without it there is one panel only.
+        truth: ground truth, whose scores are ignored; ``None`` for a single panel.
         detections: boxes in pixels of ``image``.
         class_names: the name of each class.
-        score_threshold: detections below it are left out.
+        score_threshold: lowest score of the drawn detections.
 
     Returns:
         (3, H', W') uint8, the panels on white, each under its title.
@@ -95,7 +95,7 @@ def draw_objects(
         objects: boxes in pixels of ``image``.
         class_names: the name of each class.
         scored: write scores beside the names.
-        what: what errors call it.
+        what: name of the picture in error messages.
 
     Raises:
         TypeError, ValueError: as :func:`draw_comparison`.
@@ -128,12 +128,12 @@ def save_contact_sheet(panels: Sequence[Tensor], path: str | os.PathLike[str], c
     """Write pictures of any sizes, row by row on white, as one PNG.
 
     Args:
-        panels: each (3, h, w) uint8.
-        path: the file; folders that are missing are made.
-        columns: pictures in a row.
+        panels: pictures, (3, h, w) uint8 each.
+        path: path of the PNG; missing folders are created.
+        columns: number of pictures per row.
 
     Raises:
-        ValueError: no pictures or no columns.
+        ValueError: no pictures, or fewer than one column.
     """
     if not panels or columns < 1:
         raise ValueError(f"expected at least one picture and one column, got {len(panels)} and {columns}")
@@ -147,7 +147,7 @@ def _draw_panel(image: Tensor, objects: Detections, names: Sequence[str], title:
 
 
 def _pixels(low: float, high: float, scale: int, side: int) -> tuple[int, int]:
-    """First and last pixel of an interval in an enlarged image with ``side`` pixels, inside of it and at least one."""
+    """First and last pixel of an interval in an enlarged image of ``side`` pixels; inside the image, and at least one pixel."""
     first = min(max(math.floor(low * scale), 0), side - 1)
     return first, min(max(math.ceil(high * scale) - 1, first), side - 1)
 
@@ -166,15 +166,15 @@ def _draw_label(
     size: tuple[int, int],
     taken: list[Corners],
 ) -> None:
-    """Write on a ground of the box's colour, where no label is yet if there is such a place near the box."""
+    """Write a label on the box's colour, at a corner of the box where it covers no other label, if there is one."""
     left, top, right, bottom = (round(value) for value in draw.textbbox((0, 0), text, font=font))
     width, height = right - left + 6, bottom - top + 6
-    places = []
+    candidates = []
     for y in (box[1] - height, box[1], box[3] - height + 1, box[3] + 1):
         for x in (box[0], box[2] - width + 1):
             x, y = max(0, min(x, size[0] - width)), max(0, min(y, size[1] - height))
-            places.append((x, y, x + width - 1, y + height - 1))
-    place = next((place for place in places if not any(_overlap(place, other) for other in taken)), places[0])
+            candidates.append((x, y, x + width - 1, y + height - 1))
+    place = next((one for one in candidates if not any(_overlap(one, other) for other in taken)), candidates[0])
     taken.append(place)
     bright = 0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2] > 128
     draw.rectangle(place, fill=color)

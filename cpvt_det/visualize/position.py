@@ -17,13 +17,13 @@ from cpvt_det.visualize.curves import save_figure
 from cpvt_det.visualize.figures import new_grid
 from cpvt_det.visualize.recording import Added, record_added
 
-GROUPS = 8  # of neighbouring channels
+GROUPS = 8  # number of groups of neighbouring channels
 DIVERGING = "RdBu_r"
 
 
 @dataclass
 class NamedDetector:
-    """A detector in evaluation mode, and what pictures call it."""
+    """A detector in evaluation mode, and its name in pictures."""
 
     name: str
     detector: nn.Module
@@ -31,15 +31,15 @@ class NamedDetector:
 
 @torch.no_grad()
 def added_by(detector: nn.Module, images: Sequence[Tensor], beside: Tensor | None = None) -> tuple[list[Added], Tensor]:
-    """What the encoding adds to images of one size, the mean over them.
+    """What the encoding adds to the features of images of one size, the mean over the images.
 
     Args:
-        detector: in evaluation mode; it is the same afterwards.
-        images: each (3, h, w) uint8.
+        detector: a detector in evaluation mode; not changed.
+        images: (3, h, w) uint8 each.
         beside: (3, h', w') uint8, a larger image in the same batch, so that the others are padded.
 
     Returns:
-        One for each place where something is added, its maps (1, C, H_l, W_l); and the padding mask (1, H, W) of the images.
+        One entry per place where something is added, with maps (1, C, H_l, W_l); and the padding mask (1, H, W) of the images.
     """
     batch = detector.preprocess([*images, *([] if beside is None else [beside])])
     with record_added(detector.position) as added:
@@ -49,12 +49,12 @@ def added_by(detector: nn.Module, images: Sequence[Tensor], beside: Tensor | Non
 
 
 def draw_added(models: Sequence[NamedDetector], images: Sequence[Tensor], path: Path) -> Path:
-    """Draw what encodings add, of the finest level: a row for images alone and one for the same images padded.
+    """Draw what encodings add to the finest level: a row for images alone, and a row for the same images padded.
 
     Args:
         models: detectors to compare.
-        images: each (3, h, w) uint8, of one size.
-        path: the file.
+        images: (3, h, w) uint8 each, all of one size.
+        path: path of the picture.
     """
     height, width = images[0].shape[1:]
     beside = torch.zeros(3, -(-height * 4 // 3), -(-width * 4 // 3), dtype=torch.uint8)
@@ -84,7 +84,7 @@ def draw_added(models: Sequence[NamedDetector], images: Sequence[Tensor], path: 
 
 
 def _groups(maps: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
-    """(1, C, H, W) -> the mean of every group (H, W), by its channels, NaN under the padding."""
+    """(1, C, H, W) -> channels of a group -> their mean, (H, W), NaN under the padding."""
     padded = level_padding_mask(mask, mask.shape[1] // maps.shape[2])[0]
     count = min(GROUPS, maps.shape[1])
     borders = itertools.pairwise(round(number * maps.shape[1] / count) for number in range(count + 1))
@@ -92,11 +92,11 @@ def _groups(maps: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
 
 
 def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
-    """Draw the kernels of every PEG, one a channel, and their mean; ``None`` where no detector has one.
+    """Draw the kernels of every PEG, one per channel, and their mean; ``None`` if no detector has a PEG.
 
     Args:
         models: detectors to compare.
-        path: the file.
+        path: path of the picture.
     """
     pegs = [
         (f"{model.name}\n{_place(name)}", module)
@@ -106,7 +106,7 @@ def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
     ]
     if not pegs:
         return None
-    title = "Kernels of PEG before its norm, one a channel in rows; right: their mean"
+    title = "Kernels of PEG before its norm, one per channel, in rows; right: their mean"
     figure, panels = new_grid(len(pegs), 2, (4.2, 4.0), title)
     for (name, peg), (mosaic, mean) in zip(pegs, panels, strict=True):
         kernels = peg.depthwise.weight.detach()[:, 0].float().cpu()
@@ -126,7 +126,7 @@ def draw_kernels(models: Sequence[NamedDetector], path: Path) -> Path | None:
 
 
 def _place(name: str) -> str:
-    """``pegs.0.1`` in words; a number more counts a stack, one less is of an encoding that queries and keys get."""
+    """``pegs.0.1`` in words; a third number is an index in a stack; a single one belongs to an encoding of queries and keys."""
     _, *layer, level = name.split(".")[:3]
     stacked = "".join(f", number {place}" for place in name.split(".")[3:])
     where = {"": "to queries and keys", "before": "before the first layer"}.get("".join(layer), f"after layer {''.join(layer)}")
@@ -134,7 +134,7 @@ def _place(name: str) -> str:
 
 
 def _mosaic(kernels: Tensor) -> np.ndarray:
-    """(C, k, k) -> nearly square, a cell of NaN between kernels."""
+    """(C, k, k) -> a nearly square mosaic, with one cell of NaN between kernels."""
     count, side = len(kernels), kernels.shape[-1]
     columns = math.ceil(math.sqrt(count))
     rows = -(-count // columns)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes inside a detector, noted from outside: the layers know nothing of it, and compute what they always do.
+"""Recording what happens inside a detector, by hooks: the layers contain no code for it, and their results do not change.
 
-Attention layers keep no weights, since fused kernels make none; here they are computed again from the layers' inputs.
+Attention layers keep no attention weights, as fused kernels do not produce them; here they are computed from the layers' inputs.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from cpvt_det.structures import Levels, Size
 
 @contextlib.contextmanager
 def record_inputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Within the block, note what modules are called with.
+    """Within the block, record the arguments that modules are called with.
 
     Args:
-        modules: by a name.
+        modules: name -> module.
 
     Yields:
-        The positional arguments of each module's last call, by its name; empty before.
+        Name -> positional arguments of the module's last call; no entry before its first call.
     """
     inputs: dict[str, tuple[Any, ...]] = {}
 
@@ -42,13 +42,13 @@ def record_inputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[
 def attention_weights(
     attention: Attention, queries: Tensor, keys: Tensor, values: Tensor | None = None, padding_mask: Tensor | None = None
 ) -> Tensor:
-    """The weights that an attention layer gives its keys, from what it is called with.
+    """The attention weights of a layer, computed from its inputs.
 
     Args:
         attention: the layer.
-        queries: (B, Q, C) float, all of them or a choice.
+        queries: (B, Q, C) float, all queries or some of them.
         keys: (B, N, C) float.
-        values: not needed.
+        values: unused, so that the layer's arguments can be passed on.
         padding_mask: (B, N) bool, True = padded.
 
     Returns:
@@ -68,7 +68,7 @@ def attention_weights(
 
 @dataclass
 class Samples:
-    """What queries of deformable attention look at.
+    """The sampling points of queries in deformable attention.
 
     Attributes:
         locations: (B, Q, M, L, P, 2) float, xy in [0, 1] of the padded map; beyond it zeros are read.
@@ -80,13 +80,13 @@ class Samples:
 
 
 def sampling_points(attention: DeformableAttention, queries: Tensor, reference_points: Tensor, levels: Levels) -> Samples:
-    """Where a deformable attention layer looks, from what it is called with.
+    """The sampling points of a deformable attention layer, computed from its inputs.
 
     Args:
         attention: the layer.
-        queries: (B, Q, C) float, all of them or a choice.
+        queries: (B, Q, C) float, all queries or some of them.
         reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map.
-        levels: of the tokens.
+        levels: layout of the tokens.
 
     Source: arXiv 2010.04159, equation 3 and section A.4 (offsets from boxes).
     """
@@ -105,8 +105,9 @@ class Added:
     """What a position encoding adds at one place.
 
     Attributes:
-        layer: after which encoder layer, -1 for before the first; ``None`` for what is added to queries and keys of all of them.
-        maps: over levels, (B, C, H_l, W_l) float.
+        layer: index of the encoder layer before this place, -1 for before the first; ``None``: added to queries and keys of every
+            layer.
+        maps: (B, C, H_l, W_l) float per level.
     """
 
     layer: int | None
@@ -127,10 +128,10 @@ class Added:
 
 @contextlib.contextmanager
 def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
-    """Within the block, note what an encoding adds, be it to queries and keys or to the tokens.
+    """Within the block, record what an encoding adds, to queries and keys or to the tokens.
 
     Yields:
-        One for each place, in the order of the calls.
+        One entry per place, in the order of the calls.
     """
     added: list[Added] = []
 
@@ -145,7 +146,7 @@ def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
         return out
 
     with position.register_forward_hook(note_additive):
-        position.inject = inject  # on this object alone: the encoder asks it for its method
+        position.inject = inject  # on this object alone: the encoder calls its method
         try:
             yield added
         finally:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BACKGROUND = "background"
 COUNTED_CLASSES = 20
-"""Up to this number, a confusion matrix has its counts written in its cells."""
+"""Largest number of classes for which the counts are written into the cells of the confusion matrix."""
 
 
 def write_report(
@@ -39,15 +39,15 @@ def write_report(
     threshold: float,
     num_worst: int,
 ) -> None:
-    """Write ``report.md`` and what it shows.
+    """Write ``report.md`` and the files that it shows.
 
     Args:
-        dataset: with the ground truth.
-        results: the detections, in COCO's results format.
-        figures: of :meth:`cpvt_det.evaluation.coco.CocoEvaluator.evaluate`.
-        folder: is made where it is missing.
-        threshold: the lowest score that the confusion matrix and the worst images count.
-        num_worst: how many images are drawn.
+        dataset: data set with the ground truth.
+        results: detections in COCO's results format.
+        figures: result of :meth:`cpvt_det.evaluation.coco.CocoEvaluator.evaluate`.
+        folder: folder to write to; created if missing.
+        threshold: lowest score of the detections that the confusion matrix and the worst images count.
+        num_worst: number of worst images to draw.
 
     Raises:
         BadInputError: matplotlib is not installed, or a file cannot be written.
@@ -67,7 +67,7 @@ def write_report(
 
 
 def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "Figure":
-    """Precision over recall, a panel a class; a dot marks the threshold of the highest F1."""
+    """Precision over recall, one panel per class; a dot marks the threshold of the highest F1."""
     columns = min(len(curves), max(4, math.ceil(math.sqrt(len(curves)))))
     rows = math.ceil(len(curves) / columns)
     figure = new_figure(3 * columns, 3 * rows)
@@ -91,7 +91,7 @@ def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "F
 
 
 def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
-    """The matrix of :func:`cpvt_det.evaluation.confusion.confusion_matrix`, each row's shares as shades."""
+    """The matrix of :func:`cpvt_det.evaluation.confusion.confusion_matrix`; the shade of a cell is its share of the row."""
     labels = [*map(_plain, names), BACKGROUND]
     counted = len(names) <= COUNTED_CLASSES
     side = min(max(5.0, (0.6 if counted else 0.2) * len(labels)), 40.0)
@@ -102,7 +102,7 @@ def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
     ticks, size = range(len(labels)), 9 if counted else 7
     axes.set_xticks(ticks, labels, rotation=90, fontsize=size)
     axes.set_yticks(ticks, labels, fontsize=size)
-    axes.set(xlabel="detected as", ylabel="is", title="objects; shades: share of the row")
+    axes.set(xlabel="detected as", ylabel="true class", title="objects; shade: share of the row")
     if counted:
         for (row, column), count in np.ndenumerate(matrix):
             color = "white" if shares[row, column] > 0.5 else "black"
@@ -111,7 +111,7 @@ def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
 
 
 def _plain(name: str) -> str:
-    return name.replace("$", r"\$")  # else mathematics to matplotlib
+    return name.replace("$", r"\$")  # matplotlib would read it as a formula
 
 
 def _percent(share: float) -> str:
@@ -122,14 +122,14 @@ def _write_matrix(matrix: np.ndarray, names: Sequence[str], path: Path) -> None:
     labels = [*names, BACKGROUND]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["is \\ detected as", *labels])
+        writer.writerow(["true class \\ detected as", *labels])
         writer.writerows([label, *counts] for label, counts in zip(labels, matrix.tolist(), strict=True))
 
 
 def _draw_worst(
     dataset: CocoDataset, images: Sequence[ScoredImage], worst: Sequence[Mistakes], folder: Path, threshold: float
 ) -> list[str]:
-    """One picture for each image, ground truth beside detections; their names below the folder."""
+    """Draw one picture per image, ground truth beside detections; return their names relative to the folder."""
     records = {record.image_id: record for record in dataset.records}
     scored = {image.image_id: image for image in images}
     for old in (folder / "worst").glob("*.png"):
@@ -145,7 +145,7 @@ def _draw_worst(
 
 
 def truth_of(record: ImageRecord) -> Detections:
-    """The objects of a record, to be drawn beside detections."""
+    """The objects of a record, in the form of detections, for drawing."""
     boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
     return Detections(boxes, torch.ones(len(labels)), labels)
 
@@ -159,7 +159,7 @@ def _detections(image: ScoredImage) -> Detections:
 def _content(
     dataset: CocoDataset, curves: Sequence[Curve], matrix: np.ndarray, worst: Sequence[Mistakes], threshold: float
 ) -> dict[str, Any]:
-    """What ``report.json`` holds."""
+    """The content of ``report.json``."""
     classes = [
         {
             "id": class_id,
@@ -190,9 +190,9 @@ def _point(best: OperatingPoint | None) -> dict[str, float] | None:
 
 
 def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves: Sequence[Curve], drawn: Sequence[str]) -> str:
-    """``report.md``."""
+    """The text of ``report.md``."""
     threshold, best = content["score_threshold"], content["best_for_all"]
-    together = f"{best['threshold']:.3f} (F1 {best['F1']:.3f})" if best else "none, nothing is right"
+    together = f"{best['threshold']:.3f} (F1 {best['F1']:.3f})" if best else "none, no detection is right"
     worst = [
         f"### {Path(one['file_name']).name} (id {one['image_id']}): {one['missed']} missed, {one['false']} false\n\n![]({name})"
         for one, name in zip(content["worst"], drawn, strict=True)
@@ -203,15 +203,17 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
         "## Average precision",
         format_table(figures),
         "## Thresholds",
-        f"The score threshold of the highest F1 at IoU {IOU}, and what it gives. For all classes together: {together}.",
+        f"Per class, the score threshold of the highest F1 at IoU {IOU}, and its precision and recall. "
+        f"For all classes together: {together}.",
         _thresholds(content["classes"]),
         "![Precision and recall](precision_recall.png)",
         "## Confusion",
         f"Detections with a score of at least {threshold:g} (`TEST.PICTURE_THRESHOLD`), matched at IoU {IOU} whatever their class. "
-        "Rows are the truth; the last column is missed objects, the last row detections on nothing. Counts: confusion.csv.",
+        "Rows are the true classes; the last column counts missed objects, the last row detections on no object. "
+        "Counts: confusion.csv.",
         "![Confusion matrix](confusion.png)",
         "## Worst images",
-        f"Those with most objects missed and false detections together, class by class, at a score of {threshold:g}.",
+        f"Images with most missed objects and false detections, matched per class, at a score of at least {threshold:g}.",
         *(worst or ["No image has a mistake."]),
     ]
     return "\n\n".join(parts) + "\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an inference takes, and how much memory."""
+"""Time and memory of an inference."""
 
 import gc
 import statistics
@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.memory import forget_peak, give_back, peak, resident
+from cpvt_det.memory import peak, reset_peak, resident, trim_heap
 
-MIN_SECONDS = 1.0  # of measuring
+MIN_SECONDS = 1.0  # shortest time of measuring
 MIN_CALLS = 3
 
 
 def measure(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> tuple[float, int]:
-    """Time and memory of one inference, after a first one.
+    """Time and memory of one inference, after a first one to warm up.
 
     Args:
-        detector: in evaluation mode.
+        detector: a detector in evaluation mode.
         images: (B, 3, H, W) float, normalised.
         padding_mask: (B, H, W) bool, True = padded.
 
     Returns:
-        Seconds, the median; and the bytes that it takes at its peak, above what was there before: of the GPU, or of the process.
+        The median time in seconds; and the peak memory in bytes, of the GPU or of the process, less the memory in use before.
     """
 
     @torch.no_grad()
@@ -55,8 +55,8 @@ def _peak_on_gpu(call: Callable[[], Any]) -> int:
 
 def _peak_of_process(call: Callable[[], Any]) -> int:
     gc.collect()
-    give_back()
-    forget_peak()
+    trim_heap()
+    reset_peak()
     before = resident()
     call()
     return max(0, peak() - before)

@@ -560,7 +560,7 @@ def test_the_command_says_what_it_cannot_do(tmp_path):
     torch.save(detector().state_dict(), tmp_path / "ours.pth")
     torch.save(to_facebook(detector().state_dict()), tmp_path / "theirs.pth")
     cases = {
-        ("ours.pth", "out.pth"): "is no checkpoint of cpvt_det",
+        ("ours.pth", "out.pth"): "is not a cpvt_det checkpoint",
         ("absent.pth", "out.pth"): "no weights file",
         ("theirs.pth", "no/folder/out.pth"): "cannot write",
         ("theirs.pth", "out.pth", "--source", "hf_detr"): r"theirs\.pth: not the names of hf_detr",

@@ -83,7 +83,7 @@ def test_boxes_outside_or_without_area_are_left_out_and_others_clipped_in_both(d
     truth = [a for a in dataset.ground_truth["annotations"] if a["image_id"] == 30]
     assert [(a["bbox"], a["area"], a["iscrowd"]) for a in truth] == [([80, 0, 10, 16], 160, 0)]
     assert not any(0 in a["bbox"][2:] for a in dataset.ground_truth["annotations"])
-    assert dataset.findings.counts() == {WITHOUT_AREA: 1, CLIPPED: 1, OUTSIDE: 1}
+    assert dataset.issues.counts() == {WITHOUT_AREA: 1, CLIPPED: 1, OUTSIDE: 1}
 
 
 def test_faults_are_told_in_one_line(drawn_coco):
@@ -101,13 +101,13 @@ def test_box_without_a_pixel_in_the_image_is_left_out_of_both(tmp_path, box):
     dataset = load_changed(tmp_path, lambda content: content["annotations"][0].update(bbox=box))
     assert boxes_of(dataset, 1) == {}
     assert dataset.ground_truth["annotations"] == []
-    assert sum(group.count for heading, group in dataset.findings.notes.items() if heading in (WITHOUT_AREA, OUTSIDE)) == 1
+    assert sum(group.count for heading, group in dataset.issues.infos.items() if heading in (WITHOUT_AREA, OUTSIDE)) == 1
 
 
 def test_box_up_to_the_border_is_not_clipped(tmp_path):
     dataset = load_changed(tmp_path, lambda content: content["annotations"][0].update(bbox=[0, 0, 20, 10]))
     assert boxes_of(dataset, 1) == {0: [0, 0, 20, 10]}
-    assert CLIPPED not in dataset.findings.notes
+    assert CLIPPED not in dataset.issues.infos
 
 
 def test_area_and_iscrowd_may_be_missing_or_null(tmp_path):
@@ -180,7 +180,7 @@ FAULTS = {
     "empty categories": (lambda content: content.update(categories=[]), "it has no 'categories'"),
     "no images": (lambda content: content.pop("images"), "it has no 'images'"),
     "images are an object": (lambda content: content.update(images={"1": {}}), "it has no 'images'"),
-    "image is a number": (lambda content: content["images"].append(5), r"entries that are no objects: images\[1\]: 5"),
+    "image is a number": (lambda content: content["images"].append(5), r"entries that are not objects: images\[1\]: 5"),
     "image without id": (remove_from("images", "id"), r"images\[0\]: no 'id'"),
     "image without file name": (remove_from("images", "file_name"), r"images\[0\]: no 'file_name'"),
     "image without height": (remove_from("images", "height"), r"images\[0\]: no 'height'"),
@@ -206,11 +206,14 @@ FAULTS = {
     ),
     "unknown image": (
         set_in("annotations", image_id=7),
-        r"\(id 5, image 7\): image_id 7, which is not the id of one of",
+        r"\(id 5, image 7\): image_id 7, which is not an id in images",
     ),
     "image_id is a list": (set_in("annotations", image_id=[1]), r"\(id 5, image \[1\]\): image_id \[1\]"),
     "no image_id": (remove_from("annotations", "image_id"), r"\(id 5, image None\): image_id None"),
-    "unknown category": (set_in("annotations", category_id=0), r"\(id 5, image 1\): category_id 0.*one of the categories"),
+    "unknown category": (
+        set_in("annotations", category_id=0),
+        r"\(id 5, image 1\): category_id 0, which is not an id in categories",
+    ),
     "no box": (remove_from("annotations", "bbox"), r"\(id 5, image 1\): bbox None"),
     "three numbers": (
         set_in("annotations", bbox=[1, 2, 3]),
@@ -224,10 +227,10 @@ FAULTS = {
         r"annotations\[1\] \(id 5, image 1\): .*has the same id",
     ),
     "height is not whole": (set_in("images", height=10.5), "has size 10.5 x 20"),
-    "id of 64 bits": (set_in("categories", id=2**63), "ids that are no whole numbers"),
+    "id of 64 bits": (set_in("categories", id=2**63), "ids that are not whole numbers"),
     "bbox of huge numbers": (set_in("annotations", bbox=[0, 0, 10**400, 1]), "not finite"),
-    "image_id is text": (set_in("annotations", image_id="1"), "image_id '1', .*; it is text"),
-    "category name is a list": (set_in("categories", name=["a"]), "category names that are no text"),
+    "image_id is text": (set_in("annotations", image_id="1"), "image_id '1', .*; it is text, not a number"),
+    "category name is a list": (set_in("categories", name=["a"]), "category names that are not text"),
     "area is text": (set_in("annotations", area="large"), r"\(id 5, image 1\): area 'large'"),
     "area is NaN": (set_in("annotations", area=float("nan")), r"\(id 5, image 1\): area nan"),
     "iscrowd is text": (set_in("annotations", iscrowd="no"), r"\(id 5, image 1\): iscrowd 'no'"),
@@ -245,8 +248,8 @@ def test_one_fault_is_one_line_and_several_have_one_each(tmp_path):
     with pytest.raises(DataError) as caught:
         load_changed(tmp_path, set_in("annotations", area="large"))
     assert str(caught.value) == (
-        f"faulty ({tmp_path / 'faulty.json'}): annotations whose area is no number: annotations[0] (id 5, image 1): area 'large'; "
-        "DATASETS.ON_BAD drop leaves out these images and boxes"
+        f"faulty ({tmp_path / 'faulty.json'}): annotations whose area is not a number: annotations[0] (id 5, image 1): area 'large'"
+        "; DATASETS.ON_BAD drop leaves out these images and boxes"
     )
 
     def change(content):
@@ -357,7 +360,7 @@ def test_real_microscope_images_lose_their_two_boxes_without_area(shared_data):
     left_out = Counter()
     for split in ("train", "val", "test"):
         root = shared_data / "bccd"
-        left_out.update(load_coco(DatasetFiles(split, root / "annotations" / f"{split}.json", root / "images")).findings.counts())
+        left_out.update(load_coco(DatasetFiles(split, root / "annotations" / f"{split}.json", root / "images")).issues.counts())
     assert left_out[WITHOUT_AREA] == 2
 
 
@@ -374,7 +377,7 @@ def test_unknown_data_set_lists_the_known():
 
 @pytest.mark.parametrize("entry", ["mine", ["mine", "a.json"], ["mine", "a.json", 5], 7])
 def test_register_entry_that_is_no_triple_is_refused(entry):
-    with pytest.raises(ConfigError, match=r"DATASETS\.REGISTER holds \[name, COCO JSON, image folder\] or .* triples, got"):
+    with pytest.raises(ConfigError, match=r"DATASETS\.REGISTER must contain \[name, COCO JSON, image folder\] or .* triples, got"):
         find_datasets(["coco_2017_val"], [entry])
 
 

@@ -145,7 +145,7 @@ def test_a_voc_split_lists_its_images_and_knows_the_classes_of_all(tmp_path):
     dataset = read(folder, "val")
     assert [Path(record.file_name).name for record in dataset.records] == ["041.png", "007.png"]
     assert dataset.classes.names == ("cell", "disc", "ring")
-    with pytest.raises(DataError, match="no split 'test'.*it has val"):
+    with pytest.raises(DataError, match="no split 'test'.*known: val"):
         read(folder, "test")
 
 
@@ -173,7 +173,7 @@ def test_xml_beside_images_and_a_list_of_classes_will_do(tmp_path):
 def test_faults_are_found_by_file_and_line(tmp_path, line, heading, detail):
     folder = write_yolo(tmp_path / "yolo")
     (folder / "labels/train/041.txt").write_text(line)
-    found = read_coco(DatasetFiles("foreign", folder, split="train")).findings.faults
+    found = read_coco(DatasetFiles("foreign", folder, split="train")).issues.faults
     assert list(found) == [heading]
     assert detail in found[heading].examples[0]
 
@@ -182,7 +182,11 @@ def test_what_cannot_be_read_says_why(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"expected a COCO JSON file, a YOLO folder.*Pascal VOC"):
         read(tmp_path / "empty", "")
-    for text, match in [("names: [a", "is not YAML"), ("- a\n", "got a list"), ("train: x\nnames: [a]\n", "there is no")]:
+    for text, match in [
+        ("names: [a", "is not YAML"),
+        ("- a\n", "got a list"),
+        ("train: x\nnames: [a]\n", "empty/x does not exist"),
+    ]:
         (tmp_path / "empty" / "data.yaml").write_text(text)
         with pytest.raises(DataError, match=match):
             read(tmp_path / "empty", "train")
@@ -190,9 +194,9 @@ def test_what_cannot_be_read_says_why(tmp_path):
     with pytest.raises(DataError, match="no images"):
         read(tmp_path / "empty", "train")
     folder = write_yolo(tmp_path / "yolo", "train: images/train\nnames: 3\n")
-    with pytest.raises(DataError, match="expected names"):
+    with pytest.raises(DataError, match="names must be a list of class names, or a mapping of numbers"):
         read(folder, "train")
-    with pytest.raises(DataError, match="no split 'val'; it has train"):
+    with pytest.raises(DataError, match="no split 'val'; known: train"):
         read(folder, "val")
     voc = write_voc(tmp_path / "voc")
     (voc / "Annotations" / "041.xml").write_text("<annotation>")

@@ -130,7 +130,9 @@ def test_image_that_cannot_be_read_names_itself(tmp_path, name, spoil):
 def test_image_of_another_size_than_annotated_names_itself(tmp_path):
     Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
     record = ImageRecord(str(tmp_path / "a.png"), 77, 20, 10, np.zeros((0, 4), np.float32), np.zeros(0, np.int64))
-    with pytest.raises(DataError, match=r"a\.png \(id 77\) is 20 x 10 pixels as EXIF turns it, its annotations say 10 x 20"):
+    with pytest.raises(
+        DataError, match=r"a\.png \(id 77\) has 20 x 10 pixels after turning by EXIF, but 10 x 20 in the annotations"
+    ):
         Mapper(evaluation_transform(0, None), with_targets=False)(record)
 
 

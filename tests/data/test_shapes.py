@@ -335,7 +335,7 @@ def test_a_data_set_of_someone_else_is_never_overwritten(tmp_path, content):
 def test_images_of_someone_else_are_never_overwritten(tmp_path):
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "000000.jpg").write_text("a photo")
-    with pytest.raises(DataError, match="val holds files.*val.json is missing"):
+    with pytest.raises(DataError, match="val contains files.*val.json is missing"):
         draw_dataset(tmp_path, 1, 1, num_processes=1, overwrite=True)
     assert list(files_of(tmp_path)) == ["val/000000.jpg"]
 
@@ -360,7 +360,7 @@ def test_a_bad_number_is_named(tmp_path, name, value):
         ({"object_sides": (0, 50)}, r"object_sides must be .*got \(0, 50\)"),
         ({"object_sides": (20,)}, r"object_sides must be .*got \(20,\)"),
         ({"object_sides": (12, 97)}, "up to 97 do not fit image_sides from 96"),
-        ({"scale": 0.0}, "scale 0.0 makes objects of 0 pixels; .*use 0.33 or more"),
+        ({"scale": 0.0}, "scale 0.0 makes objects of 0 pixels; .*use a scale of 0.33 or more"),
         ({"scale": float("nan")}, "scale nan"),
         ({"max_objects": -1}, "max_objects must be 0 or more, got -1"),
         ({"max_overlap": 1.5}, r"max_overlap must be in \[0, 1\], got 1.5"),

@@ -265,14 +265,14 @@ def test_merging_an_image_twice_is_an_error_also_without_detections():
     one, other = evaluator_of(scene()), evaluator_of(scene())
     one.add(5, detections())
     other.add(5, detections())
-    with pytest.raises(ValueError, match="image id 5 were added before"):
+    with pytest.raises(ValueError, match="image id 5 were already added"):
         one.merge(other.state())
 
 
 def test_adding_an_image_twice_is_an_error():
     evaluator = evaluator_of(scene())
     evaluator.add(42, detections())
-    with pytest.raises(ValueError, match="image id 42 were added before"):
+    with pytest.raises(ValueError, match="image id 42 were already added"):
         evaluator.add(42, detections())
 
 
@@ -322,8 +322,8 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
     [
         ([7, 3], ["cat"], "got 2 ids and 1 names"),
         ([], [], "got 0 ids and 0 names"),
-        ([7, 3, 7], ["cat", "dog", "cow"], "class id 7 is given to more than one class"),
-        ([7, 3, 90], ["cat", "dog", "cat"], "class name 'cat' is given to more than one class"),
+        ([7, 3, 7], ["cat", "dog", "cow"], "class id 7 occurs more than once; each class needs its own"),
+        ([7, 3, 90], ["cat", "dog", "cat"], "class name 'cat' occurs more than once; each class needs its own"),
         ([7, 90], ["cat", "dog"], "annotation id 10 has image id 42 and category id 3"),
     ],
 )

@@ -21,7 +21,7 @@ from cpvt_det.cli import main
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import evaluation_transform
 from cpvt_det.errors import BadInputError, RunStoppedError
-from cpvt_det.export import Canvas, Deployed, check, files, foreign_operators, prepare, program, trace
+from cpvt_det.export import Canvas, ExportModule, check, files, foreign_operators, prepare, program, trace
 from cpvt_det.layers.norm import MaskedGroupNorm, NoNorm
 from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Detections
@@ -160,8 +160,8 @@ def test_the_script_without_this_package_sees_what_the_model_sees(shipped, tmp_p
 
 def test_everything_that_may_differ_from_call_to_call_is_dynamic_by_default(tmp_path):
     cfg = make_cfg()
-    deployed = Deployed(prepare(make(cfg)), builders.build_postprocessor(cfg))
-    traced = trace(deployed, Canvas(2, 24, 32))
+    module = ExportModule(prepare(make(cfg)), builders.build_postprocessor(cfg))
+    traced = trace(module, Canvas(2, 24, 32))
     for canvas in (Canvas(1, 16, 24), Canvas(5, 40, 104)):
         boxes, scores, labels = traced.module()(
             torch.zeros(canvas.batch, 3, canvas.height, canvas.width),
@@ -173,11 +173,11 @@ def test_everything_that_may_differ_from_call_to_call_is_dynamic_by_default(tmp_
 
 def test_pixels_under_the_padding_do_not_matter():
     cfg = make_cfg("deformable", "peg")
-    deployed = Deployed(prepare(make(cfg)), builders.build_postprocessor(cfg))
+    module = ExportModule(prepare(make(cfg)), builders.build_postprocessor(cfg))
     images, mask = torch.rand(2, 3, 32, 48) * 255, torch.zeros(2, 32, 48, dtype=torch.bool)
     mask[0, 20:], mask[1, :, 33:] = True, True
     with torch.no_grad():
-        answers = [deployed(images.masked_fill(mask[:, None], filling), mask) for filling in (0.0, 1e6)]
+        answers = [module(images.masked_fill(mask[:, None], filling), mask) for filling in (0.0, 1e6)]
     for one, other in zip(*answers, strict=True):
         assert torch.equal(one, other)
 
@@ -198,8 +198,8 @@ def test_operators_that_are_not_atens_are_refused():
     for module in detector.modules():
         if hasattr(module, "implementation"):
             module.implementation = "numba"
-    with pytest.raises(RunStoppedError, match="not aten's: cpvt_det.ms_deform_attn"):
-        trace(Deployed(detector, builders.build_postprocessor(cfg)), Canvas(1, 32, 32), ())
+    with pytest.raises(RunStoppedError, match="not part of torch's aten: cpvt_det.ms_deform_attn"):
+        trace(ExportModule(detector, builders.build_postprocessor(cfg)), Canvas(1, 32, 32), ())
 
 
 # The comparison
@@ -259,8 +259,8 @@ def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, monkeypatch):
     (tmp_path / "detector.pt2").write_text("older")
     result = export(save(tmp_path, make_cfg("detr", "none")), tmp_path / "detector.pt2", *STATIC)
     assert result.exit_code == 1
-    assert last_line(result).startswith("stopped: the exported program is not the model: boxes differ by up to")
-    assert "nothing was written" in last_line(result)
+    assert last_line(result).startswith("stopped: the exported program differs from the model: boxes by up to")
+    assert "no file was written" in last_line(result)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["detector.pt2", "model.pth", "model.pth.sha256"]
     assert (tmp_path / "detector.pt2").read_text() == "older"
 
@@ -273,14 +273,14 @@ def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, monkeypatch):
     [
         (["--format", "caffe"], "'caffe' is not one of"),
         (["--dynamic", "batch,depth"], "(did you mean 'width'?); known: batch, height, none, width"),
-        (["--dynamic", "batch", "--size", "4x64"], "--size 4x64 is below one stride: the smallest canvas of this model is 8x8"),
-        (["--dynamic", "batch", "--size", "60x64"], "have to be multiples of the model's stride 8; 64x64 holds it"),
+        (["--dynamic", "batch", "--size", "4x64"], "--size 4x64 is too small: the smallest canvas of this model is 8x8"),
+        (["--dynamic", "batch", "--size", "60x64"], "must be multiples of the model's stride 8; use 64x64"),
         (["--dynamic", "batch", "--size", "square"], "--size square is not HEIGHTxWIDTH"),
         (["--dynamic", "batch", "--size", "8x808"], "the model's learned encoding ends at 400 pixels"),
-        (["--dynamic", "none"], "give --size HEIGHTxWIDTH"),
-        (["--size", "64x64"], "--size 64x64 fixes what --dynamic has"),
-        (["--batch", "2"], "--batch 2 fixes what --dynamic has"),
-        (["--output", "nowhere/detector.pt2"], "there is no folder nowhere"),
+        (["--dynamic", "none"], "add --size HEIGHTxWIDTH"),
+        (["--size", "64x64"], "--size 64x64 contradicts --dynamic"),
+        (["--batch", "2"], "--batch 2 contradicts --dynamic"),
+        (["--output", "nowhere/detector.pt2"], "the folder nowhere does not exist"),
         (["MODEL.NUM_CLASSES", "7"], "MODEL.NUM_CLASSES is 7, but"),
         (["MODEL.POSITION.NAME", "none"], "fits the config's model in part only"),
         (["MODEL.POSITIONS", "none"], "unknown config key"),

@@ -106,7 +106,7 @@ CASES = [
     DataCase(
         "all boxes within [0, 1]",
         normalised,
-        "boxes that are not in pixels: ...all 8 lie within [0, 1]; bbox is [x, y, width, height] in pixels, not in parts of",
+        "boxes that are not in pixels: ...all 8 are within [0, 1]; bbox must be [x, y, width, height] in pixels, not in parts of",
     ),
     DataCase("box outside its image", annotation(bbox=[60, 5, 20, 12]), f"boxes outside the image, left out: ...{HERE}", 0),
     DataCase("box partly outside its image", annotation(bbox=[50, -5, 20, 12]), "boxes partly outside the image, clipped: 1", 0),
@@ -118,46 +118,42 @@ CASES = [
     DataCase("box of text", annotation(bbox=["4", "5", "20", "12"]), f"boxes that are not four numbers: ...{HERE}bbox ['4', "),
     DataCase("empty box", annotation(bbox=[]), f"boxes that are not four numbers: ...{HERE}bbox []"),
     DataCase("no box", annotation(bbox=None), f"boxes that are not four numbers: ...{HERE}bbox None"),
-    DataCase(
-        "annotation of an unknown image", annotation(image_id=9), "(id 1, image 9): image_id 9, which is not the id of one of the"
-    ),
+    DataCase("annotation of an unknown image", annotation(image_id=9), "(id 1, image 9): image_id 9, which is not an id in images"),
     DataCase(
         "annotation of an unknown category", annotation(category_id=4), f"annotations of unknown categories: ...{HERE}category_id 4"
     ),
     DataCase(
         "category_id as text",
         annotation(category_id="3"),
-        "category_id '3', which is not the id of one of the categories; it is text",
+        "category_id '3', which is not an id in categories; it is text, not a number",
     ),
     DataCase("annotation without id", annotation(id=None), "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes", 0),
-    DataCase(
-        "annotation id twice", repeat("annotations"), "annotations[8] (id 1, image 1): an annotation before it has the same id"
-    ),
+    DataCase("annotation id twice", repeat("annotations"), "annotations[8] (id 1, image 1): an earlier annotation has the same id"),
     DataCase("annotation that is no object", lambda d: d.content["annotations"].append(7), "annotations[8]: 7"),
     DataCase("no area and no iscrowd", without_extras, "annotations without area or iscrowd, filled in: 8", 0),
-    DataCase("area that is NaN", annotation(area=float("nan")), f"annotations whose area is no number: ...{HERE}area nan"),
+    DataCase("area that is NaN", annotation(area=float("nan")), f"annotations whose area is not a number: ...{HERE}area nan"),
     DataCase(
         "area below 0",
         annotation(area=-5),
-        f"annotations whose area no evaluation counts: ...{HERE}area -5; expected 0 to 1e10 square pixels",
+        f"annotations whose area is out of range: ...{HERE}area -5; expected 0 to 1e10 square pixels",
     ),
-    DataCase("area of 2e10", annotation(area=2e10), f"annotations whose area no evaluation counts: ...{HERE}area 20000000000.0"),
+    DataCase("area of 2e10", annotation(area=2e10), f"annotations whose area is out of range: ...{HERE}area 20000000000.0"),
     DataCase("area of 0", annotation(area=0), "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes", 0),
     DataCase("iscrowd of -1", annotation(iscrowd=-1), f"annotations whose iscrowd is neither 0 nor 1: ...{HERE}iscrowd -1"),
-    DataCase("iscrowd as text", annotation(iscrowd="no"), f"annotations whose iscrowd is no number: ...{HERE}iscrowd 'no'"),
+    DataCase("iscrowd as text", annotation(iscrowd="no"), f"annotations whose iscrowd is not a number: ...{HERE}iscrowd 'no'"),
     DataCase("a crowd", annotation(iscrowd=1), "4 images, 0 of them without objects, 7 boxes", 0),
     DataCase("images without objects", only_first_boxes, "4 images, 2 of them without objects, 4 boxes", 0),
     DataCase(
         "more boxes than queries",
         many_boxes,
-        "images with more boxes than queries, some of which no query can learn: 1\n"
-        "    image 2: .../images/2.png has 11, there are 6 queries",
+        "images with more boxes than queries, so that some boxes cannot be learned: 1\n"
+        "    image 2: .../images/2.png has 11 boxes, there are 6 queries",
         0,
     ),
     DataCase("no annotation in the whole split", content(annotations=[]), "drawn: no image has an object; is it the right JSON?"),
     DataCase("nothing but crowds", crowds_only, "drawn: no image has an object; is it the right JSON?"),
     DataCase("no section annotations", content(annotations=None), "drawn: no image has an object; is it the right JSON?"),
-    DataCase("annotations that are no list", content(annotations={}), "set.json is not COCO: its 'annotations' are no list"),
+    DataCase("annotations that are no list", content(annotations={}), "set.json is not COCO: its 'annotations' are not a list"),
     DataCase("no section categories", content(categories=None), "set.json is not COCO: it has no 'categories'"),
     DataCase("empty categories", content(categories=[]), "set.json is not COCO: it has no 'categories'"),
     DataCase("category id twice", repeat("categories", name="tick"), "category ids that are not unique: ...id 3"),
@@ -166,7 +162,7 @@ CASES = [
     DataCase("category ids with gaps, from 0", renumber, "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes", 0),
     DataCase("no section images", content(images=None), "set.json is not COCO: it has no 'images'"),
     DataCase("image id twice", repeat("images"), "image ids that are not unique: ...image 1 (1.png)...image 1 (1.png)"),
-    DataCase("image ids of text", entry("images", id="one"), "ids that are no whole numbers: ...images[0]: id 'one'"),
+    DataCase("image ids of text", entry("images", id="one"), "ids that are not whole numbers: ...images[0]: id 'one'"),
     DataCase("image without height", entry("images", height=None), "images[0]: no 'height'"),
     DataCase("image of height 0", entry("images", height=0), "images[0]: image 1 (1.png) has size 0 x 60"),
     DataCase("several faults at once", lambda d: [change(d) for change in SEVERAL], "4 faults in the data"),
@@ -181,7 +177,7 @@ CASES = [
     DataCase(
         "an empty folder instead of the file",
         lambda d: d.files.annotations.mkdir(),
-        "set.json is no data set: expected a COCO JSON file, a YOLO folder with data.yaml",
+        "set.json is not a data set: expected a COCO JSON file, a YOLO folder with data.yaml",
     ),
 ]
 SEVERAL = [

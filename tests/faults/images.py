@@ -3,7 +3,7 @@
 
 The check before a run reads headers, 10,000 of them in about a second of CPU time, and decodes a file only where its end seems cut
 off; `check-data --decode` decodes all. Damage that a decoder does not mind, inside the scan of a JPEG say, is not found. Images are
-read as 8-bit RGB, turned as EXIF says, and boxes are taken as drawn on the turned image: where EXIF swaps the sides and the
+read as 8-bit RGB, turned according to EXIF, and boxes are taken as drawn on the turned image: where EXIF swaps the sides and the
 JSON does not, the sizes differ, which is an error; where it turns by 180 degrees, nothing tells, so such images are counted.
 Transparency is dropped, 16 bits keep their high byte.
 """
@@ -131,28 +131,33 @@ CASES = [
     DataCase(
         "image that is a folder", folder, "image files that are missing: ...image 1: cannot read image ...1.png: it is a folder"
     ),
-    DataCase("empty file", lambda d: d.path(1).write_bytes(b""), f"{CANNOT}1.png: it is empty, 0 bytes"),
-    DataCase("text in an image file", lambda d: d.path(1).write_text("no image"), f"{CANNOT}1.png: it is no image"),
+    DataCase("empty file", lambda d: d.path(1).write_bytes(b""), f"{CANNOT}1.png: it is empty (0 bytes)"),
+    DataCase("text in an image file", lambda d: d.path(1).write_text("no image"), f"{CANNOT}1.png: it is not an image"),
     DataCase("half a JPEG", cut("a.jpg", 0.5), f"{CANNOT}a.jpg: Image is incomplete or truncated"),
     DataCase("half a PNG", cut("a.png", 0.5), f"{CANNOT}a.png: "),
     DataCase("the first 20 bytes of a PNG", lambda d: d.path(1).write_bytes(d.path(1).read_bytes()[:20]), f"{CANNOT}1.png: "),
     DataCase("half a BMP, with --decode", cut("a.bmp", 0.5), f"{CANNOT}a.bmp: ", 2, ["--decode"]),
     DataCase("damaged PNG, with --decode", flip_bytes, f"{CANNOT}1.png: ", 2, ["--decode"]),
     Case("damaged PNG met by a data worker", met_by_a_worker, "error: cannot read image ...1.png: "),
-    DataCase("other size than the JSON says", size(width=61), "image 1: .../images/1.png is 60 x 40 pixels, the JSON says 61 x 40"),
+    DataCase(
+        "other size than the JSON says", size(width=61), "image 1: .../images/1.png has 60 x 40 pixels, but 61 x 40 in the JSON"
+    ),
     DataCase(
         "EXIF swaps the sides, the JSON does not",
         turned(6, swap=False),
-        "a.jpg is 40 x 60 pixels, the JSON says 60 x 40; EXIF orientation 6 turns it, and the JSON has the size before that",
+        "a.jpg has 40 x 60 pixels, but 60 x 40 in the JSON; EXIF orientation 6 turns it, and the JSON contains the size before",
     ),
     DataCase(
         "EXIF swaps the sides, the JSON too",
         turned(6, swap=True),
-        "images turned as EXIF says; boxes are taken as drawn after that: 1",
+        "images turned according to EXIF; boxes are taken to be in the turned image: 1",
         0,
     ),
     DataCase(
-        "EXIF turns by 180 degrees", turned(3, swap=False), "images turned as EXIF says; boxes are taken as drawn after that: 1", 0
+        "EXIF turns by 180 degrees",
+        turned(3, swap=False),
+        "images turned according to EXIF; boxes are taken to be in the turned image: 1",
+        0,
     ),
     DataCase("grey", image("L"), "images of mode L, converted to RGB: ...image 1: .../images/a.png", 0),
     DataCase("grey with transparency", image("LA"), "images of mode LA, converted to RGB: 1", 0),
@@ -167,12 +172,12 @@ CASES = [
     DataCase(
         "TIFF of floats",
         pixels(np.float32, "a.tiff", 0.01),
-        f"{CANNOT}a.tiff: its pixels (mode F) cannot be turned into 8 bits of RGB",
+        f"{CANNOT}a.tiff: pixels of mode F have no fixed range and cannot be converted to 8-bit RGB",
     ),
     DataCase(
         "TIFF of 32-bit integers",
         pixels(np.int32, "a.tiff"),
-        f"{CANNOT}a.tiff: its pixels (mode I) cannot be turned into 8 bits of RGB",
+        f"{CANNOT}a.tiff: pixels of mode I have no fixed range and cannot be converted to 8-bit RGB",
     ),
     DataCase("GIF that is called .jpg", renamed("a.jpg"), "images of mode P, converted to RGB: 1", 0),
     DataCase("1 x 1 image", image(size=(1, 1)), FINE.replace("0", "1"), 0),
@@ -187,7 +192,7 @@ CASES = [
     DataCase(
         "name in another Unicode form than on the disk",
         other_form,
-        "file names in another Unicode form than on the disk, resolved: 1",
+        "file names whose Unicode form differs from that on the disk, resolved: 1",
         0,
     ),
     DataCase(

@@ -67,12 +67,12 @@ CASES = [
     Case(
         "show attention: a point outside the image",
         attention("--points", "60,10"),
-        "--points 60,10 is outside the image: x is below 60 and y below 40 pixels",
+        "--points 60,10 is outside the image: x must be below 60 and y below 40 pixels",
     ),
     Case(
         "show attention: a point that is none",
         attention("--points", "top left"),
-        "--points 'top' is not X,Y in pixels, as in 120,80",
+        "--points 'top' is not X,Y in pixels, such as 120,80",
     ),
     Case("show attention: a level, of DETR", attention("--level", "2"), "--level 2: this DETR has one level, 0"),
     Case(
@@ -88,11 +88,11 @@ CASES = [
     ),
     Case("show position: no such config", lambda _: call("show", "position", "nowhere.yaml", "--output", "out"), "no config file"),
     Case("show position: no model", lambda _: call("show", "position", "--output", "out"), "Missing argument"),
-    Case("show position: a size that is none", position("--size", "800"), "--size '800' is not HEIGHTxWIDTH, as in 480x640"),
+    Case("show position: a size that is none", position("--size", "800"), "--size '800' is not HEIGHTxWIDTH, such as 480x640"),
     Case(
         "show position: a size below one stride",
         position("--size", "7x64"),
-        "--size 7x64 is below one stride: 8x8 is the smallest for these models",
+        "--size 7x64 is too small: the smallest size for these models is 8x8",
     ),
     Case(
         "show position: a size beyond a learned table",
@@ -111,7 +111,7 @@ CASES = [
     Case(
         "analyze: a size below one stride",
         analyze("--sizes", "64,4x80"),
-        "--sizes 4x80 is below one stride: 8 is the smallest for this model",
+        "--sizes 4x80 is too small: each side must be at least this model's stride, 8",
     ),
     Case(
         "analyze: a part that is not there",

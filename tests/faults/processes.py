@@ -99,7 +99,7 @@ CASES = [
     Case(
         "a data worker killed",
         dead_worker,
-        "stopped: a data worker (process ...) died while reading .../3.png; --resume goes on from the last checkpoint",
+        "stopped: a data worker (process ...) died while reading .../3.png; --resume continues from the last checkpoint",
         1,
     ),
     Case(

@@ -16,8 +16,8 @@ HEAD = """\
 # What happens on a bad day
 
 Every row is a test: `tests/whole/test_faults.py` makes the fault, runs the command and looks for exit code and message; "..."
-stands for what differs from machine to machine. Exit code 0 is a run that works, 2 is bad input that the user can mend, told without a
-traceback. This file is written by `PYTHONPATH=tests python -m faults.report` from the tables in `tests/faults/`.
+stands for what differs from machine to machine. Exit code 0 is a run that works, 2 is bad input that the user can mend, reported
+without a traceback. This file is written by `PYTHONPATH=tests python -m faults.report` from the tables in `tests/faults/`.
 """
 
 

@@ -7,8 +7,8 @@ carries that to every process, and the fused optimiser leaves out the step by a 
 and reads the flags when a line of the log is due. The log names the images whose predictions are not finite, or else those of
 the step; `skipped` in `metrics.json` counts such steps. A checkpoint that is due waits for the next good step, so that after
 `SOLVER.MAX_BAD_STEPS` in a row the last one is of the last good step (exit code 1). It may be spoilt all the same: finite weights
-of a diverged run can give NaN for every image, which the run says when it is resumed. `tests/solver/test_bad_steps.py` has every kind
-of bad step, with accumulation and in half precision.
+of a diverged run can give NaN for every image, which the run says when it is resumed. `tests/solver/test_bad_steps.py` has every
+kind of bad step, with accumulation and in half precision.
 
 Box heads, matching and losses run in float32 under autocast: `tests/whole/test_padding.py` compares the bits.
 """

@@ -12,7 +12,7 @@ import click
 import torch
 from tabulate import tabulate
 
-from cpvt_det.cli import common_options, told_in_one_line
+from cpvt_det.cli import common_options, report_errors
 from cpvt_det.errors import BadInputError
 from plug_matrix.checks import CHECKS, check
 from plug_matrix.examples import EXAMPLES, PEERS, use_checkout
@@ -22,7 +22,7 @@ from plug_matrix.examples import EXAMPLES, PEERS, use_checkout
 @click.option("--peer", "peers", multiple=True, metavar="NAME=PATH", help=f"A checkout to try too: {', '.join(PEERS)}.")
 @click.option("--only", default="", metavar="TEXT", help="Families whose name has TEXT in it.")
 @common_options
-@told_in_one_line
+@report_errors
 def main(peers: tuple[str, ...], only: str) -> None:
     """Try add_peg on a tiny random model of every family that is installed.
 

@@ -157,7 +157,7 @@ def test_unreadable_images_stop_it_before_any_work_and_are_all_named(run, photos
     lines = result.stderr.splitlines()
     assert lines[0] == "error: 2 of 8 image files cannot be read; --on-bad drop leaves them out"
     assert lines[1] == "  image files that cannot be read: 2"
-    assert "empty.jpg: it is empty, 0 bytes" in lines[2] and "text.png: it is no image" in lines[3]
+    assert "empty.jpg: it is empty (0 bytes)" in lines[2] and "text.png: it is not an image" in lines[3]
     assert not (tmp_path / "out").exists()
 
 
@@ -174,7 +174,7 @@ def test_unreadable_images_are_left_out_on_demand(run, photos, tmp_path):
     spoil(photos)
     result = predict(run, photos, tmp_path / "out", "--on-bad", "drop", "--batch", 2)
     assert result.exit_code == 0, result.output
-    assert "text.png: it is no image" in result.stderr
+    assert "text.png: it is not an image" in result.stderr
     assert "left out: cannot read image" in result.stderr and "damaged.png" in result.stderr
     assert len(written(tmp_path / "out")) == 5
     ids = [image["id"] for image in json.loads((tmp_path / "out/images.json").read_text())["images"]]
@@ -193,15 +193,15 @@ def test_nothing_but_unreadable_images_is_an_error(run, photos, tmp_path):
     [
         ("nowhere.jpg", (), "there is no file or folder nowhere.jpg"),
         ("nowhere/*.jpg", (), "nothing matches nowhere/*.jpg"),
-        ("void", (), "there is no image in the folder void, or below it (.bmp, .gif"),
-        ("photos", ("--threshold", 1.5), "--threshold is a score from 0 to 1, got 1.5"),
-        ("photos", ("--threshold", "nan"), "--threshold is a score from 0 to 1, got nan"),
-        ("photos", ("--threshold", -0.1), "--threshold is a score from 0 to 1, got -0.1"),
-        ("photos", ("--batch", 0), "--batch is a number of images, 1 or more, got 0"),
+        ("void", (), "there is no image in the folder void or below it (suffixes: .bmp, .gif"),
+        ("photos", ("--threshold", 1.5), "--threshold must be a score from 0 to 1, got 1.5"),
+        ("photos", ("--threshold", "nan"), "--threshold must be a score from 0 to 1, got nan"),
+        ("photos", ("--threshold", -0.1), "--threshold must be a score from 0 to 1, got -0.1"),
+        ("photos", ("--batch", 0), "--batch must be 1 or more images, got 0"),
         (
             "photos/041.png",
             ("photos/part/005.png", "photos/part/007.png"),
-            "photos/part/005.png is a file, not a config key; a glob",
+            "photos/part/005.png is a file, not a config key; put a glob in quotes",
         ),
         ("photos", ("TEST.DETECTIONS_PER_IMAGE",), "KEY VALUE pairs"),
         ("photos", ("--device", "cuda:99"), "MODEL.DEVICE"),

@@ -100,7 +100,7 @@ def test_detections_know_their_classes_and_their_image(detr, predictor):
     assert repr(found.above(1)) == "<0 detections>"
     assert found.above(1).to_coco(1) == [] and found.above(1).names == []
     for wrong in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match=r"scores are in \[0, 1\], got a threshold of"):
+        with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\], as scores are, got "):
             found.above(wrong)
 
 
@@ -159,17 +159,17 @@ def test_arrays_are_grey_or_have_an_order(tmp_path):
 @pytest.mark.parametrize(
     ("image", "channels", "said"),
     [
-        (noise(), None, r"does not tell the order of its channels: give channels='rgb', or 'bgr' for images of OpenCV"),
-        (noise().astype(np.float32), "rgb", r"uint8 or uint16, got float32; \(255"),
+        (noise(), None, r"does not contain the order of its channels: pass channels='rgb', or 'bgr' for images from OpenCV"),
+        (noise().astype(np.float32), "rgb", r"uint8 or uint16, got float32; convert values in \[0, 1\] by \(255"),
         (noise().transpose(2, 0, 1), "rgb", r"\(H, W, 3\), \(H, W, 4\) or \(H, W\), got \(3, 30, 50\)$"),
-        (noise()[None], "rgb", r"got \(1, 30, 50, 3\); several images go into a list"),
+        (noise()[None], "rgb", r"got \(1, 30, 50, 3\); pass several images as a list"),
         (noise()[:0], "rgb", r"got \(0, 50, 3\)"),
-        (torch.zeros(3, 4, 5), None, r"a tensor should be uint8, got torch.float32; \(255"),
-        (torch.zeros(4, 5, 3, dtype=torch.uint8), None, r"should be \(3, H, W\), got \(4, 5, 3\)$"),
-        (torch.zeros(1, 3, 4, 5, dtype=torch.uint8), None, r"got \(1, 3, 4, 5\); list\(batch\) for a batch"),
-        (None, None, r"NoneType is no image; give a path, an image of Pillow's"),
-        (Image.new("F", (4, 5)), None, r"its pixels \(mode F\) cannot be turned into 8 bits"),
-        (Image.new("RGB", (0, 5)), None, r"it has no pixels, 0 x 5"),
+        (torch.zeros(3, 4, 5), None, r"a tensor must be uint8, got torch.float32; convert values in \[0, 1\] by \(255"),
+        (torch.zeros(4, 5, 3, dtype=torch.uint8), None, r"must be \(3, H, W\), got \(4, 5, 3\)$"),
+        (torch.zeros(1, 3, 4, 5, dtype=torch.uint8), None, r"got \(1, 3, 4, 5\); pass a batch as list\(batch\)"),
+        (None, None, r"NoneType is not an image; pass a path, a PIL image"),
+        (Image.new("F", (4, 5)), None, r"pixels of mode F have no fixed range and cannot be converted to 8-bit RGB"),
+        (Image.new("RGB", (0, 5)), None, r"the image has no pixels: its size is 0 x 5"),
         ("nowhere.png", None, r"cannot read image nowhere.png: no such file"),
     ],
 )
@@ -183,13 +183,13 @@ def test_what_is_no_image_is_refused_and_named(predictor, image, channels, said)
 def test_a_cut_off_image_of_pillow_is_refused(predictor, tmp_path):
     Image.fromarray(noise()).save(tmp_path / "a.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:2000])
-    with pytest.raises(DataError, match="it cannot be decoded: "):
+    with pytest.raises(DataError, match="the image cannot be decoded: "):
         predictor(Image.open(tmp_path / "cut.png"))
 
 
 def test_an_unknown_order_is_refused_for_every_kind(predictor, detr):
     for image in (noise(), detr.image(7)):
-        with pytest.raises(DataError, match="channels is 'brg'; 'rgb' or 'bgr'"):
+        with pytest.raises(DataError, match="channels must be 'rgb' or 'bgr', got 'brg'"):
             predictor(image, channels="brg")
 
 

@@ -99,7 +99,7 @@ def done(tmp_path_factory):
     """A plan that was worked through, with the lines that were told."""
     path = plan_of(tmp_path_factory.mktemp("study"))
     lines = []
-    run_study(path, 2, tell=lines.append)
+    run_study(path, 2, write_line=lines.append)
     return path, lines
 
 
@@ -162,8 +162,8 @@ def test_a_run_starts_from_the_weights_of_its_seed(done, seed):
 def test_what_is_done_is_not_done_again(done):
     path, _ = done
     lines = []
-    run_study(path, 1, tell=lines.append)
-    assert lines == ["Nothing to do: every run has its record"]
+    run_study(path, 1, write_line=lines.append)
+    assert lines == ["Nothing to do: every run has a record"]
 
 
 def set_rate(plan):
@@ -228,7 +228,7 @@ def test_an_origin_that_is_trained_again_has_to_come_out_as_before(done):
     plan.record_path("first/none/0").write_text(json.dumps(other))
     output = plan.output_of("first/none/0")
     output.rename(output.with_suffix(".away"))
-    with pytest.raises(RunStoppedError, match=r"trained again it has AP .*, not 12\.5 as its record says"):
+    with pytest.raises(RunStoppedError, match=r"trained again, its AP is .*, but 12\.5 in its record"):
         study.execute(plan, "first/none/0")
     assert record(path, "first/none/0") == other
     assert not output.exists()  # nothing can start from it
@@ -277,7 +277,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(tmp_path):
     }
     lines = []
     with pytest.raises(RunStoppedError, match="1 runs failed: first/bad/0"):
-        run_study(plan_of(tmp_path / "study", groups=groups), 2, tell=lines.append)
+        run_study(plan_of(tmp_path / "study", groups=groups), 2, write_line=lines.append)
     told_of = {line.split()[2].rstrip(":"): line for line in lines}
     assert "failed: UnknownNameError: unknown SOLVER.AMP.DTYPE 'float8'" in told_of["first/bad/0"]
     assert "AP " in told_of["first/none/0"]
@@ -292,21 +292,21 @@ def group_of(**changes):
     [
         (group_of(variants={"v": {"MODEL.POSITION.NAM": "peg"}}), "position encoding 'peg' 'nam'"),
         (group_of(variants={"v": {"MODEL.POSITIN.NAME": "peg"}}), "MODEL.POSITIN"),
-        (group_of(variants={"v": None}), "no plan of a study"),
+        (group_of(variants={"v": None}), "is not a study plan"),
         (group_of(seed=1), "key of group a 'seed' .did you mean 'seeds'"),
         (group_of(config="no.yaml"), "no config file"),
         (group_of(sweeps=["x"]), "sweep of group a 'x'"),
         (group_of(probes=["x"]), "probe of group a 'x'"),
         (group_of(baselines=["w"]), "baseline of group a 'w'"),
-        (group_of(beside=["b/v"]), "variant beside group a, of an earlier one 'b/v'"),
-        (group_of(backbone="b/v/0"), "run that a/v/0 starts from, of an earlier group 'b/v/0'"),
-        (group_of(weights="a/v"), "run that a/v/0 starts from, of an earlier group 'a/v/0'"),
+        (group_of(beside=["b/v"]), "variant of an earlier group in 'beside' of group a 'b/v'"),
+        (group_of(backbone="b/v/0"), "run of an earlier group that a/v/0 starts from 'b/v/0'"),
+        (group_of(weights="a/v"), "run of an earlier group that a/v/0 starts from 'a/v/0'"),
         ({"sweeps": {"shape": {"vall": 1.0}}}, "data set of sweep shape 'vall'"),
-        ({"sweeps": None}, "no plan of a study"),
+        ({"sweeps": None}, "is not a study plan"),
         ({"data": {"train": {"images": 3, "seed": 0, "image_sides": [8, 9]}}}, "do not fit image_sides"),
         ({"data": {"train": {"images": 3, "seed": 0, "sides": [8, 9]}}}, "sides"),
         ({"data": {"train": {"seed": 0}}}, "images"),
-        ({"groups": []}, "no plan of a study"),
+        ({"groups": []}, "is not a study plan"),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_refused_before_the_first_run(tmp_path, changes, said):
@@ -315,7 +315,7 @@ def test_a_plan_that_cannot_be_run_is_refused_before_the_first_run(tmp_path, cha
 
 
 def test_a_missing_plan_and_an_unknown_group_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no plan of a study"):
+    with pytest.raises(ConfigError, match="is not a study plan"):
         load_plan(tmp_path / "none.yaml")
     with pytest.raises(UnknownNameError, match="group of the study 'mian' .did you mean 'main'"):
         load_plan(plan_of(tmp_path / "study")).group("mian")

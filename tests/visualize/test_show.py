@@ -17,9 +17,9 @@ from cpvt_det.position import POSITION_REGISTRY
 from cpvt_det.structures import level_padding_mask
 from cpvt_det.visualize import attention as drawing
 from cpvt_det.visualize import data as feeding
-from cpvt_det.visualize.attention_by_position import PlacedAttention, attention_by_place
+from cpvt_det.visualize.attention_by_position import AttentionByPosition, average_attention
 from cpvt_det.visualize.figures import new_grid
-from cpvt_det.visualize.forward_record import Observation, tokens_at
+from cpvt_det.visualize.forward_record import ForwardRecord, tokens_at
 from cpvt_det.visualize.position import NamedDetector, _place, added_by, draw_kernels
 from cpvt_det.visualize.recording import Samples, attention_weights, record_inputs
 
@@ -38,29 +38,29 @@ def noise(*sizes, seed=0):
     return [torch.randint(256, (3, *size), dtype=torch.uint8, generator=generator) for size in sizes]
 
 
-def observation(**more):
+def record(**more):
     """An image of 60 x 100 pixels on disk, fed at 30 x 50, on a canvas of 32 x 64."""
-    return Observation(detector_of(**more), torch.zeros(3, 30, 50, dtype=torch.uint8), (60, 100), (32, 64), {}, {}, [])
+    return ForwardRecord(detector_of(**more), torch.zeros(3, 30, 50, dtype=torch.uint8), (60, 100), (32, 64), {}, {}, [])
 
 
 def test_a_point_is_looked_up_in_the_map_of_its_level():
     """Strides 8 and 16: maps of 4 x 8 and 2 x 4. Pixel (70, 50) on disk is (35, 25) as fed: row 3, column 4; row 1, column 2."""
-    found = [tokens_at(observation(**DEFORMABLE), [(70, 50), (0, 0)], level) for level in (0, 1)]
-    assert [[subject.index for subject in subjects] for subjects in found] == [[3 * 8 + 4, 0], [32 + 4 + 2, 32]]
+    found = [tokens_at(record(**DEFORMABLE), [(70, 50), (0, 0)], level) for level in (0, 1)]
+    assert [[query.index for query in attended] for attended in found] == [[3 * 8 + 4, 0], [32 + 4 + 2, 32]]
     assert found[0][0].name == "at 70, 50"
 
 
 @pytest.mark.parametrize("point", [(100, 10), (10, 60), (-1, 0)])
 def test_points_outside_the_image_are_refused(point):
-    with pytest.raises(BadInputError, match="is outside the image: x is below 100 and y below 60 pixels"):
-        tokens_at(observation(), [point], 0)
+    with pytest.raises(BadInputError, match="is outside the image: x must be below 100 and y below 60 pixels"):
+        tokens_at(record(), [point], 0)
 
 
 def test_levels_that_are_not_there_are_refused():
     with pytest.raises(BadInputError, match="--level 1: this DETR has one level, 0"):
-        tokens_at(observation(), [(1, 1)], 1)
+        tokens_at(record(), [(1, 1)], 1)
     with pytest.raises(BadInputError, match="--level -1: this DeformableDETR has levels 0 to 1"):
-        tokens_at(observation(**DEFORMABLE), [(1, 1)], -1)
+        tokens_at(record(**DEFORMABLE), [(1, 1)], -1)
 
 
 def test_heat_lies_where_the_attended_cell_is():
@@ -68,7 +68,7 @@ def test_heat_lies_where_the_attended_cell_is():
     weights = torch.full((1, 2, 1, 32), 0.01)
     weights[0, 0, 0, 2 * 8 + 3] = 0.5
     _, panels = new_grid(1, 1, (2, 2), "one")
-    note = drawing._paint_weights(panels[0, 0], observation(), weights, 0, 0)
+    note = drawing._paint_weights(panels[0, 0], record(), weights, 0, 0)
     (heat,) = panels[0, 0].images
     values, (left, right, bottom, top) = heat.get_array(), heat.get_extent()
     rows, columns = values.shape
@@ -78,7 +78,7 @@ def test_heat_lies_where_the_attended_cell_is():
     assert np.allclose(cell, [[48, 64], [32, 48]])
     assert np.count_nonzero(values) == 1
     assert note == "peak 14.0 x even"  # 0.5 of 28 cells
-    assert drawing._paint_weights(panels[0, 0], observation(), weights, 0, None) == "peak 7.1 x even"
+    assert drawing._paint_weights(panels[0, 0], record(), weights, 0, None) == "peak 7.1 x even"
 
 
 def test_samples_lie_where_they_are_read():
@@ -88,7 +88,7 @@ def test_samples_lie_where_they_are_read():
     box = torch.tensor([0.5, 0.5, 0.25, 0.5]).expand(1, 1, 2, 4)
     _, panels = new_grid(1, 1, (2, 2), "one")
     axes = panels[0, 0]
-    note = drawing._paint_samples(axes, observation(**DEFORMABLE), (samples, box), 0, 0)
+    note = drawing._paint_samples(axes, record(**DEFORMABLE), (samples, box), 0, 0)
     dots = [(*dot.get_offsets().tolist()[0], dot.get_sizes()[0] / drawing.LARGEST_POINT) for dot in axes.collections]
     assert dots == [(64, 32, 0.75), (32, 48, 0.25)]
     cross, outline = axes.lines
@@ -115,13 +115,13 @@ def test_by_offset_undoes_what_depends_on_the_offset_alone():
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     dy = y[None, None] - y[:, :, None, None] + height - 1
     dx = x[None, None] - x[:, :, None, None] + width - 1
-    assert torch.allclose(PlacedAttention(0, kernel[dy, dx]).by_offset(), kernel)
+    assert torch.allclose(AttentionByPosition(0, kernel[dy, dx]).by_offset(), kernel)
 
 
 def test_attention_to_itself_and_its_distance():
     """2 x 1 places: all on itself is twice even, at distance 0; even weights are half a cell away."""
-    alone = PlacedAttention(0, torch.eye(2).view(2, 1, 2, 1))
-    even = PlacedAttention(0, torch.full((2, 1, 2, 1), 0.5))
+    alone = AttentionByPosition(0, torch.eye(2).view(2, 1, 2, 1))
+    even = AttentionByPosition(0, torch.full((2, 1, 2, 1), 0.5))
     assert (alone.on_itself(), alone.distance(), alone.even_distance()) == (2, 0, 0.5)
     assert (even.on_itself(), even.distance()) == (1, 0.5)
 
@@ -129,13 +129,13 @@ def test_attention_to_itself_and_its_distance():
 def test_attention_by_place_is_the_mean_over_heads_and_images():
     detector = detector_of(MODEL__DETR__ENC_LAYERS=2)
     images = noise((40, 64), (40, 64))
-    found = attention_by_place(detector, images, 1)
+    found = average_attention(detector, images, 1)
     batch = detector.preprocess(images)
     layer = detector.transformer.encoder.layers[1].self_attn
     with record_inputs({"layer": layer}) as inputs, torch.no_grad():
         detector(batch.images, batch.padding_mask)
         expected = attention_weights(layer, *inputs["layer"]).mean((0, 1)).view(5, 8, 5, 8)
-    assert found.shape == (5, 8) and found.layer == attention_by_place(detector, images, 9).layer == 1
+    assert found.shape == (5, 8) and found.layer == average_attention(detector, images, 9).layer == 1
     assert (found.weights - expected).abs().max() < 1e-6
 
 
@@ -172,7 +172,7 @@ def test_encodings_are_drawn_side_by_side(tmp_path):
     names = ["none, random weights", "peg, random weights", "sine+peg, run/model.pth"]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[5:]]
     assert [(row[0], row[1]) for row in rows] == list(zip(names, "001", strict=True))  # the last has a layer after its PEG
-    assert {row[4] for row in rows} == {f"{PlacedAttention(0, torch.zeros(5, 8, 5, 8)).even_distance():.2f}"}
+    assert {row[4] for row in rows} == {f"{AttentionByPosition(0, torch.zeros(5, 8, 5, 8)).even_distance():.2f}"}
 
 
 def test_deformable_detr_has_no_attention_by_place(tmp_path):
@@ -180,8 +180,8 @@ def test_deformable_detr_has_no_attention_by_place(tmp_path):
     Image.new("RGB", (30, 20), "red").save(tmp_path / "image.png")
     result = call("show", "position", config, "--output", tmp_path / "out", "--size", "48x32", "--input", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "no kernels.png: no model has a PEG" in result.output
-    assert "not in attention.png: sine_offset, random weights has no attention between all tokens" in result.output
+    assert "no kernels.png was written: no model has a PEG" in result.output
+    assert "not in attention.png: sine_offset, random weights, which has no attention between all tokens" in result.output
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["added.png"]
 
 

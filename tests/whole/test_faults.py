@@ -80,7 +80,7 @@ def test_ground_truth_used_as_detections_scores_100_after_dropping(case: DataCas
 
 
 FATAL = re.compile(
-    "not COCO|not JSON|not in pixels|is no data set|no image has an object|category (ids|names)|without a field: ...categories"
+    "not COCO|not JSON|not in pixels|is not a data set|no image has an object|category (ids|names)|without a field: ...categories"
 )
 """What no image or box can be left out for."""
 
@@ -109,7 +109,7 @@ def test_training_goes_on_without_what_is_dropped_and_the_log_counts_it(tmp_path
         "boxes that are not four numbers: 1; image files that cannot be read: 1"
     )
     assert log.count(line) == 2, log
-    assert "WARNING: drawn: images with more boxes than queries, some of which no query can learn: 1; raise MODEL.DETR" in log
+    assert "WARNING: drawn: images with more boxes than queries, so that some boxes cannot be learned: 1; raise MODEL.DETR" in log
     more["MODEL__WEIGHTS"] = tmp_path / "out/model_final.pth"
     ending = call_on(drawn, "train", "--eval-only", runner=runner, OUTPUT_DIR=tmp_path / "eval", **more)
     assert ending.code == 0, ending.text

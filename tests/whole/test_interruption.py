@@ -159,7 +159,7 @@ def test_a_dead_data_worker_names_the_image_it_died_on(start, runner, where):
     process, folder = start(runner, "run", before=dies, **more)
     assert process.wait(120) == 1
     told = process.stderr.read()
-    assert re.search(r"stopped: a data worker \(process \d+\) died while reading \S+030\.png; --resume goes on", told)
+    assert re.search(r"stopped: a data worker \(process \d+\) died while reading \S+030\.png; --resume continues", told)
     wait_for(lambda: not living(process.pid), 30)
     if where == "evaluation":
         assert (folder / "model_0000000.pth").is_file()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets in other formats than COCO's -> COCO's sections, which then go through the same rules.
+"""Data sets in formats other than COCO JSON -> COCO's sections, which are then checked by the same rules.
 
-What is odd in them goes through as it is, so that ``data/validation/rules.py`` finds it.
+Invalid entries are passed on unchanged; ``data/validation/rules.py`` reports them.
 """
 
 from collections.abc import Iterable
@@ -17,19 +17,19 @@ def read_foreign(files: DatasetFiles) -> Sections:
     """The sections ``images``, ``annotations`` and ``categories`` of a data set in a registered format.
 
     Args:
-        files: ``annotations`` is what the format matches; ``split`` one of its splits.
+        files: files of the data set: ``annotations`` is a path of the format, ``split`` the name of a split.
 
     Returns:
-        The sections. Sizes that the annotations do not say are those of the image files; a file that cannot be read gets the size
-        1 x 1, and is found when the images are checked. An annotation's ``source`` says where it is from.
+        The sections. Sizes that the annotations lack are read from the image files; a file that cannot be read gets the size 1 x 1,
+        and is reported by the check of the images. An annotation's ``source`` is its file and position.
 
     Raises:
-        DataError: no known format, or a split that is not there.
+        DataError: an unknown format, or a split that does not exist.
     """
     data_format = find_format(files.annotations)
     if data_format is None:
         raise DataError(
-            f"{files.annotations} is no data set: expected a COCO JSON file, a YOLO folder with data.yaml (or its YAML file by "
+            f"{files.annotations} is not a data set: expected a COCO JSON file, a YOLO folder with data.yaml (or its YAML file by "
             "path), or a Pascal VOC folder with Annotations/*.xml"
         )
     content = data_format.read(files.annotations, files.split)
@@ -54,7 +54,7 @@ def _size(path: str) -> tuple[int, int]:
 
 
 def _add_boxes(content: dict[str, list[dict[str, Any]]]) -> None:
-    """Boxes relative to their image -> pixels."""
+    """Convert boxes relative to their image to pixels."""
     size_of = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
     for annotation in content["annotations"]:
         relative = annotation.pop("relative_cxcywh", None)

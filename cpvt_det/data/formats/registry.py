@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of data formats other than COCO JSON, and the registry of their names."""
+"""The contract and the registry of data formats other than COCO JSON."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pascal VOC's format: an XML file for each image.
+"""Pascal VOC's format: one XML file per image.
 
-Boxes count pixels from 1 and include their last one. Objects marked difficult are neither learned nor counted in evaluation, as in
-VOC's own: they become COCO's crowds. Source: the VOC 2012 development kit, section 10.
+Box coordinates start at 1 and include the last pixel. Objects marked difficult are neither learned nor counted in evaluation, as in
+VOC's own evaluation: they become COCO's crowds. Source: the VOC 2012 development kit, section 10.
 """
 
 import xml.etree.ElementTree as ET
@@ -15,24 +15,24 @@ from cpvt_det.errors import DataError, first_line
 
 
 def is_voc(path: Path) -> bool:
-    """Whether a path is a folder of Pascal VOC: with XML files, or with ``Annotations/``."""
+    """Whether a path is a Pascal VOC folder: with XML files, or with ``Annotations/``."""
     return path.is_dir() and (next(path.glob("*.xml"), None) is not None or (path / "Annotations").is_dir())
 
 
 @register_format("voc", matches=is_voc)
 def read_voc(folder: Path, split: str) -> Sections:
-    """COCO's sections.
+    """Read a data set into COCO's sections.
 
     Args:
-        folder: with ``Annotations/``, ``JPEGImages/`` and ``ImageSets/Main/``, or with XML files and images side by side.
-        split: a file of ``ImageSets/Main`` without its ``.txt``; empty for every XML file.
+        folder: a folder with ``Annotations/``, ``JPEGImages/`` and ``ImageSets/Main/``, or with XML files and images side by side.
+        split: name of a file in ``ImageSets/Main`` without ``.txt``; empty for every XML file.
 
     Returns:
-        Category ids are counted from 1 in the order of ``classes.txt`` in the folder, or else of the alphabet, over all XML files
-        of the folder, whatever the split; images from 1 by the order of the split, or of their names.
+        The sections. Category ids count from 1 in the order of ``classes.txt`` in the folder, or else in alphabetical order over
+        all XML files of the folder, whatever the split; image ids count from 1 in the order of the split, or of their names.
 
     Raises:
-        DataError: a file that cannot be read, or a split that is not there.
+        DataError: a file that cannot be read, or a split that does not exist.
     """
     annotation_folder = folder / "Annotations" if (folder / "Annotations").is_dir() else folder
     image_folder = folder / "JPEGImages" if (folder / "JPEGImages").is_dir() else folder
@@ -43,7 +43,7 @@ def read_voc(folder: Path, split: str) -> Sections:
     for image_id, stem in enumerate(_stems(folder, split, trees), start=1):
         tree = trees.get(stem)
         if tree is None:
-            raise DataError(f"{folder}: split {split!r} has {stem}, and there is no {annotation_folder / stem}.xml")
+            raise DataError(f"{folder}: split {split!r} contains {stem}, but there is no file {annotation_folder / stem}.xml")
         height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
         images.append({"id": image_id, "file_name": str(_image(image_folder, stem, tree)), "height": height, "width": width})
         for number, element in enumerate(tree.iter("object"), start=1):
@@ -77,12 +77,12 @@ def _stems(folder: Path, split: str, trees: dict[str, ET.Element]) -> list[str]:
     path = folder / "ImageSets" / "Main" / f"{split}.txt"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.txt"))) or "none"
-        raise DataError(f"{folder} has no split {split!r}, as there is no {path}; it has {known}, and '' takes every XML file")
+        raise DataError(f"{folder} has no split {split!r}: there is no file {path}; known: {known}, and '' for every XML file")
     return [line.split()[0] for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
 def _image(folder: Path, stem: str, tree: ET.Element) -> Path:
-    """The file that the XML names, or else one of its own name."""
+    """The file that the XML names, or else an image with the name of the XML."""
     named = folder / Path(tree.findtext("filename", "").strip().replace("\\", "/")).name
     if named.is_file():
         return named
@@ -90,7 +90,7 @@ def _image(folder: Path, stem: str, tree: ET.Element) -> Path:
 
 
 def _box(element: ET.Element) -> Any:
-    """COCO's, from 0; what is no number as it stands there, for the rules to find."""
+    """COCO's box, counted from 0; the words of the file where one is not a number, for the rules to report."""
     words = [element.findtext(f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
     corners = [_number(word) for word in words]
     if any(corner is None for corner in corners):

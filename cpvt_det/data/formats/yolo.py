@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YOLO's format: a YAML file with class names and splits, and a text file of boxes beside each image.
+"""YOLO's format: a YAML file with class names and splits, and one text file of boxes per image.
 
-A line of text is ``class cx cy w h``, or ``class x1 y1 x2 y2 x3 y3 ...`` around an object; all but the class relative to the image.
+A line of text is ``class cx cy w h``, or the polygon ``class x1 y1 x2 y2 x3 y3 ...``; all but the class relative to the image.
 Source: the format of Ultralytics and Roboflow.
 """
 
@@ -27,17 +27,18 @@ def find_yolo(path: Path) -> Path | None:
 
 @register_format("yolo", matches=lambda path: find_yolo(path) is not None)
 def read_yolo(path: Path, split: str) -> Sections:
-    """COCO's sections, with ``relative_cxcywh`` for boxes and without sizes of images.
+    """Read a data set into COCO's sections, with ``relative_cxcywh`` for boxes and without sizes of images.
 
     Args:
         path: a folder with ``data.yaml``, or the YAML file.
         split: ``train``, ``val`` or ``test``.
 
     Returns:
-        Category ids are YOLO's, from 0; images are numbered from 1 by path. An image without a text file has no objects.
+        The sections. Category ids are YOLO's, from 0; image ids count from 1 in the order of the paths. An image without a text
+        file has no objects.
 
     Raises:
-        DataError: a file that cannot be read, without class names or without the split.
+        DataError: a file that cannot be read, or one without class names or without the split.
     """
     path = find_yolo(path) or path
     content = _read_yaml(path)
@@ -64,7 +65,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} is not YAML: {first_line(error)}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} is no YOLO data set: expected keys train, val and names, got a {type(content).__name__}")
+        raise DataError(f"{path} is not a YOLO data set: expected keys train, val and names, got a {type(content).__name__}")
     return content
 
 
@@ -72,24 +73,24 @@ def _names(content: dict[str, Any], path: Path) -> dict[int, str]:
     names = content.get("names")
     names = dict(enumerate(names)) if isinstance(names, list) else names
     if not isinstance(names, dict) or not names or not all(type(number) is int for number in names):
-        raise DataError(f"{path}: expected names, a list of class names, or a mapping of numbers to them, got {names!r}")
+        raise DataError(f"{path}: names must be a list of class names, or a mapping of numbers to class names, got {names!r}")
     return {number: str(name) for number, name in sorted(names.items())}
 
 
 def _places(content: dict[str, Any], split: str, path: Path) -> list[Path]:
-    """Folders and lists of images of a split; paths are relative to ``path:`` in the file, or else to the file."""
+    """Folders and text files with the images of a split; paths are relative to ``path:`` in the file, or else to the file."""
     found = next((content[name] for name in SPLITS.get(split, (split,)) if content.get(name)), None)
     if found is None:
         known = [key for key in ("train", "val", "valid", "test") if content.get(key)]
-        raise DataError(f"{path} has no split {split!r}; it has {', '.join(known) or 'none'}")
+        raise DataError(f"{path} has no split {split!r}; known: {', '.join(known) or 'none'}")
     root = path.parent / str(content.get("path") or "")
-    root = root if root.is_dir() else path.parent  # a root of the machine that the file was written on
+    root = root if root.is_dir() else path.parent  # `path:` may be of the machine that the file was written on
     places = []
     for place in map(str, found if isinstance(found, list) else [found]):
         tried = [root / place, root / place.removeprefix("../")]  # Roboflow writes ../train/images and means train/images
         there = next((candidate for candidate in tried if candidate.exists()), None)
         if there is None:
-            raise DataError(f"{path}: split {split!r} is {place}, and there is no {tried[0]}")
+            raise DataError(f"{path}: split {split!r} is {place}, but {tried[0]} does not exist")
         places.append(there)
     return places
 
@@ -102,7 +103,7 @@ def _images(place: Path) -> list[Path]:
 
 
 def _label_file(image: Path) -> Path:
-    """The last folder ``images`` on the way becomes ``labels``."""
+    """The text file of an image: the last folder ``images`` in its path becomes ``labels``."""
     folders = list(image.parent.parts)
     for number in reversed(range(len(folders))):
         if folders[number] == "images":
@@ -112,7 +113,7 @@ def _label_file(image: Path) -> Path:
 
 
 def _read_labels(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Number and content of each line; one that is no box has ``bbox`` as it stands there, for the rules to find."""
+    """Number and content of each line; a line that is not a box has its words as ``bbox``, for the rules to report."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:

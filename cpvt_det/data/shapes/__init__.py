@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set of shapes, drawn: to train on without a download."""
+"""A data set of drawn shapes, to train without a download."""

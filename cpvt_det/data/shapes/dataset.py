@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shapes data set: drawn, seeded, in COCO format, so that a detector can be trained without a download.
 
-Before the road of one image: it writes the files that ``data/coco.py`` reads. Every image is drawn from
-``default_rng([seed, split, image])`` alone, so neither the number of processes nor the number of images changes it.
+Before the way of one image: it writes the files that ``data/coco.py`` reads. Every image depends only on
+``default_rng([seed, split, image])``, so neither the number of processes nor the number of images changes it.
 """
 
 import json
@@ -22,10 +22,10 @@ from tqdm import tqdm
 from cpvt_det.data.shapes.scene import CLASS_NAMES, ShapesSpec, draw_image
 from cpvt_det.errors import ConfigError, DataError
 
-# Part of the parameters kept in the JSON: raise it with any change of the drawing or of the JSON, so that older data is told apart.
+# A parameter in the JSON: increase it with any change of the drawing or of the JSON, so that older data can be distinguished.
 GENERATOR_VERSION = 2
 SPLITS = ("train", "val")
-CHUNK = 16  # images a process takes at once
+CHUNK = 16  # number of images that a process takes at a time
 
 
 def draw_dataset(
@@ -37,25 +37,24 @@ def draw_dataset(
     num_processes: int | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Draw the data set, or do nothing where it already lies whole with the same parameters.
+    """Draw the data set, or do nothing if the folder already contains it, complete and with the same parameters.
 
-    Writes ``annotations/train.json``, ``annotations/val.json``, ``train/000000.jpg``, ... A split's JSON comes last, so
-    one with a JSON is whole. Processes are spawned: a script that asks for more than one needs the usual
+    Writes ``annotations/train.json``, ``annotations/val.json``, ``train/000000.jpg``, ... A split's JSON is written last, so
+    a split with a JSON is complete. Processes are spawned: a script that uses more than one needs the usual
     ``if __name__ == "__main__":``.
 
     Args:
-        root: the folder; made where there is none.
-        num_train: images to train on; more of them leave the earlier ones as they were.
-        num_val: images held out.
-        seed: 0 or more.
-        spec: what the images are like.
-        num_processes: None takes one for each core this process may use, 16 at most.
-        overwrite: draw anew over a shapes data set of other parameters.
+        root: folder to write to; created if missing.
+        num_train: number of training images; more images do not change the earlier ones.
+        num_val: number of validation images.
+        seed: random seed, 0 or more.
+        spec: properties of the images.
+        num_processes: number of processes; ``None``: one per core that this process may use, at most 16.
+        overwrite: whether a shapes data set with other parameters is replaced.
 
     Raises:
         ConfigError: a count or seed out of range.
-        DataError: the folder holds a shapes data set of other parameters and ``overwrite`` is False, or it holds
-            something else.
+        DataError: a folder that contains a shapes data set with other parameters, while ``overwrite`` is False, or other files.
     """
     num_processes = min(16, usable_cores()) if num_processes is None else num_processes
     given = {"num_train": num_train, "num_val": num_val, "seed": seed, "num_processes": num_processes}
@@ -76,7 +75,7 @@ def draw_dataset(
 
 
 def describe(split: str, count: int, seed: int, spec: ShapesSpec) -> dict[str, Any]:
-    """The JSON's ``info``: all that the drawing depends on."""
+    """The ``info`` of the JSON: all parameters of the drawing."""
     return {
         "description": "the shapes data set of cpvt-det",
         "generator_version": GENERATOR_VERSION,
@@ -90,15 +89,15 @@ def describe(split: str, count: int, seed: int, spec: ShapesSpec) -> dict[str, A
 
 
 def _is_drawn(root: Path, wanted: dict[str, Any], overwrite: bool) -> bool:
-    """Whether a split lies in the folder, whole and as wanted.
+    """Whether the folder contains a split, complete and with the wanted parameters.
 
     Raises:
-        DataError: another one lies there, which must not or was not asked to be overwritten.
+        DataError: other files, or a split with other parameters while ``overwrite`` is False.
     """
     path = _json_path(root, wanted["split"])
     if not path.exists():
         if not _unfinished_path(path).exists() and any(root.glob(f"{wanted['split']}/*")):
-            raise DataError(f"{root / wanted['split']} holds files, but {path} is missing; choose another folder")
+            raise DataError(f"{root / wanted['split']} contains files, but {path} is missing; choose another folder")
         return False
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["info"]
@@ -106,13 +105,13 @@ def _is_drawn(root: Path, wanted: dict[str, Any], overwrite: bool) -> bool:
     except (ValueError, KeyError, TypeError):
         ours = False
     if not ours:
-        raise DataError(f"{path} is not from the shapes data set and stays as it is; choose another folder")
+        raise DataError(f"{path} is not from the shapes data set and is not overwritten; choose another folder")
     if found == wanted:
         return all((root / wanted["split"] / _file_name(i)).is_file() for i in range(wanted["num_images"]))
     if overwrite:
         return False
     differ = [f"{key} {found.get(key)!r}, not {value!r}" for key, value in wanted.items() if found.get(key) != value]
-    way_out = "choose another folder, or overwrite it (overwrite=True, --overwrite)"
+    way_out = "choose another folder, or replace the data set (overwrite=True, --overwrite)"
     raise DataError(f"{path} was drawn with {'; '.join(differ)}; {way_out}")
 
 
@@ -125,7 +124,7 @@ def _unfinished_path(path: Path) -> Path:
 
 
 def _mark_unfinished(root: Path, split: str) -> None:
-    """Say that the images of a split are ours but not whole, before the first of them changes."""
+    """Mark the images of a split as ours but incomplete, before the first one changes."""
     path = _json_path(root, split)
     path.parent.mkdir(parents=True, exist_ok=True)
     _unfinished_path(path).touch()
@@ -133,7 +132,7 @@ def _mark_unfinished(root: Path, split: str) -> None:
 
 
 def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processes: int) -> None:
-    """Draw the images of a split, remove those that an earlier, larger drawing left, and put its JSON in place."""
+    """Draw the images of a split, remove those left from an earlier, larger drawing, and write its JSON."""
     split, count = info["split"], info["num_images"]
     (root / split).mkdir(exist_ok=True)
     draw = partial(_draw_file, root / split, spec, info["seed"], SPLITS.index(split))
@@ -142,7 +141,7 @@ def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processe
     if num_processes == 1:
         drawn = list(bar(map(draw, range(count))))
     else:
-        # A fork would copy whatever locks the caller's threads hold, those of torch for one.
+        # A fork would copy locks that the caller's threads hold, such as those of torch.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
             drawn = list(bar(pool.map(draw, range(count), chunksize=CHUNK)))
@@ -156,14 +155,14 @@ def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processe
 
 
 def _draw_file(folder: Path, spec: ShapesSpec, seed: int, split_index: int, index: int) -> tuple[Any, ...]:
-    """Draw one image into its file; returns its (h, w), boxes, labels and polygons."""
+    """Draw one image into its file; return its (h, w), boxes, labels and polygons."""
     image, boxes, labels, polygons = draw_image(spec, np.random.default_rng([seed, split_index, index]))
     Image.fromarray(image).save(folder / _file_name(index), quality=90)
     return image.shape[:2], boxes.tolist(), labels.tolist(), [polygon.reshape(-1).tolist() for polygon in polygons]
 
 
 def _to_coco(info: dict[str, Any], drawn: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
-    """The content of a JSON file in COCO's format; ids start at 1, and an area is that of its box."""
+    """The content of a JSON file in COCO's format; ids start at 1, and the area of an object is that of its box."""
     images, annotations = [], []
     for index, ((height, width), *objects) in enumerate(drawn):
         images.append({"id": index + 1, "file_name": _file_name(index), "width": width, "height": height})
@@ -179,5 +178,5 @@ def _file_name(index: int) -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

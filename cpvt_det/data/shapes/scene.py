@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One image of the shapes data set: planned as a scene, then painted.
 
-Two classes, ``hourglass`` and ``bowtie``, are one glyph and its quarter turn: only orientation tells them apart. Both
-look the same in a mirror, as all the others do up to their jitter, so an image may be flipped and keep its labels.
+Two classes, ``hourglass`` and ``bowtie``, are one glyph and the same turned by 90 degrees: they differ only in orientation.
+Mirroring does not change them, nor the others apart from their jitter, so an image may be flipped and keeps its labels.
 """
 
 import math
@@ -14,25 +14,25 @@ from PIL import Image, ImageDraw
 
 from cpvt_det.errors import ConfigError
 
-CUT_SHARE = 0.4  # of the objects may hang over the border, each side by this much of its length at most:
-OVERHANG = 0.4
+CUT_SHARE = 0.4  # share of objects that may extend beyond the border
+OVERHANG = 0.4  # largest part of a side that is beyond the border
 MAX_TURN = math.radians(12)
-MAX_LOG_ASPECT = 0.2  # a square stays one: 1.22 to 1 at most
-MIN_CONTRAST = 100.0  # between an object and what it lies on, of 255 a channel
-TRIES = 20  # a crowded image gets fewer objects than were asked for, not a search without end
-SUPERSAMPLING = 8  # Pillow fills the pixels on a polygon's edge too: at 8 that is an eighth of a pixel
+MAX_LOG_ASPECT = 0.2  # a square remains recognisable: sides differ by 1.22 to 1 at most
+MIN_CONTRAST = 100.0  # colour distance between an object and its surroundings, of 255 per channel
+TRIES = 20  # limits the search: a crowded image gets fewer objects than requested
+SUPERSAMPLING = 8  # Pillow also fills the pixels on a polygon's edge: with 8, that is an eighth of a pixel
 
 
 def _ring_of(radii: Sequence[float], count: int) -> np.ndarray:
-    """(count, 2) points around the origin, the first one at the top, with the radii taken in turn."""
+    """(count, 2) points around the origin, the first one at the top; the radii repeat in order."""
     angles = 2 * np.pi * np.arange(count) / count
     return np.resize(radii, count)[:, None] * np.stack([np.sin(angles), -np.cos(angles)], axis=1)
 
 
 _HOURGLASS = np.array([(-1, -1), (1, -1), (0.2, 0), (1, 1), (-1, 1), (-0.2, 0)], dtype=float)
 _ARM = np.array([(-1, -3), (1, -3), (1, -1)], dtype=float)
-# Outline, then holes, in any unit: the placing stretches the outline to the box. y points down. Every outline can be
-# seen whole from the middle of its box, which is why cutting it at the border leaves one piece.
+# Outline, then holes, in any unit: placing stretches the outline to the box. y points down. Every outline is star-shaped around
+# the middle of its box, so the part inside the border is one piece.
 GLYPHS: dict[str, list[np.ndarray]] = {
     "circle": [_ring_of([1], 64)],
     "square": [np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)], dtype=float)],
@@ -48,19 +48,20 @@ CLASS_NAMES = tuple(GLYPHS)
 
 @dataclass(frozen=True)
 class ShapesSpec:
-    """What the images are like.
+    """The properties of the images.
 
     Attributes:
-        image_sides: least and greatest width and height in pixels, drawn independently.
-        object_sides: least and greatest width and height of a box in pixels.
-        max_objects: from 0 to this many objects an image.
-        max_overlap: how much of a box other boxes may cover, all together.
-        min_visible: how much of an object's area the image border leaves at least; at half, an hourglass is a triangle.
-        scale: multiplies both ranges of pixels; one seed draws the same scenes at every scale.
-        aspect: width over height of every image, whose area is that of a square with a side in ``image_sides``.
+        image_sides: (smallest, largest) width and height in pixels, drawn independently.
+        object_sides: (smallest, largest) width and height of a box in pixels.
+        max_objects: largest number of objects per image; the smallest is 0.
+        max_overlap: largest share of a box that other boxes may cover in total.
+        min_visible: smallest share of an object's area inside the image; at 0.5, an hourglass could look like a triangle.
+        scale: factor of both ranges of pixels; one seed draws the same scenes at every scale.
+        aspect: width over height of every image, whose area is that of a square with a side in ``image_sides``; ``None``: sides
+            are drawn independently.
 
     Raises:
-        ConfigError: a value that nothing can be drawn with.
+        ConfigError: a value that is out of range, or values that do not fit together.
     """
 
     image_sides: tuple[int, int] = (96, 192)
@@ -73,11 +74,11 @@ class ShapesSpec:
 
     def __post_init__(self) -> None:
         if self.aspect is not None and not 0 < self.aspect < math.inf:
-            raise ConfigError(f"aspect is width over height, above 0, got {self.aspect}")
+            raise ConfigError(f"aspect must be width over height, above 0, got {self.aspect}")
         for name in ("image_sides", "object_sides"):
             sides = getattr(self, name)
             if len(sides) != 2 or not 0 < sides[0] <= sides[1] < math.inf:
-                raise ConfigError(f"{name} must be least and greatest, both above 0, got {sides}")
+                raise ConfigError(f"{name} must be (smallest, largest), both above 0, got {sides}")
         shortest = min(_sides_of(self, self.image_sides[0], self.image_sides[0]))
         if self.object_sides[1] > shortest:
             raise ConfigError(
@@ -87,7 +88,7 @@ class ShapesSpec:
         if not 0 < self.scale < math.inf or self.object_sides[0] * self.scale < 4:
             raise ConfigError(
                 f"scale {self.scale} makes objects of {self.object_sides[0] * self.scale:g} pixels; "
-                f"under 4 nothing can be told apart, so use {4 / self.object_sides[0]:.2f} or more"
+                f"below 4 pixels shapes cannot be recognised, so use a scale of {4 / self.object_sides[0]:.2f} or more"
             )
         if self.max_objects < 0:
             raise ConfigError(f"max_objects must be 0 or more, got {self.max_objects}")
@@ -98,7 +99,7 @@ class ShapesSpec:
 
 
 def _sides_of(spec: ShapesSpec, width: int, height: int) -> tuple[int, int]:
-    """Width and height of an image, of two drawn sides."""
+    """Width and height of an image, from two drawn sides."""
     if spec.aspect is None:
         return width, height
     root = math.sqrt(spec.aspect)
@@ -111,10 +112,10 @@ class Shape:
 
     Attributes:
         label: index into ``CLASS_NAMES``.
-        paths: (V, 2) points each: the outline, then holes; they may leave the image.
+        paths: (V, 2) points each: the outline, then holes; may extend beyond the image.
         box: (4,) xyxy of the part inside the image, in steps of 1/64 pixel.
         colour: (3,) RGB in [0, 255].
-        shading: (2,) share by which the colour changes over the object, along x and y.
+        shading: (2,) relative change of the colour over the object, along x and y.
     """
 
     label: int
@@ -126,16 +127,16 @@ class Shape:
 
 @dataclass
 class Backdrop:
-    """A background: a colour, its slope over the image, and a texture of noise at two sizes and a wave, in one tint."""
+    """A background: a colour with a gradient over the image, and a texture of noise at two sizes and a wave, in one tint."""
 
     base: np.ndarray  # (3,)
     slope: np.ndarray  # (2, 3), from border to border along x and y
     tint: np.ndarray  # (3,)
     noises: list[np.ndarray]  # grids of any size, stretched over the image
-    wave: tuple[float, float, float, float]  # height, radians a pixel along x and y, phase
+    wave: tuple[float, float, float, float]  # amplitude, radians per pixel along x and y, phase
 
     def colour_at(self, x: float, y: float) -> np.ndarray:
-        """(3,) RGB without the texture, at a point in [0, 1] of the image."""
+        """(3,) RGB without the texture, at a point (x, y) in [0, 1] of the image."""
         return self.base + (x - 0.5) * self.slope[0] + (y - 0.5) * self.slope[1]
 
 
@@ -150,7 +151,7 @@ class Mark:
 
 @dataclass
 class Scene:
-    """All that is in an image but its grain, in pixels at scale 1; later shapes lie over earlier ones."""
+    """The content of an image without its noise, in pixels at scale 1; later shapes cover earlier ones."""
 
     width: int
     height: int
@@ -163,8 +164,8 @@ def draw_image(spec: ShapesSpec, rng: np.random.Generator) -> tuple[np.ndarray, 
     """Draw one image.
 
     Args:
-        spec: what it is like.
-        rng: its only source of chance.
+        spec: properties of the image.
+        rng: the only source of randomness.
 
     Returns:
         image: (H, W, 3) uint8, RGB.
@@ -181,7 +182,7 @@ def draw_image(spec: ShapesSpec, rng: np.random.Generator) -> tuple[np.ndarray, 
 
 
 def plan_scene(spec: ShapesSpec, rng: np.random.Generator) -> Scene:
-    """Decide what is where, at scale 1 whatever ``spec.scale``."""
+    """Choose all objects and their positions, at scale 1 whatever ``spec.scale``."""
     width, height = _sides_of(spec, *rng.integers(spec.image_sides[0], spec.image_sides[1] + 1, 2).tolist())
     backdrop = _plan_backdrop(rng)
     marks = [_plan_mark(width, height, rng) for _ in range(rng.integers(0, 5))]
@@ -232,10 +233,10 @@ def _plan_mark(width: int, height: int, rng: np.random.Generator) -> Mark:
 
 
 def _place_shape(spec: ShapesSpec, width: int, height: int, rng: np.random.Generator) -> Shape | None:
-    """One try at a shape without colour; None where its size or what the border leaves of it is out of the spec."""
+    """Try to place a shape without colour; ``None`` if its size or visible part does not meet the spec."""
     low, high = spec.object_sides
     label = int(rng.integers(len(GLYPHS)))
-    # Width and height are interchangeable, so a quarter turn leaves the statistics of sizes as they are.
+    # Width and height have the same distribution, so turning by 90 degrees does not change the statistics of sizes.
     side, stretch = rng.uniform(math.log(low), math.log(high)), rng.uniform(-MAX_LOG_ASPECT, MAX_LOG_ASPECT) / 2
     size = _to_64ths(np.clip(np.exp([side + stretch, side - stretch]), low, high))
     overhang = OVERHANG * size * (rng.random() < CUT_SHARE)
@@ -256,7 +257,7 @@ def _place_shape(spec: ShapesSpec, width: int, height: int, rng: np.random.Gener
 
 
 def _to_64ths(pixels: np.ndarray) -> np.ndarray:
-    """Round to steps in which sums and differences of pixels are exact, so that no box leaves its image by 1e-14."""
+    """Round to steps in which sums and differences of pixels are exact, so that no box exceeds its image by 1e-14."""
     return np.round(64 * pixels) / 64
 
 
@@ -269,14 +270,14 @@ def _clip_path(path: np.ndarray, width: int, height: int) -> np.ndarray:
         share = depth / np.where(crosses, depth - depth_following, 1)
         crossings = path + share[:, None] * (following - path)
         crossings[crosses, axis] = border
-        # An edge gives its crossing of the border, then its end: (V, 2, 2) -> (2 V, 2), less those outside.
+        # Each edge yields its crossing of the border, then its end: (V, 2, 2) -> (2 V, 2), without points outside.
         keep = np.stack([crosses, depth_following >= 0], axis=1).reshape(-1)
         path = np.stack([crossings, following], axis=1).reshape(-1, 2)[keep]
     return path
 
 
 def _one_polygon(paths: Sequence[np.ndarray], width: int, height: int) -> np.ndarray:
-    """The part of an outline inside the image less its holes, each reached by a cut that the polygon goes there and back."""
+    """The part of an outline inside the image, without its holes: a cut, along which the polygon runs twice, leads to each hole."""
     outline, *holes = (_clip_path(path, width, height) for path in paths)
     for hole in holes:
         if len(hole):
@@ -285,7 +286,7 @@ def _one_polygon(paths: Sequence[np.ndarray], width: int, height: int) -> np.nda
 
 
 def _area(paths: Sequence[np.ndarray]) -> float:
-    """The area of an outline less that of its holes."""
+    """The area of an outline without that of its holes."""
     areas = [abs(np.sum(p[:, 0] * np.roll(p[:, 1], -1) - p[:, 1] * np.roll(p[:, 0], -1))) / 2 for p in paths]
     return float(areas[0] - sum(areas[1:]))
 
@@ -295,7 +296,7 @@ def _touch(box1: np.ndarray, box2: np.ndarray) -> bool:
 
 
 def _leaves_room(shape: Shape, others: Sequence[Shape], max_overlap: float) -> bool:
-    """Whether no box would lie under the others, all together, by more than ``max_overlap`` of its area."""
+    """Whether the other boxes together cover no box by more than ``max_overlap`` of its area."""
     boxes = np.array([other.box for other in others] + [shape.box])
     overlaps = np.minimum(boxes[:, None, 2:], boxes[:, 2:]) - np.maximum(boxes[:, None, :2], boxes[:, :2])
     shared = np.prod(np.maximum(overlaps, 0), axis=2)  # (G, G), the areas themselves on the diagonal
@@ -303,15 +304,15 @@ def _leaves_room(shape: Shape, others: Sequence[Shape], max_overlap: float) -> b
 
 
 def _pick_colour(avoid: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """A random colour that stands out from others; of 30 that do not, the one that comes closest."""
+    """A random colour with enough contrast to others; if none of 30 has, the one with most contrast."""
     colours = rng.uniform(0, 255, (30, 3))
-    # (30, 1, 3) - (n, 3) -> (30, n), weighted as the eye does
+    # (30, 1, 3) - (n, 3) -> (30, n), weighted by the eye's sensitivity
     distances = np.sqrt((((colours[:, None] - np.stack(avoid)) ** 2) * (0.7, 1.6, 0.7)).sum(-1))
     return colours[np.argmax(np.minimum(distances.min(1), MIN_CONTRAST))]
 
 
 def paint_scene(scene: Scene, scale: float, rng: np.random.Generator) -> np.ndarray:
-    """Paint a scene, and camera noise over it: (H, W, 3) uint8, RGB."""
+    """Paint a scene with camera noise: (H, W, 3) uint8, RGB."""
     width, height = round(scene.width * scale), round(scene.height * scale)
     factor = np.array([width / scene.width, height / scene.height])
     canvas = _paint_backdrop(scene, width, height)
@@ -326,7 +327,7 @@ def paint_scene(scene: Scene, scale: float, rng: np.random.Generator) -> np.ndar
 
 
 def _paint_backdrop(scene: Scene, width: int, height: int) -> np.ndarray:
-    """(H, W, 3) float32."""
+    """The background, (H, W, 3) float32."""
     backdrop = scene.backdrop
     x = ((np.arange(width, dtype=np.float32) + 0.5) / width)[None, :]
     y = ((np.arange(height, dtype=np.float32) + 0.5) / height)[:, None]
@@ -349,7 +350,7 @@ def _stamp(
     shading: Sequence[float] = (0.0, 0.0),
     line_width: float | None = None,
 ) -> None:
-    """Lay a colour over what an outline less its holes, or thin strokes, cover of the canvas inside ``box``."""
+    """Paint a colour on the canvas inside ``box``: on an outline without its holes, or on thin strokes."""
     height, width = canvas.shape[:2]
     left, top = np.maximum(np.floor(box[:2] * factor), 0).astype(int).tolist()
     right, bottom = np.minimum(np.ceil(box[2:] * factor), (width, height)).astype(int).tolist()
@@ -358,7 +359,7 @@ def _stamp(
     mask = Image.new("L", ((right - left) * SUPERSAMPLING, (bottom - top) * SUPERSAMPLING))
     pen = ImageDraw.Draw(mask)
     for i, path in enumerate(paths):
-        # Pillow's whole numbers are the middles of pixels
+        # Pillow's integer coordinates are the middles of pixels
         points = (((path * factor - (left, top)) * SUPERSAMPLING) - 0.5).reshape(-1).tolist()
         if line_width is None:
             pen.polygon(points, fill=0 if i else 255)

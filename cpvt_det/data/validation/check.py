@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All data sets of a run, read and checked before its first iteration: their JSON, the headers of their images, and each other.
+"""Read and check all data sets of a run before its first iteration: their JSON, the headers of their images, and their classes.
 
-What is checked of an entry is in ``data/validation/rules.py``, of an image file in ``data/images.py``.
+The checks of an entry are in ``data/validation/rules.py``, those of an image file in ``data/images.py``.
 """
 
 import logging
@@ -18,12 +18,12 @@ from cpvt_det import distributed
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import CocoDataset, ImageRecord, read_coco, require_same_classes
 from cpvt_det.data.images import ImageHeader, file_threads, read_header, read_image
-from cpvt_det.data.validation.issues import EXAMPLES, Findings
+from cpvt_det.data.validation.issues import EXAMPLES, Issues
 from cpvt_det.data.validation.rules import Fault, Id
 from cpvt_det.errors import DataError
 
 logger = logging.getLogger("cpvt_det")
-TOO_MANY = "images with more boxes than queries, some of which no query can learn"
+TOO_MANY = "images with more boxes than queries, so that some boxes cannot be learned"
 
 
 @dataclass
@@ -31,23 +31,23 @@ class CheckedData:
     """The data sets of a run, without the images and boxes that have faults.
 
     Attributes:
-        train, tests: in the order of their names; one that cannot be read at all is missing.
-        findings: of every data set, and of all of them together.
+        train, tests: data sets in the order of the config; a data set that cannot be read is missing.
+        issues: issues of every data set, and of all data sets together.
     """
 
     train: list[CocoDataset]
     tests: list[CocoDataset]
-    findings: list[Findings]
+    issues: list[Issues]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of an image file.
+    """The result of looking at an image file.
 
     Attributes:
-        path: where it is, which may be another Unicode form of its name than the JSON's.
-        header: ``None`` where it cannot be read.
-        why: it cannot.
+        path: actual path, whose Unicode form may differ from that in the JSON.
+        header: header of the file; ``None`` if it cannot be read.
+        why: the reason why it cannot be read.
     """
 
     path: str
@@ -65,25 +65,25 @@ def check_data(
     """Read and check data sets. In a run of several processes, the first looks at the images for all.
 
     Args:
-        train, tests: files of each data set; one may be in both.
-        num_queries: of the detector.
-        decode: decode every image, which finds damage behind the header too.
-        examples: of each kind of finding, how many are kept by name.
+        train, tests: files of each data set; a data set may be in both.
+        num_queries: number of queries of the detector.
+        decode: decode every image, which also finds damage behind the header.
+        examples: largest number of examples kept of each kind of issue.
     """
-    together = Findings("", examples)
+    together = Issues("", examples)
     read: dict[str, CocoDataset] = {}
     files = {one.name: one for one in (*train, *tests)}
     for one in files.values():
         try:
             read[one.name] = read_coco(one, examples)
         except DataError as error:
-            together.add_fatal("data sets that cannot be read", str(error))
+            together.add_error("data sets that cannot be read", str(error))
     roots = {record.file_name: str(files[name].image_root) for name in read for record in read[name].records}
     seen = distributed.gather_objects(look_at_images(roots, decode) if distributed.rank() == 0 else None)[0]
     for dataset in read.values():
         _take_faulty_images_out(dataset, seen)
-    data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), findings=[])
-    data.findings = [*(dataset.findings for dataset in read.values()), together]
+    data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), issues=[])
+    data.issues = [*(dataset.issues for dataset in read.values()), together]
     _compare(data, together)
     for dataset in data.train:
         _note_many_boxes(dataset, num_queries)
@@ -91,20 +91,23 @@ def check_data(
 
 
 def log_data(datasets: Iterable[CocoDataset]) -> None:
-    """A line of the log for each data set, a warning where training cannot learn all of its boxes."""
+    """Log a line per data set, and a warning where training cannot learn all of its boxes."""
     for dataset in datasets:
         logger.info(dataset.describe())
-        too_many = dataset.findings.notes.get(TOO_MANY)
+        too_many = dataset.issues.infos.get(TOO_MANY)
         if too_many:
             logger.warning("%s: %s: %d; raise MODEL.DETR.NUM_OBJECT_QUERIES", dataset.name, TOO_MANY, too_many.count)
 
 
 def look_at_images(roots: Mapping[str, str], decode: bool = False) -> dict[str, Seen]:
-    """What there is under each path.
+    """Look at image files.
 
     Args:
-        roots: paths, each with the folder that its data set names it below.
-        decode: decode every image, not only those that seem cut off.
+        roots: path -> image folder of its data set.
+        decode: decode every image, not only those that seem incomplete.
+
+    Returns:
+        Path -> result.
     """
     with file_threads() as pool:
         found = pool.map(partial(_look, decode=decode), roots, roots.values())
@@ -113,7 +116,7 @@ def look_at_images(roots: Mapping[str, str], decode: bool = False) -> dict[str, 
 
 
 def _look(path: str, root: str, decode: bool) -> Seen:
-    """The header of an image; the file is decoded too if it seems cut off, or is to be."""
+    """Read the header of an image; decode the file too if it seems incomplete, or if ``decode``."""
     found = _find(path, root)
     try:
         header = read_header(found)
@@ -125,7 +128,7 @@ def _look(path: str, root: str, decode: bool) -> Seen:
 
 
 def _find(path: str, root: str) -> str:
-    """The path, or where there is no such file, that of the same name in another Unicode form: "é" is one character or two."""
+    """The path; if there is no such file, the path of the same name in another Unicode form: "é" is one character or two."""
     if not os.path.exists(path):
         for form in ("NFC", "NFD"):
             other = root + unicodedata.normalize(form, path.removeprefix(root))
@@ -141,9 +144,9 @@ def _take_faulty_images_out(dataset: CocoDataset, seen: dict[str, Seen]) -> None
         fault = _fault(record, found)
         if fault is not None:
             faulty.add(record.image_id)
-            dataset.findings.add_fault(fault[0], f"image {record.image_id}: {fault[1]}")
+            dataset.issues.add_fault(fault[0], f"image {record.image_id}: {fault[1]}")
         else:
-            _note_conversions(record, found, dataset.findings)
+            _note_conversions(record, found, dataset.issues)
             record.file_name = found.path
     if faulty:
         dataset.leave_out(faulty)
@@ -155,38 +158,38 @@ def _fault(record: ImageRecord, found: Seen) -> Fault | None:
     header, said = found.header, (record.width, record.height)
     if (header.width, header.height) == said:
         return None
-    detail = f"{found.path} is {header.width} x {header.height} pixels, the JSON says {said[0]} x {said[1]}"
+    detail = f"{found.path} has {header.width} x {header.height} pixels, but {said[0]} x {said[1]} in the JSON"
     if header.swaps_sides and said == (header.height, header.width):
-        detail += f"; EXIF orientation {header.orientation} turns it, and the JSON has the size before that"
-    return "images of another size than the JSON says", detail
+        detail += f"; EXIF orientation {header.orientation} turns it, and the JSON contains the size before turning"
+    return "images whose size differs from the JSON", detail
 
 
-def _note_conversions(record: ImageRecord, found: Seen, findings: Findings) -> None:
+def _note_conversions(record: ImageRecord, found: Seen, issues: Issues) -> None:
     where, header = f"image {record.image_id}: {record.file_name}", found.header
     if header.orientation != 1:
-        findings.add_note("images turned as EXIF says; boxes are taken as drawn after that", where)
+        issues.add_info("images turned according to EXIF; boxes are taken to be in the turned image", where)
     if header.mode != "RGB":
-        findings.add_note(f"images of mode {header.mode}, converted to RGB", where)
+        issues.add_info(f"images of mode {header.mode}, converted to RGB", where)
     if found.path != record.file_name:
-        findings.add_note("file names in another Unicode form than on the disk, resolved", where)
+        issues.add_info("file names whose Unicode form differs from that on the disk, resolved", where)
 
 
-def _compare(data: CheckedData, together: Findings) -> None:
-    """What data sets owe each other, and their split."""
+def _compare(data: CheckedData, together: Issues) -> None:
+    """Check data sets against each other: equal classes, and an object in every split."""
     for split in [data.train, *([test] for test in data.tests)]:
         if split and not any(len(record.labels) for dataset in split for record in dataset.records):
             names = ", ".join(dataset.name for dataset in split)
-            together.add_fatal("splits without any object", f"{names}: no image has an object; is it the right JSON?")
+            together.add_error("splits without objects", f"{names}: no image has an object; is it the right JSON?")
     first, *others = {dataset.name: dataset for dataset in (*data.train, *data.tests)}.values() or [None]
     for other in others:
         try:
             require_same_classes(first.classes, other.classes, f"data sets {first.name} and {other.name}")
         except DataError as error:
-            together.add_fatal("classes", str(error))
+            together.add_error("classes", str(error))
 
 
 def _note_many_boxes(dataset: CocoDataset, num_queries: int) -> None:
     for record in dataset.records:
         if len(record.labels) > num_queries:
-            where = f"image {record.image_id}: {record.file_name} has {len(record.labels)}, there are {num_queries} queries"
-            dataset.findings.add_note(TOO_MANY, where)
+            where = f"image {record.image_id}: {record.file_name} has {len(record.labels)} boxes, there are {num_queries} queries"
+            dataset.issues.add_info(TOO_MANY, where)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check of data finds, grouped and counted, with the first few of each kind by name."""
+"""Issues that a check of data finds, grouped and counted, with the first examples of each kind."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from cpvt_det.errors import DataError, DataFaultsError
 
 EXAMPLES = 20
-"""Of each kind; the rest is counted, unless all are asked for."""
+"""Number of examples kept of each kind; further ones are only counted, unless all are requested."""
 POLICIES = ("error", "drop")
-"""Of ``DATASETS.ON_BAD``."""
+"""Values of ``DATASETS.ON_BAD``."""
 
 
 @dataclass
 class Group:
-    """Findings of one kind.
+    """Issues of one kind.
 
     Attributes:
-        count: how many there are.
-        examples: where the first of them are, and what is wrong there.
+        count: number of issues.
+        examples: place and description of the first ones.
     """
 
     count: int = 0
@@ -26,40 +26,40 @@ class Group:
 
 
 Groups = dict[str, Group]
-"""By heading."""
+"""Heading -> group."""
 
 
-class Findings:
-    """What was found in one place.
+class Issues:
+    """Issues of one source.
 
     Args:
-        source: the place, a data set with its JSON say; empty where the findings say it themselves.
-        examples: how many of each kind are kept.
+        source: name of the source, such as a data set with its JSON; empty where each issue names its own.
+        examples: largest number of examples kept of each kind.
 
     Attributes:
-        fatal: nothing can be left out to mend these.
-        faults: ``DATASETS.ON_BAD drop`` leaves out these images and boxes.
-        notes: dealt with by a rule, always and everywhere: counted, and no reason to stop.
+        errors: issues that always stop a run.
+        faults: images and boxes that ``DATASETS.ON_BAD drop`` leaves out; otherwise they stop a run.
+        infos: issues that are always corrected by a rule: counted, and no reason to stop.
     """
 
     def __init__(self, source: str = "", examples: float = EXAMPLES):
         self.source = source
         self.examples = examples
-        self.fatal: Groups = {}
+        self.errors: Groups = {}
         self.faults: Groups = {}
-        self.notes: Groups = {}
+        self.infos: Groups = {}
 
-    def add_fatal(self, heading: str, where: str) -> None:
-        """Take something that a run cannot go on with."""
-        self._add(self.fatal, heading, where)
+    def add_error(self, heading: str, where: str) -> None:
+        """Add an issue that always stops a run."""
+        self._add(self.errors, heading, where)
 
     def add_fault(self, heading: str, where: str) -> None:
-        """Take an image or a box that has to be left out."""
+        """Add an image or a box that must be left out."""
         self._add(self.faults, heading, where)
 
-    def add_note(self, heading: str, where: str) -> None:
-        """Take something that is only counted."""
-        self._add(self.notes, heading, where)
+    def add_info(self, heading: str, where: str) -> None:
+        """Add an issue that is only counted."""
+        self._add(self.infos, heading, where)
 
     def _add(self, groups: Groups, heading: str, where: str) -> None:
         group = groups.setdefault(heading, Group())
@@ -68,15 +68,15 @@ class Findings:
             group.examples.append(_printable(where))
 
     def has_errors(self, on_bad: str) -> bool:
-        """Whether a run has to stop, under a policy of ``POLICIES``."""
-        return bool(self.fatal) or (on_bad == "error" and bool(self.faults))
+        """Whether a run must stop, under a policy of ``POLICIES``."""
+        return bool(self.errors) or (on_bad == "error" and bool(self.faults))
 
     def counts(self) -> dict[str, int]:
-        """How many of each kind; nothing but numbers, for a line of the log."""
-        return {heading: group.count for groups in (self.fatal, self.faults, self.notes) for heading, group in groups.items()}
+        """Heading -> number of issues, for the log."""
+        return {heading: group.count for groups in (self.errors, self.faults, self.infos) for heading, group in groups.items()}
 
     def lines(self, *parts: Groups) -> list[str]:
-        """Source, headings and examples of some of the three groups, indented; nothing where they are empty."""
+        """Lines with the source, headings and examples of some of the three attributes; none where they are empty."""
         lines = [f"{self.source}:"] if self.source and any(parts) else []
         for heading, group in (item for groups in parts for item in groups.items()):
             lines += [f"  {heading}: {group.count}", *(f"    {example}" for example in group.examples)]
@@ -84,39 +84,39 @@ class Findings:
         return lines
 
 
-def require_no_errors(found: Iterable[Findings], on_bad: str) -> None:
-    """Refuse data with faults, all of them in one message.
+def require_no_errors(found: Iterable[Issues], on_bad: str) -> None:
+    """Refuse data with faults, all in one message.
 
     Args:
-        found: of all data sets.
+        found: issues of all data sets.
         on_bad: one of ``POLICIES``.
 
     Raises:
-        DataError: one line for one fault.
-        DataFaultsError: a line of advice, and below it one for each fault.
+        DataError: a single fault, in one line.
+        DataFaultsError: several faults: a line of advice, and below it a line per fault.
     """
-    bad = [findings for findings in found if findings.has_errors(on_bad)]
+    bad = [issues for issues in found if issues.has_errors(on_bad)]
     if not bad:
         return
-    kinds = [(findings, *item) for findings in bad for item in [*findings.fatal.items(), *findings.faults.items()]]
+    kinds = [(issues, *item) for issues in bad for item in [*issues.errors.items(), *issues.faults.items()]]
     if sum(group.count for *_, group in kinds) == 1:
-        ((findings, heading, group),) = kinds
-        raise DataError(": ".join(part for part in (findings.source, heading, group.examples[0]) if part) + _advice(bad))
-    lines = [line for findings in bad for line in findings.lines(findings.fatal, findings.faults)]
+        ((issues, heading, group),) = kinds
+        raise DataError(": ".join(part for part in (issues.source, heading, group.examples[0]) if part) + _advice(bad))
+    lines = [line for issues in bad for line in issues.lines(issues.errors, issues.faults)]
     raise DataFaultsError("\n".join([summary(bad), *lines]))
 
 
-def summary(found: Iterable[Findings]) -> str:
-    """How many faults there are, and what to do about them."""
+def summary(found: Iterable[Issues]) -> str:
+    """The number of faults, and the advice how to continue."""
     found = list(found)
-    number = sum(group.count for one in found for groups in (one.fatal, one.faults) for group in groups.values())
+    number = sum(group.count for one in found for groups in (one.errors, one.faults) for group in groups.values())
     return f"{number} fault{'s' * (number != 1)} in the data{_advice(found)}"
 
 
-def _advice(found: Iterable[Findings]) -> str:
-    return "" if any(one.fatal for one in found) else "; DATASETS.ON_BAD drop leaves out these images and boxes"
+def _advice(found: Iterable[Issues]) -> str:
+    return "" if any(one.errors for one in found) else "; DATASETS.ON_BAD drop leaves out these images and boxes"
 
 
 def _printable(text: str) -> str:
-    """Names from JSON may hold line breaks, and halves of characters that no terminal takes."""
+    """The text with unprintable characters escaped: names in JSON may contain line breaks and invalid characters."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules for entries of COCO JSON, in one place: what is a fault, and what counts of a box.
+"""The rules for entries of COCO JSON: which entries are faults, and which part of a box counts.
 
 A fault is a pair of heading and detail. Training and evaluation leave out the same boxes: those without area or outside their
 image. Boxes partly outside are clipped in both.
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 Fault = tuple[str, str]
-"""What is wrong, as a heading in the plural; and with this one entry."""
+"""(heading of this kind of fault, in the plural; detail of this entry)."""
 Id = int
 Size = tuple[float, float]
 """(height, width) in pixels."""
@@ -22,53 +22,54 @@ CLIPPED = "boxes partly outside the image, clipped"
 THIN = "boxes less than a pixel wide or high, kept"
 LARGEST_ID = 2**63 - 1
 LARGEST_NUMBER = 1e15
-LARGEST_AREA = 1e10  # square pixels; COCO's evaluation counts no object beyond, nor any of negative area
+LARGEST_AREA = 1e10  # square pixels; COCO's evaluation ignores larger objects, and those of negative area
 LARGEST_SIDE = 10**6  # pixels
-SMALL = 0.1  # pixels; below, a side may vanish in the float32 of the records
+SMALL = 0.1  # pixels; a smaller side may become 0 in the float32 of the records
 
 
 def category_fault(category: Any) -> Fault | None:
-    """What is wrong with an entry of ``categories``, if anything."""
+    """The fault of an entry of ``categories``, if any."""
     missing = _missing(category, ("id", "name"))
     if missing:
         return missing
     if not is_id(category["id"]):
-        return "ids that are no whole numbers", f"id {category['id']!r}"
+        return "ids that are not whole numbers", f"id {category['id']!r}"
     if not isinstance(category["name"], (str, int, float)):
-        return "category names that are no text", f"category {category['id']} has name {category['name']!r}"
+        return "category names that are not text", f"category {category['id']} has name {category['name']!r}"
     return None
 
 
 def image_fault(image: Any) -> Fault | None:
-    """What is wrong with an entry of ``images``, if anything."""
+    """The fault of an entry of ``images``, if any."""
     missing = _missing(image, ("id", "file_name", "height", "width"))
     if missing:
         return missing
     if not is_id(image["id"]):
-        return "ids that are no whole numbers", f"id {image['id']!r}"
+        return "ids that are not whole numbers", f"id {image['id']!r}"
     where = f"image {image['id']}"
     if not isinstance(image["file_name"], str):
-        return "file names that are no text", f"{where} has file_name {image['file_name']!r}"
+        return "file names that are not text", f"{where} has file_name {image['file_name']!r}"
     if not all(_is_side(image[side]) for side in ("height", "width")):
         return "images of an impossible size", f"{where} ({image['file_name']}) has size {image['height']!r} x {image['width']!r}"
     return None
 
 
 def annotation_fault(annotation: Any, sizes: Mapping[Id, Size], categories: Container[Id]) -> Fault | None:
-    """What is wrong with an entry of ``annotations``, if anything.
+    """The fault of an entry of ``annotations``, if any.
 
     Args:
         annotation: the entry.
-        sizes: of the images, by id.
+        sizes: image id -> (height, width) in pixels.
         categories: ids of the categories.
     """
     if type(annotation) is not dict:
-        return "annotations that are no objects", repr(annotation)[:80]
+        return "annotations that are not objects", repr(annotation)[:80]
     for key, known, section in (("image_id", sizes, "images"), ("category_id", categories, "categories")):
         value = annotation.get(key)
         if type(value) is not int or value not in known:
-            why = f"which is not the id of one of the {section}"
-            return f"annotations of unknown {section}", f"{key} {value!r}, {why}{'; it is text' * isinstance(value, str)}"
+            why = f"which is not an id in {section}"
+            text = "; it is text, not a number" if isinstance(value, str) else ""
+            return f"annotations of unknown {section}", f"{key} {value!r}, {why}{text}"
     box = annotation.get("bbox")
     if type(box) is not list or len(box) != 4 or not all(type(side) in (int, float) for side in box):
         return "boxes that are not four numbers", f"bbox {box!r}; expected [x, y, width, height] in pixels"
@@ -77,25 +78,25 @@ def annotation_fault(annotation: Any, sizes: Mapping[Id, Size], categories: Cont
     for key in ("area", "iscrowd"):
         value = annotation.get(key)
         if value is not None and not is_number(value):
-            return f"annotations whose {key} is no number", f"{key} {value!r}"
+            return f"annotations whose {key} is not a number", f"{key} {value!r}"
     area = annotation.get("area")
     if area is not None and not 0 <= area <= LARGEST_AREA:
-        return "annotations whose area no evaluation counts", f"area {area!r}; expected 0 to 1e10 square pixels"
+        return "annotations whose area is out of range", f"area {area!r}; expected 0 to 1e10 square pixels"
     if annotation.get("iscrowd") not in (None, 0, 1):
         return "annotations whose iscrowd is neither 0 nor 1", f"iscrowd {annotation['iscrowd']!r}"
     return None
 
 
 def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | None]:
-    """What counts of a box, and why that is not all of it.
+    """The part of a box that counts.
 
     Args:
         box: xywh in pixels, finite.
-        size: of its image.
+        size: (height, width) of the image in pixels.
 
     Returns:
-        The box, or the part of it in the image, or ``None``; and where it is not as it was one of ``WITHOUT_AREA``, ``OUTSIDE``
-        and ``CLIPPED``.
+        The box, the part of it inside the image, or ``None``; and the reason where it is not the whole box: one of
+        ``WITHOUT_AREA``, ``OUTSIDE`` and ``CLIPPED``.
     """
     x, y, w, h = box
     if w <= 0 or h <= 0:
@@ -110,12 +111,12 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
 
 
 def is_id(value: Any) -> bool:
-    """Whether evaluators take it as an id."""
+    """Whether evaluators accept a value as an id."""
     return type(value) is int and abs(value) <= LARGEST_ID
 
 
 def is_number(value: Any) -> bool:
-    """A finite number of a size that pixels may have."""
+    """Whether a value is a finite number in the range of pixels."""
     return isinstance(value, (int, float)) and -LARGEST_NUMBER < value < LARGEST_NUMBER
 
 
@@ -133,6 +134,6 @@ def _vanishes(x0: float, y0: float, x1: float, y1: float) -> bool:
 
 def _missing(entry: Any, keys: tuple[str, ...]) -> Fault | None:
     if type(entry) is not dict:
-        return "entries that are no objects", repr(entry)[:80]
+        return "entries that are not objects", repr(entry)[:80]
     missing = [key for key in keys if key not in entry]
     return ("entries without a field", f"no {missing[0]!r}") if missing else None
