@@ -201,7 +201,7 @@ def test_weights_of_a_lazy_config_run_no_code(tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
     content = {"model": {}, "x": Payload(tmp_path / "ran"), "__author__": "somebody"}
     path.write_bytes(pickle.dumps(content)) if suffix == ".pkl" else torch.save(content, path)
-    with pytest.raises(WeightsError, match=r"refused, because it holds a Python object \(\w+\.mkdir\)"):
+    with pytest.raises(WeightsError, match=r"refused, because it contains a Python object \(\w+\.mkdir\)"):
         SafeCheckpointer(torch.nn.Linear(2, 1)).load(str(path))
     assert not (tmp_path / "ran").exists()
 

@@ -223,7 +223,7 @@ def test_bad_input_is_a_line_and_code_2(run, photos, tmp_path, monkeypatch, sour
     [
         ("none.pth", "no weights file none.pth"),
         ("text.pth", "text.pth: damaged, incomplete or no checkpoint"),
-        ("folder", "the folder folder has neither model.safetensors nor pytorch_model.bin"),
+        ("folder", "the folder folder contains neither model.safetensors nor pytorch_model.bin"),
     ],
 )
 def test_bad_weights_are_a_line_and_code_2(photos, tmp_path, monkeypatch, weights, said):

@@ -44,6 +44,12 @@ CASES = [
     ),
     Case("unknown key", config("MODEL: {POSTION: {NAME: peg}}"), "'MODEL.POSTION' (did you mean 'MODEL.POSITION'?)"),
     Case("value of another type", config("SOLVER: {BASE_LR: fast}"), "Type mismatch"),
-    Case("key without a value", config("VERSION: 2", ["SEED"]), "overrides must be KEY VALUE pairs, but the number of words is odd: OUTPUT_DIR"),
-    Case("value that Python cannot read", config("VERSION: 2", ["SEED", "{[]: 1}"]), "cannot read the value of SEED: unhashable type"),
+    Case(
+        "key without a value",
+        config("VERSION: 2", ["SEED"]),
+        "overrides must be KEY VALUE pairs, but the number of words is odd: OUTPUT_DIR",
+    ),
+    Case(
+        "value that Python cannot read", config("VERSION: 2", ["SEED", "{[]: 1}"]), "cannot read the value of SEED: unhashable type"
+    ),
 ]

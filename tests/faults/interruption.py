@@ -94,18 +94,18 @@ CASES = [
     Case(
         "--resume with another learning rate",
         after_run(nothing, "--resume", SOLVER__BASE_LR=0.001),
-        "The resumed run goes on with another config: SOLVER.BASE_LR was 0.0001, is 0.001",
+        "The config of the resumed run has changed: SOLVER.BASE_LR was 0.0001, is 0.001",
         0,
     ),
     Case(
         "--resume with another width",
         after_run(nothing, "--resume", MODEL__DETR__HIDDEN_DIM=32),
-        "MODEL.DETR.HIDDEN_DIM was 16, is 32...is of another model than the config's and cannot be resumed",
+        "MODEL.DETR.HIDDEN_DIM was 16, is 32...cannot be resumed, because it belongs to another model than the config's",
     ),
     Case(
         "--resume with a box less in the training data",
         box_less,
-        "The resumed run goes on with other training data: 4 images, now 4",
+        "The training data of the resumed run has changed: 4 images before, 4 now",
         0,
     ),
     Case("--resume with other classes", classes, "the run to resume was trained on other classes (2: cell, mite)"),

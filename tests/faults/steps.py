@@ -62,7 +62,7 @@ CASES = [
         train(MODEL__PIXEL_STD=[0.0, 1.0, 1.0]),
         "Iteration 0 is left out: predictions that are not finite for images ...stopped: 3 steps in a row were not finite "
         "(SOLVER.MAX_BAD_STEPS 3; the log names their images); there is no checkpoint: look at those images and at "
-        "MODEL.PIXEL_STD, and start anew with a lower SOLVER.BASE_LR",
+        "MODEL.PIXEL_STD, and train again with a lower SOLVER.BASE_LR",
         1,
     ),
     Case(
