@@ -23,7 +23,7 @@ def main(detector_name: str) -> None:
     cfg = load_cfg(str(CONFIGS / f"{PEERS[detector_name]}_r50_peg_50ep.yaml"), words)
     detector = builders.build_detector(cfg)
     model = wrap_for_processes(TrainingModel(detector, builders.build_criterion(cfg)))
-    step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_length(cfg, 1000), seed=0)
+    step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_schedule(cfg, 1000), seed=0)
     generator = torch.Generator().manual_seed(dist.get_rank())
     samples = [
         {

@@ -54,7 +54,7 @@ def test_lazy_config_builds_the_network_of_the_yaml(name):
         for optimizer in (instantiate(lazy.optimizer), builders.build_optimizer(cfg, by_yaml))
     ]
     assert rates[0] == rates[1]
-    length = builders.build_length(cfg, 118287)
+    length = builders.build_schedule(cfg, 118287)
     assert (lazy.train.max_iter, lazy.train.eval_period) == (length.max_iter, length.eval_period)
     assert instantiate(lazy.optimizer).clip_norm == cfg.SOLVER.CLIP_NORM
     criterion, expected = by_lazy.criterion, builders.build_criterion(cfg)

@@ -39,7 +39,8 @@ def load_initial_weights(
         broken = "" if for_evaluation else not_finite(detector.state_dict())  # an evaluation refuses them itself
         if broken:
             raise WeightsError(
-                f"{cfg.MODEL.WEIGHTS} contains numbers that are not finite, in {broken}; training cannot start from it, give other weights"
+                f"{cfg.MODEL.WEIGHTS} contains numbers that are not finite, in {broken}; training cannot start from it, "
+                "give other weights"
             )
         if for_evaluation and report.is_partial and not allow_partial:
             raise WeightsError(

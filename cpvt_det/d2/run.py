@@ -59,7 +59,7 @@ def _train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         describe_classes(dataset)
     log_data(datasets + tests)
     records = builders.training_records(cfg, datasets)
-    length = builders.build_length(cfg, len(records))
+    length = builders.build_schedule(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
     trainer = Trainer(cfg, datasets, tests, choose_seed(cfg), choose_run_id())

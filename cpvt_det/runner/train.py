@@ -18,7 +18,7 @@ from cpvt_det.runner.evaluate import Results, draw_run, evaluate, show_results
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
-from cpvt_det.solver.schedule import Length
+from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 
 logger = logging.getLogger("cpvt_det")
@@ -63,7 +63,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     """Train; arguments and result as in :func:`run`."""
     datasets, tests = builders.load_splits(cfg)
     records, classes = builders.training_records(cfg, datasets), datasets[0].classes
-    length = builders.build_length(cfg, len(records))
+    length = builders.build_schedule(cfg, len(records))
     output = setup_run(cfg)
     log_data(datasets + tests)
     logger.info(length.arithmetic)
@@ -116,7 +116,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     return results
 
 
-def is_due(iteration: int, length: Length) -> bool:
+def is_due(iteration: int, length: TrainingSchedule) -> bool:
     """Whether an evaluation follows this iteration: every ``eval_period``, and at the end."""
     done = iteration + 1
     return done == length.max_iter or (length.eval_period > 0 and done % length.eval_period == 0)

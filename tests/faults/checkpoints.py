@@ -189,7 +189,8 @@ CASES = [
     Case(
         "weights that fit in part, --eval-only",
         weights(nothing, MODEL__DETR__NUM_OBJECT_QUERIES=5),
-        "fits only a part of the config's model, and evaluation needs all of it: ...keep random values in the rest with --allow-partial",
+        "fits only a part of the config's model, and evaluation needs all of it: "
+        "...keep random values in the rest with --allow-partial",
     ),
     Case(
         "the same with --allow-partial",

@@ -83,12 +83,12 @@ def without_metrics(folder: Path) -> Ending:
 
 
 CASES = [
-    Case("SIGTERM", signalled(signal.SIGTERM), "interrupted by SIGTERM: iteration 1 is saved; --resume goes on after it", 143),
-    Case("Ctrl-C", signalled(signal.SIGINT), "interrupted by SIGINT: iteration 1 is saved; --resume goes on after it", 130),
+    Case("SIGTERM", signalled(signal.SIGTERM), "interrupted by SIGTERM: iteration 1 is saved; --resume continues after it", 143),
+    Case("Ctrl-C", signalled(signal.SIGINT), "interrupted by SIGINT: iteration 1 is saved; --resume continues after it", 130),
     Case(
         "images that become unreadable in the third step",
         unreadable,
-        "Iteration 2 is saved; --resume goes on after it...error: cannot read image ",
+        "Iteration 2 is saved; --resume continues after it...error: cannot read image ",
     ),
     Case("--resume of a finished run without its metrics.json", without_metrics, "No curves are drawn: no line of ", 0),
     Case(
