@@ -423,7 +423,7 @@ def test_a_pickle_that_grows_without_end_is_read_once_a_part(tmp_path):
     loop = []
     loop.append(loop)
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(loop))
-    with pytest.raises(WeightsError, match="damaged, incomplete or no checkpoint"):
+    with pytest.raises(WeightsError, match="damaged, incomplete or not a checkpoint"):
         read_checkpoint(tmp_path / "x.pkl")
 
 

@@ -95,7 +95,7 @@ def test_a_backbone_that_cannot_mask_its_padding_is_refused(train, name):
         BACKBONE_REGISTRY._do_register(name, lambda cfg, shape: ViT(img_size=64, embed_dim=24, depth=1, num_heads=2))
     ending, _ = train(MODEL__BACKBONE__NAME=name)
     assert ending.code == 2
-    assert f"backbone {name} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING False" in ending.text
+    assert f"backbone {name} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING to False" in ending.text
 
 
 def test_nothing_is_written_into_the_folder_of_a_run_that_lives(tmp_path):

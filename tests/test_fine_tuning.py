@@ -79,7 +79,7 @@ def test_factors_of_parts_in_parts_are_multiplied():
 @pytest.mark.parametrize("entry", ["encoder", ["encoder"], ["encoder", "fast"], [0.1, "encoder"], ["encoder", -1.0]])
 def test_factors_that_are_no_pairs_are_refused(entry):
     cfg, detector = detector_of(SOLVER__LR_MULTIPLIERS=[entry])
-    with pytest.raises(ConfigError, match="pairs of a part and a factor"):
+    with pytest.raises(ConfigError, match="SOLVER.LR_MULTIPLIERS must contain pairs"):
         builders.build_optimizer(cfg, detector)
 
 

@@ -189,7 +189,7 @@ def test_a_lazy_config_of_the_users_comes_before_ours_and_its_words_are_checked(
     monkeypatch.chdir(tmp_path)
     (tmp_path / LAZY[0]).write_text("train = dict(max_iter=7)\n")
     assert load_lazy_config(LAZY[0]).train.max_iter == 7
-    with pytest.raises(ConfigError, match=r"no key train\.max_itre"):
+    with pytest.raises(ConfigError, match=r"unknown key train\.max_itre; to add it, write \+train\.max_itre"):
         load_lazy_config(LAZY[0], ["train.max_itre=4"])
     assert load_lazy_config(LAZY[0], ["+train.extra=4"]).train.extra == 4
 
