@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the parity comparisons, what docs/parity.md has for each, and the tables of the record."""
+"""Figures of the parity comparisons, the figures in docs/parity.md, and the tables of the record."""
 
 import json
 import re
@@ -33,13 +33,13 @@ class Figure:
 
     Args:
         peer: heading of the section of docs/parity.md.
-        labels: cells that name the row there.
-        column: heading of the column there.
-        value: largest absolute difference; for sizes the size.
-        shape: shape of what is compared; None for a size.
-        relative: the difference over the largest value of the peer's; for gradients, over the norm of all of them.
-        deliberate: whether the difference is one that docs/parity.md explains.
-        stated: what docs/parity.md has for it; empty for nothing.
+        labels: cells that name its row there.
+        column: heading of its column there.
+        value: largest absolute difference; for a size, the size.
+        shape: shape of the compared tensor; ``None`` for a size.
+        relative: difference divided by the largest value of the peer; for gradients, by the norm of all of them.
+        deliberate: True for a difference that docs/parity.md explains.
+        stated: figure in docs/parity.md; empty if there is none.
     """
 
     peer: str
@@ -53,19 +53,19 @@ class Figure:
 
     @property
     def dtype(self) -> str:
-        """``float64`` or ``float32``; where it is no label, it stands in the model's name."""
+        """``float64`` or ``float32``, from the labels, or else from the model's name."""
         return "float32" if "float32" in " ".join(self.labels.values()) else "float64"
 
     @property
     def text(self) -> str:
-        """As in the tables."""
+        """The figure as text for the tables."""
         found = next((form for start, form in FORMATS.items() if self.column.startswith(start)), ".1e")
         return format(int(self.value) if found == "d" else self.value, found)
 
 
 @dataclass
 class Cell:
-    """A cell of a table in a document: where it stands, and what names it."""
+    """A cell of a table in a document: its position, and the labels that name it."""
 
     line: int
     number: int
@@ -76,7 +76,7 @@ class Cell:
 
 
 def read_cells(document: str) -> Iterator[Cell]:
-    """All cells that hold no label, of all Markdown tables below headings of the second rank."""
+    """All cells except labels, in all Markdown tables below second-level headings."""
     section, header = "", []
     for line, text in enumerate(document.splitlines()):
         if text.startswith("## "):
@@ -94,7 +94,7 @@ def read_cells(document: str) -> Iterator[Cell]:
 
 
 def is_of(figure: Figure, cell: Cell) -> bool:
-    """Whether a cell is the one of a figure; a table without a column of dtypes is one of float64."""
+    """Whether a cell belongs to a figure; a table without a column of dtypes is for float64."""
     wanted = {"dtype": "float64", **figure.labels}
     return (cell.section, cell.column) == (figure.peer, figure.column) and {"dtype": "float64", **cell.labels} == wanted
 
@@ -110,7 +110,7 @@ def look_up(figures: Iterable[Figure], document: str) -> None:
 
 
 def written_into(figures: list[Figure], document: str) -> str:
-    """The document with each figure in its cell; cells without a figure, and those that are no number, stay."""
+    """The document with each figure in its cell; cells without a figure, and cells that contain no number, do not change."""
     lines = document.splitlines()
     for cell in read_cells(document):
         found = next((figure for figure in figures if is_of(figure, cell)), None)
@@ -194,7 +194,7 @@ def _table(body: list[list[Any]], head: list[str]) -> str:
 def write_record(path: Path, figures: list[Figure], about: dict[str, Any], left_out: dict[str, str]) -> None:
     """``.json`` with all figures, ``.md`` with all but the losses of single layers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(asdict(figure)) for figure in figures)  # one for each: a change is seen in one line
+    lines = ",\n".join(json.dumps(asdict(figure)) for figure in figures)  # one per line, so that a change is visible in one line
     head = json.dumps({**about, "left_out": left_out}, indent=1).removesuffix("\n}")
     path.with_suffix(".json").write_text(f'{head},\n "figures": [\n{lines}\n]\n}}\n', encoding="utf-8")
     path.with_suffix(".md").write_text(record(figures, about, left_out), encoding="utf-8")
