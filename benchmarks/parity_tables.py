@@ -148,14 +148,14 @@ def summary(figures: list[Figure]) -> str:
 
 def record(figures: list[Figure], about: dict[str, Any], left_out: dict[str, str]) -> str:
     """The Markdown file: how it was made, the summary, then every figure beside what docs/parity.md states."""
-    told = ["# Parity, made again", f"`{about['command']}`"]
-    told += ["; ".join(f"{key} {value}" for key, value in about[name].items()) for name in ("machine", "versions")]
-    told += ["Each peer in one row per dtype: the largest relative differences of ours to it.", summary(figures)]
-    told.append(LEGEND)
+    parts = ["# Parity, made again", f"`{about['command']}`"]
+    parts += ["; ".join(f"{key} {value}" for key, value in about[name].items()) for name in ("machine", "versions")]
+    parts += ["Each peer in one row per dtype: the largest relative differences of ours to it.", summary(figures)]
+    parts.append(LEGEND)
     for peer in dict.fromkeys(figure.peer for figure in figures):
-        told += [f"## {peer}", *_section([figure for figure in figures if figure.peer == peer])]
-    told += [f"Left out: {name}: {why}" for name, why in left_out.items()]
-    return "\n\n".join(told) + "\n"
+        parts += [f"## {peer}", *_section([figure for figure in figures if figure.peer == peer])]
+    parts += [f"Left out: {name}: {why}" for name, why in left_out.items()]
+    return "\n\n".join(parts) + "\n"
 
 
 def _section(figures: list[Figure]) -> list[str]:
@@ -166,16 +166,16 @@ def _section(figures: list[Figure]) -> list[str]:
         for figure in rest
         if figure.relative is not None
     ]
-    told = [_table(body, ["model", "dtype", "what", "shape", "difference", "relative", "docs/parity.md"])]
+    parts = [_table(body, ["model", "dtype", "what", "shape", "difference", "relative", "docs/parity.md"])]
     if own:
-        told.append("Each code's own float32 against its own float64:")
+        parts.append("Each code's own float32 against its own float64:")
         body = [[*_named(figure), figure.text, f"{figure.relative:.1e}", figure.stated] for figure in own]
-        told.append(_table(body, ["model", "code", "what", "difference", "relative", "docs/parity.md"]))
+        parts.append(_table(body, ["model", "code", "what", "difference", "relative", "docs/parity.md"]))
     sizes = [figure for figure in rest if figure.relative is None]
     if sizes:
-        told.append("What the differences are to be compared with:")
-        told.append(_table([[*_named(f), f.text, f.stated] for f in sizes], ["model", "dtype", "what", "size", "docs/parity.md"]))
-    return told
+        parts.append("What the differences are to be compared with:")
+        parts.append(_table([[*_named(f), f.text, f.stated] for f in sizes], ["model", "dtype", "what", "size", "docs/parity.md"]))
+    return parts
 
 
 def _named(figure: Figure) -> list[str]:

@@ -58,7 +58,7 @@ def run_suite(name: str, suite: ModuleType, options: Options, output: Path, patt
                 result.cases.append(run_case(name, case, options, plan, memory))
             except UnequalWorkError as error:
                 unequal.append(f"{case.name}: {error}")
-                result.cases.append(report.CaseResult.of(case, [], {"everybody": str(error)}))
+                result.cases.append(report.CaseResult.of(case, [], {"all contenders": str(error)}))
             report.write_json(result, output)
             gc.collect()
     click.echo(report.as_table(result))
@@ -77,7 +77,7 @@ def run_case(name: str, case: Case, options: Options, plan: Plan, memory: bool) 
         UnequalWorkError: contenders with different outputs.
     """
     if case.left_out:
-        return report.CaseResult.of(case, [], {"everybody": case.left_out})
+        return report.CaseResult.of(case, [], {"all contenders": case.left_out})
     work = case.build()
     rows = compare(work, plan, clock_of(options.device))
     contenders, left_out = work.contenders, dict(work.left_out)

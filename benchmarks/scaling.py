@@ -96,9 +96,9 @@ def write(path: Path, command: str, rows: list[dict], table: str) -> None:
     about = {"command": f"python {command}", "machine": machine("cpu"), "versions": versions() | peer_versions({})}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    told = [f"`{about['command']}`", *("; ".join(f"{k} {v}" for k, v in about[name].items()) for name in ("machine", "versions"))]
+    parts = [f"`{about['command']}`", *("; ".join(f"{k} {v}" for k, v in about[name].items()) for name in ("machine", "versions"))]
     title, _, rest = table.partition("\n\n")
-    path.with_suffix(".md").write_text("\n\n".join([title, *told, rest]), encoding="utf-8")
+    path.with_suffix(".md").write_text("\n\n".join([title, *parts, rest]), encoding="utf-8")
     click.echo(table)
 
 

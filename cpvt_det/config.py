@@ -251,7 +251,7 @@ def read_config(config_file: str) -> CfgNode:
         return CfgNode(loaded)
     except ConfigError:
         raise
-    except (TypeError, AttributeError) as error:  # fvcore looks for _BASE_ in whatever the YAML holds
+    except (TypeError, AttributeError) as error:  # fvcore looks for _BASE_ in the YAML, whatever its type
         raise ConfigError(f"config {path} is not a YAML mapping of keys to values") from error
     except RecursionError as error:
         raise ConfigError(f"config {path}: its _BASE_ leads back to itself, or it is nested too deeply") from error

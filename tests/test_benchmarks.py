@@ -336,7 +336,7 @@ def test_a_case_that_is_left_out_as_a_whole_has_its_line(tmp_path, small_limits)
             return [Case("big", {"size": "big"}, lambda: None, left_out="needs a GPU")]
 
     assert run_suite("some", Suite, Options(size="quick"), tmp_path) == []
-    assert "everybody: needs a GPU (big)" in (tmp_path / "some_cpu.md").read_text()
+    assert "all contenders: needs a GPU (big)" in (tmp_path / "some_cpu.md").read_text()
 
 
 @pytest.mark.parametrize(

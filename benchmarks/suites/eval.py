@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """COCO evaluation of boxes: 100 detections in each of 5,000 images, 80 classes, to the 12 figures.
 
-Drawn from a fixed seed, like COCO in what costs time: 7 objects an image of a few classes, one in a hundred a crowd; detections of
-which about a fifth lie near an object, the others anywhere, most of them with the class of something in the image.
+The data is drawn from a fixed seed, and similar to COCO in everything that takes time: 7 objects per image, of a few classes, 1 %
+of them crowds; about a fifth of the detections lie near an object, the others anywhere, most of them with a class in the image.
 
-Two cases. ``whole path`` begins with tensors, as a model gives them, and ground truth as read from JSON; ``evaluate`` begins where
-all detections are collected, in whatever form the contender collects them, and the ground truth is indexed if it does that before.
+Two cases. ``whole path`` starts with a model's tensors and ground truth as read from JSON; ``evaluate`` starts when all detections
+are collected, in the form that the contender uses, with the ground truth indexed if the contender does that earlier.
 """
 
 import contextlib

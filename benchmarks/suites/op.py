@@ -226,8 +226,8 @@ def run_passes(op: Callable[[Inputs], Tensor], inputs: Inputs, passes: str) -> t
 
 
 Candidate = tuple[str, tuple[Callable[[Inputs], Tensor], Inputs], bool, float | None, tuple[float, float]]
-"""Name, op and inputs, whether a peer's, tolerance, and how many times all samples it holds at its peak, forward and with
-backward, as measured."""
+"""Name, op and inputs, True for a peer, tolerance, and measured peak memory as a multiple of that of all samples: forward, and with
+backward."""
 
 
 def _peers(inputs: Inputs, options: Options, left_out: dict[str, str]) -> list[Candidate]:

@@ -51,10 +51,10 @@ def is_in_folder(path: Path) -> bool:
 
 
 def read_node(folder: Path) -> dict[str, Any]:
-    """What the node ``cpvt_det`` of a checkpoint says, from the files of a model folder.
+    """The content of a checkpoint's node ``cpvt_det``, from the files of a model folder.
 
     Raises:
-        WeightsError: a file that is missing or not what it should be.
+        WeightsError: a file that is missing or has another format.
     """
     classes, config = folder / CLASSES, folder / CONFIG
     try:
