@@ -55,7 +55,7 @@ def test_ratios_are_paired_by_round_and_the_median_is_not_moved_by_one_bad_round
 
 def test_spread_of_quartiles_by_hand():
     assert Spread.of([4, 1, 3, 2]) == Spread(median=2.5, q1=1.75, q3=3.25, least=1, most=4)
-    with pytest.raises(ValueError, match="no figures"):
+    with pytest.raises(ValueError, match="expected at least one figure, got none"):
         Spread.of([])
 
 

@@ -58,7 +58,9 @@ CASES = [
         attention("--config-file", "coco/detr_r50_peg_50ep.yaml"),
         "model.pth has other shapes than the config's model: ",
     ),
-    Case("show attention: an image for weights", attention(weights="image.png"), "image.png: damaged, incomplete or no checkpoint"),
+    Case(
+        "show attention: an image for weights", attention(weights="image.png"), "image.png: damaged, incomplete or not a checkpoint"
+    ),
     Case(
         "show attention: a checkpoint of another project",
         attention(weights="other.pth"),
