@@ -222,7 +222,7 @@ def test_bad_input_is_a_line_and_code_2(run, photos, tmp_path, monkeypatch, sour
     ("weights", "said"),
     [
         ("none.pth", "no weights file none.pth"),
-        ("text.pth", "text.pth: damaged, incomplete or no checkpoint"),
+        ("text.pth", "text.pth: damaged, incomplete or not a checkpoint"),
         ("folder", "the folder folder contains neither model.safetensors nor pytorch_model.bin"),
     ],
 )
