@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and memory, side by side with the public implementations; README.md says how to run and how to read it."""
+"""Speed and memory of our implementations and of public ones; README.md explains how to run it and how to read the results."""

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""What COCO in 50 epochs asks of 8 and of 64 GPUs, on paper, from measured parts: ``python benchmarks/budget.py``.
+"""Estimate of what 50 epochs of COCO need of 8 and of 64 GPUs: ``python benchmarks/budget.py``.
 
-Measured are the parameters that are trained, the CPU time of a sample (``results/data_cpu.json``) and the operations of a
-forward pass; the rest is arithmetic. No GPU was timed.
+The trained parameters, the CPU time per sample (``results/data_cpu.json``) and the operations of a forward pass are measured; the
+rest is computed from them. No GPU was timed.
 """
 
 import json
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
 from benchmarks.models import CONFIGS
 from cpvt_det.cli import common_options, report_errors
 
 DATA = Path(__file__).resolve().parent / "results" / "data_cpu.json"
-IMAGES, EPOCHS = 118_287, 50  # of COCO train2017
-SIZE = (800, 1216)  # of the forward pass whose operations are counted: a multiple of 64, near the mean of COCO at 800 pixels
-CLUSTERS = ((8, 32, 24), (8, 32, 72), (64, 64, 6), (64, 64, 12))  # GPUs, images a step, hours
+IMAGES, EPOCHS = 118_287, 50  # images in COCO train2017
+SIZE = (800, 1216)  # size of the counted forward pass: multiples of 64, near COCO's mean size with a short side of 800 pixels
+CLUSTERS = ((8, 32, 24), (8, 32, 72), (64, 64, 6), (64, 64, 12))  # GPUs, images per step, hours
 CONFIG = {"DETR": "detr_r50_peg_50ep.yaml", "Deformable-DETR": "deformable_detr_r50_peg_50ep.yaml"}
 
 
@@ -41,15 +41,15 @@ def main() -> None:
         for gpus, batch, hours in CLUSTERS:
             rate = IMAGES * EPOCHS / (3600 * hours)
             gradients = 4 * trained / 1e6
-            sent = 2 * (gpus - 1) / gpus * gradients  # ring all-reduce: every GPU sends its share twice round
-            flops = 3 * 2 * operations * rate / gpus / 1e12  # backward is twice forward; a multiplication and an addition
+            sent = 2 * (gpus - 1) / gpus * gradients  # ring all-reduce: the data goes around twice
+            flops = 3 * 2 * operations * rate / gpus / 1e12  # backward costs twice forward; each multiply-add is two operations
             row = [detector, gpus, batch, hours, rate, rate / gpus, flops, rate * sample, gradients, sent, sent * rate / batch]
             body.append(row)
     click.echo(tabulate(body, head, tablefmt="pipe", floatfmt=("", "", "", "", ".0f", ".1f", ".1f", ".1f", ".0f", ".0f", ".0f")))
 
 
 def seconds_a_sample() -> float:
-    """CPU seconds from JPEG to augmented bytes, of the record of the suite ``data``."""
+    """CPU seconds per sample from JPEG to augmented bytes, from the record of the suite ``data``."""
     cases = json.loads(DATA.read_text(encoding="utf-8"))["cases"]
     case = next(case for case in cases if case["name"] == "samples")
     row = next(row for row in case["rows"] if row["name"] == "cpvt_det")
@@ -66,7 +66,7 @@ def measure(name: str) -> tuple[int, float]:
 
     detector = build_detector(load_cfg(str(CONFIGS / name), ["MODEL.NUM_CLASSES", "80"])).eval()
     trained = sum(parameter.numel() for parameter in detector.parameters() if parameter.requires_grad)
-    with FlopCounterMode(display=False) as counter:  # its hooks want gradients
+    with FlopCounterMode(display=False) as counter:  # its hooks need gradients
         detector(torch.zeros(1, 3, *SIZE), torch.zeros(1, *SIZE, dtype=torch.bool))
     return trained, counter.get_total_flops() / 2
 

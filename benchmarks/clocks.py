@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one call is timed: in this process, on a GPU, or as a process of its own; and on how many threads."""
+"""How one call is timed: in this process, on a GPU, or as a separate process; and with how many threads."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from benchmarks.threads import THREAD_VARIABLES, thread_environment
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds that one call took: on the clock on the wall, and of all cores (None where nobody can say)."""
+    """Duration of one call in seconds: wall time, and CPU time of all cores (``None`` if it cannot be measured)."""
 
     wall: float
     cpu: float | None = None
@@ -26,36 +26,37 @@ class Sample:
 
 @dataclass(frozen=True)
 class Command:
-    """A contender that needs a process of its own: other settings, another interpreter.
+    """A contender that needs a separate process, for other settings or another interpreter.
 
-    The process is timed from start to end. To leave its start out, it prints a JSON object as its last line, with ``wall`` and
-    ``cpu`` in seconds of what it timed itself, and in ``output`` what the others' outputs are compared with.
+    The process is timed from start to end. To exclude its start, it may print a JSON object as its last line, with ``wall`` and
+    ``cpu``, the seconds that it measured itself, and ``output``, the output to compare.
 
     Args:
-        words: the command line.
-        environment: variables beside those of this process.
+        words: words of the command line.
+        environment: environment variables to add to those of this process.
     """
 
     words: Sequence[str]
     environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self) -> "CommandRun":
-        """Run it to its end.
+        """Run the command to its end.
 
         Raises:
-            RuntimeError: an exit code other than 0; with the last line of what the command said.
+            RuntimeError: an exit code other than 0; the message contains the last line of the command's errors.
         """
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             begin = time.perf_counter()
             process = subprocess.Popen(self.words, stdout=out, stderr=err, env={**os.environ, **self.environment})
-            _, status, usage = os.wait4(process.pid, 0)  # the only call that tells the usage of one child
+            _, status, usage = os.wait4(process.pid, 0)  # the only call that reports the usage of one child
             wall = time.perf_counter() - begin
             process.returncode = os.waitstatus_to_exitcode(status)
             out.seek(0)
             err.seek(0)
-            lines, said = out.read().strip().splitlines(), err.read().strip().splitlines()
+            lines, errors = out.read().strip().splitlines(), err.read().strip().splitlines()
         if process.returncode:
-            raise RuntimeError(f"{' '.join(self.words)}: exit code {process.returncode}: {said[-1] if said else 'nothing said'}")
+            last = errors[-1] if errors else "no error message"
+            raise RuntimeError(f"{' '.join(self.words)}: exit code {process.returncode}: {last}")
         report = _last_json(lines)
         sample = Sample(report.get("wall", wall), report.get("cpu", usage.ru_utime + usage.ru_stime))
         return CommandRun(sample, report.get("output", lines), usage.ru_maxrss * 1024)
@@ -63,7 +64,7 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandRun:
-    """What a command took and gave; ``peak_bytes`` is the largest resident size of its whole process."""
+    """Time and output of a command; ``peak_bytes`` is the largest resident size of its process."""
 
     sample: Sample
     output: Any
@@ -78,15 +79,15 @@ def _last_json(lines: list[str]) -> dict[str, Any]:
 
 
 class Clock(Protocol):
-    """Times calls of one kind of device."""
+    """Times calls on one kind of device."""
 
     def time(self, call: Callable[[], Any], repeats: int) -> Sample:
-        """Call ``repeats`` times and tell the time of one."""
+        """The duration of one call, from ``repeats`` calls."""
         ...
 
 
 class ProcessClock:
-    """Wall time and this process's CPU time, which a neighbour's load does not count into."""
+    """Wall time, and CPU time of this process, in which the load of other processes does not count."""
 
     def time(self, call: Callable[[], Any], repeats: int) -> Sample:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -97,7 +98,7 @@ class ProcessClock:
 
 
 class CudaClock:
-    """Time between two events on the GPU's stream; the CPU's share of it is not told."""
+    """Time between two events on the GPU's stream, without CPU time."""
 
     def time(self, call: Callable[[], Any], repeats: int) -> Sample:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -116,7 +117,7 @@ def clock_of(device: str) -> Clock:
 
 @contextlib.contextmanager
 def fixed_threads(threads: int) -> Iterator[None]:
-    """Hold torch, whose number our own kernels follow, and processes started inside to so many threads."""
+    """Limit the number of threads of torch (which our kernels follow) and of processes that are started in the block."""
     before, torch_before = {name: os.environ.get(name) for name in THREAD_VARIABLES}, torch.get_num_threads()
     os.environ.update(thread_environment(threads))
     torch.set_num_threads(threads)

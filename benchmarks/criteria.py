@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matcher and criterion of each implementation, of one recipe, called the same way on the same predictions."""
+"""Matcher and criterion of each implementation, with the same settings and the same calls on the same predictions."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ KINDS = {"softmax": CLASSES + 1, "focal": CLASSES}
 """By name the logits of a query: of DETR, of Deformable-DETR."""
 CLASS_COST = {"softmax": 1.0, "focal": 2.0}
 L1, GIOU, BACKGROUND, ALPHA = 5.0, 2.0, 0.1, 0.25
-PARTS = ["labels", "boxes", "cardinality"]  # what the official builds and transformers ask for
+PARTS = ["labels", "boxes", "cardinality"]  # what the official code and transformers expect
 
 Pairs = list[tuple[Tensor, Tensor]]
 """For each image the matched queries and their targets."""
@@ -32,9 +32,10 @@ class Criterion:
     """One implementation.
 
     Args:
-        total: logits (D, B, Q, K') and boxes (D, B, Q, 4), stacked or as a sequence of D, -> the loss of all layers, weighted.
-        match: the same -> for each layer, the pairs of each image.
-        stacked: whether the layers are wanted as one tensor.
+        total: function of logits (D, B, Q, K') and boxes (D, B, Q, 4), stacked or as a sequence of D, that returns the weighted
+            loss of all layers.
+        match: function of the same arguments that returns, for each layer, the pairs of each image.
+        stacked: True: the layers are given as one tensor.
     """
 
     total: Callable[[Any, Any], Tensor]
@@ -58,7 +59,7 @@ def our_criterion(kind: str, targets: Sequence[Targets]) -> Criterion:
 
 
 def official_criterion(kind: str, targets: Sequence[Targets], folder: Path) -> Criterion:
-    """Of a checkout: facebookresearch/detr for ``softmax``, fundamentalvision/Deformable-DETR for ``focal``."""
+    """The criterion of a checkout: facebookresearch/detr for ``softmax``, fundamentalvision/Deformable-DETR for ``focal``."""
     official = official_detr(folder) if kind == "softmax" else official_deformable_detr(folder)
     matcher = official.HungarianMatcher(cost_class=CLASS_COST[kind], cost_bbox=L1, cost_giou=GIOU)
     weights = {f"loss_{part}{layer}": w for layer in _suffixes() for part, w in (("ce", 1.0), ("bbox", L1), ("giou", GIOU))}
@@ -79,7 +80,7 @@ def official_criterion(kind: str, targets: Sequence[Targets], folder: Path) -> C
 
 
 def hf_criterion(kind: str, targets: Sequence[Targets]) -> Criterion:
-    """What transformers' ``DetrForObjectDetection`` and ``DeformableDetrForObjectDetection`` call with labels."""
+    """The criterion of transformers' ``DetrForObjectDetection`` and ``DeformableDetrForObjectDetection``."""
     from transformers.loss import loss_deformable_detr as deformable
     from transformers.loss import loss_for_object_detection as detr
 

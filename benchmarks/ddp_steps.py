@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of the processes of ``scaling.py --processes``: whole training steps through DDP; the first prints images a second of all."""
+"""A process of ``scaling.py --processes``: complete training steps with DDP; the first one prints images per second of all."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ from cpvt_det.config import load_cfg
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 from cpvt_det.structures import Targets
 
-SIDE, BATCH, STEPS = 480, 2, 4  # of each process
+SIDE, BATCH, STEPS = 480, 2, 4  # per process
 
 
 def main(detector_name: str) -> None:
@@ -23,7 +23,7 @@ def main(detector_name: str) -> None:
     cfg = load_cfg(str(CONFIGS / f"{PEERS[detector_name]}_r50_peg_50ep.yaml"), words)
     detector = builders.build_detector(cfg)
     model = wrap_for_processes(TrainingModel(detector, builders.build_criterion(cfg)))
-    step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_length(cfg, 1000), seed=0)
+    step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_schedule(cfg, 1000), seed=0)
     generator = torch.Generator().manual_seed(dist.get_rank())
     samples = [
         {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deformable-DETR of a checkout of detrex, over detectron2 as installed or of a checkout beside it.
+"""Deformable-DETR of a checkout of detrex, with detectron2 from the installed library or from a checkout.
 
-detrex's packages import much that this model never calls; what of it is not installed gets an empty module in its place. The
-sizes are those of its ``projects/deformable_detr/configs``.
+detrex's packages import many libraries that this model never calls; those that are not installed are replaced by empty modules.
+The sizes are those of its ``projects/deformable_detr/configs``.
 """
 
 import functools
@@ -25,7 +25,7 @@ from torch import nn
 from cpvt_det.errors import BadInputError
 
 NOT_CALLED = ("wandb", "omegaconf", "cloudpickle", "fairscale", "einops", "cv2", "pkg_resources")
-"""Packages that the import of detrex and detectron2 asks for, and this model does not call."""
+"""Packages that detrex and detectron2 import, and that this model does not call."""
 COMPILED = ("detrex._C", "detectron2._C")
 CHANNELS, LEVELS, LAYERS, QUERIES, CLASSES = 256, 4, 6, 300, 80
 STAGES = {"res3": 512, "res4": 1024, "res5": 2048}
@@ -60,7 +60,7 @@ def _empty_class(module: str, name: str) -> type:
 
 @contextmanager
 def _imports_from(folders: list[Path]) -> Iterator[None]:
-    """Import from checkouts inside, with empty modules for what is not installed; no bytecode is written into them."""
+    """Import from checkouts in this block, with empty modules for what is not installed; no bytecode is written to them."""
     path, written = sys.path[:], sys.dont_write_bytecode
     finder = EmptyModules(tuple(name for name in NOT_CALLED if importlib.util.find_spec(name) is None), COMPILED)
     sys.path[:0], sys.dont_write_bytecode = [str(folder) for folder in folders], True
@@ -82,7 +82,7 @@ def detrex_modules(folder: Path, detectron2: Path | None) -> types.SimpleNamespa
 
     Args:
         folder: checkout of detrex.
-        detectron2: checkout of detectron2; None for the installed one.
+        detectron2: checkout of detectron2; ``None`` for the installed library.
 
     Raises:
         BadInputError: files that cannot be imported.
@@ -102,7 +102,7 @@ def detrex_modules(folder: Path, detectron2: Path | None) -> types.SimpleNamespa
 
 @contextmanager
 def official_constants(folder: Path, detectron2: Path | None) -> Iterator[None]:
-    """Inside, the two constants in which detrex differs from the official code are the official ones."""
+    """In this block, the two constants in which detrex differs from the official code have the official values."""
     detrex_modules(folder, detectron2)
     utils = importlib.import_module("detrex.utils")
     set_to = {
@@ -129,7 +129,7 @@ def replaced_names(namespaces: list[dict[str, Any]], set_to: dict[str, Any]) -> 
 
 
 def build_detrex(folder: Path, detectron2: Path | None, refine: bool, two_stage: bool) -> nn.Module:
-    """Its detector with random weights, on the CPU; images are taken as normalised. The criterion is ``.criterion``.
+    """detrex's detector with random weights, on the CPU, for normalised images. The criterion is ``.criterion``.
 
     Args:
         folder: checkout of detrex.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far two outputs lie apart."""
+"""The difference of two outputs."""
 
 import math
 from typing import Any
@@ -10,14 +10,14 @@ from benchmarks.clocks import CommandRun
 
 
 def difference(output: Any, expected: Any) -> float:
-    """The largest difference of two outputs, relative to the largest expected value; of nested ones, the worst.
+    """The largest difference of two outputs, relative to the largest expected value; for nested outputs, the largest of all.
 
     Args:
-        output: a tensor, an array, a number, a text, None, or a tuple, list or dict of such.
-        expected: the same.
+        output: a tensor, an array, a number, a text, ``None``, or a tuple, list or dict of these.
+        expected: output of the baseline, of the same type.
 
     Returns:
-        0 for equal outputs; infinity for other shapes, keys, lengths or texts, and for a NaN on one side only.
+        0 for equal outputs; infinity for different shapes, keys, lengths or texts, and for a NaN on one side only.
     """
     if isinstance(output, CommandRun) or isinstance(expected, CommandRun):
         return difference(*(x.output if isinstance(x, CommandRun) else x for x in (output, expected)))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det export`` on models of random weights, as one table: ``python benchmarks/export_table.py``.
+"""``cpvt-det export`` of models with random weights, as one table: ``python benchmarks/export_table.py``.
 
-Norms have drawn statistics and class heads large weights, so that scores differ from query to query.
+Norms have random statistics and class heads large weights, so that scores differ between queries.
 """
 
 import tempfile
@@ -56,7 +56,7 @@ def export(path: Path, format: str, words: list[str]) -> list[list[str]]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--r50", is_flag=True, help="Models of R50, with one encoding each, instead of the quickstart's.")
+@click.option("--r50", is_flag=True, help="Export R50 models, one per encoding, instead of the quickstart's models.")
 @click.option("--format", "formats", multiple=True, type=click.Choice(FORMATS), default=FORMATS, show_default=True)
 @click.argument("words", nargs=-1)
 @common_options

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The floor of deformable attention's forward: read the same rows, add them up, and do nothing else.
+"""A lower limit for the time of deformable attention's forward pass: read the same rows, add them up, and do nothing else.
 
-Bilinear sampling reads four rows of D values for every point. What is left without locations, weights and borders is a gather,
-and its time is what a kernel can at best approach on the machine at hand.
+Bilinear sampling reads four rows of D values for every point. Without locations, weights and borders, a gather remains, and no
+kernel can be faster than it on the same machine.
 """
 
 from collections.abc import Callable
@@ -42,12 +42,12 @@ def make_gather(values: Tensor, rows: Tensor) -> Callable[[], Tensor]:
     """A call that sums the rows of each bag.
 
     Args:
-        values: (R, D) float.
-        rows: (G, K) int32 into the values; on a GPU, K is a multiple of 4.
+        values: (R, D) float, rows of values.
+        rows: (G, K) int32 indices into ``values``; on a GPU, K is a multiple of 4.
 
     Returns:
-        A call without arguments that returns (G, D): on a CPU torch's ``embedding_bag``, which was the fastest of four ways
-        that were tried, on a GPU a Triton kernel.
+        A function without arguments that returns (G, D): on a CPU torch's ``embedding_bag``, the fastest of four functions that
+        were tried, on a GPU a Triton kernel.
     """
     if not values.is_cuda:
         return lambda: F.embedding_bag(rows, values, mode="sum")

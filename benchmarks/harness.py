@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way in which times are compared here: equal work first, then A B A B, and ratios of neighbours.
+"""How all times are compared: check that the work is equal, then run contenders alternately, with ratios inside each round.
 
-A machine is never quiet, so one contender's time is not set against another's of a minute ago: every round runs all
-contenders one after the other, and a ratio is formed inside the round. The figure is the median over rounds.
+The load of a machine changes, so times that were measured minutes apart cannot be compared: every round runs all contenders one
+after the other, and ratios are computed inside the round. The result is the median over rounds.
 """
 
 import math
@@ -18,7 +18,7 @@ from benchmarks.equal import difference
 
 
 class UnequalWorkError(RuntimeError):
-    """Contenders that do not compute the same; their times would not compare."""
+    """Contenders with different outputs, whose times cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Contender:
     """One way to do the work.
 
     Args:
-        name: as the table calls it.
-        call: does the work once and returns its output, or a ``Command``.
-        peer: somebody else's.
-        tolerance: how far its output may lie from the first contender's, where that is not the work's own tolerance (bf16).
-        limit: not a contender but what the machine could do at best; it has no output to compare.
-        other_work: what it does otherwise than the baseline on purpose, so that its output is not compared; the report tells it.
-        check: gives the output to compare, where the call that is timed cannot: without dropout, for one.
+        name: name in the table.
+        call: function that does the work once and returns its output, or a ``Command``.
+        peer: True for an implementation of another project.
+        tolerance: largest allowed difference from the baseline's output; ``None`` for the tolerance of the work.
+        limit: True for a measurement of what the machine can do at best; it has no output to compare.
+        other_work: description of an intended difference from the baseline, for the report; the output is then not compared.
+        check: function that returns the output to compare, if the timed call cannot, for example because of dropout.
     """
 
     name: str
@@ -48,18 +48,18 @@ class Contender:
         return not (self.limit or self.other_work)
 
     def output(self) -> Any:
-        """What is compared with the baseline's."""
+        """The output that is compared with the baseline's."""
         return (self.check or self.call)()
 
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work and everybody who does it.
+    """A piece of work and all contenders that do it.
 
     Args:
-        contenders: the first is the baseline, with which outputs are compared and to whose time the ratios refer.
-        tolerance: the largest difference of an output from the baseline's, relative to the baseline's largest value.
-        left_out: contenders that do not take part, and why.
+        contenders: contenders; the first one is the baseline for outputs and ratios.
+        tolerance: largest allowed difference of an output from the baseline's, relative to the baseline's largest value.
+        left_out: contenders that do not take part -> reason.
     """
 
     contenders: list[Contender]
@@ -69,16 +69,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """A work by name; its inputs are made when its turn comes, and go when it is done.
+    """A named work, whose inputs exist only while it runs.
 
     Args:
-        name: unique in its suite.
-        about: what the table says of it, column by column.
-        build: makes the inputs and the contenders.
-        counts: bytes and operations of the work, counted on paper.
-        memory: measure every contender's peak memory too.
-        warm: makes the same contenders on a tiny input, so that what is loaded and compiled once is no part of a peak.
-        left_out: why nobody does it here; empty for a case that runs.
+        name: name, unique in its suite.
+        about: description for the table, column -> text.
+        build: function that makes the inputs and the contenders.
+        counts: computed numbers of bytes and operations of the work.
+        memory: True: measure the peak memory of every contender too.
+        warm: function that makes the same contenders on a tiny input, so that loading and compiling do not count in the peak.
+        left_out: reason for which the case does not run here; empty for a case that runs.
     """
 
     name: str
@@ -92,15 +92,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to go on.
+    """The length of a measurement.
 
     Args:
-        warm_up: calls of each contender that are not counted, beside the one that its output is checked on.
-        rounds: at least so many.
-        most_rounds: at most so many.
-        seconds: go on for so long, if the rounds allow.
-        sample_seconds: a sample repeats a short call until it lasts about so long.
-        most_repeats: of a call in one sample.
+        warm_up: number of calls per contender that are not counted, beside the call that checks its output.
+        rounds: smallest number of rounds.
+        most_rounds: largest number of rounds.
+        seconds: seconds after which no new round starts, within the limits on the number of rounds.
+        sample_seconds: approximate length of a sample in seconds; a short call is repeated to reach it.
+        most_repeats: largest number of calls in one sample.
     """
 
     warm_up: int = 1
@@ -113,7 +113,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median, the quartiles and the ends of some figures."""
+    """The median, the quartiles, the smallest and the largest of some figures."""
 
     median: float
     q1: float
@@ -125,17 +125,17 @@ class Spread:
     def of(cls, figures: Sequence[float]) -> "Spread":
         """Raises: ValueError: no figures."""
         if not figures:
-            raise ValueError("no figures to spread")
+            raise ValueError("expected at least one figure, got none")
         q1, q3 = (float(x) for x in np.quantile(figures, (0.25, 0.75)))
         return cls(statistics.median(figures), q1, q3, min(figures), max(figures))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came out for one contender.
+    """The results of one contender.
 
-    ``ratio_*``: how many times as fast as the baseline, by wall and by CPU time, paired by round; ``over_peer_*``: as the
-    fastest peer. None where the clock tells no CPU time, or where there is no peer.
+    ``ratio_*``: how many times as fast as the baseline, by wall and by CPU time, paired by round; ``over_peer_*``: the same against
+    the fastest peer. ``None`` if the clock does not measure CPU time, or if there is no peer.
     """
 
     name: str
@@ -155,13 +155,13 @@ class Row:
 
 
 def assert_equal_work(work: Work) -> dict[str, float]:
-    """Run every contender once and compare its output with the baseline's, but for those that have none to compare.
+    """Run every contender once and compare its output with the baseline's, if it has an output to compare.
 
     Returns:
-        The difference by name, of those that were compared.
+        Name -> difference, for the contenders that were compared.
 
     Raises:
-        UnequalWorkError: one that lies further off than it may.
+        UnequalWorkError: a difference above the tolerance.
     """
     expected = work.contenders[0].output()
     differences = {work.contenders[0].name: 0.0}
@@ -175,16 +175,16 @@ def assert_equal_work(work: Work) -> dict[str, float]:
         if not gap <= tolerance:
             raise UnequalWorkError(
                 f"{contender.name} differs from {work.contenders[0].name} by {gap:.2g} of the largest value, "
-                f"more than {tolerance:.2g}: not the same work, so not timed"
+                f"more than {tolerance:.2g}: the work is not the same, so it is not timed"
             )
     return differences
 
 
 def run_rounds(work: Work, plan: Plan, clock: Clock) -> tuple[dict[str, int], dict[str, list[Sample]]]:
-    """Warm up, then time A B A B.
+    """Warm up, then time all contenders alternately.
 
     Returns:
-        By name: calls in one sample, and the samples, one a round.
+        Name -> calls per sample, and name -> samples, one per round.
     """
     repeats = {contender.name: 1 for contender in work.contenders}
     for _ in range(plan.warm_up):
@@ -205,13 +205,13 @@ def run_rounds(work: Work, plan: Plan, clock: Clock) -> tuple[dict[str, int], di
 
 
 def compare(work: Work, plan: Plan, clock: Clock) -> list[Row]:
-    """Assert equal work, then time it.
+    """Check that the work is equal, then time it.
 
     Returns:
         A row for each contender, in their order.
 
     Raises:
-        UnequalWorkError: before anything is timed.
+        UnequalWorkError: contenders with different outputs; nothing is timed then.
     """
     differences = assert_equal_work(work)
     repeats, samples = run_rounds(work, plan, clock)
@@ -243,12 +243,12 @@ def compare(work: Work, plan: Plan, clock: Clock) -> list[Row]:
 
 
 def _least(spreads: Iterable[Spread | None]) -> Spread | None:
-    """Against the fastest peer the ratio is least."""
+    """The spread with the smallest median: that is the ratio to the fastest peer."""
     return min((spread for spread in spreads if spread is not None), key=lambda spread: spread.median, default=None)
 
 
 def ratios(others: Sequence[Sample], own: Sequence[Sample]) -> tuple[Spread, Spread | None]:
-    """How many times as fast as the other, round by round: by wall time, and by CPU time where both tell it."""
+    """How many times as fast as the other, round by round: by wall time, and by CPU time if it was measured for both."""
     pairs = list(zip(others, own, strict=True))
     wall = Spread.of([a.wall / b.wall for a, b in pairs])
     if any(s.cpu is None or s.cpu <= 0 for pair in pairs for s in pair):

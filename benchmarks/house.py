@@ -38,7 +38,7 @@ from typing import Any
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
 from benchmarks.house_road import PACKAGE, ROADS
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ran the benchmark, and what it could do at best: versions, processor, memory, and limits measured in the same run."""
+"""The machine of a benchmark: versions, processor, memory, and its limits, measured in the same run."""
 
 import contextlib
 import importlib.metadata
@@ -17,18 +17,18 @@ from benchmarks.clocks import clock_of
 
 LIBRARIES = ("torch", "torchvision", "numpy", "scipy", "numba", "triton", "pillow", "pycocotools", "faster-coco-eval")
 COPIES = {"copy_in_cache_gb_per_s": 4, "copy_in_memory_gb_per_s": 512}
-"""Megabytes of source and copy together: what stays in a cache of any processor and GPU of our day, and what does not."""
-SECONDS = 0.3  # to look for the best in
-SIDES = {"cpu": 2048, "cuda": 4096}  # of the matrices that are multiplied
+"""Megabytes of source and copy together: one that fits into the cache of any current processor and GPU, and one that does not."""
+SECONDS = 0.3  # length of each measurement
+SIDES = {"cpu": 2048, "cuda": 4096}  # rows and columns of the matrices that are multiplied
 
 
 def versions() -> dict[str, str]:
-    """By name; a library that is not installed is not named."""
+    """Name -> version, of installed libraries."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    found["torch"] = torch.__version__  # with what it was built for
+    found["torch"] = torch.__version__  # with the build, such as +cu128
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
@@ -49,7 +49,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def free_bytes(device: str) -> int:
-    """Memory that a contender may still take."""
+    """Memory that is still available to a contender, in bytes."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     for line in _lines(Path("/proc/meminfo")):
@@ -59,16 +59,16 @@ def free_bytes(device: str) -> int:
 
 
 def limits(device: str) -> dict[str, float]:
-    """What the machine does at best, by the names that the JSON uses; bytes read and bytes written both count."""
+    """The best rates of the machine, by their names in the JSON; bytes read and bytes written both count."""
     found = {}
     for name, megabytes in COPIES.items():
-        source = torch.ones(megabytes * 2**17, device=device)  # of 4 bytes each, and as many again in the copy
+        source = torch.ones(megabytes * 2**17, device=device)  # 4 bytes per element; the copy has the same size
         target = torch.empty_like(source)
         found[name] = 2 * source.nbytes / _best(lambda t=target, s=source: t.copy_(s), device) / 1e9
     side = SIDES[device]
     a = torch.rand(side, side, device=device)
     found["matmul_fp32_gflop_per_s"] = 2 * side**3 / _best(lambda: a @ a, device) / 1e9
-    # Another library's, which on some processors is the faster one.
+    # Convolutions use another library, which is faster on some processors.
     image, weight = torch.rand(1, side // 8, 64, 64, device=device), torch.rand(side // 8, side // 8, 3, 3, device=device)
     image = image.contiguous(memory_format=torch.channels_last)
     operations = 2 * 9 * (side // 8) ** 2 * 64**2
@@ -81,7 +81,7 @@ def _best(call: Callable[[], Any], device: str) -> float:
     clock.time(call, 1)
     while len(samples) < 3 or time.perf_counter() - begin < SECONDS:
         sample = clock.time(call, 3)
-        # As in the table: at one thread CPU time, which a neighbour's load does not count into.
+        # As in the table: with one thread CPU time, in which the load of other processes does not count.
         samples.append(sample.cpu if sample.cpu and torch.get_num_threads() == 1 else sample.wall)
     return min(samples)
 

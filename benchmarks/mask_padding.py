@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""What ``MODEL.BACKBONE.MASK_PADDING`` does and costs: DETR-R50 on a batch of a wide and a tall image, in inference.
+"""Effect and cost of ``MODEL.BACKBONE.MASK_PADDING``: DETR-R50 on a batch of a wide and a tall image, in inference.
 
 ``python benchmarks/mask_padding.py``. Each image's logits and boxes in the batch are compared with those of the image alone; then
-the batch is timed with and without, in turns. Weights are those of the suite ``model``, drawn so that the queries look about.
+the batch is timed with and without it, alternately. The weights are those of the suite ``model``.
 """
 
 import sys
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
 from benchmarks.clocks import clock_of, fixed_threads
 from benchmarks.harness import Contender, Plan, Spread, Work, ratios, run_rounds
@@ -70,8 +70,8 @@ def measure(recipe: Recipe, sizes: Sequence[tuple[int, int]], plan: Plan) -> str
 
 
 @click.command()
-@click.option("--rounds", default=15, show_default=True, help="Of timing.")
-@click.option("--quick", is_flag=True, help="A small model and small images.")
+@click.option("--rounds", default=15, show_default=True, help="Rounds of timing.")
+@click.option("--quick", is_flag=True, help="Use a small model and small images.")
 def main(rounds: int, quick: bool) -> None:
     """Print what MODEL.BACKBONE.MASK_PADDING changes and costs."""
     plan = Plan(rounds=rounds, most_rounds=rounds, sample_seconds=0.0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of one contender above what stood there before: on a CPU in a process of its own.
+"""Peak memory of one contender above the memory in use before the call: on a CPU in a separate process.
 
-``python -m benchmarks.memory`` is that process. It builds the case again, so that no other contender's memory is in the way, and
-does the work on a tiny input first, so that libraries and compiled code are not counted. There glibc gives every block of a
-megabyte back as it is freed, so the peak is what is alive, and not how blocks fell.
+``python -m benchmarks.memory`` is that process. It builds the case again, so that no other contender's memory counts, and does the
+work on a tiny input first, so that libraries and compiled code do not count. In it glibc returns every block of a megabyte or more
+when it is freed, so that the peak is memory in use and does not depend on the placement of blocks.
 """
 
 import gc
@@ -23,33 +23,33 @@ from cpvt_det.memory import peak, reset_peak, resident, trim_heap
 
 ROOT = Path(__file__).resolve().parent.parent
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""Of glibc: the size from which a block is the kernel's, fixed; else it grows to 32 MB as such blocks are freed."""
+"""glibc's size in bytes from which the kernel provides a block, fixed; otherwise it grows to 32 MB as such blocks are freed."""
 
 
 def peak_bytes(suite: str, case: Case, contender: Contender, options: Options) -> int | None:
-    """Bytes that one call takes at its peak; None for a contender that has no peak to speak of (a limit).
+    """Peak memory of one call in bytes; ``None`` for a limit, which is no contender.
 
     Raises:
-        RuntimeError: the process failed; with the last line of what it said.
+        RuntimeError: a process that failed; the message contains the last line of its errors.
     """
     if contender.limit:
         return None
     if options.device == "cuda":
         return _peak_on_gpu(contender)
-    # For one of ours no peer is imported: that takes longer than the work.
+    # For one of our contenders no peer is imported, because that takes longer than the work.
     ours = contender.name.startswith("cpvt_det")
     peers = {} if ours else {name: path and str(path) for name, path in options.peers.items()}
     words = json.dumps({"suite": suite, "case": case.name, "contender": contender.name, **asdict(options), "peers": peers})
     command = [sys.executable, "-m", "benchmarks.memory", words]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | GIVE_BACK, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise RuntimeError(f"peak memory of {contender.name} in {case.name}: {said}")
+        reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise RuntimeError(f"peak memory of {contender.name} in {case.name}: {reason}")
     return int(done.stdout.strip().splitlines()[-1])
 
 
 def _peak_on_gpu(contender: Contender) -> int:
-    """The call's own; the inputs are there before."""
+    """Peak memory of the call alone; the inputs exist before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -59,7 +59,7 @@ def _peak_on_gpu(contender: Contender) -> int:
 
 
 def measure(case: Case, contender: str) -> int:
-    """In a fresh process: the peak of one call above what the process held before it."""
+    """In a new process: the peak of one call above the memory of the process before it."""
     if case.warm is not None:
         _named(case.warm(), contender).call()
     chosen = _named(case.build(), contender)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR and Deformable-DETR three times: ours, the official one and transformers', with the same weights, called the same way.
+"""DETR and Deformable-DETR in three versions: ours, the official one and transformers', with the same weights and the same calls.
 
-Of transformers 5 three things are set. It freezes all of its own ResNet where it means the first stages, and its dropout of
-attention and activations is 0 by default; here both are as in the others. Its DETR with auxiliary losses feeds every decoder layer
-the normed output of the one before, so there the layers' outputs are taken with hooks.
+Three settings of transformers 5 are changed. It freezes its whole ResNet instead of the first stages, and its dropout of attention
+and activations is 0 by default; here both are as in the others. Its DETR with auxiliary losses feeds every decoder layer with the
+normed output of the previous one, so there the outputs of the layers are taken with hooks.
 """
 
 import argparse
@@ -27,23 +27,23 @@ from cpvt_det.config import load_cfg
 from cpvt_det.structures import PaddedBatch, Targets
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs/coco"
-FEED_FORWARD = {"DETR": 8, "Deformable-DETR": 4}  # times the channels
-SINE = {"DETR": "sine", "Deformable-DETR": "sine_offset"}  # the encodings of the official code, which our configs are named by
-PEERS = {"DETR": "detr", "Deformable-DETR": "deformable_detr"}  # checkouts by the names of the command line
+FEED_FORWARD = {"DETR": 8, "Deformable-DETR": 4}  # inner channels / channels
+SINE = {"DETR": "sine", "Deformable-DETR": "sine_offset"}  # encodings of the official code, which are in the names of our configs
+PEERS = {"DETR": "detr", "Deformable-DETR": "deformable_detr"}  # names of the checkouts on the command line
 DRAWN_WIDE = re.compile(r"(attention_weights|reference_points|class_embed(\.\d+)?|bbox_embed\.(\d+\.)?layers\.2)\.weight$")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all are made of; the rest is the official recipe, but for the class loss's weight, which is 1 as in transformers.
+    """The sizes that all share; the rest is the official recipe, but the class loss has weight 1, as in transformers.
 
     Args:
         detector: ``DETR`` or ``Deformable-DETR``.
-        channels: C.
-        layers: of the encoder, and of the decoder.
-        queries: Q.
-        classes: K; DETR has a logit more.
-        two_stage: with box refinement, queries from the encoder's proposals.
+        channels: model width C.
+        layers: number of encoder layers, and of decoder layers.
+        queries: number of queries Q.
+        classes: number of classes K; DETR has one logit more.
+        two_stage: True: box refinement, and queries from the encoder's proposals.
     """
 
     detector: str = "Deformable-DETR"
@@ -63,9 +63,9 @@ class Model:
     """One implementation.
 
     Args:
-        module: in training mode or not, as its user sets it.
-        predict: (B, Q, K) logits and (B, Q, 4) boxes of the last layer.
-        learn: the same, and the total loss of all layers, matched and weighted.
+        module: the model; its user sets training or evaluation mode.
+        predict: function that returns (B, Q, K) logits and (B, Q, 4) boxes of the last layer.
+        learn: function that returns these, and the total loss of all layers, matched and weighted.
     """
 
     module: nn.Module
@@ -76,14 +76,14 @@ class Model:
 def our_model(
     recipe: Recipe, device: str = "cpu", position: str = "", mask_padding: bool = True, checkpointing: bool = False
 ) -> Model:
-    """Ours, as its config ships it; with weights that look about, where freshly initialised ones hardly do.
+    """Our model, from its config, with drawn weights for which attention depends on the image more than at initialisation.
 
     Args:
-        recipe: of the model.
-        device: where to.
-        position: the encoding, ``MODEL.POSITION.NAME``; the official one by default.
-        mask_padding: the default; ``False`` is the arithmetic of the others.
-        checkpointing: ``MODEL.CHECKPOINTING``.
+        recipe: sizes of the model.
+        device: device of the model.
+        position: encoding, a value of ``MODEL.POSITION.NAME``; empty for the official one.
+        mask_padding: value of ``MODEL.BACKBONE.MASK_PADDING``; ``False`` computes the same as the other implementations.
+        checkpointing: value of ``MODEL.CHECKPOINTING``.
     """
     keys = {
         "NUM_CLASSES": recipe.classes,
@@ -121,7 +121,7 @@ def our_model(
 
 @torch.no_grad()
 def draw_weights(detector: nn.Module) -> None:
-    """Statistics and norms of the backbone that keep its maps of one size, points that spread, queries and boxes that differ."""
+    """Draw statistics and norms that keep the size of the backbone's maps, and points, queries and boxes that differ."""
     for name, tensor in detector.state_dict().items():
         fan_in = tensor.shape[-1] ** -0.5 if tensor.ndim else 1.0
         if name.startswith("backbone.") and tensor.ndim == 1:
@@ -160,7 +160,7 @@ def build_official(
 
 
 def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
-    """Of a checkout of facebookresearch/detr or fundamentalvision/Deformable-DETR, with our weights ``state``."""
+    """The model of a checkout of facebookresearch/detr or fundamentalvision/Deformable-DETR, with our weights ``state``."""
     deformable = recipe.detector == "Deformable-DETR"
     official, module, criterion = build_official(folder, recipe, device)
     give_weights(module, state, "deformable_detr" if deformable else "facebook_detr")
@@ -221,7 +221,7 @@ def hf_model(recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
 
 
 def _learn_hf_detr(module: nn.Module, batch: PaddedBatch, labels: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """The model as it predicts, and its own loss over all decoder layers' outputs."""
+    """The model's predictions, and its own loss over the outputs of all decoder layers."""
     decoded: list[Tensor] = []
     hooks = [layer.register_forward_hook(lambda _, __, out: decoded.append(out)) for layer in module.model.decoder.layers]
     try:
@@ -239,7 +239,7 @@ def _learn_hf_detr(module: nn.Module, batch: PaddedBatch, labels: list[dict[str,
 
 @torch.no_grad()
 def give_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Write our weights into a peer's module: its conversion to our names, backwards.
+    """Write our weights into a peer's module, by reversing the conversion from its names to ours.
 
     Numbered places are converted instead of values, so that each of our values finds the place that it would have come from.
 
@@ -249,10 +249,10 @@ def give_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) ->
         source: of the module's names, a key of ``cpvt_det.checkpoint.convert.CONVERSIONS``.
 
     Raises:
-        KeyError: a weight of the peer's that ours lack.
+        KeyError: a weight of the peer that our model does not have.
     """
     own = module.state_dict()
-    tensors = {tensor.data_ptr(): tensor for tensor in own.values()}  # a shared one once
+    tensors = {tensor.data_ptr(): tensor for tensor in own.values()}  # a shared tensor once
     places, count = {}, 0
     for pointer, tensor in tensors.items():
         places[pointer] = torch.arange(count, count + tensor.numel()).view(tensor.shape)
@@ -265,7 +265,7 @@ def give_weights(module: nn.Module, state: Mapping[str, Tensor], source: str) ->
 
 
 def set_dropout(module: nn.Module, probability: float) -> None:
-    """Everywhere: in dropout's own modules, and in those that call the function."""
+    """Set dropout in all modules: those of dropout itself, and those that call the function."""
     for part in module.modules():
         names = ("p",) if isinstance(part, nn.Dropout) else ("dropout", "attention_dropout", "activation_dropout")
         for name in names:
@@ -275,7 +275,7 @@ def set_dropout(module: nn.Module, probability: float) -> None:
 
 @contextlib.contextmanager
 def without_dropout(module: nn.Module, otherwise: float) -> Iterator[None]:
-    """Set to 0 inside, and to ``otherwise`` after."""
+    """Dropout 0 in this block, and ``otherwise`` after it."""
     set_dropout(module, 0.0)
     try:
         yield

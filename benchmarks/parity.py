@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""All comparisons of docs/parity.md: predictions, losses, matchings and gradients of ours against four independent codes.
+"""All comparisons of docs/parity.md: predictions, losses, matchings and gradients of ours and of four independent code bases.
 
-``python benchmarks/parity.py --peer detr=PATH --peer deformable_detr=PATH --peer detrex=PATH --peer detectron2=PATH``, the paths
-being those of checkouts; about ten minutes on one core. A peer without a path is left out. transformers is compared by the
-tests, which are run here.
+``python benchmarks/parity.py --peer detr=PATH --peer deformable_detr=PATH --peer detrex=PATH --peer detectron2=PATH``, with the
+paths of checkouts; about ten minutes on one core. A peer without a path is left out. transformers is compared by the tests, which
+this script runs.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
 from benchmarks.clocks import fixed_threads
 from benchmarks.machine import machine, versions
@@ -40,14 +40,14 @@ SECTIONS = {
 CODES = {"detr": "official", "deformable_detr": "official", "detrex": "detrex"}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 LIMITS = {"float64": 1e-11, "float32": 1e-4}
-"""Largest relative differences that are rounding; of gradients ten times that. More, or another matching, and the command fails."""
+"""Largest relative differences due to rounding; for gradients ten times that. Larger ones, or another matching, are failures."""
 OUTPUT = Path("output/benchmarks/parity")
 PARITY_TESTS = ("tests/whole/test_parity_transformers.py", "tests/whole/test_parity_deformable_transformers.py")
 PRINTED = re.compile(r"^\.?\| ([^|]+) \| ([^|]+) \| (\S+) \| (\S+) \|$", re.MULTILINE)
 
 
 def outcomes(variant: Variant, peer: Peer) -> tuple[dict[str, tuple[Outcome, Outcome]], int]:
-    """By dtype, what ours and a peer's detector make of one batch with the same weights; and how many tensors were loaded."""
+    """The outcomes of our and a peer's detector by dtype, for one batch and the same weights; and how many tensors were loaded."""
     classes, divisor = (80 if variant.peer == "detrex" else 91), (32 if variant.peer == "detr" else 64)
     drawn = draw_batch(variant.sizes, classes, divisor)
     draw_weights(peer, in_dtype(*drawn, torch.float32)[0])
@@ -71,7 +71,7 @@ def measure(variant: Variant, folders: Mapping[str, Path | None]) -> Iterator[Fi
         labels = {**model, "dtype": dtype}
         for column, gap in compare(ours, theirs).items():
             yield Figure(section, labels, column, gap.value, gap.shape, gap.relative, _is_deliberate(variant, column))
-        for loss, values in theirs.losses.items() if variant.peer == "detr" else ():  # the one section with a table of them
+        for loss, values in theirs.losses.items() if variant.peer == "detr" else ():  # the only section with a table of these
             for layer, gap in enumerate(map(Gap.of, ours.losses[loss], values)):
                 yield Figure(section, {**labels, "loss": loss}, f"layer {layer}", gap.value, gap.shape, gap.relative)
         for column, value in _sizes(theirs, loaded).items():
@@ -89,9 +89,9 @@ def _is_deliberate(variant: Variant, column: str) -> bool:
 
 
 def _sizes(theirs: Outcome, loaded: int) -> dict[str, float]:
-    """What differences are to be compared with.
+    """Figures to compare the differences with.
 
-    Spreads are of the last layer's boxes: queries or images that all answer the same would prove little.
+    The spreads are those of the last layer's boxes: if all queries or images had the same boxes, the comparison would prove little.
     """
     boxes = theirs.predictions.boxes[-1]  # (B, Q, 4)
     return {
@@ -125,7 +125,7 @@ def measure_transformers(threads: int) -> list[Figure]:
 
 
 def beyond(figures: Sequence[Figure]) -> list[Figure]:
-    """Differences that are no rounding and not deliberate."""
+    """Differences that are larger than rounding and not deliberate."""
     judged = [f for f in figures if f.relative is not None and not f.deliberate and not {"code", "loss"} & f.labels.keys()]
     return [f for f in judged if not f.relative <= LIMITS[f.dtype] * (10 if "gradient" in f.column else 1)]
 
@@ -134,16 +134,20 @@ def beyond(figures: Sequence[Figure]) -> list[Figure]:
 @click.option(
     "--peer", "given", multiple=True, metavar="NAME=PATH", help="Checkout to compare with: detr, deformable_detr, detrex."
 )
-@click.option("--model", "pattern", default="*", show_default=True, help='Only models "PEER: NAME" that fit, as in "detr: *DC5*".')
-@click.option("--threads", default=1, show_default=True, help="Threads of both.")
+@click.option("--model", "pattern", default="*", show_default=True, help='Models "PEER: NAME" to compare, such as "detr: *DC5*".')
+@click.option("--threads", default=1, show_default=True, help="Threads of both models.")
 @click.option(
-    "--output", type=click.Path(path_type=Path), default=Path("output/benchmarks/parity"), show_default=True, help="Files."
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("output/benchmarks/parity"),
+    show_default=True,
+    help="Results, without suffix.",
 )
-@click.option("--write-docs", is_flag=True, help="Put the figures into the tables of docs/parity.md.")
+@click.option("--write-docs", is_flag=True, help="Write the figures to the tables of docs/parity.md.")
 @common_options
 @report_errors
 def main(given: tuple[str, ...], pattern: str, threads: int, output: Path, write_docs: bool) -> None:
-    """Compare ours with independent codes, and write OUTPUT.json and OUTPUT.md."""
+    """Compare our models with independent code bases, and write OUTPUT.json and OUTPUT.md."""
     peers = find_peers([text.partition("=")[0].replace("-", "_") + "".join(text.partition("=")[1:]) for text in given])
     left_out = {SECTIONS[name]: f"no checkout was given: --peer {name}=PATH" for name in CODES if name not in peers}
     figures: list[Figure] = []
@@ -172,7 +176,7 @@ def main(given: tuple[str, ...], pattern: str, threads: int, output: Path, write
         click.echo(f"left out: {name}: {why}")
     if found := beyond(figures):
         lines = [f"{figure.peer}: {', '.join(figure.labels.values())}: {figure.column} {figure.text}" for figure in found]
-        raise click.ClickException("more than rounding:\n" + "\n".join(lines))
+        raise click.ClickException("differences larger than rounding:\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of detectors with the same weights, ours and a peer's, and the batch that both are given.
+"""Pairs of detectors with the same weights, ours and a peer's, and the batch for both.
 
-Weights are drawn at random in the peer's module, so that features keep their size and queries look at the image, and are put into
-ours by :func:`cpvt_det.checkpoint.load_weights`.
+The weights are drawn at random in the peer's module, so that features keep their size and queries depend on the image, and are
+loaded into ours by :func:`cpvt_det.checkpoint.load_weights`.
 """
 
 import contextlib
@@ -24,23 +24,25 @@ from cpvt_det.checkpoint import load_weights
 from cpvt_det.config import load_cfg
 from cpvt_det.structures import PaddedBatch, Targets
 
-OBJECTS = (4, 0, 7)  # in the images of a batch
+OBJECTS = (4, 0, 7)  # objects in the images of a batch
 FULL = {name: Recipe(name, queries=queries) for name, queries in (("DETR", 100), ("Deformable-DETR", 300))}
 CLASS_BIAS = re.compile(r"class_embed\.(\d+\.)?bias$")
-APART = 1e-5  # of the logits that proposals are ranked by, which float32 rounds by a few 1e-6
+APART = 1e-5  # smallest distance of the logits that rank proposals, which float32 rounds by a few 1e-6
 BLOCK_NORM = re.compile(r"^(bn\d|conv\d\.norm|downsample\.1|shortcut\.norm)$")
 
 
 @dataclass
 class Peer:
-    """A detector that is called as the official one is, or through an adapter.
+    """A detector that is called like the official one, or through an adapter.
 
     Args:
         module: the detector.
-        criterion: ``criterion(output, targets)`` gives losses by their official names; it has ``matcher`` and ``weight_dict``.
-        forward: a batch -> ``pred_logits``, ``pred_boxes``, ``aux_outputs`` and, in two stages, ``enc_outputs``.
-        source: whose names its weights have, as ``cpvt-det convert-weights`` calls them.
-        settings: a context in which it is run.
+        criterion: function ``criterion(output, targets)`` that returns losses by their official names; it has ``matcher`` and
+            ``weight_dict``.
+        forward: function of a batch that returns ``pred_logits``, ``pred_boxes``, ``aux_outputs`` and, with two stages,
+            ``enc_outputs``.
+        source: source of the names of its weights, as in ``cpvt-det convert-weights``.
+        settings: function that returns a context to run the detector in.
     """
 
     module: nn.Module
@@ -113,7 +115,7 @@ def _draw_ranks(peer: Peer, batch: PaddedBatch) -> None:
         ranked = (tokens[0] @ row).sort(1, descending=True)[0][:, : peer.module.num_queries + 1]
         if (ranked[:, :-1] - ranked[:, 1:]).min() > APART:
             return
-    raise RuntimeError(f"1000 draws, and proposals still lie within {APART} of each other")
+    raise RuntimeError(f"after 1000 draws, logits of two proposals still differ by less than {APART}")
 
 
 def _scale_features(peer: Peer, batch: PaddedBatch) -> None:
@@ -184,7 +186,7 @@ def _detrex_peer(variant: Variant, folder: Path, detectron2: Path | None) -> Pee
 
 
 class _Instances(types.SimpleNamespace):
-    """An image's size, where detectron2 has its objects too."""
+    """The size of an image, in place of detectron2's object with this and its boxes."""
 
     def __init__(self, image_size: tuple[int, int]):
         super().__init__(image_size=image_size)
@@ -197,7 +199,7 @@ def build_ours(variant: Variant, state: Mapping[str, Tensor], source: str) -> tu
     """Our detector with a peer's weights, our criterion, and how many tensors were loaded.
 
     Raises:
-        RuntimeError: weights that did not all find their place.
+        RuntimeError: weights that were not all loaded.
     """
     common = ("MODEL.NUM_CLASSES", "80" if variant.peer == "detrex" else "91", "MODEL.BACKBONE.MASK_PADDING", "False")
     overrides = [*common, "MODEL.DETR.DROPOUT", "0.0", "MODEL.BACKBONE.WEIGHTS", "", *variant.overrides]
@@ -210,7 +212,7 @@ def build_ours(variant: Variant, state: Mapping[str, Tensor], source: str) -> tu
 
 
 def to_dtype(peer: Peer, dtype: torch.dtype) -> None:
-    """A peer's detector and criterion; the weight of "no object" is the number that it was made of, not its float32."""
+    """A peer's detector and criterion; the weight of "no object" keeps its exact value instead of its float32 rounding."""
     peer.module.to(dtype)
     peer.criterion.to(dtype)
     if hasattr(peer.criterion, "empty_weight"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that one batch makes of a detector and its criterion, ours or a peer's, and how far two such outcomes lie apart."""
+"""All results of a detector and its criterion for one batch, ours or a peer's, and the differences of two such outcomes."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ STRIDES = (8, 16, 32, 64)  # of the four levels that proposals are made of
 
 @dataclass
 class Outcome:
-    """What a detector and its criterion make of a batch.
+    """The results of a detector and its criterion for a batch.
 
     Attributes:
         predictions: logits and boxes of all layers; those of proposals only where tokens are not padded.
@@ -69,7 +69,7 @@ def our_outcome(detector: nn.Module, criterion: Any, batch: PaddedBatch, targets
 
 
 def their_outcome(peer: Peer, batch: PaddedBatch, targets: Sequence[Targets]) -> Outcome:
-    """Outcome of a peer in its settings; for float64 models with float64 wherever its code asks for float32."""
+    """Outcome of a peer in its settings; for float64 models, its code gets float64 wherever it names float32."""
     is_double = batch.images.dtype == torch.float64
     labels = [{"labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets]
     peer.module.zero_grad()
@@ -114,13 +114,13 @@ def _detached(predictions: Predictions, batch: PaddedBatch) -> Predictions:
 
 
 def _gradients(peer: Peer) -> dict[str, Tensor]:
-    """Gradients of a peer by our names; that of a shared parameter under every name that it has."""
+    """Gradients of a peer by our names; the gradient of a shared parameter under each of its names."""
     named = peer.module.named_parameters(remove_duplicate=False)
     return convert_state_dict({name: p.grad.clone() for name, p in named if p.grad is not None}, peer.source)
 
 
 class DoubleTorch:
-    """The module torch, but that float32 is float64."""
+    """The module torch, with float64 in place of float32."""
 
     float32 = float = torch.float64
 
@@ -130,7 +130,7 @@ class DoubleTorch:
 
 @contextlib.contextmanager
 def float64_for_float32(module: nn.Module) -> Iterator[None]:
-    """Inside, the code of a peer's modules sees float64 where it asks for float32, and so does ``Tensor.float``."""
+    """In this block, the code of a peer's modules gets float64 for float32, and ``Tensor.float`` returns float64."""
     spaces = {id(space): space for part in module.modules() if "torch" in (space := _namespace(part))}
     before = torch.Tensor.float
     torch.Tensor.float = torch.Tensor.double
@@ -142,7 +142,7 @@ def float64_for_float32(module: nn.Module) -> Iterator[None]:
 
 
 def _namespace(part: nn.Module) -> dict[str, Any]:
-    """The globals of the file that a module's class is from, but for files of torch and torchvision."""
+    """The globals of the files of the modules' classes, without files of torch and torchvision."""
     space = getattr(type(part).forward, "__globals__", {})
     return {} if space.get("__name__", "").partition(".")[0] in ("torch", "torchvision") else space
 
@@ -152,7 +152,7 @@ def _namespace(part: nn.Module) -> dict[str, Any]:
 
 @dataclass
 class Gap:
-    """How far two results lie apart: the largest absolute difference, and it over the largest expected value."""
+    """The largest absolute difference of two results, and the same divided by the largest expected value."""
 
     shape: list[int]
     value: float
@@ -166,9 +166,9 @@ class Gap:
 
 
 def compare(ours: Outcome, theirs: Outcome) -> dict[str, Gap]:
-    """Every kind of result by its column in docs/parity.md; losses are the worst of the layers.
+    """The difference of every kind of result, by its column in docs/parity.md; for losses, the largest over the layers.
 
-    A parameter that has a gradient in one alone is an infinite difference of "any gradient".
+    A parameter that has a gradient in only one of the two is an infinite difference of "any gradient".
     """
     found = {}
     pairs = [("", ours.predictions, theirs.predictions), ("proposals' ", ours.predictions.proposals, theirs.predictions.proposals)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the parity comparisons, what docs/parity.md has for each, and the tables of the record."""
+"""Figures of the parity comparisons, the figures in docs/parity.md, and the tables of the record."""
 
 import json
 import re
@@ -33,13 +33,13 @@ class Figure:
 
     Args:
         peer: heading of the section of docs/parity.md.
-        labels: cells that name the row there.
-        column: heading of the column there.
-        value: largest absolute difference; for sizes the size.
-        shape: shape of what is compared; None for a size.
-        relative: the difference over the largest value of the peer's; for gradients, over the norm of all of them.
-        deliberate: whether the difference is one that docs/parity.md explains.
-        stated: what docs/parity.md has for it; empty for nothing.
+        labels: cells that name its row there.
+        column: heading of its column there.
+        value: largest absolute difference; for a size, the size.
+        shape: shape of the compared tensor; ``None`` for a size.
+        relative: difference divided by the largest value of the peer; for gradients, by the norm of all of them.
+        deliberate: True for a difference that docs/parity.md explains.
+        stated: figure in docs/parity.md; empty if there is none.
     """
 
     peer: str
@@ -53,19 +53,19 @@ class Figure:
 
     @property
     def dtype(self) -> str:
-        """``float64`` or ``float32``; where it is no label, it stands in the model's name."""
+        """``float64`` or ``float32``, from the labels, or else from the model's name."""
         return "float32" if "float32" in " ".join(self.labels.values()) else "float64"
 
     @property
     def text(self) -> str:
-        """As in the tables."""
+        """The figure as text for the tables."""
         found = next((form for start, form in FORMATS.items() if self.column.startswith(start)), ".1e")
         return format(int(self.value) if found == "d" else self.value, found)
 
 
 @dataclass
 class Cell:
-    """A cell of a table in a document: where it stands, and what names it."""
+    """A cell of a table in a document: its position, and the labels that name it."""
 
     line: int
     number: int
@@ -76,7 +76,7 @@ class Cell:
 
 
 def read_cells(document: str) -> Iterator[Cell]:
-    """All cells that hold no label, of all Markdown tables below headings of the second rank."""
+    """All cells except labels, in all Markdown tables below second-level headings."""
     section, header = "", []
     for line, text in enumerate(document.splitlines()):
         if text.startswith("## "):
@@ -94,7 +94,7 @@ def read_cells(document: str) -> Iterator[Cell]:
 
 
 def is_of(figure: Figure, cell: Cell) -> bool:
-    """Whether a cell is the one of a figure; a table without a column of dtypes is one of float64."""
+    """Whether a cell belongs to a figure; a table without a column of dtypes is for float64."""
     wanted = {"dtype": "float64", **figure.labels}
     return (cell.section, cell.column) == (figure.peer, figure.column) and {"dtype": "float64", **cell.labels} == wanted
 
@@ -110,7 +110,7 @@ def look_up(figures: Iterable[Figure], document: str) -> None:
 
 
 def written_into(figures: list[Figure], document: str) -> str:
-    """The document with each figure in its cell; cells without a figure, and those that are no number, stay."""
+    """The document with each figure in its cell; cells without a figure, and cells that contain no number, do not change."""
     lines = document.splitlines()
     for cell in read_cells(document):
         found = next((figure for figure in figures if is_of(figure, cell)), None)
@@ -148,14 +148,14 @@ def summary(figures: list[Figure]) -> str:
 
 def record(figures: list[Figure], about: dict[str, Any], left_out: dict[str, str]) -> str:
     """The Markdown file: how it was made, the summary, then every figure beside what docs/parity.md states."""
-    told = ["# Parity, made again", f"`{about['command']}`"]
-    told += ["; ".join(f"{key} {value}" for key, value in about[name].items()) for name in ("machine", "versions")]
-    told += ["Each peer in one row per dtype: the largest relative differences of ours to it.", summary(figures)]
-    told.append(LEGEND)
+    parts = ["# Parity, made again", f"`{about['command']}`"]
+    parts += ["; ".join(f"{key} {value}" for key, value in about[name].items()) for name in ("machine", "versions")]
+    parts += ["Each peer in one row per dtype: the largest relative differences of ours to it.", summary(figures)]
+    parts.append(LEGEND)
     for peer in dict.fromkeys(figure.peer for figure in figures):
-        told += [f"## {peer}", *_section([figure for figure in figures if figure.peer == peer])]
-    told += [f"Left out: {name}: {why}" for name, why in left_out.items()]
-    return "\n\n".join(told) + "\n"
+        parts += [f"## {peer}", *_section([figure for figure in figures if figure.peer == peer])]
+    parts += [f"Left out: {name}: {why}" for name, why in left_out.items()]
+    return "\n\n".join(parts) + "\n"
 
 
 def _section(figures: list[Figure]) -> list[str]:
@@ -166,16 +166,16 @@ def _section(figures: list[Figure]) -> list[str]:
         for figure in rest
         if figure.relative is not None
     ]
-    told = [_table(body, ["model", "dtype", "what", "shape", "difference", "relative", "docs/parity.md"])]
+    parts = [_table(body, ["model", "dtype", "what", "shape", "difference", "relative", "docs/parity.md"])]
     if own:
-        told.append("Each code's own float32 against its own float64:")
+        parts.append("Each code's own float32 against its own float64:")
         body = [[*_named(figure), figure.text, f"{figure.relative:.1e}", figure.stated] for figure in own]
-        told.append(_table(body, ["model", "code", "what", "difference", "relative", "docs/parity.md"]))
+        parts.append(_table(body, ["model", "code", "what", "difference", "relative", "docs/parity.md"]))
     sizes = [figure for figure in rest if figure.relative is None]
     if sizes:
-        told.append("What the differences are to be compared with:")
-        told.append(_table([[*_named(f), f.text, f.stated] for f in sizes], ["model", "dtype", "what", "size", "docs/parity.md"]))
-    return told
+        parts.append("What the differences are to be compared with:")
+        parts.append(_table([[*_named(f), f.text, f.stated] for f in sizes], ["model", "dtype", "what", "size", "docs/parity.md"]))
+    return parts
 
 
 def _named(figure: Figure) -> list[str]:
@@ -194,7 +194,7 @@ def _table(body: list[list[Any]], head: list[str]) -> str:
 def write_record(path: Path, figures: list[Figure], about: dict[str, Any], left_out: dict[str, str]) -> None:
     """``.json`` with all figures, ``.md`` with all but the losses of single layers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(asdict(figure)) for figure in figures)  # one for each: a change is seen in one line
+    lines = ",\n".join(json.dumps(asdict(figure)) for figure in figures)  # one per line, so that a change is visible in one line
     head = json.dumps({**about, "left_out": left_out}, indent=1).removesuffix("\n}")
     path.with_suffix(".json").write_text(f'{head},\n "figures": [\n{lines}\n]\n}}\n', encoding="utf-8")
     path.with_suffix(".md").write_text(record(figures, about, left_out), encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of docs/parity.md, but for those of transformers: what ours and the peer's are made of, and images."""
+"""The models of docs/parity.md, except those of transformers: the settings of ours and of the peer's, and the images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,16 +19,16 @@ class Variant:
     """One model to compare.
 
     Args:
-        peer: whose code ours is compared with.
-        name: model of the tables in docs/parity.md.
-        config: file below ``configs/coco`` that ours is made of.
-        overrides: keys and values on top of it.
+        peer: project whose code ours is compared with.
+        name: name of the model in the tables of docs/parity.md.
+        config: file below ``configs/coco`` for our model.
+        overrides: KEY VALUE words that change it.
         arguments: options of the official command line.
         sizes: height and width of each image.
-        two_stage: whether queries are proposals.
-        lacks_padded_proposals: whether the batch has padded tokens that are proposals for the peer and not for ours, so that the
+        two_stage: True: queries are proposals.
+        lacks_padded_proposals: True: the batch has padded tokens that are proposals for the peer but not for ours, so that the
             class loss of proposals, the total and the gradients differ.
-        own_constants: whether detrex keeps its own constants, so that boxes' losses differ.
+        own_constants: True: detrex keeps its own constants, so that the losses of boxes differ.
     """
 
     peer: str

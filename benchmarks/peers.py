@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other people's implementations, run as they are: from a checkout given by its path, or imported where installed.
+"""Implementations of other projects, unchanged: from a checkout given by its path, or from an installed library.
 
-A peer's version, its checkout's commit, goes into the results. Nothing of a checkout is written to.
+The version of a peer, or the commit of its checkout, is written to the results. Nothing is written to a checkout.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ CHECKOUTS = {
     "detrex": ("IDEA-Research/detrex", "detrex/layers/multi_scale_deform_attn.py"),
     "detectron2": ("facebookresearch/detectron2", "detectron2/data/dataset_mapper.py"),
 }
-"""By name: the public repository, and a file by which a checkout of it is known."""
+"""Name -> public repository, and a file that identifies a checkout of it."""
 IMPORTED = ("transformers", "detectron2")
-"""Libraries that take part where they are installed; of detectron2 a checkout takes part too, but for what is compiled."""
+"""Libraries that take part if they are installed; for detectron2 a checkout is possible too, without its compiled parts."""
 
 
 def find_peers(given: Iterable[str]) -> dict[str, Path | None]:
     """The peers of a run.
 
     Args:
-        given: ``NAME=PATH`` for a checkout, ``NAME`` for a library.
+        given: words of the command line: ``NAME=PATH`` for a checkout, ``NAME`` for a library.
 
     Returns:
-        By name the checkout's folder, or None for a library; libraries that are installed are there unasked.
+        Name -> folder of the checkout, or ``None`` for a library; installed libraries are always included.
 
     Raises:
-        UnknownNameError: a name that is no peer's.
-        BadInputError: a path that is no checkout of that peer, a checkout without a path, a library that is not installed.
+        UnknownNameError: a name of no peer.
+        BadInputError: a path that is not a checkout of that peer, a checkout without a path, a library that is not installed.
     """
     found: dict[str, Path | None] = {name: None for name in IMPORTED if importlib.util.find_spec(name)}
     for text in given:
@@ -65,12 +65,12 @@ def _checkout(name: str, path: str) -> Path:
         raise BadInputError(f"peer {name} needs the path of a checkout of {repository}: --peer {name}=PATH")
     folder = Path(path).expanduser()
     if not (folder / known_by).is_file():
-        raise BadInputError(f"peer {name}: {path} is no checkout of {repository}: there is no {known_by} in it")
+        raise BadInputError(f"peer {name}: {path} is not a checkout of {repository}: it does not contain {known_by}")
     return folder.resolve()
 
 
 def peer_versions(peers: dict[str, Path | None]) -> dict[str, str]:
-    """Ours and by name the peers': the commit of a checkout (``+changes`` where files differ from it), or a library's version."""
+    """Name -> version, ours included: the commit of a checkout (``+changes`` if files differ from it), or a library's version."""
     found = {"cpvt_det": f"{cpvt_det.__version__} {_commit(Path(cpvt_det.__file__).parent)}"}
     for name, folder in peers.items():
         if folder is None:
@@ -92,14 +92,14 @@ def _git(folder: Path, *words: str) -> str:
 
 
 PACKAGES = ("models", "util", "datasets")
-"""What the checkouts call their packages."""
+"""Names of the packages in the checkouts."""
 EXTENSION = "MultiScaleDeformableAttention"
-"""The compiled module of the official Deformable-DETR, which its file of the pure-PyTorch core imports too."""
+"""The compiled module of the official Deformable-DETR; the file of its pure-PyTorch core imports it too."""
 
 
 @functools.cache
 def official_op_file(folder: Path) -> types.ModuleType:
-    """``models/ops/functions/ms_deform_attn_func.py`` of a checkout, with the compiled extension where it is built.
+    """``models/ops/functions/ms_deform_attn_func.py`` of a checkout, with the compiled extension if it is built.
 
     Raises:
         BadInputError: a file that cannot be imported.
@@ -110,7 +110,7 @@ def official_op_file(folder: Path) -> types.ModuleType:
 
 @functools.cache
 def detrex_core(folder: Path) -> Callable[..., Any]:
-    """detrex's pure-PyTorch core, from its one file: all of detrex imports only where it is compiled.
+    """detrex's pure-PyTorch core, from its single file: the rest of detrex can be imported only if it is compiled.
 
     Raises:
         BadInputError: a file that cannot be imported.
@@ -119,7 +119,7 @@ def detrex_core(folder: Path) -> Callable[..., Any]:
 
 
 def _module(name: str, folder: Path) -> types.ModuleType:
-    """The file that a checkout is known by, imported alone."""
+    """The file that identifies a checkout, imported by itself."""
     path = folder / CHECKOUTS[name][1]
     spec = importlib.util.spec_from_file_location(f"benchmarks_peer_{name}", path)
     module = importlib.util.module_from_spec(spec)
@@ -132,7 +132,7 @@ def _module(name: str, folder: Path) -> types.ModuleType:
 
 @contextlib.contextmanager
 def _extension(folder: Path) -> Iterator[None]:
-    """The extension as installed, else as built inside the checkout, else an empty module of its name."""
+    """The installed extension, else the one built inside the checkout, else an empty module of its name."""
     built = sorted({str(path.parent) for path in (folder / "models/ops").rglob(f"{EXTENSION}*.so")})
     before = sys.path[:]
     sys.path += built
@@ -150,10 +150,10 @@ def _extension(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def packages_of(folder: Path) -> Iterator[None]:
-    """Import from a checkout inside: ``models`` and ``util``, names that several checkouts use, are that one's and then nobody's.
+    """Import from a checkout in this block. Several checkouts use the names ``models`` and ``util``; they are removed afterwards.
 
-    No bytecode is written into it. torchvision is 0.9 meanwhile: the official code reads three characters of its version, which are
-    0.2 of 0.29, and looks for functions of that time.
+    No bytecode is written to the checkout. Meanwhile torchvision's version is 0.9: the official code reads three characters of it
+    (0.2 of 0.29) and would look for functions of that old version.
     """
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in PACKAGES}
     version, written = torchvision.__version__, sys.dont_write_bytecode
@@ -171,7 +171,7 @@ def packages_of(folder: Path) -> Iterator[None]:
 
 @functools.cache
 def official_detr(folder: Path) -> types.SimpleNamespace:
-    """What suites take from a checkout: ``build(args)`` and ``NestedTensor``, the criterion, the data's transforms.
+    """The objects that suites use from a checkout: ``build(args)``, ``NestedTensor``, criterion, matcher and transforms.
 
     Its backbone downloads no weights.
 
@@ -200,8 +200,8 @@ def official_detr(folder: Path) -> types.SimpleNamespace:
 def official_deformable_detr(folder: Path) -> types.SimpleNamespace:
     """``build(args)``, ``NestedTensor``, ``SetCriterion`` and ``HungarianMatcher`` of a checkout.
 
-    Its op takes the compiled extension for CUDA tensors where that is built, else its own pure-PyTorch core: the extension's CPU
-    functions only raise. Its backbone downloads no weights.
+    For CUDA tensors its op uses the compiled extension if it is built, otherwise its own pure-PyTorch core: the extension's CPU
+    functions only raise an error. Its backbone downloads no weights.
 
     Raises:
         BadInputError: files that cannot be imported.
@@ -235,22 +235,22 @@ def _official_op(compiled: Callable[..., Any] | None, core: Callable[..., Any], 
 
 
 def official_core(folder: Path) -> Callable[..., Any]:
-    """``ms_deform_attn_core_pytorch(value, level_shapes, locations, weights)``; level shapes as a list spare it a copy."""
+    """``ms_deform_attn_core_pytorch(value, level_shapes, locations, weights)``; with level shapes in a list it copies nothing."""
     return official_op_file(folder).ms_deform_attn_core_pytorch
 
 
 def official_cuda_op(folder: Path) -> Callable[..., Any] | None:
-    """``MSDeformAttnFunction.apply``, or None where the extension is not built."""
+    """``MSDeformAttnFunction.apply``, or ``None`` if the extension is not built."""
     module = official_op_file(folder)
     return module.MSDeformAttnFunction.apply if hasattr(module.MSDA, "ms_deform_attn_forward") else None
 
 
 @functools.cache
 def detectron2_data(folder: Path | None) -> types.SimpleNamespace:
-    """detectron2's mapper and what goes with it, of a checkout or, for None, as installed.
+    """detectron2's mapper and related modules, from a checkout or, for ``None``, from the installed library.
 
     Raises:
-        BadInputError: files that cannot be imported, as where what detectron2 needs is not installed.
+        BadInputError: files that cannot be imported, for example because a dependency of detectron2 is not installed.
     """
     before = sys.path[:]
     sys.path[:0] = [str(folder)] if folder else []
@@ -267,7 +267,7 @@ def detectron2_data(folder: Path | None) -> types.SimpleNamespace:
 
 
 def detectron2_coco_eval() -> type | None:
-    """``COCOeval_opt`` of an installed detectron2; None where its compiled part is missing."""
+    """``COCOeval_opt`` of an installed detectron2; ``None`` if its compiled part is missing."""
     try:
         return importlib.import_module("detectron2.evaluation.fast_eval_api").COCOeval_opt
     except ImportError:

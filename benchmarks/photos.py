@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawn JPEGs that take a decoder as long as photographs of their size do: gradients, shapes, and texture of several scales."""
+"""Drawn JPEGs that take as long to decode as photographs of the same size: gradients, shapes, and texture at several scales."""
 
 import tempfile
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ TEXTURE = {1: 6.2, 2: 8.0, 4: 9.0, 16: 12.0}
 OBJECTS = 7
 CLASSES = 80
 
-_folders: list[tempfile.TemporaryDirectory] = []  # until the process ends
+_folders: list[tempfile.TemporaryDirectory] = []  # deleted when the process ends
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Photos:
 
 @cache
 def draw_photos(count: int) -> Photos:
-    """Drawn from a fixed seed into a folder that goes with the process."""
+    """Photographs drawn from a fixed seed, in a folder that is deleted when the process ends."""
     rng, folder = np.random.default_rng(0), tempfile.TemporaryDirectory(prefix="benchmarks_photos")
     _folders.append(folder)
     records, sizes = [], []
@@ -52,7 +52,7 @@ def draw_boxes(rng: np.random.Generator) -> np.ndarray:
 
 
 def draw(rng: np.random.Generator, boxes: np.ndarray) -> Image.Image:
-    """A soft background, an ellipse or a rectangle in every box, noise over all."""
+    """An image with a soft background, an ellipse or a rectangle in every box, and noise everywhere."""
     picture = Image.fromarray(rng.integers(40, 216, (4, 5, 3), dtype=np.uint8)).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
     pen = ImageDraw.Draw(picture)
     for box in boxes.tolist():

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Where a training step's CPU time goes, operation by operation: ``python benchmarks/profile_step.py``."""
+"""CPU time of a training step by operation: ``python benchmarks/profile_step.py``."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
 from benchmarks.threads import thread_environment
 from cpvt_det.cli import common_options, report_errors
@@ -16,12 +16,12 @@ from cpvt_det.cli import common_options, report_errors
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--bf16", is_flag=True, help="Under autocast.")
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Operations a table.")
+@click.option("--bf16", is_flag=True, help="Use autocast to bfloat16.")
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Operations per table.")
 @common_options
 @report_errors
 def main(threads: int, bf16: bool, top: int) -> None:
-    """Print, for DETR-R50 and Deformable-DETR-R50 with PEG, the operations that a training step spends most time in itself."""
+    """Print the operations that take most of a training step's time, for DETR-R50 and Deformable-DETR-R50 with PEG."""
     os.environ.update(thread_environment(threads))
     import torch
 
@@ -34,7 +34,7 @@ def main(threads: int, bf16: bool, top: int) -> None:
 
 
 def _profile(shape, bf16: bool, top: int) -> str:
-    """A Markdown table of one step, after one that is not counted and one whose CPU time is told: shares are of wall time."""
+    """A Markdown table of one step, after a step that is not counted and one whose CPU time is printed; shares are of wall time."""
     from torch.profiler import ProfilerActivity, profile
 
     from benchmarks.clocks import ProcessClock

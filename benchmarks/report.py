@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came out: JSON for programs, a table for people, a chart of the ratios."""
+"""The results: JSON for programs, a table for people, a chart of the ratios."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from benchmarks.harness import Case, Row, Spread
 
 @dataclass
 class CaseResult:
-    """One case: its rows, or why there are none."""
+    """One case: its rows, or the reason why there are none."""
 
     name: str
     about: dict[str, Any]
@@ -32,15 +32,15 @@ class Result:
     """One run of a suite.
 
     Args:
-        suite: its name.
-        title: what it times.
-        command: how to run it again; paths of checkouts are left out.
+        suite: name of the suite.
+        title: description of the timed work.
+        command: command that repeats the run, with PATH for the paths of checkouts.
         device: ``cpu`` or ``cuda``.
-        threads: of every contender.
-        versions: of libraries and peers.
+        threads: threads per contender.
+        versions: name -> version of libraries and peers.
         machine: processor, memory, GPU.
-        limits: what the machine did at best, in this run.
-        cases: in their order.
+        limits: best rates of the machine, measured in this run.
+        cases: results of the cases, in their order.
     """
 
     suite: str
@@ -55,7 +55,7 @@ class Result:
 
     @property
     def by_cpu_time(self) -> bool:
-        """At one thread a neighbour's load does not count into CPU time; with more, waiting threads would."""
+        """With one thread, the load of other processes does not count in CPU time; with several, waiting threads would."""
         return self.device == "cpu" and self.threads == 1
 
     def ratio(self, row: Row) -> Spread:
@@ -72,11 +72,11 @@ def write(result: Result, folder: Path) -> list[Path]:
     """``SUITE_DEVICE.json``, ``.md`` and ``.png``; on a CPU with several threads ``SUITE_cpu_Nthreads``.
 
     Args:
-        result: of a run.
-        folder: is made where it is missing.
+        result: results of a run.
+        folder: path of the folder; it is created if it does not exist.
 
     Returns:
-        The files.
+        Paths of the files.
     """
     written = write_json(result, folder)
     table, chart = written.with_suffix(".md"), written.with_suffix(".png")
@@ -86,7 +86,7 @@ def write(result: Result, folder: Path) -> list[Path]:
 
 
 def write_json(result: Result, folder: Path) -> Path:
-    """The JSON alone, so that a run that is broken off leaves the cases that it did."""
+    """The JSON alone, so that an interrupted run keeps its finished cases."""
     folder.mkdir(parents=True, exist_ok=True)
     threads = f"_{result.threads}threads" if result.device == "cpu" and result.threads != 1 else ""
     path = folder / f"{result.suite}_{result.device}{threads}.json"
@@ -95,7 +95,7 @@ def write_json(result: Result, folder: Path) -> Path:
 
 
 def as_table(result: Result, style: str = "simple") -> str:
-    """A row for each contender, a blank between cases."""
+    """A row for each contender, grouped by case."""
     lines, columns = [], list(result.cases[0].about) if result.cases else []
     share = any(row.limit for case in result.cases for row in case.rows)
     memory = any(row.peak_bytes is not None for case in result.cases for row in case.rows)
@@ -117,7 +117,7 @@ def as_table(result: Result, style: str = "simple") -> str:
 
 
 def as_markdown(result: Result) -> str:
-    """The table with what it needs to be read and repeated."""
+    """The table, with everything needed to read it and to repeat the run."""
     facts = [f"{name} {value}" for name, value in result.versions.items()]
     machine = [f"{name.replace('_', ' ')} {_plain(value)}" for name, value in result.machine.items()]
     limits = [f"{name.replace('_per_', '/').replace('_', ' ')} {value}" for name, value in result.limits.items()]
@@ -140,7 +140,7 @@ def as_markdown(result: Result) -> str:
 
 
 def counted(result: Result) -> list[str]:
-    """What each case's bytes and operations are on paper, and the rate at which they went: ours, and the limit's."""
+    """The computed bytes and operations of each case, and the rate that ours and the limit reached."""
     cases = [case for case in result.cases if case.rows and case.counts]
     if not cases:
         return []
@@ -161,12 +161,12 @@ def title(result: Result) -> str:
 
 
 def left_out(result: Result) -> list[str]:
-    """One line a reason, with the cases it holds for."""
+    """One line per reason, with its cases."""
     return _grouped(result, [(case.name, case.left_out) for case in result.cases])
 
 
 def not_compared(result: Result) -> list[str]:
-    """One line for each contender that does other work on purpose, with what that is."""
+    """One line per contender that does other work on purpose, with a description of it."""
     reasons = [{row.name: row.other_work for row in case.rows if row.other_work} for case in result.cases]
     return _grouped(result, [(case.name, found) for case, found in zip(result.cases, reasons, strict=True)])
 
@@ -184,7 +184,7 @@ def _grouped(result: Result, reasons_by_case: list[tuple[str, dict[str, str]]]) 
 
 
 def draw(result: Result, path: Path) -> None:
-    """Bars of how many times as fast as the first contender, with quartiles; the scale is logarithmic."""
+    """Bars that show how many times as fast as the first contender each one is, with quartiles, on a logarithmic scale."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
@@ -238,5 +238,5 @@ def _times(spread: Spread) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three digits, without an exponent."""
+    """A number with three digits and without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"

@@ -22,23 +22,23 @@ def run_suite(name: str, suite: ModuleType, options: Options, output: Path, patt
     """Run the cases of a suite and write its files.
 
     Args:
-        name: of the suite.
-        suite: its module.
-        options: of the run.
+        name: name of the suite.
+        suite: module of the suite.
+        options: options of the run.
         output: folder for the files.
-        pattern: of the names of cases.
-        memory: measure peak memory of the cases that ask for it.
+        pattern: glob pattern of the names of cases to run.
+        memory: True: measure peak memory in the cases that are marked for it.
 
     Returns:
-        What was said of each case whose contenders do not compute the same; the others run all the same.
+        One message per case whose contenders have different outputs; the other cases still run.
 
     Raises:
-        BadInputError: a pattern that no case fits.
+        BadInputError: a pattern that matches no case.
     """
     cases = suite.cases(options)
     fitting = [case for case in cases if fnmatch.fnmatch(case.name, pattern)]
     if not fitting:
-        raise BadInputError(f"no case of suite {name} fits {pattern!r}; known: {', '.join(case.name for case in cases)}")
+        raise BadInputError(f"no case of suite {name} matches {pattern!r}; known: {', '.join(case.name for case in cases)}")
     plan = suite.PLANS["quick" if options.size == "quick" else "full"]
     unequal: list[str] = []
     with fixed_threads(options.threads):
@@ -58,7 +58,7 @@ def run_suite(name: str, suite: ModuleType, options: Options, output: Path, patt
                 result.cases.append(run_case(name, case, options, plan, memory))
             except UnequalWorkError as error:
                 unequal.append(f"{case.name}: {error}")
-                result.cases.append(report.CaseResult.of(case, [], {"everybody": str(error)}))
+                result.cases.append(report.CaseResult.of(case, [], {"all contenders": str(error)}))
             report.write_json(result, output)
             gc.collect()
     click.echo(report.as_table(result))
@@ -74,10 +74,10 @@ def run_case(name: str, case: Case, options: Options, plan: Plan, memory: bool) 
     """Time one case, then measure its contenders' memory.
 
     Raises:
-        UnequalWorkError: contenders that do not compute the same.
+        UnequalWorkError: contenders with different outputs.
     """
     if case.left_out:
-        return report.CaseResult.of(case, [], {"everybody": case.left_out})
+        return report.CaseResult.of(case, [], {"all contenders": case.left_out})
     work = case.build()
     rows = compare(work, plan, clock_of(options.device))
     contenders, left_out = work.contenders, dict(work.left_out)
@@ -85,13 +85,13 @@ def run_case(name: str, case: Case, options: Options, plan: Plan, memory: bool) 
         for number, contender in enumerate(contenders):
             try:
                 rows[number] = replace(rows[number], peak_bytes=peak_bytes(name, case, contender, options))
-            except RuntimeError as error:  # the times, which took long, are good all the same
+            except RuntimeError as error:  # the times, which took long to measure, are still valid
                 left_out[f"{contender.name}'s peak memory"] = str(error)
     return report.CaseResult.of(case, rows, left_out)
 
 
 def command_of(name: str, options: Options, pattern: str = "*", memory: bool = True) -> str:
-    """The command line that repeats a run; where a checkout lies is left out."""
+    """The command line that repeats a run, with PATH for the paths of checkouts."""
     words = ["python benchmarks/run.py --suite", name]
     words += [f"--peer {peer}=PATH" for peer, folder in options.peers.items() if folder is not None]
     words += [f"--device {options.device} --threads {options.threads}"]

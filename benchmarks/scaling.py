@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""How time and memory of a training step grow: with the image, the batch, the queries, the objects and the processes.
+"""Growth of the time and memory of a training step with image size, batch, queries, objects and processes.
 
-``python benchmarks/scaling.py``. Every point is a process of its own, which takes a tiny step first; time is CPU seconds
-of one thread, its memory the peak above what the process held before. ``--processes`` compares two DDP processes with one, by wall
-clock: on two free cores.
+``python benchmarks/scaling.py``. Every point is measured in a separate process, which takes a tiny step first. Time is CPU seconds
+of one thread, memory the peak above the memory of the process before the step. ``--processes`` compares two DDP processes with one,
+by wall time, and needs two free cores.
 """
 
 import json
@@ -21,14 +21,14 @@ from pathlib import Path
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folder is no part of the installed package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
 from benchmarks.threads import thread_environment
 from cpvt_det.cli import common_options, report_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 QUERIES = {"DETR": 100, "Deformable-DETR": 300}
-LEAST_STEPS, MOST_STEPS, MOST_SECONDS = 2, 5, 6.0  # of a point: it is repeated until the seconds are spent
+LEAST_STEPS, MOST_STEPS, MOST_SECONDS = 2, 5, 6.0  # per point, which is repeated until the seconds are used up
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Point:
     Args:
         detector: ``DETR`` or ``Deformable-DETR``, with ResNet-50.
         position: ``sine``, which is the official encoding of the detector, or ``peg``.
-        side: of the square images, pixels.
-        batch: images.
-        queries: Q; 0 for the detector's own.
-        objects: in each image.
+        side: side of the square images in pixels.
+        batch: number of images.
+        queries: number of queries Q; 0 for the detector's default.
+        objects: number of objects per image.
     """
 
     detector: str
@@ -58,7 +58,7 @@ SWEEPS: dict[str, tuple[Point, tuple[int, ...]]] = {
     "queries": (Point("", "", side=320), (100, 300, 500, 900)),
     "objects": (Point("", "", side=320, batch=4), (1, 10, 30, 100)),
 }
-"""What is varied -> everything else, and its values."""
+"""Varied quantity -> all other settings, and its values."""
 EXPECTED = {
     "side": "2: every part is linear in the area, but DETR's self-attention, which is 4",
     "batch": "1",
@@ -69,13 +69,13 @@ EXPECTED = {
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=Path("output/benchmarks"), show_default=True)
-@click.option("--quick", is_flag=True, help="The two smallest values of each sweep.")
-@click.option("--processes", is_flag=True, help="Two DDP processes of one thread against one process, instead of the sweeps.")
+@click.option("--quick", is_flag=True, help="Measure only the two smallest values of each sweep.")
+@click.option("--processes", is_flag=True, help="Compare two DDP processes of one thread with one process, instead of the sweeps.")
 @click.option("--point", hidden=True, help="Measure one point and print it as JSON.")
 @common_options
 @report_errors
 def main(output: Path, quick: bool, processes: bool, point: str | None) -> None:
-    """Measure how a training step of DETR-R50 and Deformable-DETR-R50 grows, PEG beside sine; write a table, JSON and a figure."""
+    """Measure how time and memory of a training step grow, with PEG and with sine; write a table, JSON and a figure."""
     os.environ.update(thread_environment(1))
     if point:
         click.echo(json.dumps(measure(Point(**json.loads(point)))))
@@ -96,14 +96,14 @@ def write(path: Path, command: str, rows: list[dict], table: str) -> None:
     about = {"command": f"python {command}", "machine": machine("cpu"), "versions": versions() | peer_versions({})}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    told = [f"`{about['command']}`", *("; ".join(f"{k} {v}" for k, v in about[name].items()) for name in ("machine", "versions"))]
+    parts = [f"`{about['command']}`", *("; ".join(f"{k} {v}" for k, v in about[name].items()) for name in ("machine", "versions"))]
     title, _, rest = table.partition("\n\n")
-    path.with_suffix(".md").write_text("\n\n".join([title, *told, rest]), encoding="utf-8")
+    path.with_suffix(".md").write_text("\n\n".join([title, *parts, rest]), encoding="utf-8")
     click.echo(table)
 
 
 def sweep(quick: bool) -> list[dict]:
-    """All points, each in a process of its own: their fields, ``varied``, ``seconds`` and ``megabytes``."""
+    """All points, each measured in a separate process: their fields, ``varied``, ``seconds`` and ``megabytes``."""
     rows = []
     for varied, (rest, values) in SWEEPS.items():
         for value in values[:2] if quick else values:
@@ -117,7 +117,7 @@ def sweep(quick: bool) -> list[dict]:
 
 
 def measure(point: Point) -> dict[str, float]:
-    """Peak megabytes of the first step, and the least CPU seconds of those after it: the first touches all its memory."""
+    """Peak megabytes of the first step, and the fewest CPU seconds of the later ones: the first step is slowed by new memory."""
     import torch
 
     from cpvt_det.memory import peak, reset_peak, resident, trim_heap
@@ -231,7 +231,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def compare_processes(rounds: int) -> list[dict]:
-    """Images a second, by wall clock, of one process and of two with DDP (gloo), one thread each, by turns."""
+    """Images per second, by wall time, of one process and of two with DDP (gloo), one thread each, measured alternately."""
     return [
         {"detector": detector, **{str(count): _images_per_second(detector, count) for count in (1, 2)}}
         for detector in QUERIES
@@ -240,7 +240,7 @@ def compare_processes(rounds: int) -> list[dict]:
 
 
 def shares(rows: list[dict]) -> str:
-    """A Markdown table of what two processes do of twice the work of one."""
+    """A Markdown table of the speed of two processes, relative to twice the speed of one."""
     from tabulate import tabulate
 
     body = []

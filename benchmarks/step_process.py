@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few training steps of ours with PEG in a process of their own, for settings that are read when a process starts."""
+"""A few of our training steps with PEG in a separate process, for settings that are read when a process starts."""
 
 import json
 import statistics

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variables that hold numerical libraries to a number of threads. Imports none of them: they are read at import."""
+"""Environment variables that limit the threads of numerical libraries. This module imports none: they are read at import."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

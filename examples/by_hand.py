@@ -3,7 +3,7 @@
 
     python examples/by_hand.py [ITERATIONS]
 
-draws 64 images of shapes, trains a tiny DETR on them and evaluates it on 16 others; in 20 iterations it learns next to nothing.
+draws 64 images of shapes, trains a tiny DETR on them and evaluates it on 16 others; 20 iterations are too few to learn much.
 """
 
 import sys
@@ -27,10 +27,10 @@ CHANNELS, QUERIES, BATCH = 64, 20, 4
 
 
 def main(iterations: int = 20) -> dict[str, float]:
-    """Train and evaluate; the figures of COCO's evaluation, in percent."""
+    """Train for some iterations and evaluate; the figures of COCO's evaluation by name, in percent."""
     torch.manual_seed(0)
 
-    # Data: a COCO JSON and a folder of images, as any other.
+    # Data: a COCO JSON and a folder of images.
     root = Path(tempfile.mkdtemp())
     draw_dataset(root, 64, 16, 0, ShapesSpec())
     train, val = (read_coco(DatasetFiles(split, root / f"annotations/{split}.json", root / split)) for split in ("train", "val"))

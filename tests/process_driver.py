@@ -21,7 +21,7 @@ from tiny import DETECTORS
 from cpvt_det import builders, distributed
 from cpvt_det.layers.norm import MaskedSyncBatchNorm2d
 from cpvt_det.runner.launch import launch
-from cpvt_det.solver.schedule import Length
+from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 from cpvt_det.structures import Targets
 
@@ -62,7 +62,7 @@ def take_steps(folder, detector, spoilt):
     assert any(isinstance(module, MaskedSyncBatchNorm2d) for module in model.modules())
     ema = builders.build_ema(cfg, model)
     wrapped = wrap_for_processes(TrainingModel(model, builders.build_criterion(cfg)))
-    step = builders.build_step(cfg, wrapped, builders.build_optimizer(cfg, model), Length(STEPS, (), 0, 0, ""), 0, ema)
+    step = builders.build_step(cfg, wrapped, builders.build_optimizer(cfg, model), TrainingSchedule(STEPS, (), 0, 0, ""), 0, ema)
     share = BATCH // distributed.world_size()
     totals = []
     for iteration in range(STEPS):
@@ -71,7 +71,7 @@ def take_steps(folder, detector, spoilt):
             samples[3]["image"][0, 2, 2] = torch.nan
         own = samples[distributed.rank() * share : (distributed.rank() + 1) * share]
         totals.append(distributed.all_reduce_mean(step(own, iteration)["total_loss"]))
-    step.bad_steps.tell()
+    step.bad_steps.report()
     if distributed.rank() == 0:
         result = {"losses": torch.stack(totals), "model": model.state_dict(), "ema": ema.state_dict()}
         torch.save({**result, "skipped": step.bad_steps.state_dict()["total"]}, folder / f"{distributed.world_size()}.pth")

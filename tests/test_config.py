@@ -209,7 +209,7 @@ def test_unknown_key_is_told_with_its_neighbour(tmp_path, text, message):
         ("SOLVER.AMP.ENABLED", "1", r"Type mismatch .*SOLVER\.AMP\.ENABLED"),
         ("SOLVER.BASE_LR", "True", r"Type mismatch .*SOLVER\.BASE_LR"),
         ("DATASETS.TRAIN", "coco_2017_train", r"Type mismatch .*DATASETS\.TRAIN"),
-        ("SOLVER.BASE_LR", "None", r"SOLVER\.BASE_LR has no value; expected a float"),
+        ("SOLVER.BASE_LR", "None", r"SOLVER\.BASE_LR has no value, expected type float; write one"),
         ("MODEL.POSITION", "peg", r"MODEL\.POSITION is a group of keys, got 'peg'; set one of NAME, DECODER"),
         ("MODEL.NAME.OTHER", "x", r"unknown config key \(from the command line\) 'MODEL\.NAME'"),
     ],
@@ -222,7 +222,7 @@ def test_value_that_does_not_fit_is_told_by_key(key, value, message):
 
 
 def test_empty_value_in_a_file_is_told_by_key(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.yaml: MODEL\.DETR\.NHEADS has no value; expected a int"):
+    with pytest.raises(ConfigError, match=r"run\.yaml: MODEL\.DETR\.NHEADS has no value, expected type int; write one"):
         load_cfg(write(tmp_path, "MODEL:\n  DETR:\n    NHEADS:\n"))
 
 
@@ -248,7 +248,7 @@ def test_lists_do_for_tuples_and_none_may_be_replaced():
 
 
 def test_overrides_come_in_pairs():
-    with pytest.raises(ConfigError, match="KEY VALUE pairs, got an odd number of words: SEED 1 VERSION"):
+    with pytest.raises(ConfigError, match="KEY VALUE pairs, but the number of words is odd: SEED 1 VERSION"):
         load_cfg("", ["SEED", "1", "VERSION"])
 
 

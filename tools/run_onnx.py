@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 session = onnxruntime.InferenceSession(sys.argv[1])
 facts = json.loads(session.get_modelmeta().custom_metadata_map["cpvt_det"])
 picture = ImageOps.exif_transpose(Image.open(sys.argv[2])).convert("RGB")
-scale = min(facts["min_size"] / min(picture.size), facts["max_size"] / max(picture.size)) or 1  # 0: as it is
+scale = min(facts["min_size"] / min(picture.size), facts["max_size"] / max(picture.size)) or 1  # 0: no resize
 pixels = np.asarray(picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BILINEAR))
 height, width = pixels.shape[:2]
 canvas = [-(-side // facts["stride"]) * facts["stride"] for side in (height, width)]

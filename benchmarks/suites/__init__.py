@@ -16,13 +16,13 @@ SIZES = ("quick", "default", "all")
 
 @dataclass(frozen=True)
 class Options:
-    """What a suite makes its cases from.
+    """The options of a run, from which a suite makes its cases.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        threads: of every contender.
+        threads: threads per contender.
         size: ``quick`` (under a minute), ``default`` or ``all``.
-        peers: by name a checkout's folder, or None for a library.
+        peers: name -> folder of a checkout, or ``None`` for a library.
     """
 
     device: str = "cpu"
@@ -36,7 +36,7 @@ def known_suites() -> list[str]:
 
 
 def find_suite(name: str) -> ModuleType:
-    """Raises: UnknownNameError: a name that no file here has."""
+    """Raises: UnknownNameError: a name without a file in this folder."""
     if name not in known_suites():
         raise UnknownNameError("suite", name, known_suites())
     return importlib.import_module(f"{__name__}.{name}")

@@ -38,7 +38,7 @@ COMPARED = 16
 SIDES = tuple(range(480, 801, 32))
 MAX_SIZE = 1333
 BATCH, STRIDE = 8, 32
-MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of the channels, red first
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # of the channels, in the order RGB
 CASES = ("samples", "batches")
 TOLERANCE = {"samples": 1.001 / 255, "batches": 0.01}
 """Relative to the largest value: a step of 1 of 255, in bytes and normalised."""
@@ -46,7 +46,7 @@ TOLERANCE = {"samples": 1.001 / 255, "batches": 0.01}
 
 @dataclass(frozen=True)
 class Draw:
-    """One image and how it is augmented."""
+    """An image and its augmentation."""
 
     record: ImageRecord
     side: int
@@ -58,9 +58,9 @@ class Pipeline:
     """One implementation.
 
     Args:
-        sample: a draw -> the sample, in its own form.
-        content: of a sample: pixels (3, h, w), and boxes (G, 4) cxcywh in [0, 1].
-        batch: samples -> canvas (B, 3, H, W) float.
+        sample: function of a draw that returns the sample, in the implementation's own form.
+        content: function of a sample that returns pixels (3, h, w), and boxes (G, 4) cxcywh in [0, 1].
+        batch: function of samples that returns the canvas (B, 3, H, W) float.
     """
 
     sample: Callable[[Draw], Any]
@@ -88,7 +88,7 @@ def make_draws(images: int) -> list[Draw]:
 
 
 def make_work(name: str, images: int, options: Options) -> Work:
-    """The first is detectron2's mapper where there is one."""
+    """All contenders; the first one is detectron2's mapper if it is available."""
     draws, left_out = make_draws(images), {}
     found: list[tuple[str, Pipeline, bool]] = []
     if "detectron2" in options.peers:
@@ -128,7 +128,7 @@ def contents(pipeline: Pipeline, draws: list[Draw]) -> list[tuple[Tensor, Tensor
 
 
 def canvases(pipeline: Pipeline, draws: list[Draw]) -> list[Tensor]:
-    """What lies on each canvas: how far it is padded is not the same for all."""
+    """The images without padding, because contenders pad to different sizes."""
     found = []
     for batch in _batches(draws):
         canvas = pipeline.batch([pipeline.sample(draw) for draw in batch])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """COCO evaluation of boxes: 100 detections in each of 5,000 images, 80 classes, to the 12 figures.
 
-Drawn from a fixed seed, like COCO in what costs time: 7 objects an image of a few classes, one in a hundred a crowd; detections of
-which about a fifth lie near an object, the others anywhere, most of them with the class of something in the image.
+The data is drawn from a fixed seed, and similar to COCO in everything that takes time: 7 objects per image, of a few classes, 1 %
+of them crowds; about a fifth of the detections lie near an object, the others anywhere, most of them with a class in the image.
 
-Two cases. ``whole path`` begins with tensors, as a model gives them, and ground truth as read from JSON; ``evaluate`` begins where
-all detections are collected, in whatever form the contender collects them, and the ground truth is indexed if it does that before.
+Two cases. ``whole path`` starts with a model's tensors and ground truth as read from JSON; ``evaluate`` starts when all detections
+are collected, in the form that the contender uses, with the ground truth indexed if the contender does that earlier.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def cases(options: Options) -> list[Case]:
 
 @cache
 def make_inputs(images: int) -> Inputs:
-    """Drawn from a fixed seed."""
+    """Images, objects and detections, drawn from a fixed seed."""
     rng = np.random.default_rng(0)
     annotations: list[dict[str, Any]] = []
     found = {}
@@ -71,7 +71,7 @@ def make_inputs(images: int) -> Inputs:
     popularity = rng.permutation(popularity / popularity.sum())
     for image_id in range(1, images + 1):
         count = min(40, int(rng.geometric(1 / (OBJECTS + 1))) - 1)
-        present = rng.choice(CLASSES, max(1, min(3, count)), p=popularity)  # an image shows few classes
+        present = rng.choice(CLASSES, max(1, min(3, count)), p=popularity)  # an image contains few classes
         boxes, labels = draw_boxes(rng, count), rng.choice(present, count)
         crowd = rng.random(count) < 0.01
         fill = rng.uniform(0.5, 0.9, count)
@@ -95,7 +95,7 @@ def draw_boxes(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def draw_detections(rng: np.random.Generator, boxes: np.ndarray, labels: np.ndarray, present: np.ndarray) -> Detections:
-    """Of one image: up to 3 about each object, of falling quality and score, and others anywhere with low scores."""
+    """Detections of one image: up to 3 near each object, with falling quality and score, and others anywhere with low scores."""
     near = np.repeat(np.arange(len(boxes)), 3)[: DETECTIONS // 2]
     error = rng.gamma(1.5, 0.06, (len(near), 1))
     moved = boxes[near] + rng.normal(0, 1, (len(near), 4)) * error * boxes[near][:, [2, 3, 2, 3]]
@@ -113,7 +113,7 @@ def draw_detections(rng: np.random.Generator, boxes: np.ndarray, labels: np.ndar
 
 
 def make_work(name: str, images: int, options: Options) -> Work:
-    """The first is pycocotools, which comes with us."""
+    """All contenders; the first one is pycocotools, which is always installed."""
     from pycocotools.cocoeval import COCOeval
 
     inputs, left_out = make_inputs(images), {}
@@ -173,7 +173,7 @@ def indexed(inputs: Inputs) -> Any:
 
 
 def as_results(found: dict[int, Detections]) -> list[dict[str, Any]]:
-    """As everybody does it: a list of dicts, image by image."""
+    """The detections as pycocotools is usually given them: a list of dicts, image by image."""
     results = []
     for image_id, detections in found.items():
         boxes = detections.boxes_xyxy.double()

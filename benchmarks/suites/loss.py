@@ -34,7 +34,7 @@ TITLE = "Matcher and criterion, forward and backward"
 PLANS = {"quick": Plan(seconds=2.0), "full": Plan(rounds=5, seconds=20.0)}
 
 BATCHES, QUERIES = (8, 32), (100, 300)
-FEWEST, MOST = 10, 30  # objects of an image
+FEWEST, MOST = 10, 30  # objects per image
 CHECKOUT_OF = {"softmax": "detr", "focal": "deformable_detr"}
 TOLERANCE = 1e-5
 
@@ -53,7 +53,7 @@ class Shape:
 
 
 def shapes(size: str) -> list[Shape]:
-    """What is timed: ``quick`` the smallest of each kind, else everything."""
+    """The cases: for ``quick`` the smallest of each kind, otherwise all."""
     everything = [Shape(*shape) for shape in product(KINDS, BATCHES, QUERIES)]
     return [shape for shape in everything if size != "quick" or (shape.batch, shape.queries) == (8, 100)]
 
@@ -88,7 +88,7 @@ def make_inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, list[Targets
 
 
 def make_work(shape: Shape, options: Options) -> Work:
-    """Everybody on the same predictions; the first is the official criterion where there is one."""
+    """All contenders on the same predictions; the first one is the official criterion if it is available."""
     logits, boxes, targets = make_inputs(shape, options.device)
     left_out: dict[str, str] = {}
     found: list[tuple[str, Criterion, bool]] = []
@@ -124,7 +124,7 @@ def learn(criterion: Criterion, arguments: list[Any], leaves: Sequence[Tensor]) 
 
 
 def outcome(criterion: Criterion, arguments: list[Any], call: Any) -> dict[str, Tensor]:
-    """What is compared."""
+    """The outputs that are compared."""
     total, gradients = call()
     half = len(gradients) // 2
     both = [gradient if criterion.stacked else torch.stack(gradient) for gradient in (gradients[:half], gradients[half:])]

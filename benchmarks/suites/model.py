@@ -32,7 +32,7 @@ PLANS = {"quick": Plan(warm_up=0, rounds=2, most_rounds=2), "full": Plan(rounds=
 
 IMAGES: dict[str, Size] = {"quick": (256, 256), "cpu": (640, 640), "cuda": (800, 1333)}
 TINY: Size = (64, 64)
-STRIDE = 64  # canvases are multiples of it
+STRIDE = 64  # sides of canvases are multiples of it
 OBJECTS = 26
 PASSES = ("inference", "training step")
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864"}
@@ -73,7 +73,7 @@ class Shape:
 
 
 def shapes(size: str, device: str) -> list[Shape]:
-    """What is timed: ``quick`` small models, ``default`` DETR with two images and Deformable-DETR with one, ``all`` also
+    """The cases: ``quick`` small models, ``default`` DETR with two images and Deformable-DETR with one, ``all`` also
     Deformable-DETR with two and with two stages; on a GPU one image and eight.
 
     A GPU does everything in less time, so there ``default`` is all.
@@ -114,7 +114,7 @@ def make_case(shape: Shape, options: Options) -> Case:
 
 
 def make_encoding_case(shape: Shape, part: str, options: Options) -> Case:
-    """What PEG costs where sine does, in the whole model, and in position encoding and encoder alone."""
+    """The cost of PEG compared with sine, in the whole model, and in position encoding and encoder alone."""
     return Case(
         name=f"{part}{shape.name}, sine and PEG",
         about={"model": f"{part}{shape.model}", "image": shape.image, "images": shape.batch, "pass": shape.passes},
@@ -123,7 +123,7 @@ def make_encoding_case(shape: Shape, part: str, options: Options) -> Case:
 
 
 def make_kept_memory_case(shape: Shape) -> Case:
-    """What it costs that glibc gives large blocks back to the kernel, which zeroes them at their next use."""
+    """The cost of glibc returning large blocks to the kernel, which sets them to zero when they are used again."""
     words = [sys.executable, "-m", "benchmarks.step_process", shape.recipe.detector, str(shape.size[0]), str(shape.batch)]
     return Case(
         name=f"{shape.name}, memory kept",
@@ -138,7 +138,7 @@ def make_kept_memory_case(shape: Shape) -> Case:
 
 
 def make_encoding_work(shape: Shape, part: str, options: Options) -> Work:
-    """Ours as it ships, with sine and with PEG."""
+    """Our model with its default settings, with sine and with PEG."""
     batch, targets = make_inputs(shape.size, shape.batch, options.device)
     contenders = []
     for name, position in (("sine", ""), ("PEG", "peg")):
@@ -178,7 +178,7 @@ def make_inputs(size: Size, batch: int, device: str) -> tuple[PaddedBatch, list[
 
 
 def make_work(shape: Shape, size: Size, options: Options) -> Work:
-    """Everybody with the same weights; the first is the official model where there is one, then transformers'."""
+    """All contenders with the same weights; the first one is the official model if it is available, then transformers'."""
     batch, targets = make_inputs(size, shape.batch, options.device)
     left_out: dict[str, str] = {}
     same = our_model(shape.recipe, options.device, mask_padding=False)
@@ -186,7 +186,7 @@ def make_work(shape: Shape, size: Size, options: Options) -> Work:
     peg = our_model(shape.recipe, options.device, "peg")
     frugal = our_model(shape.recipe, options.device, "peg", checkpointing=True)
     masked = "padding masked in the backbone" if shape.is_padded else ""
-    # Which of two proposals that nearly tie comes first, half precision cannot say.
+    # Half precision cannot decide the order of two proposals with nearly equal scores.
     rounded = "in half precision other proposals are chosen" if shape.recipe.two_stage else ""
     make = partial(make_contender, shape, batch, targets)
     peers = _peers(shape.recipe, same, options, left_out)
@@ -241,7 +241,7 @@ def make_contender(
     bf16: bool = False,
     other_work: str = "",
 ) -> Contender:
-    """A model in the case's pass; models may be shared, as every call leaves them as it found them."""
+    """A model in the case's pass; models may be shared, because no call changes them."""
     model.module.train(shape.passes == PASSES[1])
     set_dropout(model.module, DROPOUT)
     device = batch.images.device.type
@@ -272,7 +272,7 @@ def train(model: Model, batch: PaddedBatch, targets: list[Targets], autocast: Ca
 
 
 def outcome_of_training(model: Model, call: Callable[[], tuple[Tensor, Tensor, Tensor]], any_order: bool) -> dict[str, Tensor]:
-    """What one step without dropout came to."""
+    """The results of one step without dropout."""
     with without_dropout(model.module, DROPOUT):
         logits, boxes, total = call()
     gradients = [parameter.grad for parameter in model.module.parameters() if parameter.grad is not None]
@@ -281,6 +281,6 @@ def outcome_of_training(model: Model, call: Callable[[], tuple[Tensor, Tensor, T
 
 
 def _answer(call: Callable[[], tuple[Tensor, Tensor]], any_order: bool) -> dict[str, Tensor]:
-    """Of queries that are ranked proposals the order counts for nothing: two that tie may swap."""
+    """The outputs without the order of queries that are ranked proposals: two with equal scores may be swapped."""
     logits, boxes = call()
     return {name: x.sort(dim=1).values if any_order else x for name, x in (("logits", logits.float()), ("boxes", boxes.float()))}

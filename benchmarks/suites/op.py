@@ -33,7 +33,7 @@ OFFSET_PIXELS = 2.5
 PASSES = ("forward", "forward+backward")
 TINY: list[Size] = [(4, 5), (2, 3), (1, 2), (1, 1)]
 FLOAT_TOLERANCE, HALF_TOLERANCE = 1e-4, 3e-2
-FREE_SHARE = 0.8  # of the free memory, which a contender may be expected to take
+FREE_SHARE = 0.8  # largest share of the free memory that a contender is expected to need
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Shape:
 
 
 def shapes(size: str, device: str) -> list[Shape]:
-    """What is timed: ``quick`` one image of 640 pixels, ``default`` what one core does in ten minutes, ``all`` everything.
+    """The cases: ``quick`` one image of 640 pixels, ``default`` what one core does in ten minutes, ``all`` everything.
 
     A GPU does everything in less time, so there ``default`` is all.
     """
@@ -105,7 +105,7 @@ def measures_memory(shape: Shape, options: Options) -> bool:
 
 
 def count(batch: int, tokens: int, queries: int, passes: str, item: int = 4) -> dict[str, float]:
-    """Bytes and operations on paper.
+    """Computed numbers of bytes and operations.
 
     ``compulsory_bytes`` pass the border of the chip at least once: every input read, every output written, and backward the same
     for the gradients. ``gathered_bytes`` are the rows of four corners a point, which a cache mostly serves; backward reads
@@ -130,7 +130,7 @@ def count(batch: int, tokens: int, queries: int, passes: str, item: int = 4) -> 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every contender gets; the gradient of the output is there for the backward pass."""
+    """The inputs of every contender, and the gradient of the output for the backward pass."""
 
     level_shapes: list[Size]
     value: Tensor
@@ -146,14 +146,14 @@ class Inputs:
 
 
 def make_inputs(level_shapes: list[Size], batch: int, queries: int, spread: str, device: str) -> Inputs:
-    """Drawn from a fixed seed.
+    """Inputs drawn from a fixed seed.
 
     Args:
         level_shapes: (H, W) of each level.
-        batch: B.
-        queries: Q, or 0 for one query at the centre of every token.
-        spread: ``near`` or ``uniform``.
-        device: where to.
+        batch: number of images B.
+        queries: number of queries Q, or 0 for one query at the centre of every token.
+        spread: distribution of the points, ``near`` or ``uniform``.
+        device: device of the tensors.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = sum(height * width for height, width in level_shapes)
@@ -194,10 +194,10 @@ def off_the_borders(locations: Tensor, sizes: Tensor) -> Tensor:
 
 
 def make_work(shape: Shape, level_shapes: list[Size], options: Options, tiny: bool = False) -> Work:
-    """The inputs of a case and everybody who does it; the first is the official CUDA op where there is one, then the official core.
+    """The inputs of a case and all contenders; the first one is the official CUDA op if it is available, then the official core.
 
     Args:
-        tiny: on maps of a few tokens, to load and compile what a contender needs.
+        tiny: True: use maps of a few tokens, to load and compile what a contender needs.
     """
     inputs = make_inputs(level_shapes, shape.batch, min(shape.queries, 8) if tiny else shape.queries, shape.spread, options.device)
     left_out: dict[str, str] = {}
@@ -226,8 +226,8 @@ def run_passes(op: Callable[[Inputs], Tensor], inputs: Inputs, passes: str) -> t
 
 
 Candidate = tuple[str, tuple[Callable[[Inputs], Tensor], Inputs], bool, float | None, tuple[float, float]]
-"""Name, op and inputs, whether a peer's, tolerance, and how many times all samples it holds at its peak, forward and with
-backward, as measured."""
+"""Name, op and inputs, True for a peer, tolerance, and measured peak memory as a multiple of that of all samples: forward, and with
+backward."""
 
 
 def _peers(inputs: Inputs, options: Options, left_out: dict[str, str]) -> list[Candidate]:
@@ -281,7 +281,7 @@ def _own(implementation: str, inputs: Inputs) -> Tensor:
 
 
 def _ours(inputs: Inputs, options: Options) -> list[Candidate]:
-    """What is chosen by itself, the other implementations, and on a GPU half precision."""
+    """The default implementation, the other ones, and on a GPU half precision."""
     found: list[Candidate] = [
         ("cpvt_det", (partial(_own, "auto"), inputs), False, None, (0, 0)),
         ("cpvt_det eager", (partial(_own, "eager"), inputs), False, None, (1.6, 3.1)),
@@ -298,7 +298,7 @@ def _ours(inputs: Inputs, options: Options) -> list[Candidate]:
 
 
 def _lazy_gather(inputs: Inputs) -> Callable[[], Tensor]:
-    """The rows are found at the first call, not where only a contender's memory is asked for."""
+    """The gather; its rows are computed at the first call: measuring another contender's memory does not need them."""
     made: list[Callable[[], Tensor]] = []
 
     def call() -> Tensor:

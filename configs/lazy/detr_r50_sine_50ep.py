@@ -5,5 +5,5 @@ from .common.train import train
 from .models.detr_r50 import model
 
 model.position.name = "sine"
-model.decoder_position = "same"  # the encoder's map is sine too
+model.decoder_position = "same"  # the encoder has the same sine map
 train.output_dir = "output/lazy/detr_r50_sine"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny ViTDet with PEG in the place of its table, as in CPVT: after the first block."""
+"""The tiny ViTDet with PEG in place of its position table: after the first block, as in CPVT."""
 
 from detectron2.config import LazyCall as L
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny ViTDet on the shapes data set, from random weights: RetinaNet over a ViT whose table is its only encoding."""
+"""A tiny ViTDet on the shapes data set, from random weights: RetinaNet on a ViT whose only encoding is a position table."""
 
 import detectron2.data.transforms as T
 import torch
@@ -22,7 +22,7 @@ from detectron2.solver.build import get_default_optimizer_params
 from fvcore.common.param_scheduler import CosineParamScheduler
 from omegaconf import OmegaConf
 
-SIDE, LONG_SIDE = 128, 192  # the short side of an image, and the canvas: ViTDet's are square
+SIDE, LONG_SIDE = 128, 192  # pixels of an image's short side, and of the square canvas that ViTDet pads it to
 
 model = L(RetinaNet)(
     backbone=L(SimpleFeaturePyramid)(

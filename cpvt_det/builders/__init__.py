@@ -27,7 +27,7 @@ from cpvt_det.builders.detector import (
     shared_arguments,
     transformer_arguments,
 )
-from cpvt_det.builders.training import build_ema, build_length, build_optimizer, build_step
+from cpvt_det.builders.training import build_ema, build_optimizer, build_schedule, build_step
 from cpvt_det.builders.unused import load_cfg
 
 __all__ = [
@@ -40,9 +40,9 @@ __all__ = [
     "build_ema",
     "build_encoder_position",
     "build_evaluator",
-    "build_length",
     "build_optimizer",
     "build_postprocessor",
+    "build_schedule",
     "build_step",
     "build_test_loader",
     "build_test_mapper",

@@ -35,11 +35,11 @@ arguments of the detector's constructor; see :func:`register_detector`."""
 
 
 def register_detector(name: str, detector: type[Detector], unused: Sequence[str] = ()) -> Callable:
-    """Register a detector: its class, and the decorated function, which reads the config for it.
+    """Register a detector's class, with the decorated function, which reads the config for it.
 
     Args:
-        name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 a meta architecture of this name is made too.
-        detector: a class with the road of :class:`cpvt_det.models.Detector`.
+        name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 also the name of a meta architecture.
+        detector: subclass of :class:`cpvt_det.models.Detector`.
         unused: full names of keys that this detector does not take, as in ``MODEL.DETR.PRE_NORM``; refused where they differ from
             their defaults.
     """
@@ -72,7 +72,7 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
 
     Args:
         cfg: the config.
-        backbone: one to use instead of the config's.
+        backbone: backbone to use instead of the config's.
 
     Raises:
         ConfigError: a detector that cannot be built from the config.
@@ -96,7 +96,7 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
 def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     detr, stages = cfg.MODEL.DETR, cfg.MODEL.BACKBONE.STAGES
     if len(stages) != 1:
-        raise ConfigError(f"CPVTDetr works on one map, MODEL.BACKBONE.STAGES is {list(stages)}")
+        raise ConfigError(f"CPVTDetr uses one feature map, so MODEL.BACKBONE.STAGES must have one stage, got {list(stages)}")
     return {
         **shared_arguments(cfg, backbone, num_levels=1),
         "transformer": Transformer(**transformer_arguments(cfg), pre_norm=detr.PRE_NORM),
@@ -141,8 +141,8 @@ def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
 
 
 def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) -> dict[str, Any]:
-    """The keywords that the constructors of all detectors share; the backbone is built first, the neck and the queries where
-    ``MODEL.NECK.NAME`` and ``MODEL.QUERIES.NAME`` name any."""
+    """The keywords that the constructors of all detectors share, with the backbone; neck and queries are built only if
+    ``MODEL.NECK.NAME`` and ``MODEL.QUERIES.NAME`` are set."""
     detr, classification = cfg.MODEL.DETR, build_classification(cfg)
     backbone = backbone or build_backbone(cfg)
     arguments = {
@@ -184,7 +184,7 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
 
 
 def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_layers: int) -> PositionEncoding:
-    """The encoding of ``MODEL.POSITION.NAME``, with those of the node's other keys that it takes.
+    """The encoding of ``MODEL.POSITION.NAME``, with the other keys of the node that it accepts.
 
     Raises:
         UnknownNameError: an unknown name, or a key of the user's own that the encoding does not take.
@@ -201,7 +201,7 @@ def _options(cfg: CfgNode, node: str, registry: PartRegistry, name: str, keys: I
 
 
 def _own_options(cfg: CfgNode, node: str) -> dict[str, Any]:
-    """The keys of a node of ``MODEL`` that are none of ours, as keywords: options of a part from outside."""
+    """The keys of a node of ``MODEL`` that are not in our defaults, as keywords: options of a user's own part."""
     defaults = get_cfg().MODEL[node]
     return {key.lower(): value for key, value in cfg.MODEL[node].items() if key not in defaults}
 
@@ -211,22 +211,21 @@ def _decoder_position(cfg: CfgNode, channels: int) -> PositionEncoding | str | N
     if node.DECODER not in ("sine", "same", "none"):
         raise UnknownNameError("MODEL.POSITION.DECODER", node.DECODER, ("sine", "same", "none"))
     if node.DECODER == "sine":
-        # The encoder's map, where it is the same one, is not computed twice.
+        # If the encoder has the same map, it is not computed twice.
         return "same" if node.NAME in ("sine", "sine+peg") else build_position("sine", channels)
     return None if node.DECODER == "none" else "same"
 
 
 def build_classification(cfg: CfgNode) -> Classification:
-    """Softmax, focal, or a registered kind of one's own, for ``MODEL.NUM_CLASSES`` classes.
+    """Softmax, focal, or a kind that the user has registered, for ``MODEL.NUM_CLASSES`` classes.
 
     Raises:
-        ConfigError: a number of classes that is not known yet.
+        ConfigError: a number of classes below 1: it is not known yet.
     """
     criterion, num_classes = cfg.MODEL.CRITERION, cfg.MODEL.NUM_CLASSES
     if num_classes < 1:
         raise ConfigError(
-            f"MODEL.NUM_CLASSES is {num_classes}; training and evaluation read it from the data, elsewhere set it to the number "
-            "of classes"
+            f"MODEL.NUM_CLASSES is {num_classes}; set it to the number of classes; only training and evaluation read it from data"
         )
     name = criterion.CLASSIFICATION
     options = _options(cfg, "CRITERION", CLASSIFICATION_REGISTRY, name, CLASSIFICATION_KEYS)
@@ -234,13 +233,13 @@ def build_classification(cfg: CfgNode) -> Classification:
 
 
 def build_criterion(cfg: CfgNode) -> SetCriterion:
-    """The set loss of ``MODEL.CRITERION``."""
+    """The criterion of ``MODEL.CRITERION``: matcher and losses."""
     node = cfg.MODEL.CRITERION
     matcher = HungarianMatcher(build_classification(cfg), node.CLASS_COST, node.L1_COST, node.GIOU_COST)
     for entry in node.LOSSES:
         kinds = [type(part) for part in entry] if isinstance(entry, (list, tuple)) else []
         if kinds not in ([str, float], [str, int]):
-            raise ConfigError(f"MODEL.CRITERION.LOSSES holds pairs of a loss and its weight, got {entry!r}")
+            raise ConfigError(f"MODEL.CRITERION.LOSSES must contain pairs [name of a loss, weight], got {entry!r}")
     weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
         return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses=dict(node.LOSSES))
@@ -253,10 +252,10 @@ def build_postprocessor(cfg: CfgNode) -> PostProcessor:
 
 
 def build_device(cfg: CfgNode) -> torch.device:
-    """``MODEL.DEVICE``; of several GPUs the one of this process.
+    """``MODEL.DEVICE``; with several GPUs, the GPU of this process.
 
     Raises:
-        ConfigError: a device that is not there.
+        ConfigError: a device that does not exist.
     """
     name = cfg.MODEL.DEVICE
     if name == "auto":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SOLVER`` -> length, optimiser, moving average, step."""
+"""``SOLVER`` -> schedule, optimiser, moving average, training step."""
 
 import math
 
@@ -10,39 +10,42 @@ from torch import nn
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
-from cpvt_det.solver.schedule import LearningRate, Length, length_in_epochs
+from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs
 from cpvt_det.solver.step import StepOptions, TrainStep
 
 AMP_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_length(cfg: CfgNode, num_images: int) -> Length:
-    """The run's iterations: from the epochs where ``SOLVER.EPOCHS`` is above 0, else as ``MAX_ITER`` and ``STEPS`` say."""
+def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
+    """The run's iterations: computed from the epochs if ``SOLVER.EPOCHS`` is above 0, else from ``MAX_ITER`` and ``STEPS``."""
     solver, test = cfg.SOLVER, cfg.TEST
     if solver.EPOCHS > 0:
         epochs = (solver.EPOCHS, solver.STEP_EPOCHS, solver.WARMUP_EPOCHS, test.EVAL_EPOCHS)
-        return length_in_epochs(num_images, solver.IMS_PER_BATCH, *epochs, eval_period=test.EVAL_PERIOD)
-    said = f"SOLVER.MAX_ITER = {solver.MAX_ITER} iterations of {solver.IMS_PER_BATCH} images"
+        return schedule_from_epochs(num_images, solver.IMS_PER_BATCH, *epochs, eval_period=test.EVAL_PERIOD)
+    setting = f"SOLVER.MAX_ITER = {solver.MAX_ITER} iterations of {solver.IMS_PER_BATCH} images"
     epochs = solver.MAX_ITER * solver.IMS_PER_BATCH / num_images
-    arithmetic = f"{said} / {num_images} images = {epochs:.1f} epochs"
-    return Length(solver.MAX_ITER, tuple(solver.STEPS), solver.WARMUP_ITERS, test.EVAL_PERIOD, arithmetic)
+    arithmetic = f"{setting} / {num_images} images = {epochs:.1f} epochs"
+    return TrainingSchedule(solver.MAX_ITER, tuple(solver.STEPS), solver.WARMUP_ITERS, test.EVAL_PERIOD, arithmetic)
 
 
 def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with the groups of ``SOLVER``."""
+    """AdamW with the learning rates and weight decays of ``SOLVER``."""
     solver = cfg.SOLVER
     rates = (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY, solver.POINTS_LR_MULTIPLIER)
     factors = solver.LR_MULTIPLIERS
     for entry in factors:
         kinds = [type(part) for part in entry] if isinstance(entry, (list, tuple)) else []
         if kinds not in ([str, float], [str, int]) or entry[1] < 0:
-            raise ConfigError(f"SOLVER.LR_MULTIPLIERS holds pairs of a part and a factor, got {entry!r}")
+            raise ConfigError(
+                "SOLVER.LR_MULTIPLIERS must contain pairs [part, factor of at least 0], such as ['backbone.body.layer2', 0.5]; "
+                f"got {entry!r}"
+            )
     with config_errors("SOLVER"):
         return make_optimizer(parameter_groups(detector, *rates, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG, factors))
 
 
 def build_ema(cfg: CfgNode, detector: nn.Module) -> MovingAverage | None:
-    """The moving average of ``SOLVER.EMA``, where it is on."""
+    """The moving average of ``SOLVER.EMA``; ``None`` if it is not enabled."""
     with config_errors("SOLVER.EMA"):
         return MovingAverage(detector, cfg.SOLVER.EMA.DECAY) if cfg.SOLVER.EMA.ENABLED else None
 
@@ -51,27 +54,27 @@ def build_step(
     cfg: CfgNode,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    length: Length,
+    schedule: TrainingSchedule,
     seed: int,
     ema: MovingAverage | None = None,
 ) -> TrainStep:
     """The training step of ``SOLVER``.
 
     Args:
-        cfg: the config.
+        cfg: config of the run.
         model: a :class:`TrainingModel`, or DDP around one.
-        optimizer: of :func:`build_optimizer`.
-        length: of :func:`build_length`.
-        seed: of the run.
-        ema: of :func:`build_ema`.
+        optimizer: result of :func:`build_optimizer`.
+        schedule: result of :func:`build_schedule`.
+        seed: seed of the run.
+        ema: result of :func:`build_ema`.
 
     Raises:
-        ConfigError: settings that cannot be had.
+        ConfigError: a value of ``SOLVER`` that cannot be used.
     """
     solver = cfg.SOLVER
     _require_numbers(solver, "SOLVER")
     if solver.CLIP_NORM < 0:
-        raise ConfigError(f"SOLVER.CLIP_NORM must be 0, for no clipping, or more, got {solver.CLIP_NORM}")
+        raise ConfigError(f"SOLVER.CLIP_NORM must be at least 0 (0 for no clipping), got {solver.CLIP_NORM}")
     if solver.AMP.DTYPE not in AMP_DTYPES:
         raise UnknownNameError("SOLVER.AMP.DTYPE", solver.AMP.DTYPE, AMP_DTYPES)
     for key in ("ACCUMULATE", "CHECKPOINT_PERIOD", "CHECKPOINT_KEEP", "LOG_PERIOD", "MAX_BAD_STEPS"):
@@ -84,12 +87,12 @@ def build_step(
         max_bad_steps=solver.MAX_BAD_STEPS,
     )
     with config_errors("SOLVER"):
-        learning_rate = LearningRate(length, solver.SCHEDULE, solver.GAMMA)
+        learning_rate = LRSchedule(schedule, solver.SCHEDULE, solver.GAMMA)
     return TrainStep(model, optimizer, learning_rate, options, seed, ema)
 
 
 def _require_numbers(node: CfgNode, name: str) -> None:
-    """NaN is neither below a bound nor above one."""
+    """Refuse NaN and infinities: a NaN would pass every comparison with a bound."""
     for key, value in node.items():
         if isinstance(value, CfgNode):
             _require_numbers(value, f"{name}.{key}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights: files read without running code, other projects' names turned into ours, and what fits put into a model."""
+"""Weights: read files without running code, convert other projects' names to ours, load what fits into a model."""
 
 from cpvt_det.checkpoint.convert import convert_state_dict
 from cpvt_det.checkpoint.load import WeightsReport, load_backbone_weights, load_weights

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run, in detectron2's layout, so that either runner resumes what the other began.
+"""Checkpoints of a run, in detectron2's layout, so that each runner can resume a run of the other.
 
 ``{"model", "trainer": {"iteration", "_trainer": {"iteration", "optimizer", "grad_scaler"}}, "iteration", "cpvt_det"}``; the last
-node is ours. Data order and random state need no place in it: both follow from the seed and the iteration.
+node is ours. Data order and random state are not saved: both follow from the seed and the iteration.
 """
 
 import logging
@@ -40,10 +40,10 @@ class RunState:
     Args:
         classes: what the labels mean.
         config: the run's config as YAML.
-        seed: of the run.
-        run_id: of the run, which a resumed one keeps.
-        data: what it is trained on, as of :func:`cpvt_det.data.coco.describe_records`.
-        ema: the moving average of the weights, where there is one.
+        seed: seed of the run.
+        run_id: id of the run; a resumed run keeps it.
+        data: description of the training data, from :func:`cpvt_det.data.coco.describe_records`.
+        ema: moving average of the weights; ``None`` if the run keeps none.
 
     Attributes:
         best: the task's main figure at its highest so far; ``None`` before the first evaluation.
@@ -73,23 +73,24 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take seed, id, best AP and average of a checkpoint; log what was changed since.
+        """Take seed, id, best AP and average from a checkpoint; log what has changed since it was written.
 
         Raises:
-            WeightsError: a checkpoint of other classes.
+            WeightsError: a checkpoint with other classes.
         """
         names = tuple(state["classes"]["names"])
         if names != self.classes.names:
             raise WeightsError(
                 f"the run to resume was trained on other classes ({len(names)}: {', '.join(names[:5])}); "
-                "start a new OUTPUT_DIR with MODEL.WEIGHTS instead"
+                "start a new run in another OUTPUT_DIR, with MODEL.WEIGHTS set to this checkpoint"
             )
         for change in changed_keys(state["config"], self.config, inapplicable_keys):
-            logger.warning("The resumed run goes on with another config: %s", change)
-        before = state.get("data", self.data)  # not in checkpoints of before it was written down
+            logger.warning("The config of the resumed run has changed: %s", change)
+        before = state.get("data", self.data)  # older checkpoints do not contain it
         if before != self.data:
             logger.warning(
-                "The resumed run goes on with other training data: %d images, now %d; it is not the run that it would have been",
+                "The training data of the resumed run has changed: %d images before, %d now; its result will differ from that of "
+                "an uninterrupted run",
                 before["images"],
                 self.data["images"],
             )
@@ -102,7 +103,7 @@ class TrainerState:
     """The node ``trainer`` of a checkpoint of the built-in runner.
 
     Args:
-        step: holds optimiser and scaler.
+        step: training step, which holds optimiser and gradient scaler.
     """
 
     def __init__(self, step: TrainStep):
@@ -110,7 +111,7 @@ class TrainerState:
         self.iteration = -1
 
     def state_dict(self) -> dict[str, Any]:
-        """In the layout of detectron2's ``DefaultTrainer``."""
+        """The state in the layout of detectron2's ``DefaultTrainer``."""
         return {"iteration": self.iteration, "_trainer": {"iteration": self.iteration, **self.step.state_dict()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -120,12 +121,12 @@ class TrainerState:
 
 
 class RunCheckpointer(Checkpointer):
-    """fvcore's checkpointer with our files: written whole or not at all, read without running code, the last few kept.
+    """fvcore's checkpointer with our files: written completely or not at all, read without running code, the last few kept.
 
     Args:
-        detector: whose state dict is the node ``model``.
+        detector: model whose state dict becomes the node ``model``.
         folder: ``OUTPUT_DIR``.
-        keep: how many of the checkpoints that are numbered stay.
+        keep: number of numbered checkpoints that are kept.
         checkpointables: further nodes by name; ``cpvt_det`` is a :class:`RunState`.
     """
 
@@ -136,19 +137,19 @@ class RunCheckpointer(Checkpointer):
             remove_unfinished(folder)
 
     def save(self, name: str, iteration: int) -> None:
-        """Write ``<name>.pth``; all but the best become the last checkpoint, and push out the oldest.
+        """Write ``<name>.pth``. Unless it is the best one, it becomes the last checkpoint, and the oldest are removed.
 
         Raises:
-            RunStoppedError: weights that are not finite, or a file that cannot be written.
+            RunStoppedError: weights with a NaN or an infinity, or a file that cannot be written.
         """
         if not self.save_to_disk:
             return
         content: dict[str, Any] = {"model": self.model.state_dict()}
         content |= {key: checkpointable.state_dict() for key, checkpointable in self.checkpointables.items()}
         folder = Path(self.save_dir)
-        spoilt = not_finite(content["model"]) or not_finite(content["cpvt_det"]["ema"] or {})
-        if spoilt:
-            raise RunStoppedError(f"the weights are not finite ({spoilt}) and are not saved; the last checkpoint is from before")
+        broken = not_finite(content["model"]) or not_finite(content["cpvt_det"]["ema"] or {})
+        if broken:
+            raise RunStoppedError(f"the weights are not finite ({broken}) and are not saved; earlier checkpoints are unchanged")
         write_checkpoint({**content, "iteration": iteration}, folder / f"{name}.pth")
         if name != BEST:
             self.tag_last_checkpoint(f"{name}.pth")
@@ -156,27 +157,27 @@ class RunCheckpointer(Checkpointer):
                 remove_checkpoint(path)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Write ``last_checkpoint``, all of it or nothing."""
+        """Write ``last_checkpoint``, completely or not at all."""
         write_line(last_filename_basename, Path(self.save_dir) / TAG)
 
     def begin(self, resume: bool) -> int:
-        """Go on with a run, or start one; and write down which run the folder is of.
+        """Resume a run, or start one; and record which run the folder belongs to.
 
         Args:
-            resume: with the run that the folder is of. Otherwise with this very run alone: torchrun starts processes anew, and the
-                checkpoints in the folder may be another run's.
+            resume: True: resume the run that the folder belongs to. False: resume only a run with this run's own id, which exists
+                where torchrun has restarted its processes; the folder may contain checkpoints of other runs.
 
         Returns:
-            The iteration to go on with; 0 where there is no checkpoint, with a warning if one was to be resumed.
+            The next iteration; 0 if there is no checkpoint, with a warning if ``resume`` is True.
 
         Raises:
-            WeightsError: no checkpoint that can be read, or one that is not of a run like this.
+            WeightsError: no readable checkpoint, or a checkpoint of another model or of other classes.
         """
         state: RunState = self.checkpointables["cpvt_det"]
         chosen = self._choose() if resume else choose_of_run(self.save_dir, state.run_id)
         if chosen is not None:
             self._take(*chosen)
-        distributed.gather_objects(None)  # until now, others may be looking which run the folder is of
+        distributed.gather_objects(None)  # until here, other processes may still read which run the folder belongs to
         if self.save_to_disk:
             name_run(self.save_dir, state.run_id)
         return 0 if chosen is None else chosen[1]["iteration"] + 1
@@ -185,17 +186,22 @@ class RunCheckpointer(Checkpointer):
         if checkpoints_of(Path(self.save_dir)):
             return choose_to_resume(self.save_dir)
         if self.has_checkpoint():
-            raise WeightsError(f"{TAG} in {self.save_dir} names {self.get_checkpoint_file()}, which is not there")
+            raise WeightsError(
+                f"{TAG} in {self.save_dir} names {self.get_checkpoint_file()}, which does not exist; put that file back, or remove "
+                f"{TAG} to start at iteration 0"
+            )
         logger.warning("Nothing to resume in %s: starting at iteration 0", self.save_dir)
         return None
 
     def _take(self, path: Path, checkpoint: dict[str, Any]) -> None:
-        """Load everything that a checkpoint holds."""
+        """Load everything in a checkpoint."""
         missing = [node for node in ("model", "iteration", *self.checkpointables) if node not in checkpoint]
         if missing:
-            raise WeightsError(f"{path} cannot be resumed: it has no {', '.join(missing)}; start from it with MODEL.WEIGHTS")
+            raise WeightsError(
+                f"{path} cannot be resumed: it does not contain {', '.join(missing)}; start a new run from it with MODEL.WEIGHTS"
+            )
         try:
-            self.checkpointables["cpvt_det"].load_state_dict(checkpoint["cpvt_det"])  # first: it says what the config changed
+            self.checkpointables["cpvt_det"].load_state_dict(checkpoint["cpvt_det"])  # first: it logs what the config changed
             self.model.load_state_dict(checkpoint["model"])
             for name, checkpointable in self.checkpointables.items():
                 if name != "cpvt_det":
@@ -203,9 +209,12 @@ class RunCheckpointer(Checkpointer):
         except BadInputError:
             raise
         except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{path} is of another model than the config's and cannot be resumed: {error}") from error
+            raise WeightsError(
+                f"{path} cannot be resumed, because it belongs to another model than the config's: {error}; set the keys of MODEL "
+                "that it was trained with"
+            ) from error
         state: RunState = self.checkpointables["cpvt_det"]
-        if state.ema is not None and not checkpoint["cpvt_det"]["ema"]:  # switched on since
+        if state.ema is not None and not checkpoint["cpvt_det"]["ema"]:  # SOLVER.EMA was enabled after it was written
             state.ema.module.load_state_dict(checkpoint["model"])
         state.best = self._best_on_disk(state.run_id)
         logger.info("Resumed from %s", path)
@@ -218,20 +227,20 @@ class RunCheckpointer(Checkpointer):
             self.save(BEST, iteration)
 
     def _best_on_disk(self, run_id: str) -> float | None:
-        """The main figure of this run's ``model_best.pth``: the last checkpoint is written before its own evaluation."""
+        """The main figure of this run's ``model_best.pth``; the last checkpoint is written before its own evaluation."""
         path = Path(self.save_dir) / f"{BEST}.pth"
         if not path.is_file():
             return None
         try:
             best = read_checkpoint(path)
         except WeightsError as error:
-            logger.warning("The best checkpoint is lost, the next evaluation makes another: %s", error)
+            logger.warning("The best checkpoint cannot be read; the next evaluation writes a new one: %s", error)
             return None
         return best["cpvt_det"]["best"] if run_id_of(best) == run_id else None
 
 
 def _numbered(folder: Path, up_to: int) -> list[Path]:
-    """Checkpoints of iterations up to one, the highest first. Those beyond are an earlier run's, and not ours to remove."""
+    """Checkpoints up to an iteration, highest first. Later ones belong to an earlier run, and this run must not remove them."""
     found: Iterator[tuple[int, Path]] = (
         (int(match[1]), path) for path in folder.glob("model_*.pth") if (match := NUMBERED.match(path.stem))
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of other projects' weights -> ours. A source is a table; two generic steps fuse q, k and v, and sort the heads."""
+"""Names of other projects' weights -> ours. Each source is a table; two general steps fuse q, k and v, and sort the heads."""
 
 import re
 from collections import defaultdict
@@ -25,10 +25,10 @@ class Conversion:
     """How the names of one source become ours.
 
     Attributes:
-        marker: a pattern that names of this source match, and ours do not.
-        renames: patterns and replacements, each applied to what the one before left.
-        absent: a pattern that names of this source do not match, where others have the marker too.
-        drops_shared: its files hold one of several tensors that are the same.
+        marker: pattern that some names of this source match, and none of ours.
+        renames: (pattern, replacement) pairs, applied one after the other.
+        absent: pattern that no name of this source matches, to tell it from other sources with the same marker.
+        drops_shared: True: of several equal tensors, its files contain only one.
     """
 
     marker: str
@@ -44,7 +44,7 @@ class Conversion:
 
 
 _STAGES = range(4)
-# Of transformers 4 and 5: layers of both detectors, over timm's ResNet, whose names are torchvision's, or over its own
+# transformers 4 and 5: layers of both detectors, with timm's ResNet (which has torchvision's names) or its own
 _HF_LAYERS: Renames = (
     (r"^model\.backbone\.(conv_encoder\.)?model\.", "backbone.body."),
     (r"^model\.(backbone\.)?position_embedding\.", "position."),
@@ -73,7 +73,7 @@ _DETECTRON2_RESNET: Renames = (
     (r"^(backbone\.body\..*)\.shortcut\.norm\.", r"\1.downsample.1."),
     (r"^(backbone\.body\..*)\.shortcut\.", r"\1.downsample.0."),
 )
-# What the public Deformable-DETRs keep in their transformer
+# Modules of our queries that the public Deformable-DETRs have in their transformer
 _QUERIES = r"(reference_points|enc_output|enc_output_norm|pos_trans|pos_trans_norm)\."
 
 CONVERSIONS: dict[str, Conversion] = {
@@ -122,7 +122,7 @@ CONVERSIONS: dict[str, Conversion] = {
             (r"^position_embedding\.", "position."),
             (r"^neck\.convs\.(\d+)\.conv\.", r"input_proj.\1.0."),
             (r"^neck\.convs\.(\d+)\.norm\.", r"input_proj.\1.1."),
-            # its levels beyond the backbone's three
+            # levels beyond the three of the backbone
             *((rf"^neck\.extra_convs\.{n}\.conv\.", f"input_proj.{n + 3}.0.") for n in range(3)),
             *((rf"^neck\.extra_convs\.{n}\.norm\.", f"input_proj.{n + 3}.1.") for n in range(3)),
             (r"^query_embedding\.", "queries.query_embed."),
@@ -156,35 +156,33 @@ CONVERSIONS: dict[str, Conversion] = {
         ),
     ),
 }
-"""Source -> its table; the one place that a new source is added to."""
+"""Name of a source -> its table; the only place to change for a new source."""
 
 
 def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Give weights our names.
+    """Rename weights of another project to our names.
 
-    Shapes stay, so class heads keep all their rows; but ``q_proj``, ``k_proj`` and ``v_proj`` become one. Of the heads of a
-    Deformable-DETR that every layer shares one pair is left, and the proposals' pair, the last, moves to the queries.
+    Shapes do not change, so class heads keep all their rows; only ``q_proj``, ``k_proj`` and ``v_proj`` are joined into one tensor.
+    If all layers of a Deformable-DETR share their heads, one pair is kept; the last pair, of the proposals, moves to the queries.
 
     Args:
-        state_dict: with the names of ``source``; no tensor is changed.
-        source: a key of ``CONVERSIONS``.
+        state_dict: tensors under the names of ``source``; none is changed.
+        source: name of the source, a key of ``CONVERSIONS``.
 
     Returns:
-        Our names -> tensors, without counters of batches and without a classifier of the backbone.
+        Our names -> tensors, without batch counters and without the backbone's classifier.
 
     Raises:
-        UnknownNameError: another source.
-        WeightsError: weights that have not this source's names, or also another's; an incomplete q, k and v; two names for
-            one of ours with different values.
+        UnknownNameError: an unknown source.
+        WeightsError: names that do not belong to this source, or to several; one of q, k and v missing; two tensors with different
+            values that would get the same name.
     """
     if source not in CONVERSIONS:
         raise UnknownNameError("weights source", source, CONVERSIONS)
     found = detect_source(state_dict)
     if found != source:
-        example = (
-            f"the weights hold {next(iter(state_dict), 'nothing')}, for one" if found is None else f"they are those of {found}"
-        )
-        raise WeightsError(f"not the names of {source}; {example}")
+        example = f"the first one is {next(iter(state_dict), 'missing')}" if found is None else f"they are the names of {found}"
+        raise WeightsError(f"the weights do not have the names of {source}: {example}")
     conversion = CONVERSIONS[source]
     renamed = _fuse_projections(_rename_all(state_dict, conversion.renames))
     refined = any(_HEAD_ALIAS.search(name) for name in state_dict)
@@ -192,7 +190,7 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
 
 
 def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
-    """The source whose names these weights have; ``None``: ours, or no known one's.
+    """The source whose names these weights have; ``None`` for our names and unknown names.
 
     Raises:
         WeightsError: names of several sources.
@@ -204,7 +202,7 @@ def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
 
 
 def _rename_all(state_dict: Mapping[str, Tensor], renames: Renames) -> dict[str, Tensor]:
-    """New names -> tensors. A tensor may come under several names, as a head that the decoder holds too."""
+    """New names -> tensors. One tensor may have several old names, such as a head that the decoder contains too."""
     renamed: dict[str, Tensor] = {}
     origins: dict[str, str] = {}
     for origin, tensor in state_dict.items():
@@ -214,7 +212,7 @@ def _rename_all(state_dict: Mapping[str, Tensor], renames: Renames) -> dict[str,
         if _NOT_WEIGHTS.search(name):
             continue
         if name in renamed and not torch.equal(renamed[name], tensor):
-            raise WeightsError(f"{origins[name]} and {origin} differ, and both would be {name}")
+            raise WeightsError(f"{origins[name]} and {origin} have different values, but both would be renamed to {name}")
         renamed[name], origins[name] = tensor, origin
     return renamed
 
@@ -231,18 +229,18 @@ def _fuse_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
             fused[name] = tensor
     for name, found in parts.items():
         if len(found) < 3:
-            raise WeightsError(f"{name} needs q_proj, k_proj and v_proj, the weights hold only {', '.join(sorted(found))}")
+            raise WeightsError(f"{name} needs q_proj, k_proj and v_proj, but the weights contain only {', '.join(sorted(found))}")
         fused[name] = torch.cat([found[part] for part in "qkv"])
     return fused
 
 
 def _sort_heads(state_dict: dict[str, Tensor], refined: bool, complete: bool) -> dict[str, Tensor]:
-    """Heads ``class_embed.N`` and ``bbox_embed.N`` of a Deformable-DETR -> one pair, or D pairs and perhaps the proposals'.
+    """Heads ``class_embed.N`` and ``bbox_embed.N`` of a Deformable-DETR -> one pair or D pairs, and the proposals' pair if any.
 
     Args:
-        state_dict: under our names, heads numbered as in their source.
-        refined: it is known that every layer has heads of its own; else heads of equal values are one.
-        complete: what a layer's heads lack is that of the first's.
+        state_dict: tensors under our names, with heads numbered as in their source.
+        refined: True: every layer is known to have its own heads; False: heads with equal values become one.
+        complete: True: tensors missing in a layer's heads are taken from the first layer's.
     """
     layers = 1 + max((int(match[1]) for match in map(_DECODER_LAYER.match, state_dict) if match), default=-1)
     heads: dict[int, dict[str, Tensor]] = defaultdict(dict)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint files: read without running code, written all or nothing, with a checksum beside each."""
+"""Checkpoint files: read without running code, written completely or not at all, each with a checksum file."""
 
 import argparse
 import hashlib
@@ -17,29 +17,29 @@ from cpvt_det.checkpoint.pickles import read_pickle
 from cpvt_det.errors import RunStoppedError, WeightsError, first_line
 from cpvt_det.files import atomic_file
 
-UNPACKED = 10  # times the file that all of its parts may be; weights hardly compress
-SLACK = 1 << 20  # bytes
+UNPACKED = 10  # largest ratio of unpacked size to file size; weights hardly compress
+SLACK = 1 << 20  # bytes that are allowed beyond it
 
 
 def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
-    """Read a file that ``torch.save`` or safetensors wrote, or a pickle of arrays, onto the CPU.
+    """Read a file written by ``torch.save`` or safetensors, or a pickle of arrays, to the CPU.
 
-    No code of the file's runs. Unpickling is torch's restricted one: beside tensors and plain containers it makes
-    ``argparse.Namespace`` and numpy arrays and numbers, which official DETR checkpoints hold, and nothing else.
+    No code from the file is run. The unpickler is torch's restricted one: beside tensors and plain containers it builds only
+    ``argparse.Namespace``, numpy arrays and numpy numbers, which official DETR checkpoints contain.
 
     Args:
-        path: the suffix ``.safetensors`` means that format, ``.pkl`` a pickle of arrays (detectron2's model zoo), others
-            torch's.
-        only_look: at what is not a tensor; torch's tensors stay on the disk, and damage to them is not found.
+        path: path of the file; ``.safetensors`` means that format, ``.pkl`` a pickle of arrays (detectron2's model zoo), any other
+            suffix torch's format.
+        only_look: True: leave torch's tensors on the disk and read only the rest; damage to tensors is then not found.
 
     Returns:
-        What was saved; a dict in any checkpoint.
+        The saved object; for a checkpoint a dict.
 
     Raises:
-        WeightsError: a file that is missing, no checkpoint, or damaged, be it by one byte; one that holds other objects.
+        WeightsError: a file that is missing, is not a checkpoint, is damaged (even by one byte) or contains other objects.
     """
-    if str(path).startswith(("http:/", "https:/")):  # one slash: pathlib folds two
-        raise WeightsError(f"{path} is an address; download the file and give its path")
+    if str(path).startswith(("http:/", "https:/")):  # one slash: pathlib replaces two by one
+        raise WeightsError(f"{path} is a URL; download the file and give its path")
     path = Path(path).expanduser()
     if not path.is_file():
         raise WeightsError(f"no weights file {path}")
@@ -58,39 +58,39 @@ def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
 
 
 def checksum_of(path: Path) -> Path:
-    """The file beside ``path`` that holds its checksum, as ``sha256sum`` writes and checks it."""
+    """Path of the checksum file beside ``path``, in the format of ``sha256sum``."""
     return path.with_name(f"{path.name}.sha256")
 
 
 def _require_whole(path: Path) -> None:
-    """Compare with the checksum beside the file; without one, with those that torch's zip files have of their parts.
+    """Compare with the checksum file; without one, with the checksums inside torch's zip format.
 
     Raises:
-        WeightsError: they differ.
+        WeightsError: a checksum that differs.
     """
     beside = checksum_of(path)
     if beside.is_file():
         if beside.read_text(encoding="utf-8").split()[:1] != [_sha256(path)]:
-            raise WeightsError(f"damaged: it is not what its checksum {beside.name} was made of; get it again")
+            raise WeightsError(f"damaged: its content does not match its checksum file {beside.name}; download or copy it again")
     elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise WeightsError(f"damaged: the checksum of its part {damaged} is wrong; get it again")
+            raise WeightsError(f"damaged: the checksum of its part {damaged} is wrong; download or copy it again")
 
 
 def _require_proportion(path: Path) -> None:
-    """Refuse a zip file that is small and unpacks to all memory; torch's own is not compressed.
+    """Refuse a small zip file that unpacks to a very large one; torch does not compress its files.
 
     Raises:
-        WeightsError: it is one.
+        WeightsError: such a file.
     """
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
         unpacked, size = sum(part.file_size for part in archive.infolist()), path.stat().st_size
     if unpacked > UNPACKED * size + SLACK:
-        raise WeightsError(f"refused, because its {size} bytes unpack to {unpacked}; save it with torch.save, uncompressed")
+        raise WeightsError(f"refused, because its {size} bytes unpack to {unpacked} bytes; save it with torch.save, uncompressed")
 
 
 def _sha256(path: Path) -> str:
@@ -105,49 +105,51 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, T
     """The weights in a checkpoint: its moving average, its ``model``, its ``state_dict``, or all of it.
 
     Args:
-        checkpoint: what :func:`read_checkpoint` returns.
-        where: what messages call it.
+        checkpoint: object that :func:`read_checkpoint` returned.
+        where: name of the checkpoint in error messages.
 
     Returns:
-        Names -> tensors, without the ``module.`` that wrapping for several GPUs puts before all of them.
+        Names -> tensors, without the prefix ``module.`` that wrappers for several GPUs add.
 
     Raises:
-        WeightsError: no dict, or none of tensors.
+        WeightsError: an object that is not a dict of tensors.
     """
     if not isinstance(checkpoint, dict):
         raise WeightsError(
-            f"{where} holds a {type(checkpoint).__name__}; expected tensors by name, or a dict with them under 'model'"
+            f"{where} contains a {type(checkpoint).__name__}; expected a dict of tensors by name, or a dict with one under 'model'"
         )
     found = next((checkpoint[key] for key in ("model", "state_dict") if isinstance(checkpoint.get(key), dict)), checkpoint)
     node = checkpoint.get("cpvt_det")
-    if isinstance(node, dict) and isinstance(node.get("ema"), dict):  # SOLVER.EMA: the weights that were evaluated
+    if isinstance(node, dict) and isinstance(node.get("ema"), dict):  # SOLVER.EMA: these weights were evaluated
         found = {key: value for key, value in node["ema"].items() if key != "n_averaged"}
     strange = [key for key, value in found.items() if not isinstance(key, str) or not isinstance(value, Tensor)]
     if strange or not found:
         keys = ", ".join(map(str, list(strange)[:5])) or "empty"
-        raise WeightsError(f"{where} holds no tensors by name, neither under 'model' nor 'state_dict' nor as a whole ({keys})")
+        raise WeightsError(
+            f"{where} contains no dict of tensors by name, neither under 'model' or 'state_dict' nor as a whole (its keys: {keys})"
+        )
     if all(key.startswith("module.") for key in found):
         return {key.removeprefix("module."): value for key, value in found.items()}
     return dict(found)
 
 
 def not_finite(state_dict: dict[str, Tensor]) -> str:
-    """The names of up to three tensors that hold a NaN or an infinity; empty where all are finite."""
+    """The names of up to three tensors that contain a NaN or an infinity; empty if all are finite."""
     floats = {name: tensor for name, tensor in state_dict.items() if tensor.is_floating_point() and tensor.numel()}
     if not floats or all(torch.stack([tensor.sum().float() for tensor in floats.values()]).isfinite().tolist()):
-        return ""  # a sum is finite where all its terms are; and if it were too large, the next line would tell
+        return ""  # a finite sum has finite terms only; if a sum overflows, the next line still finds the right answer
     return ", ".join([name for name, tensor in floats.items() if not tensor.isfinite().all()][:3])
 
 
 def write_checkpoint(obj: Any, path: str | Path) -> None:
-    """Save ``obj`` so that ``path`` holds the old content or all of the new, whatever happens on the way; and its checksum.
+    """Save ``obj`` and its checksum; whatever happens, ``path`` has either its old content or all of the new one.
 
     Args:
-        obj: what ``torch.save`` takes; for a path that ends in ``.safetensors``, a dict of tensors.
-        path: in a folder that exists.
+        obj: object that ``torch.save`` accepts; for a path that ends in ``.safetensors``, a dict of tensors.
+        path: path of the file, in an existing folder.
 
     Raises:
-        RunStoppedError: it cannot be written, because the disk is full, say.
+        RunStoppedError: a file that cannot be written, for example because the disk is full.
     """
     path = Path(path)
     try:
@@ -158,19 +160,19 @@ def write_checkpoint(obj: Any, path: str | Path) -> None:
                 torch.save(obj, file)
             file.flush()
             checksum = _sha256(Path(file.name))
-            checksum_of(path).unlink(missing_ok=True)  # whatever comes between, no file stands beside another's checksum
+            checksum_of(path).unlink(missing_ok=True)  # after any interruption, no file is left with a wrong checksum
         with atomic_file(checksum_of(path)) as file:
             file.write(f"{checksum}  {path.name}\n".encode())
     except (OSError, RuntimeError) as error:
-        kept = "; what was there before is whole" if path.exists() else ""
+        kept = "; the file that was there before is unchanged" if path.exists() else ""
         raise RunStoppedError(f"cannot write {path}: {_why_unwritten(error)}{kept}") from error
 
 
 def write_line(text: str, path: Path) -> None:
-    """Put a line in place of a file, all of it or nothing.
+    """Replace the content of a file by one line, completely or not at all.
 
     Raises:
-        RunStoppedError: it cannot be written.
+        RunStoppedError: a file that cannot be written.
     """
     try:
         with atomic_file(path) as file:
@@ -186,7 +188,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _allowed_globals() -> list[Any]:
-    """What the restricted unpickler may build beside torch's own; numpy's makers also under their name before numpy 2."""
+    """Types that the restricted unpickler may build beside torch's own; numpy's functions also under their names before numpy 2."""
     makers = {maker.__name__: maker for maker in (np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])}
     named = [(maker, f"numpy.{core}.multiarray.{name}") for core in ("_core", "core") for name, maker in makers.items()]
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefd"}
@@ -194,22 +196,22 @@ def _allowed_globals() -> list[Any]:
 
 
 def _why_unwritten(error: BaseException) -> str:
-    """What the file system said: torch hides it behind an error of its own."""
+    """The file system's message, which torch hides behind an error of its own."""
     while not isinstance(error, OSError) and error.__context__ is not None:
         error = error.__context__
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 
 def _why(error: Exception) -> str:
-    """One line for what torch, safetensors or the file system raised."""
+    """One line for an error of torch, safetensors or the file system."""
     if isinstance(error, WeightsError):
         return str(error)
     if isinstance(error, PermissionError):
-        return "no permission to read it"
+        return "no permission to read the file"
     refused = re.search(r"GLOBAL (\S+)", str(error))
     if refused:
         return (
-            f"refused, because it holds a Python object ({refused[1]}) and unpickling that would run code; "
-            "where you trust its origin, save the state dict alone with torch.save"
+            f"refused, because it contains a Python object ({refused[1]}), and unpickling it would run code; "
+            "if you trust its origin, save only the state dict with torch.save"
         )
-    return f"damaged, incomplete or no checkpoint ({first_line(error)[:120]}); get it again, or give another file"
+    return f"damaged, incomplete or not a checkpoint ({first_line(error)[:120]}); download or copy it again, or give another file"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights that a run starts from: ``MODEL.WEIGHTS``, or ``MODEL.BACKBONE.WEIGHTS``."""
+"""Initial weights of a run: ``MODEL.WEIGHTS`` or ``MODEL.BACKBONE.WEIGHTS``."""
 
 import logging
 
@@ -19,41 +19,44 @@ logger = logging.getLogger("cpvt_det")
 def load_initial_weights(
     cfg: CfgNode, detector: nn.Module, classes: Classes, for_evaluation: bool = False, allow_partial: bool = False
 ) -> None:
-    """Load ``MODEL.WEIGHTS``, or else ``MODEL.BACKBONE.WEIGHTS``, and log what became of them.
+    """Load ``MODEL.WEIGHTS``, or else ``MODEL.BACKBONE.WEIGHTS``, and log which tensors were loaded.
 
     Args:
-        cfg: the config.
-        detector: changed in place.
-        classes: what its labels mean.
-        for_evaluation: the model has to be what the weights are.
-        allow_partial: but not all of it.
+        cfg: config of the run.
+        detector: model that is changed in place.
+        classes: classes that the detector's labels stand for.
+        for_evaluation: True: every weight of the model must be loaded.
+        allow_partial: True: in evaluation too, a part of the model may keep its random weights.
 
     Raises:
-        WeightsError: weights that cannot be had, or are of another shape but for classes and queries; in training also those that
-            are not finite; in evaluation also none, or weights that fit in part.
+        WeightsError: weights that cannot be read, or with other shapes than the model's (class heads and queries may differ); in
+            training also weights with a NaN or an infinity; in evaluation also no weights, or weights for a part of the model.
     """
     backbone = cfg.MODEL.BACKBONE
     if cfg.MODEL.WEIGHTS:
         report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
         logger.info("%s: %s\n%s", cfg.MODEL.WEIGHTS, report, report.table())
         require_shapes(report, cfg.MODEL.WEIGHTS)
-        spoilt = "" if for_evaluation else not_finite(detector.state_dict())  # an evaluation refuses them itself
-        if spoilt:
-            raise WeightsError(f"{cfg.MODEL.WEIGHTS} holds numbers that are not finite, in {spoilt}; training would take no step")
+        broken = "" if for_evaluation else not_finite(detector.state_dict())  # an evaluation refuses them itself
+        if broken:
+            raise WeightsError(
+                f"{cfg.MODEL.WEIGHTS} contains numbers that are not finite, in {broken}; training cannot start from it, "
+                "give other weights"
+            )
         if for_evaluation and report.is_partial and not allow_partial:
             raise WeightsError(
-                f"{cfg.MODEL.WEIGHTS} fits the config's model in part only, evaluation needs all of it: {report}; "
-                "--allow-partial evaluates it with the rest random"
+                f"{cfg.MODEL.WEIGHTS} fits only a part of the config's model, and evaluation needs all of it: {report}; set the "
+                "keys of MODEL that it was trained with, or keep random values in the rest with --allow-partial"
             )
     elif for_evaluation:
-        raise WeightsError("evaluation needs weights: set MODEL.WEIGHTS to a checkpoint, or --resume the run in OUTPUT_DIR")
+        raise WeightsError("evaluation needs weights: set MODEL.WEIGHTS to a checkpoint, or use --resume for the run in OUTPUT_DIR")
     elif backbone.WEIGHTS:
         load_backbone_weights(detector.backbone, backbone.WEIGHTS, backbone.NAME)
         logger.info("Backbone weights: %s", backbone.WEIGHTS)
     elif _starts_frozen(cfg):
         logger.warning(
-            "The backbone starts from random weights, and MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 keeps part of it so; "
-            "set MODEL.BACKBONE.WEIGHTS, or NORM BN and FREEZE_AT 0 to train from scratch"
+            "The backbone starts from random weights, and with MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 a part of it is never "
+            "trained; set MODEL.BACKBONE.WEIGHTS, or to train from scratch set NORM BN and FREEZE_AT 0"
         )
 
 
@@ -65,18 +68,18 @@ def _starts_frozen(cfg: CfgNode) -> bool:
 
 
 def require_shapes(report: WeightsReport, origin: str) -> None:
-    """Refuse weights that are not those of the model but for its classes and queries.
+    """Refuse weights whose shapes differ from the model's in more than class heads and queries.
 
     Args:
-        report: of loading them.
-        origin: what the message calls them.
+        report: report of loading the weights.
+        origin: name of the weights in the error message.
 
     Raises:
-        WeightsError: with the first tensor of another shape.
+        WeightsError: a tensor of another shape; the message names the first one.
     """
     for name, shapes in report.remade.items():
         if not CLASS_HEAD.search(name) and not name.endswith("query_embed.weight"):
             raise WeightsError(
-                f"{origin} is of another shape than the config's model: {name} is {shapes}; "
+                f"{origin} has other shapes than the config's model: {name} is {shapes}; "
                 "set the keys of MODEL that it was trained with"
             )

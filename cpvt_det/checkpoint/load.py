@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights -> a model: what fits by name and shape, class rows by class name, and a report of the rest."""
+"""Weights -> a model: load what fits by name and shape, class rows by class name, and report the rest."""
 
 import re
 from collections import Counter
@@ -19,17 +19,18 @@ from cpvt_det.errors import WeightsError
 
 @dataclass
 class WeightsReport:
-    """What became of weights.
+    """Result of loading weights into a model.
 
     Attributes:
-        loaded: names in the model that got their values.
-        remade: names in both that kept their fresh values -> why.
-        missing: names in the model only; they kept theirs too.
+        loaded: names in the model that were loaded.
+        remade: names in both that kept the model's initial values -> reason.
+        missing: names in the model only; they kept the initial values too.
         unexpected: names in the weights only.
-        rows_by_name: where the classes differ, class name -> the row that its row was taken from, ``None``: a fresh one.
-        first_row_only: those of ``loaded`` of which only row 0 is the weights', class heads of proposals: it is "an object",
-            and the other rows are no classes, only trained to say no.
-        source: whose names the weights had, a key of ``CONVERSIONS``; ``None``: ours.
+        rows_by_name: if the classes differ: class name -> row of the weights that was loaded for it; ``None`` for a class that kept
+            its initial row; empty if the classes agree.
+        first_row_only: names among ``loaded`` of which only row 0 was loaded: class heads of proposals, whose row 0 means "an
+            object"; the other rows stand for no class and were only trained to give low scores.
+        source: source of the names that the weights had, a key of ``CONVERSIONS``; ``None`` for our names.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -42,13 +43,13 @@ class WeightsReport:
 
     @property
     def is_partial(self) -> bool:
-        """Whether something is left over, on either side; but for classes that the model does not have."""
+        """Whether a tensor or class of the model, or a tensor of the weights, was not loaded."""
         return bool(self.remade or self.missing or self.unexpected or None in self.rows_by_name.values())
 
     def __str__(self) -> str:
         """One line: how many of each kind, and some of their names."""
         parts = [f"{len(self.loaded)} tensors loaded" + (f", converted from {self.source}" if self.source else "")]
-        for names, what in ((self.remade, "made anew"), (self.missing, "missing"), (self.unexpected, "unexpected")):
+        for names, what in ((self.remade, "re-initialised"), (self.missing, "missing"), (self.unexpected, "unexpected")):
             grouped = [name for name, _ in _grouped((name, "") for name in names)]
             some = ", ".join(grouped[:3]) + (", ..." if len(grouped) > 3 else "")
             parts += [f"{len(names)} {what} ({some})"] if names else []
@@ -58,34 +59,34 @@ class WeightsReport:
         return "; ".join(parts)
 
     def table(self) -> str:
-        """What did not load and why, names that differ in a layer's number as one; a sentence where everything did."""
-        rows = [("made anew", name, reason) for name, reason in _grouped(self.remade.items())]
+        """What was not loaded and why, with names that differ only in a layer's number in one row; or "every tensor loaded"."""
+        rows = [("re-initialised", name, reason) for name, reason in _grouped(self.remade.items())]
         rows += [("missing", name, "only in the model") for name, _ in _grouped((name, "") for name in self.missing)]
         rows += [("unexpected", name, "only in the weights") for name, _ in _grouped((name, "") for name in self.unexpected)]
         fresh = [name for name, row in self.rows_by_name.items() if row is None]
-        rows += [("made anew", f"class {name}", "not among the weights' classes") for name in fresh[:10]]
-        rows += [("made anew", f"{len(fresh) - 10} more classes", "")] if len(fresh) > 10 else []
-        rows += [("row 0 loaded", name, "it is an object, the others are no classes") for name in self.first_row_only]
+        rows += [("re-initialised", f"class {name}", "not among the weights' classes") for name in fresh[:10]]
+        rows += [("re-initialised", f"{len(fresh) - 10} more classes", "")] if len(fresh) > 10 else []
+        rows += [("row 0 loaded", name, "row 0 means an object, the other rows stand for no class") for name in self.first_row_only]
         return tabulate(rows, ("", "name", "why")) if rows else "every tensor loaded"
 
 
 def load_weights(
     model: nn.Module, weights: str | Path | Mapping[str, Any] | Weights, class_names: Sequence[str] | None = None
 ) -> WeightsReport:
-    """Give a model the weights that fit it by name and shape, in the model's own dtypes.
+    """Load the weights that fit a model by name and shape, in the model's own dtypes.
 
     Args:
-        model: changed in place.
-        weights: as in :func:`cpvt_det.checkpoint.read_weights`, or what it returned.
-        class_names: what the model's labels 0..K-1 mean. Where the weights' classes are known and others, rows of the class
-            heads are picked by class name; "no object", the last row, stays the last.
+        model: model that is changed in place.
+        weights: weights as for :func:`cpvt_det.checkpoint.read_weights`, or its result.
+        class_names: names of the model's labels 0..K-1. If the weights' classes are known and differ, rows of the class heads are
+            selected by class name; "no object", the last row, remains the last one.
 
     Returns:
-        What loaded, and what is fresh.
+        The names that were loaded, and those that kept their initial values.
 
     Raises:
-        WeightsError: weights that cannot be read, or of which nothing fits; the model is then unchanged.
-        ValueError: class names that are double.
+        WeightsError: weights that cannot be read, or that have no tensor for the model; the model is then unchanged.
+        ValueError: a class name that occurs twice.
     """
     read = weights if isinstance(weights, Weights) else read_weights(weights)
     own = model.state_dict()
@@ -97,7 +98,11 @@ def load_weights(
         rows = dict.fromkeys(rows)
     report = WeightsReport(
         loaded=list(chosen),
-        remade={name: f"{_shape(tensor)} there, {_shape(own[name])} here" for name, tensor in shared.items() if name not in chosen},
+        remade={
+            name: f"{_shape(tensor)} in the weights, {_shape(own[name])} in the model"
+            for name, tensor in shared.items()
+            if name not in chosen
+        },
         missing=_without_counters([name for name in own if name not in shared]),
         unexpected=_without_counters([name for name in read.state_dict if name not in own]),
         rows_by_name=rows,
@@ -105,31 +110,34 @@ def load_weights(
         source=read.source,
     )
     if not report.loaded:
-        example = f"{next(iter(read.state_dict), 'nothing')} there, {next(iter(own), 'nothing')} here"
-        raise WeightsError(f"{read.origin} has nothing in common with the model ({example}); is it another detector's?")
+        example = f"{next(iter(read.state_dict), 'nothing')} in the weights, {next(iter(own), 'nothing')} in the model"
+        raise WeightsError(
+            f"{read.origin} has no tensor that fits the model ({example}); set the keys of MODEL that it was trained with, "
+            "or give the weights of this detector"
+        )
     model.load_state_dict(chosen, strict=False)
     return report
 
 
 def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
-    """Give a backbone pretrained weights.
+    """Load pretrained weights into a backbone.
 
     Args:
-        backbone: changed in place.
-        weights: what its ``load_pretrained`` takes: for a ResNet a name of torchvision's, or a file.
-        name: what messages call the backbone, as in ``resnet50``.
+        backbone: backbone that is changed in place.
+        weights: argument of its ``load_pretrained``: for a ResNet the name of torchvision weights, or a file.
+        name: name of the backbone in error messages, such as ``resnet50``.
 
     Raises:
         UnknownNameError: neither a known name nor a file.
-        WeightsError: a backbone without pretrained weights, a failing download, or weights of another network.
+        WeightsError: a backbone without pretrained weights, a failed download, or weights of another network.
     """
     if not hasattr(backbone, "load_pretrained"):
-        raise WeightsError(f"backbone {name} has no pretrained weights: leave MODEL.BACKBONE.WEIGHTS empty")
+        raise WeightsError(f"backbone {name} cannot load pretrained weights, got {weights!r}: leave MODEL.BACKBONE.WEIGHTS empty")
     backbone.load_pretrained(weights, lambda path: state_dict_of(read_checkpoint(path), path))
 
 
 def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str, int | None]:
-    """The row of the weights' heads for each class name; empty where rows mean the same, or their meaning is unknown."""
+    """The row of the weights' heads for each class name; empty if the classes are the same, or the weights' are unknown."""
     if class_names is None or read.classes is None or tuple(class_names) == read.classes.names:
         return {}
     if len(set(class_names)) != len(class_names):
@@ -139,9 +147,9 @@ def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str,
 
 
 def _fit(name: str, tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
-    """What the model's tensor ``own`` becomes; ``None`` where it has to keep its values.
+    """The new value of the model's tensor ``own``; ``None`` if it has to keep its value.
 
-    Heads of other classes, (K', ...) and (K'', ...), get the rows found in a copy of the model's.
+    For heads with other classes, (K', ...) and (K'', ...), this is a copy of ``own`` with the rows that were found.
     """
     if PROPOSALS_HEAD.search(name) and tensor.shape[1:] == own.shape[1:] and (rows_by_name or len(tensor) != len(own)):
         return torch.cat((tensor[:1].to(own), own[1:]))
@@ -151,7 +159,7 @@ def _fit(name: str, tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Ma
 
 
 def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
-    """Softmax and sigmoid heads have no row in common: their logits differ by what "no object" takes."""
+    """Rows by class name; ``None`` between a softmax and a sigmoid head: only the former has logits relative to "no object"."""
     background = len(own) - len(rows_by_name)
     pairs = [(here, there) for here, there in enumerate(rows_by_name.values()) if there is not None]
     if not pairs or background != len(tensor) - len(read.classes) or tensor.shape[1:] != own.shape[1:]:
@@ -165,7 +173,7 @@ def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping
 
 
 def _without_counters(names: list[str]) -> list[str]:
-    """Names but those of batch norms' counters: nothing that a model computes depends on them."""
+    """Names without the counters of batch norms, which do not change any result."""
     return [name for name in names if not name.endswith("num_batches_tracked")]
 
 
@@ -174,6 +182,6 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _grouped(named: Any) -> list[tuple[str, str]]:
-    """(name, reason) pairs with numbers in names as stars, each once, and how many it stands for."""
+    """(name, reason) pairs with stars for numbers in names, each pair once, with its count."""
     counts = Counter((re.sub(r"\.\d+(?=\.)", ".*", name), reason) for name, reason in named)
     return [(f"{name} ({count})" if count > 1 else name, reason) for (name, reason), count in counts.items()]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles of arrays, as in detectron2's model zoo, read without running what they ask for.
+"""Pickles of arrays, as in detectron2's model zoo, read without running code from the file.
 
-A pickle names functions and calls them. Here the few names that arrays are written with stand for makers of this file, which only
-keep what they are given; every other name is refused. Arrays are made of that afterwards, by us, and no more of them than the file
-has bytes for. Before anything is unpickled its operations are looked through, since some make Python take memory at will.
+A pickle names functions and calls them. Here the few names needed for arrays stand for functions of this file, which only keep
+their arguments; every other name is refused. The arrays are made afterwards, by this file, and they may not need more memory than
+the file has bytes for. Before unpickling, all operations are checked, since some make Python allocate any amount of memory.
 """
 
 import pickle
@@ -18,26 +18,26 @@ import torch
 from cpvt_det.errors import WeightsError
 
 PLAIN = (str, bytes, bool, int, float, type(None))
-KINDS = "biuf"  # of numpy's dtypes: numbers, no objects
+KINDS = "biuf"  # kinds of numpy dtypes: numbers, no objects
 ASKING = dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), "objects") | {"FRAME": "bytes"}
 SLACK = 1 << 20  # bytes
-TOO_LITTLE = "more memory than a file of its size can mean"
+TOO_LITTLE = "more memory than a file of its size can need"
 
 
 class _Dtype:
-    """What ``numpy.dtype(code)`` with its state stands for."""
+    """Stand-in for ``numpy.dtype(code)`` with its state."""
 
     def __init__(self, code: str, *_: Any):
         self.value = np.dtype(code)
         if self.value.kind not in KINDS:
-            raise WeightsError(f"an array of {self.value} is no array of numbers")
+            raise WeightsError(f"an array of dtype {self.value} is not an array of numbers")
 
     def __setstate__(self, state: tuple) -> None:
         self.value = self.value.newbyteorder(state[1])  # "<", ">" or "|"
 
 
 class _Array:
-    """What numpy makes empty and then fills with its state, or makes of a buffer at once."""
+    """Stand-in for an array, which numpy creates empty and then gives a state, or creates from a buffer."""
 
     def __init__(self, *_: Any):
         self.parts: tuple = (b"", _Dtype("f8"), (0,), "C")
@@ -49,7 +49,7 @@ class _Array:
     def values(self) -> np.ndarray:
         """A view of the content."""
         content, dtype, shape, order = self.parts
-        content = content.encode("latin1") if isinstance(content, str) else content  # of Python 2
+        content = content.encode("latin1") if isinstance(content, str) else content  # written by Python 2
         return np.frombuffer(content, dtype.value).reshape(shape, order=order)
 
 
@@ -64,7 +64,7 @@ def _number(dtype: _Dtype, content: bytes) -> Any:
 
 
 class _Maker:
-    """Calls a function. Unlike one it has no attributes that a pickle's BUILD could set."""
+    """Calls a function. Unlike a function it has no attributes that a pickle's BUILD could set."""
 
     __slots__ = ("_make",)
 
@@ -75,7 +75,7 @@ class _Maker:
         return self._make(*arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise WeightsError(f"refused, because it sets {name!r} of a function")
+        raise WeightsError(f"refused, because it sets the attribute {name!r} of a function")
 
 
 def _no_bytes() -> bytes:
@@ -102,8 +102,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Callable:
         if (module, name) not in self._makers:
             raise WeightsError(
-                f"refused, because it holds a Python object ({module}.{name}) and unpickling that would run code; "
-                "where you trust its origin, save its arrays with torch.save"
+                f"refused, because it contains a Python object ({module}.{name}), and unpickling it would run code; "
+                "if you trust its origin, save its arrays with torch.save"
             )
         return _Maker(self._makers[module, name])
 
@@ -111,11 +111,11 @@ class _Unpickler(pickle.Unpickler):
         made = dict(*pairs)
         self._room -= len(made)
         if self._room < 0:
-            raise WeightsError(f"refused, because it fills {TOO_LITTLE}")
+            raise WeightsError(f"refused, because it uses {TOO_LITTLE}")
         return made
 
     def _bytes_of(self, text: str, encoding: str) -> bytes:
-        """The same bytes each time for the same text, which a pickle may ask for over and over."""
+        """The same bytes object for the same text each time: a pickle may ask for it any number of times."""
         if id(text) not in self._encoded:
             self._encoded[id(text)] = text, text.encode("latin1")
         return self._encoded[id(text)][1]
@@ -125,11 +125,11 @@ def read_pickle(path: Path) -> Any:
     """Read a pickle of containers, text, numbers and numpy arrays.
 
     Returns:
-        The same in plain containers, with arrays as tensors.
+        The same content in plain containers, with arrays as tensors.
 
     Raises:
-        WeightsError: anything else in it.
-        Exception: a damaged file, by whatever it makes of the unpickler.
+        WeightsError: any other object in the file.
+        Exception: a damaged file; the type depends on where the unpickler fails.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -139,22 +139,22 @@ def read_pickle(path: Path) -> Any:
 
 
 def _look_through(file: BinaryIO, size: int) -> None:
-    """Refuse memory for nothing: Python makes room for as many objects as the largest index that one is remembered under."""
+    """Refuse allocations far beyond the file's size: Python reserves a place for every index up to the largest in the file."""
     for operation, argument, _ in pickletools.genops(file):
         if operation.name in ASKING and argument > size:
             raise WeightsError(f"refused, because it asks for {TOO_LITTLE}: {argument} {ASKING[operation.name]}")
 
 
 class _Plain:
-    """Turns what was unpickled into plain containers and tensors.
+    """Turns unpickled objects into plain containers and tensors.
 
     Args:
-        size: of the file in bytes, which bounds that of all tensors.
+        size: size of the file in bytes, which limits the size of all tensors together.
     """
 
     def __init__(self, size: int):
         self._left = 2 * size + SLACK
-        self._done: dict[int, Any] = {}  # what became of those before, by id: a pickle may hold one many times over
+        self._done: dict[int, Any] = {}  # results by id of the object: a pickle may contain one object many times
 
     def of(self, value: Any) -> Any:
         if isinstance(value, PLAIN):
@@ -168,10 +168,10 @@ class _Plain:
             array = value.values()
             self._left -= array.nbytes
             if self._left < 0:
-                raise WeightsError(f"refused, because it fills {TOO_LITTLE}")
-            return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))  # a copy, which may be written to
+                raise WeightsError(f"refused, because it uses {TOO_LITTLE}")
+            return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))  # a copy, because the array is read-only
         if isinstance(value, dict):
             return {self.of(key): self.of(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.of(item) for item in value]
-        raise WeightsError(f"it holds a {type(value).__name__}; expected containers, numbers, text and arrays")
+        raise WeightsError(f"it contains a {type(value).__name__}; expected only containers, numbers, text and arrays")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint of a folder a run goes on from: one of the same run, the furthest of those that are whole.
+"""The checkpoint that a run is resumed from: of the same run, and the furthest one that is not damaged.
 
-A folder may hold checkpoints of several runs, one after the other. Its file ``run_id`` names the last that was started or resumed
-there, and a checkpoint's node ``cpvt_det`` the run that it is of. In checkpoints of before there were ids the seed stands for it.
+A folder may contain checkpoints of several runs, one after the other. Its file ``run_id`` names the run that was started or resumed
+there last, and the node ``cpvt_det`` of a checkpoint names its run. Checkpoints older than run ids are identified by their seed.
 """
 
 import logging
@@ -23,14 +23,14 @@ RUN_ID, TAG = "run_id", "last_checkpoint"
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a checkpoint file says of itself, its weights not looked at.
+    """A checkpoint file, described without reading its weights.
 
     Attributes:
-        path: of the file.
-        run_id: as :func:`run_id_of`.
-        iteration: the last that it has taken.
-        is_tagged: it is the one that ``last_checkpoint`` names.
-        written: when, in nanoseconds.
+        path: path of the file.
+        run_id: id of its run, from :func:`run_id_of`.
+        iteration: last iteration before it was saved.
+        is_tagged: True for the checkpoint named in ``last_checkpoint``.
+        written: time of its last change, in nanoseconds.
     """
 
     path: Path
@@ -41,31 +41,31 @@ class Candidate:
 
 
 def run_id_of(checkpoint: Mapping[str, Any]) -> str:
-    """The id of the run that a checkpoint is of, or else its seed; empty where nothing tells."""
+    """The id of a checkpoint's run, or else its seed; empty if the checkpoint contains neither."""
     node = checkpoint.get("cpvt_det")
     return str(node.get("run_id", node.get("seed", ""))) if isinstance(node, Mapping) else ""
 
 
 def last_checkpoint(folder: str | Path) -> Path:
-    """The checkpoint that a run in this folder would be resumed from.
+    """The checkpoint from which a run in this folder would be resumed.
 
     Raises:
-        WeightsError: a folder without one.
+        WeightsError: a folder without such a checkpoint.
     """
     return choose_to_resume(folder)[0]
 
 
 def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The furthest whole checkpoint of the run that the folder names, and what is in it.
+    """The furthest undamaged checkpoint of the run that the folder names, and its content.
 
-    Where that run has none, it is the newest of another run; that, and which were skipped and why, is logged.
+    If that run has none, the newest one of another run is used. A warning says so; others name the skipped files and the reasons.
 
     Raises:
-        WeightsError: a folder without a checkpoint, or without one that is whole.
+        WeightsError: a folder without a checkpoint, or with damaged ones only.
     """
     folder = Path(folder).expanduser()
     if not checkpoints_of(folder):
-        raise WeightsError(f"there is nothing to resume in {folder}: it has no checkpoint model_*.pth")
+        raise WeightsError(f"there is nothing to resume in {folder}: it contains no checkpoint model_*.pth; check OUTPUT_DIR")
     candidates, skipped = _look(folder)
     named = _named_run(folder, candidates)
 
@@ -77,48 +77,52 @@ def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
     for why in skipped.values():
         logger.warning("Skipped a checkpoint: %s", why)
     if chosen is None:
-        raise WeightsError(f"no checkpoint in {folder} is whole ({', '.join(skipped)}); start anew, or from other MODEL.WEIGHTS")
+        raise WeightsError(
+            f"all checkpoints in {folder} are damaged ({', '.join(skipped)}); train again without --resume, or set MODEL.WEIGHTS"
+        )
     if run_id_of(chosen[1]) != named:
-        logger.warning("The run that was last started in %s left no whole checkpoint; %s is of an earlier one", folder, chosen[0])
+        logger.warning(
+            "The run that was last started in %s has no undamaged checkpoint; %s belongs to an earlier run", folder, chosen[0]
+        )
     return chosen
 
 
 def choose_of_run(folder: str | Path, run_id: str) -> tuple[Path, dict[str, Any]] | None:
-    """The furthest whole checkpoint of one run, where there is one, and what is in it."""
+    """The furthest undamaged checkpoint of one run, and its content; ``None`` if there is none."""
     candidates = [one for one in _look(Path(folder))[0] if one.run_id == run_id]
     return _first_whole(sorted(candidates, key=lambda one: (one.iteration, one.is_tagged, one.written), reverse=True), {})
 
 
 def name_run(folder: str | Path, run_id: str) -> None:
-    """Write down which run a folder is of from now on."""
+    """Record the run that a folder belongs to from now on."""
     write_line(run_id, Path(folder) / RUN_ID)
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """The runs' checkpoints in a folder but the best."""
+    """All checkpoints in a folder except ``model_best.pth``."""
     return [path for path in folder.glob("model_*.pth") if path.stem == FINAL or NUMBERED.match(path.stem)]
 
 
 def _look(folder: Path) -> tuple[list[Candidate], dict[str, str]]:
-    """The checkpoints that open, and by name why others do not."""
+    """The checkpoints that can be opened, and for the others: file name -> reason."""
     tag = folder / TAG
     tagged = tag.read_text(encoding="utf-8", errors="replace").strip() if tag.is_file() else ""
     candidates, skipped = [], {}
     for path in checkpoints_of(folder):
         try:
-            told = read_checkpoint(path, only_look=True)
+            content = read_checkpoint(path, only_look=True)
         except WeightsError as error:
             skipped[path.name] = str(error)
             continue
-        iteration = told.get("iteration") if isinstance(told, dict) else None
+        iteration = content.get("iteration") if isinstance(content, dict) else None
         number = iteration if isinstance(iteration, int) else -1
-        run_id = run_id_of(told) if isinstance(told, dict) else ""
+        run_id = run_id_of(content) if isinstance(content, dict) else ""
         candidates.append(Candidate(path, run_id, number, path.name == tagged, path.stat().st_mtime_ns))
     return candidates, skipped
 
 
 def _named_run(folder: Path, candidates: list[Candidate]) -> str:
-    """The run that the folder is of: by its file, else that of the checkpoint that is tagged, else of the newest."""
+    """The run that the folder belongs to: from its file ``run_id``, else from the tagged checkpoint, else from the newest."""
     file = folder / RUN_ID
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace").strip()

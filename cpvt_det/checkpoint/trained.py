@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that tells its config and its classes -> a detector to use."""
+"""A checkpoint that contains its config and its classes -> a detector to use."""
 
 import os
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ class Trained:
     """A detector with its trained weights.
 
     Attributes:
-        cfg: that it was built from.
-        detector: in evaluation mode, on its device.
-        classes: what its labels mean.
+        cfg: config of the detector.
+        detector: detector in evaluation mode, on its device.
+        classes: classes that its labels stand for.
     """
 
     cfg: CfgNode
@@ -41,17 +41,17 @@ def load_trained(
     config_file: str = "",
     overrides: Sequence[str] = (),
 ) -> Trained:
-    """Build the detector of a checkpoint, which is enough by itself.
+    """Build the detector of a checkpoint; no other file is needed.
 
     Args:
-        path: a checkpoint of a run, a model folder, or with ``config_file`` any weights that ``MODEL.WEIGHTS`` takes.
-        device: a CUDA GPU where there is one, else the CPU, whatever it was trained on.
-        config_file: in place of the checkpoint's own.
+        path: checkpoint of a run, model folder, or with ``config_file`` any weights that ``MODEL.WEIGHTS`` accepts.
+        device: device of the detector; ``None`` for a CUDA GPU if torch finds one, else the CPU.
+        config_file: config that replaces the checkpoint's own.
         overrides: KEY VALUE words that change the config.
 
     Raises:
-        WeightsError: weights that cannot be read, tell no config or no classes, or are not all of the model.
-        ConfigError: keys that cannot be used, or a device that is not there.
+        WeightsError: weights that cannot be read, contain no config or no classes, or lack a part of the model.
+        ConfigError: keys that cannot be used, or a device that does not exist.
     """
     weights = read_weights(path)
     if config_file:
@@ -62,40 +62,46 @@ def load_trained(
         forgive_kept(cfg, f"the config in {weights.origin}", overrides)
     cfg.MODEL.DEVICE = "auto" if device is None else str(device)
     if weights.classes is None:
-        raise WeightsError(f"{path} does not tell its classes; a classes.json beside it, in a model folder, does (docs/use.md)")
+        raise WeightsError(
+            f"{path} does not contain the names of its classes; make a model folder with a classes.json (docs/use.md)"
+        )
     set_classes(cfg, weights.classes, str(path))
     target = build_device(cfg)
-    cfg.MODEL.DEVICE = "auto"  # where the config is used next is another machine perhaps
+    cfg.MODEL.DEVICE = "auto"  # the config may next be used on another machine
     detector = build_detector(cfg)
     report = load_weights(detector, weights, weights.classes.names)
     require_shapes(report, str(path))
     if report.is_partial:
-        raise WeightsError(f"{path} fits the config's model in part only: {report}; set the keys of MODEL that it was trained with")
+        raise WeightsError(
+            f"{path} fits only a part of the config's model: {report}; set the keys of MODEL that it was trained with"
+        )
     return Trained(cfg, detector.to(target).eval(), weights.classes)
 
 
 def _config_of(weights: Weights) -> CfgNode:
     if weights.config is None:
-        kind = "names no config" if weights.source is None else f"is of another project ({weights.source}) and names no config"
+        origin = "" if weights.source is None else f"comes from another project ({weights.source}) and "
         raise WeightsError(
-            f"{weights.origin} {kind}; give the one it fits with --config-file, as in --config-file coco/detr_r50_sine_50ep.yaml"
+            f"{weights.origin} {origin}contains no config; give its config with --config-file, for example "
+            "--config-file coco/detr_r50_sine_50ep.yaml"
         )
     cfg, source = get_cfg(), f"the config in {weights.origin}"
-    told = parse_config(weights.config, source)
-    for group in set(told) - {"MODEL", "INPUT"}:  # another version's keys of training, say: no answer depends on them
-        _keep_known(told, group, cfg)
+    stored = parse_config(weights.config, source)
+    for group in set(stored) - {"MODEL", "INPUT"}:  # unknown keys, such as training keys of another version, change no detection
+        _keep_known(stored, group, cfg)
     try:
-        merge_checked(cfg, told, source)
+        merge_checked(cfg, stored, source)
     except UnknownNameError as error:
         raise WeightsError(
-            f"{error}; it may be of another version, or of detectron2, whose DefaultPredictor takes it; --config-file replaces it"
+            f"{error}; the config may belong to another version, or to detectron2, whose DefaultPredictor reads it; "
+            "--config-file replaces it"
         ) from error
     return cfg
 
 
-def _keep_known(told: CfgNode, key: str, known: CfgNode) -> None:
+def _keep_known(stored: CfgNode, key: str, known: CfgNode) -> None:
     if key not in known:
-        del told[key]
-    elif isinstance(told[key], CfgNode) and isinstance(known[key], CfgNode):
-        for part in list(told[key]):
-            _keep_known(told[key], part, known[key])
+        del stored[key]
+    elif isinstance(stored[key], CfgNode) and isinstance(known[key], CfgNode):
+        for part in list(stored[key]):
+            _keep_known(stored[key], part, known[key])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a file, a folder or a dict to weights under our names, and what the rows of their class heads mean."""
+"""A file, a folder or a dict -> weights under our names, and the classes that the rows of their class heads stand for."""
 
 import json
 import re
@@ -18,8 +18,8 @@ from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
 from cpvt_det.errors import WeightsError
 
 CLASS_HEAD = re.compile(r"^class_embed\.(\d+\.)?(weight|bias)$")
-PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")  # row 0 is "an object", the others are no classes
-HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0}  # of a class head, beyond the labels of its config.json
+PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")  # row 0 means "an object", the other rows stand for no class
+HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0}  # rows of a class head beyond the labels in its config.json
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -28,11 +28,11 @@ class Weights:
     """Weights under our names.
 
     Attributes:
-        state_dict: names -> tensors, on the CPU where they come from a file.
-        classes: one for each row of a class head but that of "no object"; ``None`` where that is not known.
-        source: whose names they had, a key of ``CONVERSIONS``; ``None``: ours.
-        origin: what messages call them.
-        config: of the model that they were trained in, as YAML; ``None`` where nothing tells it.
+        state_dict: names -> tensors, on the CPU if they were read from a file.
+        classes: one class per row of a class head, without the row "no object"; ``None`` if the classes are unknown.
+        source: source of the names that they had, a key of ``CONVERSIONS``; ``None`` for our names.
+        origin: name of the weights in messages.
+        config: config of the model that they were trained in, as YAML; ``None`` if it is unknown.
     """
 
     state_dict: dict[str, Tensor]
@@ -42,7 +42,7 @@ class Weights:
     config: str | None = None
 
     def as_checkpoint(self) -> dict[str, Any]:
-        """The layout of our checkpoints, with the classes and the config where they are known."""
+        """The weights in the layout of our checkpoints, with the classes and the config if they are known."""
         node: dict[str, Any] = {} if self.config is None else {"config": self.config}
         if self.classes is not None:
             node["classes"] = {"ids": list(self.classes.ids), "names": list(self.classes.names)}
@@ -50,20 +50,20 @@ class Weights:
 
 
 def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") -> Weights:
-    """Read weights of ours or of a known source.
+    """Read our weights, or those of a known source.
 
     Args:
-        weights: a file; a folder with ``model.safetensors`` or ``pytorch_model.bin``, be it one of ours (of
-            :func:`cpvt_det.checkpoint.model_folder.save_model`) or of Hugging Face, with a ``config.json``; or the content of
+        weights: path of a file; path of a folder with ``model.safetensors`` or ``pytorch_model.bin``, either ours (from
+            :func:`cpvt_det.checkpoint.model_folder.save_model`) or from Hugging Face, with a ``config.json``; or the content of
             such a file.
-        source: whose names they have, a key of ``CONVERSIONS``; ``auto`` looks at the names.
+        source: source of their names, a key of ``CONVERSIONS``; ``auto`` finds it from the names.
 
     Returns:
-        Under our names. Classes are those the checkpoint tells; else COCO's, with ids as rows, for heads of 91 or 92 rows, and
-        in the order of the ids for the 80 rows of detrex.
+        The weights under our names. The classes are read from the checkpoint; if it contains none, they are COCO's: with ids as
+        rows for heads of 91 or 92 rows, and in the order of the ids for the 80 rows of detrex.
 
     Raises:
-        WeightsError: what cannot be read, or does not agree with itself.
+        WeightsError: weights that cannot be read, or parts of them that contradict each other.
         UnknownNameError: an unknown source.
     """
     if isinstance(weights, Mapping):
@@ -81,7 +81,7 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
     except WeightsError as error:
         raise WeightsError(f"{origin}: {error}") from error
     rows = next((len(tensor) for name, tensor in state_dict.items() if CLASS_HEAD.search(name)), None)
-    classes = None if rows is None else _told_classes(node.get("classes"), rows, origin)
+    classes = None if rows is None else _stored_classes(node.get("classes"), rows, origin)
     if classes is None and rows is not None and found in HF_BACKGROUND_ROWS and path is not None:
         classes = _config_classes(path.with_name("config.json"), rows - HF_BACKGROUND_ROWS[found])
     if classes is None and rows in (len(COCO_ROWS), len(COCO_ROWS) + 1):
@@ -93,37 +93,37 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
 
 
 def _file_of(path: Path) -> Path:
-    """``path``, or the file in it where it is a folder."""
+    """``path`` itself, or if it is a folder, the file of weights in it."""
     if not path.is_dir():
         return path
     for name in FOLDER_FILES:
         if (path / name).is_file():
             return path / name
     run = sorted(file.name for file in path.glob("model_*.pth"))
-    advice = f"; it is a run's, give one of its files: {', '.join(run[:5])}" if run else ""
-    raise WeightsError(f"the folder {path} has neither {' nor '.join(FOLDER_FILES)}{advice}")
+    advice = f"; it is the folder of a run, give one of its files: {', '.join(run[:5])}" if run else "; give a file of weights"
+    raise WeightsError(f"the folder {path} contains neither {' nor '.join(FOLDER_FILES)}{advice}")
 
 
-def _told_classes(node: Any, rows: int, origin: str) -> Classes | None:
-    """What a checkpoint of ours says of the rows of its class head."""
+def _stored_classes(node: Any, rows: int, origin: str) -> Classes | None:
+    """The classes that our checkpoints contain for the rows of their class head."""
     if not isinstance(node, Mapping):
         return None
     ids, names = tuple(node.get("ids", ())), tuple(node.get("names", ()))
     if not all(type(class_id) is int for class_id in ids) or not all(isinstance(name, str) for name in names):
-        raise WeightsError(f"{origin}: class ids are whole numbers and names are text, got {ids[:3]} and {names[:3]}")
+        raise WeightsError(f"{origin}: class ids must be whole numbers and names must be text, got {ids[:3]} and {names[:3]}")
     if len(ids) != len(names) or rows - len(ids) not in (0, 1) or len(set(names)) != len(names):
-        raise WeightsError(f"{origin}: a class head of {rows} rows does not go with {len(ids)} class ids and {len(names)} names")
+        raise WeightsError(f"{origin}: a class head with {rows} rows does not match {len(ids)} class ids and {len(names)} names")
     return Classes(ids, names)
 
 
 def _config_classes(config: Path, count: int) -> Classes | None:
-    """``count`` classes by ``id2label`` of the ``config.json`` of transformers; rows without a class are "N/A" there."""
+    """``count`` classes from ``id2label`` in a ``config.json`` of transformers, where "N/A" marks rows without a class."""
     try:
         labels = {int(row): str(name) for row, name in json.loads(config.read_text(encoding="utf-8"))["id2label"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # none there, or some other config.json
+        return None  # the file does not exist, or is some other config.json
     names = tuple(f"unused_{row}" if name == "N/A" else name for row, name in sorted(labels.items()))
-    unnamed = all(name == f"LABEL_{row}" for row, name in labels.items())  # what transformers writes where nobody named them
+    unnamed = all(name == f"LABEL_{row}" for row, name in labels.items())  # transformers' names for classes without names
     if unnamed or sorted(labels) != list(range(len(names))) or len(names) != count or len(set(names)) != len(names):
         return None
     return Classes(tuple(range(len(names))), names)

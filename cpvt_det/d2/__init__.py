@@ -4,9 +4,9 @@
 
 
 def setup_environment() -> None:
-    """What ``DETECTRON2_ENV_MODULE=cpvt_det.d2`` makes detectron2 call while it is imported: our keys in its own ``get_cfg()``.
+    """Add our keys to detectron2's ``get_cfg()``; with ``DETECTRON2_ENV_MODULE=cpvt_det.d2`` detectron2 calls this on import.
 
-    Before the imports below: where this folder comes first, they import detectron2, which asks for this function at once.
+    It must come before the imports below: if this folder is imported first, they import detectron2, which calls it at once.
     """
     from cpvt_det.d2.config import add_new_keys
 

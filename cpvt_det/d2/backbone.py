@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backbones both ways: detectron2's in our detectors, ours in detectron2's registry."""
+"""Backbones in both directions: detectron2's in our detectors, ours in detectron2's registry."""
 
 import math
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ class Detectron2Backbone(nn.Module):
     """A backbone of detectron2 with the interface of ours: maps from the finest to the coarsest.
 
     Args:
-        body: with an ``output_shape`` that knows strides and channels.
-        stages: whose maps are used: that of stage n has the stride 2 ** n, whatever its name (``res5``, ``p5``, ``scale5``).
+        body: backbone of detectron2, whose ``output_shape`` contains strides and channels.
+        stages: stages whose maps are used; the map of stage n has stride 2 ** n, whatever its name (``res5``, ``p5``, ``scale5``).
 
     Raises:
-        ValueError: no stage, or one that not exactly one map belongs to.
+        ValueError: no stage, or a stage for which there is not exactly one map.
     """
 
     def __init__(self, body: Backbone, stages: Sequence[int] = (5,)):
         super().__init__()
         if not stages:
-            raise ValueError("stages must name one map at least")
+            raise ValueError(f"stages must contain at least one stage, got {list(stages)}")
         self.body = body
         shapes = body.output_shape()
         self.names, self.strides, self.channels = [], [], []
@@ -37,8 +37,8 @@ class Detectron2Backbone(nn.Module):
             if len(names) != 1:
                 found = ", ".join(f"{name} {shape.stride}" for name, shape in shapes.items())
                 raise ValueError(
-                    f"stage {stage} needs one map of stride {2**stage}; {type(body).__name__} gives {found}: "
-                    "set its output features, or MODEL.BACKBONE.STAGES"
+                    f"stage {stage} needs exactly one map of stride {2**stage}, but {type(body).__name__} has the maps {found}; "
+                    "change its output features or MODEL.BACKBONE.STAGES"
                 )
             self.names.append(names[0])
             self.strides.append(2**stage)
@@ -46,10 +46,10 @@ class Detectron2Backbone(nn.Module):
 
     @property
     def size_divisibility(self) -> int:
-        """Images should have sides that are multiples of this: of the largest stride, and of what ``body`` asks for."""
-        # detectron2's Swin fails to tell, and its ViT pyramid tells it in other letters.
-        asked = getattr(self.body, "size_divisibility", 0) or self.body.padding_constraints.get("size_divisiblity", 0)
-        return math.lcm(max(self.strides), asked or 1)
+        """Number by which the sides of images should be divisible: for the largest stride, and for ``body``."""
+        # detectron2's Swin does not define it, and its ViT pyramid spells the key differently.
+        needed = getattr(self.body, "size_divisibility", 0) or self.body.padding_constraints.get("size_divisiblity", 0)
+        return math.lcm(max(self.strides), needed or 1)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """(B, 3, H, W) images -> maps over levels; the backbone does not see the padding mask."""
@@ -58,11 +58,11 @@ class Detectron2Backbone(nn.Module):
 
 
 def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
-    """The backbone where ``MODEL.BACKBONE.NAME`` is one of detectron2's registry; ``None`` where it is one of ours.
+    """The backbone if ``MODEL.BACKBONE.NAME`` is in detectron2's registry; ``None`` if it is one of ours.
 
     Raises:
-        ConfigError: ``MASK_PADDING`` or ``DC5`` on a backbone of detectron2, stages that it has no map of, or a name that neither
-            side knows.
+        ConfigError: ``MASK_PADDING``, ``DC5`` or ``CHECKPOINTING`` with a backbone of detectron2, stages without a map, or an
+            unknown name.
     """
     node = cfg.MODEL.BACKBONE
     if node.NAME in models.BACKBONE_REGISTRY:
@@ -70,17 +70,19 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     if node.NAME not in BACKBONE_REGISTRY:
         raise UnknownNameError("backbone", node.NAME, [*models.BACKBONE_REGISTRY.names, *(name for name, _ in BACKBONE_REGISTRY)])
     if node.MASK_PADDING:
-        raise ConfigError(f"backbone {node.NAME} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING False")
+        raise ConfigError(
+            f"backbone {node.NAME} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING to False"
+        )
     if node.DC5 or cfg.MODEL.CHECKPOINTING:
         raise ConfigError(
-            f"MODEL.BACKBONE.DC5 and MODEL.CHECKPOINTING are not for backbone {node.NAME} of detectron2: set them False"
+            f"backbone {node.NAME} of detectron2 does not support MODEL.BACKBONE.DC5 and MODEL.CHECKPOINTING: set both to False"
         )
     with config_errors("MODEL.BACKBONE"):
         return Detectron2Backbone(build_backbone(cfg), node.STAGES)
 
 
 class _OurBackbone(Backbone):
-    """A :class:`ResNetBackbone` for detectron2's own models; keys of its state dict as there."""
+    """A :class:`ResNetBackbone` for detectron2's own models, with the same keys in its state dict."""
 
     def __init__(self, resnet: ResNetBackbone):
         super().__init__()
@@ -110,16 +112,16 @@ class _OurBackbone(Backbone):
 
 def _stage(name: str) -> int:
     if name not in ("res2", "res3", "res4", "res5"):
-        raise ConfigError(f"MODEL.RESNETS.OUT_FEATURES has {name!r}; there are res2, res3, res4, res5")
+        raise ConfigError(f"MODEL.RESNETS.OUT_FEATURES contains {name!r}; allowed are res2, res3, res4 and res5")
     return int(name[-1])
 
 
 @BACKBONE_REGISTRY.register()
 def build_cpvt_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
-    """torchvision's ResNet for detectron2's models: ``MODEL.RESNETS.DEPTH``, ``NORM`` and ``OUT_FEATURES`` say which.
+    """torchvision's ResNet for detectron2's models, by ``MODEL.RESNETS.DEPTH``, ``NORM`` and ``OUT_FEATURES``.
 
     Raises:
-        ConfigError: a depth or a norm there is none of.
+        ConfigError: an unknown depth, norm or feature.
     """
     node = cfg.MODEL.RESNETS
     with config_errors("MODEL.RESNETS"):

@@ -16,7 +16,7 @@ from cpvt_det.errors import ConfigError
 def add_new_keys() -> None:
     """Add our keys to detectron2's defaults.
 
-    Keys that detectron2 has keep its values, so that its own models stay as they are; our YAML states them
+    Keys that detectron2 already has keep its defaults, so that its own models do not change; our YAML sets our values for them
     (``configs/_detectron2.yaml``).
     """
     from detectron2.config.defaults import _C
@@ -25,19 +25,19 @@ def add_new_keys() -> None:
 
 
 def add_cpvt_det_config(cfg: CfgNode) -> None:
-    """Copy every default of :func:`cpvt_det.config.get_cfg` into a config of detectron2, with ``MODEL.PEG``; its other keys stay.
+    """Copy all defaults of :func:`cpvt_det.config.get_cfg`, and ``MODEL.PEG``, into a detectron2 config; its other keys stay.
 
-    ``MODEL.DEVICE`` becomes what ``auto`` means on this machine, since detectron2 hands it to torch as it is.
+    ``MODEL.DEVICE`` becomes ``cuda`` or ``cpu`` instead of ``auto``, which detectron2 would pass to torch.
     """
     _add(core.get_cfg(), cfg, with_known=True)
     cfg.MODEL.DEVICE = _auto_device()
 
 
 def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
-    """:func:`cpvt_det.builders.load_cfg` with detectron2's keys beside ours; YAML stays safe, unlike in detectron2's own loading.
+    """:func:`cpvt_det.builders.load_cfg` with detectron2's keys beside ours. Unlike detectron2's own loading, it is safe.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as in :func:`cpvt_det.config.load_cfg`.
     """
     cfg = get_cfg()
     add_cpvt_det_config(cfg)
@@ -54,17 +54,19 @@ def refuse_ignored(cfg: CfgNode) -> None:
     """Refuse settings of detectron2's own trainer, loader and evaluation, which our runner does not read.
 
     Raises:
-        ConfigError: with the first of them.
+        ConfigError: such a setting; the message names the first one.
     """
     changed, ours = without_untouched(cfg), core.get_cfg()
     for group in ("SOLVER", "INPUT", "DATALOADER", "TEST"):
         ignored = sorted(set(changed[group]) - set(ours[group]))
         if ignored:
-            raise ConfigError(f"{group}.{ignored[0]} is for detectron2's own trainer and loader; this runner does not read it")
+            raise ConfigError(
+                f"{group}.{ignored[0]} is a key of detectron2's own trainer and loader, and this runner does not read it; remove it"
+            )
 
 
 def without_untouched(cfg: CfgNode) -> CfgNode:
-    """Our keys, and those of detectron2's that were changed: what a run writes down, so that the built-in runner reads it too."""
+    """Our keys, and the changed ones of detectron2's: a run saves these only, so that the built-in runner can read them too."""
     default = get_cfg()
     add_cpvt_det_config(default)
     return _kept(cfg, default, core.get_cfg())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets known to both sides: ours in detectron2's catalogs, those registered there in our config."""
+"""Data sets for both sides: ours in detectron2's catalogs, and those registered there in our config."""
 
 import json
 from collections.abc import Iterable
@@ -23,10 +23,11 @@ from cpvt_det.files import atomic_file
 def register_datasets(datasets: Iterable[DatasetFiles]) -> None:
     """Register data sets in detectron2.
 
-    One takes the place of an earlier one of ours; a name that detectron2 has in another format than COCO's stays detectron2's.
+    A data set replaces an earlier one that we registered under its name. A name registered in detectron2 with another format
+    than COCO keeps detectron2's data.
 
     Raises:
-        ConfigError: a name that was registered in detectron2 with other COCO files.
+        ConfigError: a name that is registered in detectron2 with other COCO files.
     """
     for files in datasets:
         annotations, root = str(files.annotations), str(files.image_root)
@@ -37,7 +38,10 @@ def register_datasets(datasets: Iterable[DatasetFiles]) -> None:
             if same or metadata.get("evaluator_type") != "coco":
                 continue
             if not metadata.get("from_cpvt_det"):
-                raise ConfigError(f"DATASETS.REGISTER: {files.name} is registered in detectron2 as {there[0]}; take another name")
+                raise ConfigError(
+                    f"DATASETS.REGISTER: the name {files.name} is already registered in detectron2, for {there[0]}; "
+                    "use another name"
+                )
             DatasetCatalog.remove(files.name)
             MetadataCatalog.remove(files.name)
         if files.is_coco:
@@ -48,7 +52,7 @@ def register_datasets(datasets: Iterable[DatasetFiles]) -> None:
 
 
 def _read_foreign(files: DatasetFiles) -> list[dict]:
-    """A data set that is not in COCO format, as detectron2's."""
+    """A data set that is not in COCO format, as a list of detectron2's dicts."""
     dataset = load_coco(files)
     MetadataCatalog.get(files.name).set(thing_classes=list(dataset.classes.names))
     return [
@@ -67,14 +71,14 @@ def _read_foreign(files: DatasetFiles) -> list[dict]:
 
 
 def find_registered(cfg: CfgNode) -> None:
-    """Register ``DATASETS.REGISTER``, and add to it those of the run's data sets that only detectron2's catalogs know.
+    """Register ``DATASETS.REGISTER``, and add to it the run's data sets that are only in detectron2's catalogs.
 
-    One in COCO format stays where it is; of any other (LVIS, Pascal VOC, a function of the user's) a COCO JSON is written to
+    A data set in COCO format is used directly; for any other (LVIS, Pascal VOC, a user's function) a COCO JSON is written to
     ``OUTPUT_DIR/datasets/``.
 
     Raises:
-        ConfigError: entries that are not triples, a data set without class names, an image without a size, a label beyond the
-            classes.
+        ConfigError: entries that are not triples, a data set without class names, an image without a size, a label above the
+            number of classes.
     """
     register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
     known = {entry[0] for entry in cfg.DATASETS.REGISTER}
@@ -89,7 +93,7 @@ def find_registered(cfg: CfgNode) -> None:
             path = Path(cfg.OUTPUT_DIR) / "datasets" / f"{name}.json"
             if comm.is_main_process():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with atomic_file(path) as file:  # check-data may read what a living run wrote
+                with atomic_file(path) as file:  # check-data may read the file of a run in progress
                     file.write(json.dumps(to_coco(name)).encode())
             comm.synchronize()
             found.append([name, str(path), ""])
@@ -99,11 +103,11 @@ def find_registered(cfg: CfgNode) -> None:
 def to_coco(name: str) -> dict[str, Any]:
     """A data set of detectron2's catalogs as a COCO dict.
 
-    File names are as registered; image ids that are no whole numbers (Pascal VOC) are counted from 1. Category ids are those of
-    the data where detectron2 knows them and they rise with the label, else labels + 1: so our labels are detectron2's.
+    File names are made absolute; image ids that are not whole numbers (Pascal VOC) are replaced by 1, 2, ... Category ids are those
+    of the data if detectron2 knows them and they rise with the label, else labels + 1; so our labels are the same as detectron2's.
 
     Raises:
-        ConfigError: as :func:`find_registered`.
+        ConfigError: as in :func:`find_registered`.
     """
     records = _read(name)
     names = class_names(name)
@@ -113,20 +117,23 @@ def to_coco(name: str) -> dict[str, Any]:
         image_id = record.get("image_id", number)
         image_id = int(image_id) if isinstance(image_id, Integral) else number
         if "height" not in record or "width" not in record:
-            raise ConfigError(f"data set {name}: {record['file_name']} has no height and width")
+            raise ConfigError(f"data set {name}: the record of {record['file_name']} has no height and width; add them")
         image = {"id": image_id, "file_name": str(Path(record["file_name"]).absolute())}
         images.append({**image, "height": record["height"], "width": record["width"]})
         for annotation in record.get("annotations", ()):
             missing = {"category_id", "bbox", "bbox_mode"} - annotation.keys()
             if missing:
-                raise ConfigError(f"data set {name}: an annotation of {record['file_name']} has no {missing.pop()!r}")
+                raise ConfigError(f"data set {name}: an annotation of {record['file_name']} has no {missing.pop()!r}; add it")
             if annotation["bbox_mode"] == BoxMode.XYWHA_ABS:
                 raise ConfigError(
-                    f"data set {name}: the boxes of {record['file_name']} are rotated, which our models do not detect"
+                    f"data set {name}: {record['file_name']} has rotated boxes (XYWHA_ABS), which our models cannot detect"
                 )
             label = annotation["category_id"]
             if not 0 <= label < len(ids):
-                raise ConfigError(f"data set {name}: {record['file_name']} has category_id {label}; there are {len(ids)} classes")
+                raise ConfigError(
+                    f"data set {name}: {record['file_name']} has category_id {label}, but there are {len(ids)} classes, "
+                    f"0 to {len(ids) - 1}"
+                )
             box = BoxMode.convert(annotation["bbox"], annotation["bbox_mode"], BoxMode.XYWH_ABS)
             place = {"bbox": [float(side) for side in box], "iscrowd": int(annotation.get("iscrowd", 0))}
             annotations.append({"image_id": image_id, "category_id": ids[label], **place})
@@ -136,23 +143,23 @@ def to_coco(name: str) -> dict[str, Any]:
 
 
 def _category_ids(name: str, count: int) -> list[int]:
-    """The ids of the data by label, where they are known for every label and rise; else labels + 1."""
+    """Category ids by label, if they are known for every label and rise; else labels + 1."""
     label_of = MetadataCatalog.get(name).get("thing_dataset_id_to_contiguous_id") or {}
     rising = sorted(label_of)
     return rising if [label_of[category_id] for category_id in rising] == list(range(count)) else list(range(1, count + 1))
 
 
 def class_names(name: str) -> list[str]:
-    """The classes of a data set in detectron2's catalogs, which is read where they are not known before.
+    """The classes of a data set in detectron2's catalogs; the data set is read if they are not known without it.
 
     Raises:
-        ConfigError: none are known even then, or it cannot be read.
+        ConfigError: a data set without class names, or one that cannot be read.
     """
     metadata = MetadataCatalog.get(name)
     if not metadata.get("thing_classes"):
         _read(name)
     if not metadata.get("thing_classes"):
-        raise ConfigError(f"data set {name} has no class names: MetadataCatalog.get({name!r}).thing_classes says them")
+        raise ConfigError(f"data set {name} has no class names; set MetadataCatalog.get({name!r}).thing_classes to a list of them")
     return list(metadata.thing_classes)
 
 
@@ -162,22 +169,22 @@ def _read(name: str) -> list[dict]:
     except KeyError as error:
         raise UnknownNameError("data set (DATASETS.REGISTER adds your own)", name, DatasetCatalog.list()) from error
     except ModuleNotFoundError as error:  # LVIS
-        raise ConfigError(f"data set {name} needs the package {error.name}, which is not installed") from error
+        raise ConfigError(f"data set {name} needs the package {error.name}; install it with pip") from error
     except OSError as error:
         raise DataError(f"data set {name}: {error}") from error
 
 
 def describe_classes(dataset: CocoDataset) -> None:
-    """Tell detectron2's catalog the classes of a data set as we number them.
+    """Write the classes of a data set to detectron2's catalog, numbered as in our labels.
 
     Raises:
-        ConfigError: it has others.
+        ConfigError: different classes in the catalog.
     """
     metadata = MetadataCatalog.get(dataset.name)
     if metadata.get("thing_classes") and tuple(metadata.thing_classes) != dataset.classes.names:
         raise ConfigError(
-            f"data set {dataset.name}: MetadataCatalog has the classes {', '.join(metadata.thing_classes[:5])}, "
-            f"its JSON has {', '.join(dataset.classes.names[:5])}, by rising id"
+            f"data set {dataset.name}: the classes in MetadataCatalog ({', '.join(metadata.thing_classes[:5])}) differ from those "
+            f"in its JSON, by rising id ({', '.join(dataset.classes.names[:5])}); make thing_classes equal to these"
         )
     if not metadata.get("thing_classes"):
         metadata.thing_classes = list(dataset.classes.names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our models by LazyConfig (``configs/lazy/``): what such a config needs beside the classes, and the script that trains one."""
+"""Our models with LazyConfigs (``configs/lazy/``): functions that such a config needs, and the training script."""
 
 import argparse
 import builtins
@@ -30,15 +30,15 @@ _ABSENT = object()
 def load_lazy_config(config_file: str, overrides: Sequence[str] = ()) -> DictConfig:
     """Load a LazyConfig and apply ``key=value`` words.
 
-    detectron2's own loading replaces Python's import for the while, and leaves it replaced where the config fails; this one
-    does not.
+    detectron2's own loading replaces Python's import function while it runs, and does not restore it if the config fails; this
+    function does.
 
     Args:
-        config_file: a path, or a name below ``configs/lazy``.
-        overrides: as in ``train.max_iter=100``; with a ``+`` before it, a key that is not there yet.
+        config_file: path of the config, or its name below ``configs/lazy``.
+        overrides: words such as ``train.max_iter=100``; a ``+`` before the key adds a new key.
 
     Raises:
-        ConfigError: no such file, one that cannot be run, or words that fit no key.
+        ConfigError: a file that does not exist or cannot be run, or a word with an unknown key.
     """
     ours = config_root() / "lazy" / config_file
     path = str(ours) if ours.is_file() and not Path(config_file).is_file() else config_file
@@ -48,7 +48,7 @@ def load_lazy_config(config_file: str, overrides: Sequence[str] = ()) -> DictCon
         for word in overrides:
             key = word.partition("=")[0]
             if not word.startswith("+") and OmegaConf.select(cfg, key, default=_ABSENT) is _ABSENT:
-                raise KeyError(f"no key {key}; +{word} adds one")
+                raise KeyError(f"unknown key {key}; to add it, write +{word}")
         return LazyConfig.apply_overrides(cfg, list(overrides))
     except Exception as error:  # a config is code
         raise ConfigError(f"LazyConfig {config_file}: {type(error).__name__}: {first_line(error)}") from error
@@ -60,12 +60,12 @@ def pretrained_resnet(name: str, weights: str, **options: Any) -> ResNetBackbone
     """A :class:`ResNetBackbone` with trained weights.
 
     Args:
-        name: of the ResNet.
-        weights: of torchvision's by name (``IMAGENET1K_V1``), or a local file; empty: random ones.
-        options: of :class:`ResNetBackbone`.
+        name: name of the ResNet, such as ``resnet50``.
+        weights: name of torchvision weights (``IMAGENET1K_V1``), or path of a file; empty for random weights.
+        options: further arguments of :class:`ResNetBackbone`.
 
     Raises:
-        WeightsError: weights that cannot be had or do not fit.
+        WeightsError: weights that cannot be read or downloaded, or that do not fit.
     """
     backbone = ResNetBackbone(name, **options)
     if weights:
@@ -74,7 +74,7 @@ def pretrained_resnet(name: str, weights: str, **options: Any) -> ResNetBackbone
 
 
 class SafeCheckpointer(DetectionCheckpointer):
-    """detectron2's checkpointer with our reader: no file's code runs, be it a ``.pkl``, and damage is found."""
+    """detectron2's checkpointer with our reader: it runs no code from a file, not even from a ``.pkl``, and finds damage."""
 
     def _load_file(self, filename: str) -> dict[str, Any]:
         read = read_checkpoint(filename)
@@ -84,25 +84,28 @@ class SafeCheckpointer(DetectionCheckpointer):
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """AdamW that bounds the norm of all gradients together before every step; detectron2's trainers have no other place for it.
+    """AdamW that clips the norm of all gradients together before every step; detectron2's trainers have no other place for it.
 
     Args:
-        params: parameters or groups of them.
-        clip_norm: the bound; 0: none.
-        options: of ``torch.optim.AdamW``, but for ``fused``, which under a gradient scaler would clip what is scaled.
+        params: parameters, or groups of parameters.
+        clip_norm: largest norm; 0 for no clipping.
+        options: further arguments of ``torch.optim.AdamW``, except ``fused``: with a gradient scaler, scaled gradients would be
+            clipped.
 
     Raises:
-        ValueError: a negative bound, or ``fused``.
+        ValueError: a negative norm, or ``fused``.
     """
 
     def __init__(self, params: Iterable, clip_norm: float = 0.1, **options: Any):
         if clip_norm < 0 or options.get("fused"):
-            raise ValueError(f"clip_norm must be 0, for no clipping, or more, without fused; got {clip_norm}, {options}")
+            raise ValueError(
+                f"clip_norm must be at least 0 (0 for no clipping), and fused must not be set; got {clip_norm}, {options}"
+            )
         super().__init__(params, **options)
         self.clip_norm = clip_norm
 
     def step(self, closure: Any = None) -> Any:
-        """Clip, then step."""
+        """Clip the gradients, then update the parameters."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         nn.utils.clip_grad_norm_(parameters, self.clip_norm or math.inf)
         return super().step(closure)
@@ -112,10 +115,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train, or evaluate, in this process.
 
     Args:
-        args: of detectron2's ``default_argument_parser``.
+        args: parsed arguments of detectron2's ``default_argument_parser``.
 
     Raises:
-        ConfigError: as :func:`load_lazy_config`.
+        ConfigError: as in :func:`load_lazy_config`.
         WeightsError: weights that cannot be read without running code.
     """
     cfg = load_lazy_config(args.config_file, args.opts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detectors as detectron2's meta architectures: list of dicts in, losses or instances out. No maths of their own."""
+"""The detectors as detectron2's meta architectures: list of dicts in, losses or instances out, and no computation of their own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,9 +26,9 @@ from cpvt_det.structures import Detections, Predictions, Targets
 
 
 class Detectron2Protocol:
-    """What detectron2 asks of a model, on top of a detector of the core; before it in the list of bases.
+    """detectron2's interface for a detector of the core; it comes before the detector in the list of base classes.
 
-    State-dict keys are the core's: criterion and post-processing have no parameters.
+    The keys of the state dict do not change, because criterion and post-processing have no parameters.
     """
 
     def __init__(self, *, criterion: SetCriterion, postprocessor: PostProcessor | None = None, **arguments: Any):
@@ -42,9 +42,9 @@ class Detectron2Protocol:
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         """A config -> the constructor's arguments.
 
-        ``DATASETS.REGISTER`` is registered: detectron2's trainers build the model first, then the data. Where
-        ``MODEL.NUM_CLASSES`` is 0, detectron2's catalog says how many classes the first data set has. Without ``MODEL.WEIGHTS``
-        the backbone has those of ``MODEL.BACKBONE.WEIGHTS``.
+        This also registers ``DATASETS.REGISTER``, since detectron2's trainers build the model before the data. If
+        ``MODEL.NUM_CLASSES`` is 0, the number of classes of the first data set is read from detectron2's catalog. Without
+        ``MODEL.WEIGHTS`` the backbone gets the weights ``MODEL.BACKBONE.WEIGHTS``.
         """
         register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
         cfg = _with_classes(cfg)
@@ -56,22 +56,23 @@ class Detectron2Protocol:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self.pixel_mean.device
 
     def forward(
         self, inputs: list[dict] | Tensor, padding_mask: Tensor | None = None, targets: Sequence[Targets] | None = None
     ) -> Any:
-        """detectron2's call, or with a padding mask the core's.
+        """detectron2's forward for a list of dicts, the core's for a tensor of images.
 
         Args:
-            inputs: dicts with ``image`` (3, h, w) in [0, 255], ``height`` and ``width`` of the original, and in training
+            inputs: dicts with ``image`` (3, h, w) in [0, 255], ``height`` and ``width`` of the original image, and in training
                 ``instances`` of detectron2 or ``targets`` of our loader; or normalised images (B, 3, H, W).
-            padding_mask: (B, H, W) bool, with images.
-            targets: targets of the B images, with images in training.
+            padding_mask: (B, H, W) bool, True = padded; only with a tensor of images.
+            targets: targets of the B images, in training; only with a tensor of images.
 
         Returns:
-            In training, weighted losses by name; in evaluation ``[{"instances": Instances}]``; with images, ``Predictions``.
+            For dicts, in training weighted losses by name, in evaluation ``[{"instances": Instances}]``; for a tensor,
+            ``Predictions``.
         """
         if isinstance(inputs, Tensor):
             return super().forward(inputs, padding_mask, targets)
@@ -97,7 +98,7 @@ class Detectron2Protocol:
 
 
 def register_detectors() -> None:
-    """Make a meta architecture of every detector that is registered by now, and of none twice."""
+    """Register a meta architecture for every registered detector that does not have one yet."""
     for name, arguments in builders.DETECTOR_REGISTRY:
         if name not in META_ARCH_REGISTRY:
             META_ARCH_REGISTRY._do_register(name, _meta_architecture(name, arguments.detector))
@@ -106,8 +107,8 @@ def register_detectors() -> None:
 def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
     """A detector in detectron2, from a config or by keyword.
 
-    Its keywords are those of the detector, where ``num_logits`` and ``prior_probability`` are by default what the criterion needs;
-    ``criterion``, its set loss; and ``postprocessor``, its decoding, by default the best 100.
+    Its keywords are those of the detector (``num_logits`` and ``prior_probability`` default to what the criterion needs),
+    ``criterion``, the set loss, and ``postprocessor``, which by default keeps the 100 best detections.
     """
 
     @configurable
@@ -134,18 +135,21 @@ def _with_classes(cfg: CfgNode) -> CfgNode:
 
 
 def _to_targets(sample: dict, num_classes: int) -> Targets:
-    """Of a sample with ``instances``.
+    """The targets of a sample with ``instances``.
 
     Raises:
-        DataError: none, or a label beyond the model's classes, which softmax would learn as "no object".
+        DataError: a sample without ``instances``, or a label above the model's classes, which softmax would learn as "no object".
     """
     where = f"{sample.get('file_name', 'a training image')} (id {sample.get('image_id')})"
     if "instances" not in sample:
-        raise DataError(f"{where} has no 'instances': a training mapper gives them, empty where there is no object")
+        raise DataError(f"{where} has no 'instances'; the training mapper must add them, also for images without objects")
     instances: Instances = sample["instances"]
     labels = instances.gt_classes
     if labels.device.type == "cpu" and len(labels) and labels.max() >= num_classes:
-        raise DataError(f"{where} has an object of class {labels.max()}, the model has {num_classes}: set MODEL.NUM_CLASSES")
+        raise DataError(
+            f"{where} has an object of class {labels.max()}, but the model has {num_classes} classes, counted from 0; "
+            "set MODEL.NUM_CLASSES"
+        )
     height, width = instances.image_size
     boxes = instances.gt_boxes.tensor
     return Targets(labels, xyxy_to_cxcywh(boxes) / boxes.new_tensor([width, height, width, height]))

@@ -27,8 +27,8 @@ logger = logging.getLogger("cpvt_det")
 
 
 def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False) -> Results:
-    """Train and evaluate, or only evaluate; as :func:`cpvt_det.runner.train.run`, with a config of :func:`load_cfg`."""
-    if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch has made the group
+    """Train and evaluate, or only evaluate, as :func:`cpvt_det.runner.train.run` does, with a config from :func:`load_cfg`."""
+    if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
     refuse_ignored(cfg)
     cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
@@ -61,7 +61,7 @@ def _train(cfg: CfgNode, resume: bool) -> Results:
         describe_classes(dataset)
     log_data(datasets + tests)
     records = task.training_records(datasets)
-    length = builders.build_length(cfg, len(records))
+    length = builders.build_schedule(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
     trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id())

@@ -99,7 +99,7 @@ class Trainer(DefaultTrainer):
         self.tests = tests
         self.results: Results = {}
         self._records = task.training_records(datasets)
-        length = builders.build_length(cfg, len(self._records))
+        length = builders.build_schedule(cfg, len(self._records))
         self.start_iter, self.max_iter, self._length = 0, length.max_iter, length
         torch.manual_seed(seed)
         detector = build_detector(cfg)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.layers.heads import Heads
-from cpvt_det.models.parts import freeze, in_part
+from cpvt_det.models.parts import belongs_to_part, freeze
 from cpvt_det.position.registry import PositionEncoding
 from cpvt_det.structures import PaddedBatch, Predictions, Targets, require_bool
 
@@ -75,7 +75,7 @@ class Detector(nn.Module):
         """Keep parts as they are: without gradients, and in evaluation mode, so that statistics of norms stay too.
 
         Args:
-            parts: names, as of :func:`cpvt_det.models.parts.in_part`: ``backbone``, ``encoder``, ``class_embed``.
+            parts: names, as of :func:`cpvt_det.models.parts.belongs_to_part`: ``backbone``, ``encoder``, ``class_embed``.
 
         Raises:
             UnknownNameError: a name of no part.
@@ -88,7 +88,7 @@ class Detector(nn.Module):
         """Set the mode; what is frozen stays in evaluation."""
         super().train(mode)
         for name, module in self.named_modules():
-            if any(in_part(name, part) for part in self.frozen):
+            if any(belongs_to_part(name, part) for part in self.frozen):
                 module.eval()
         return self
 

@@ -8,12 +8,12 @@ from torch import nn
 from cpvt_det.errors import UnknownNameError
 
 
-def in_part(name: str, part: str) -> bool:
-    """Whether a module or parameter of a detector is a part or in it.
+def belongs_to_part(name: str, part: str) -> bool:
+    """Whether a module or parameter of a detector is a part, or lies in it.
 
     Args:
-        name: as in ``named_modules`` and ``named_parameters``.
-        part: the name of a module or parameter, where ``transformer.`` may be left out.
+        name: name in ``named_modules`` or ``named_parameters``.
+        part: name of a module or parameter; ``transformer.`` may be omitted.
     """
     return f"{name}.".startswith((f"{part}.", f"transformer.{part}."))
 
@@ -23,7 +23,7 @@ def require_parts(model: nn.Module, parts: Iterable[str], what: str) -> None:
 
     Args:
         model: a detector.
-        parts: names, as of :func:`in_part`.
+        parts: names, as of :func:`belongs_to_part`.
         what: they are for.
 
     Raises:
@@ -31,7 +31,7 @@ def require_parts(model: nn.Module, parts: Iterable[str], what: str) -> None:
     """
     names = [name for name, _ in model.named_parameters()]
     for part in parts:
-        if not any(in_part(name, part) for name in names):
+        if not any(belongs_to_part(name, part) for name in names):
             known = {name.removeprefix("transformer.").partition(".")[0] for name in names}
             raise UnknownNameError(f"part of the model ({what})", part, known)
 
@@ -41,12 +41,12 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> None:
 
     Args:
         model: a detector, changed in place.
-        parts: names, as of :func:`in_part`.
+        parts: names, as of :func:`belongs_to_part`.
 
     Raises:
         UnknownNameError: a name of no part.
     """
     require_parts(model, parts, "frozen")
     for name, parameter in model.named_parameters():
-        if any(in_part(name, part) for part in parts):
+        if any(belongs_to_part(name, part) for part in parts):
             parameter.requires_grad_(False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both runners do between two steps: read which were bad, save, and obey signals."""
+"""The work of both runners between two steps: report bad steps, save, and obey signals."""
 
 import contextlib
 import logging
@@ -18,16 +18,17 @@ logger = logging.getLogger("cpvt_det")
 
 
 class RunGuard:
-    """Keeps what a run has reached. Every process calls its methods after the same steps.
+    """Saves the progress of a run. Every process must call its methods after the same steps.
 
-    An error that leaves its ``with`` block between two steps finds the last one saved, where there is one process: with several,
-    the others may be elsewhere.
+    If an error leaves its ``with`` block between two steps, the last step is saved; in a run of one process only, because in
+    several the others may be at another step.
 
     Args:
-        cfg: the run's, of whose ``SOLVER`` it takes the periods.
-        checkpointer: writes in the first process.
-        step: of the run.
-        start, max_iter: the first iteration to take, and how many the whole run has.
+        cfg: config of the run, whose ``SOLVER`` contains the periods.
+        checkpointer: checkpointer of the run, which writes in the first process.
+        step: training step of the run.
+        start: first iteration.
+        max_iter: number of iterations in the whole run.
     """
 
     def __init__(self, cfg: CfgNode, checkpointer: RunCheckpointer, step: TrainStep, start: int, max_iter: int):
@@ -52,7 +53,7 @@ class RunGuard:
             self._signals.__exit__(kind, error, *more)
 
     def after_step(self, iteration: int) -> None:
-        """Save where a checkpoint is due; it waits for a step that is good, so that the last checkpoint is.
+        """Save if a checkpoint is due, but only after a good step, so that the last checkpoint is always good.
 
         Raises:
             RunStoppedError: too many bad steps in a row, or a checkpoint that cannot be written.
@@ -61,7 +62,7 @@ class RunGuard:
         is_last = iteration + 1 == self.max_iter
         self._is_due |= (iteration + 1) % self._save_period == 0
         if self._is_due or is_last or (iteration + 1) % self._log_period == 0:
-            self._tell()
+            self._report_bad_steps()
         if self._is_due and not self.step.bad_steps.in_a_row:
             self._save()
         if is_last:
@@ -69,10 +70,10 @@ class RunGuard:
             self._saved = iteration
 
     def obey_signals(self) -> None:
-        """End the run where a signal asked for it, at the end of what belongs to a step.
+        """End the run if a signal was received, after all work of a step is done.
 
         Raises:
-            InterruptedRun: a signal came; the step is saved.
+            InterruptedRun: a received signal; the step is saved.
         """
         signum = self._signals.received()
         if signum:
@@ -80,12 +81,12 @@ class RunGuard:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Within this block a signal is obeyed at once; what ends it early, that or an error, finds the last step saved.
+        """Within this block a signal is obeyed immediately; if a signal or an error ends the block, the last step is saved.
 
         Raises:
-            InterruptedRun: a signal came.
+            InterruptedRun: a received signal.
         """
-        self._tell()
+        self._report_bad_steps()
         try:
             with self._signals.at_once():
                 yield
@@ -95,35 +96,35 @@ class RunGuard:
             self._save_unsaved()
             raise
 
-    def _tell(self) -> None:
-        """Have bad steps told; where they end the run, say what there is to go on with."""
+    def _report_bad_steps(self) -> None:
+        """Log bad steps; if they end the run, add to the error how to continue."""
         try:
-            self.step.bad_steps.tell()
+            self.step.bad_steps.report()
         except RunStoppedError as error:
             raise RunStoppedError(f"{error}; {self._way_out()}") from error
 
     def _way_out(self) -> str:
-        look = "look at those images and at MODEL.PIXEL_STD"
+        look = "check these images and MODEL.PIXEL_STD"
         if self._saved < 0:
-            return f"there is no checkpoint: {look}, and start anew with a lower SOLVER.BASE_LR"
+            return f"there is no checkpoint yet: {look}, and train again with a lower SOLVER.BASE_LR"
         if self._iteration - self._start < self.step.bad_steps.in_a_row:
-            return f"no step was good since --resume: {look}; or its checkpoint is spoilt: remove it and --resume the one before"
-        return f"the last checkpoint is of iteration {self._saved}, before them: {look}, or --resume it with a lower SOLVER.BASE_LR"
+            return f"all steps since --resume were bad: {look}; or remove the last checkpoint, which may be bad, and --resume again"
+        return f"the last checkpoint, of iteration {self._saved}, is good: {look}, or --resume with a lower SOLVER.BASE_LR"
 
     def _rescue(self) -> None:
-        """Save the last step after an error, unless that came in the middle of one; the error itself stays what ends the run."""
+        """Save the last step after an error, unless the error came in the middle of a step; the error still ends the run."""
         if self.step.done is None or self.step.done <= self._saved:
             return
         self._iteration = self.step.done
         try:
             self._save()
-            logger.warning("Iteration %d is saved; --resume goes on after it", self._iteration)
+            logger.warning("Iteration %d is saved; --resume continues after it", self._iteration)
         except RunStoppedError as error:
-            logger.warning("The last step is lost: %s", error)
+            logger.warning("The last step could not be saved: %s", error)
 
     def _leave(self, signum: int) -> None:
         self._save_unsaved()
-        done = f"iteration {self._iteration} is saved; --resume goes on after it" if self._iteration >= 0 else "nothing was done"
+        done = f"iteration {self._iteration} is saved; --resume continues after it" if self._iteration >= 0 else "no step was taken"
         error = InterruptedRun(signum, done)
         logger.warning("%s", error)
         raise error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process or many: ``torchrun`` starts them, or ``--num-gpus N`` does on this machine."""
+"""One process or several, started by ``torchrun``, or on this machine by ``--num-gpus N``."""
 
 import logging
 import os
@@ -18,19 +18,19 @@ from cpvt_det.runner.setup import JOB_ID
 def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
     """Call ``main(*args)`` in every process of the run.
 
-    Under ``torchrun`` this process is one of them, whatever ``num_gpus`` says. Otherwise it starts ``num_gpus`` of them.
+    Under ``torchrun`` this process is one of them, and ``num_gpus`` is ignored. Otherwise it starts ``num_gpus`` processes.
 
     Args:
-        main: importable by name, for new processes.
-        num_gpus: ``None`` for a GPU where there is one; 0 for the CPU.
-        args: picklable.
+        main: function that new processes can import by name.
+        num_gpus: number of GPUs and processes; ``None`` for one GPU if torch finds any; 0 for the CPU.
+        args: arguments of ``main``, which can be pickled.
 
     Returns:
-        What ``main`` returns in the first process.
+        The return value of ``main`` in the first process.
 
     Raises:
-        ConfigError: more GPUs than there are.
-        RunStoppedError: one of the processes was killed; the others end too.
+        ConfigError: more GPUs than torch finds.
+        RunStoppedError: a process that was killed; the others are stopped too.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus is not None and num_gpus > available:
@@ -43,26 +43,28 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it logs a traceback of its own
-    config = LaunchConfig(1, 1, num_gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)  # else it starts anew
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would log its own traceback
+    config = LaunchConfig(1, 1, num_gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)  # no restart
     try:
         return elastic_launch(config, _run_in_group)(main, args)[0]
-    except SignalException as error:  # the processes have had their time to save
+    except SignalException as error:  # the processes had time to save
         raise SystemExit(exit_code(error.sigval)) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode >= 0:  # the process has said what is wrong
+        if failure.exitcode >= 0:  # the process has already printed the error
             raise SystemExit(failure.exitcode) from None
         name = signal.Signals(-failure.exitcode).name
-        raise RunStoppedError(f"process {rank} of the run (pid {failure.pid}) was ended by {name}; the others were ended") from None
+        raise RunStoppedError(
+            f"process {rank} of the run (pid {failure.pid}) was ended by {name}; the others were stopped"
+        ) from None
 
 
 def _run_in_group(main: Callable[..., Any], args: tuple) -> Any:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    # Restarted processes share the store with those before them, and would look for them under their addresses.
+    # Restarted processes share the store with the dead ones, and would try to connect to the addresses of those.
     store, rank, world_size = next(dist.rendezvous("env://"))
-    os.environ[JOB_ID] = store.compare_set(JOB_ID, "", uuid.uuid4().hex).decode()  # the first to come chooses it for all
+    os.environ[JOB_ID] = store.compare_set(JOB_ID, "", uuid.uuid4().hex).decode()  # the first process chooses it for all
     store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # MODEL.DEVICE may be cpu
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the numbers of a run go: ``metrics.json`` (a line each time, keys as in detectron2), TensorBoard, log, progress bar."""
+"""The numbers of a run, written to ``metrics.json`` (JSON lines with detectron2's keys), TensorBoard, log and progress bar."""
 
 import contextlib
 import json
@@ -23,12 +23,13 @@ ON_THE_BAR = {"total_loss": "loss", "loss_class": "class", "loss_l1": "l1", "los
 
 
 class MetricsWriter:
-    """Collects scalars on the device and writes their means every ``period`` iterations: one synchronisation a line.
+    """Collects scalars on the device and writes their means every ``period`` iterations, with one synchronisation per line.
 
     Args:
-        output: the run's folder.
-        start_iter, max_iter: of the run.
-        images_per_iter: over all processes.
+        output: folder of the run.
+        start_iter: first iteration.
+        max_iter: number of iterations in the whole run.
+        images_per_iter: images per iteration, over all processes.
         period: iterations between lines.
     """
 
@@ -46,7 +47,7 @@ class MetricsWriter:
             self.bar = tqdm(total=max_iter, initial=start_iter, desc="training", unit="it", mininterval=interval, file=sys.stderr)
 
     def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> None:
-        """Take the scalars of one iteration; write where a line is due."""
+        """Collect the scalars of one iteration, and write a line if one is due."""
         self._records.append(record)
         if (iteration + 1) % self.period == 0 or iteration + 1 == self.max_iter:
             scalars = self._summary()
@@ -63,7 +64,7 @@ class MetricsWriter:
             self.bar.update()
 
     def write(self, iteration: int, scalars: dict[str, float]) -> None:
-        """Write scalars of an iteration; what is not a finite number becomes null in JSON."""
+        """Write scalars of an iteration; NaN and infinities become null in JSON."""
         if not self._writes:
             return
         clean = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
@@ -75,7 +76,7 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def clock_stopped(self) -> Iterator[None]:
-        """Leave what happens inside, an evaluation say, out of the speed."""
+        """Exclude the time of this block, such as an evaluation, from the speed."""
         start = time.perf_counter()
         yield
         self._last_time += time.perf_counter() - start
@@ -90,11 +91,11 @@ class MetricsWriter:
             self._tensorboard.close()
 
     def _summary(self) -> dict[str, float]:
-        """Means over the collected iterations and all processes, but for steps that were skipped: how many those were."""
+        """Means over the collected iterations and all processes, without skipped steps; ``skipped`` is the number of these."""
         names = sorted(self._records[0])
         values = torch.stack([torch.stack([record[name].double() for name in names]) for record in self._records])
         skipped = values[:, names.index("skipped")]
         taken = (skipped == 0)[:, None]
-        means = torch.where(taken, values, 0).sum(0) / taken.sum()  # NaN where none was taken
+        means = torch.where(taken, values, 0).sum(0) / taken.sum()  # NaN if all steps were skipped
         means[names.index("skipped")] = skipped.sum()
         return dict(zip(names, distributed.all_reduce_mean(means).tolist(), strict=True))

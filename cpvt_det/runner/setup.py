@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does before its first iteration: folder, log, seed."""
+"""Preparations before the first iteration of a run: folder, log, seed."""
 
 import contextlib
 import logging
@@ -26,20 +26,20 @@ except ImportError:  # on Windows, where nothing is locked
 
 logger = logging.getLogger("cpvt_det")
 JOB_ID = "CPVT_DET_JOB_ID"
-"""A variable of the environment, set by ``launch``."""
+"""Environment variable, set by ``launch``."""
 METRICS_LOGGER = "cpvt_det.metrics"
-"""Its lines go to the file alone: on the screen the progress bar says the same."""
+"""Logger whose lines go to the file only; on the screen the progress bar shows the same numbers."""
 
 
 @contextlib.contextmanager
 def only_run_in(cfg: CfgNode) -> Iterator[None]:
-    """Make ``OUTPUT_DIR`` this run's alone within the block.
+    """Reserve ``OUTPUT_DIR`` for this run within the block.
 
-    The lock is on the file ``.lock`` in it and belongs to this process: forked data workers do not hold it, and it ends with the
-    process, however that ends.
+    The lock is on the file ``.lock`` in it and belongs to this process: forked data workers do not inherit it, and it is released
+    when the process ends for any reason.
 
     Raises:
-        ConfigError: another run lives there; a folder that cannot be made or written to.
+        ConfigError: a folder that another run is using, or that cannot be created or written to.
     """
     if distributed.rank() != 0 or fcntl is None:
         yield
@@ -56,7 +56,7 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
         except OSError as error:
             file.seek(0)
             raise ConfigError(
-                f"another run, process {file.read().strip()}, is using OUTPUT_DIR {output}; end it, or give this one another folder"
+                f"another run, process {file.read().strip()}, is using OUTPUT_DIR {output}; stop it, or set another OUTPUT_DIR"
             ) from error
         file.truncate(0)
         file.write(f"{os.getpid()}")
@@ -65,17 +65,17 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
 
 
 def setup_run(cfg: CfgNode, keep_config: bool = False) -> Path:
-    """Make the run's folder with ``config.yaml`` and ``log.txt``, and start the log.
+    """Create the run's folder with ``config.yaml`` and ``log.txt``, and start the log.
 
     Args:
-        cfg: the run's config.
-        keep_config: leave a ``config.yaml`` that is there: an evaluation does not change what the run was.
+        cfg: config of the run.
+        keep_config: True: keep an existing ``config.yaml``, because an evaluation must not replace the config of the training.
 
     Returns:
-        ``OUTPUT_DIR``.
+        Path of ``OUTPUT_DIR``.
 
     Raises:
-        ConfigError: a folder that cannot be made or written to.
+        ConfigError: a folder that cannot be created or written to.
     """
     output = Path(cfg.OUTPUT_DIR).expanduser()
     if distributed.rank() == 0:
@@ -94,7 +94,7 @@ def setup_run(cfg: CfgNode, keep_config: bool = False) -> Path:
 
 
 def describe_environment() -> str:
-    """The versions that a report of a problem needs."""
+    """The versions to include in a bug report."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     return (
         f"cpvt_det {cpvt_det.__version__}, torch {torch.__version__}, torchvision {torchvision.__version__}, "
@@ -103,14 +103,14 @@ def describe_environment() -> str:
 
 
 def describe_model(detector: nn.Module) -> str:
-    """Its class and its parameters."""
+    """The class of a detector and the number of its parameters."""
     total = sum(parameter.numel() for parameter in detector.parameters())
     trained = sum(parameter.numel() for parameter in detector.parameters() if parameter.requires_grad)
     return f"{type(detector).__name__}, {total / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them trained"
 
 
 def choose_seed(cfg: CfgNode) -> int:
-    """``SEED``, or where it is negative another one for each run, the same in all its processes.
+    """``SEED``, or if it is negative, a random seed, the same in all processes of the run.
 
     Raises:
         ConfigError: a seed beyond 63 bits.
@@ -122,7 +122,7 @@ def choose_seed(cfg: CfgNode) -> int:
 
 
 def choose_run_id() -> str:
-    """Another one for each run, the same in all its processes, and in those that torchrun starts in the place of dead ones."""
+    """A random id for each run, the same in all its processes, including those that torchrun starts to replace dead ones."""
     return distributed.gather_objects(os.environ.get(JOB_ID) or uuid.uuid4().hex)[0]
 
 
@@ -140,7 +140,7 @@ def _start_log(path: Path) -> None:
 
 
 def stop_log() -> None:
-    """Close the log of the run before, where there was one in this process."""
+    """Close the log of the previous run in this process, if there was one."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM and Ctrl-C: the step at hand is finished and saved before a run ends."""
+"""SIGTERM and Ctrl-C: the current step is finished and saved before the run ends."""
 
 import contextlib
 import multiprocessing
@@ -14,17 +14,17 @@ from cpvt_det import distributed
 from cpvt_det.errors import exit_code
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SAME = 0.5  # seconds in which two signals are one: a terminal and torchrun both send the one that a user sent
+SAME = 0.5  # seconds; a second signal within this time is ignored: one Ctrl-C is sent by the terminal and by torchrun
 
 
 class Stopped(BaseException):
-    """A signal came where a run may stop at once."""
+    """A signal received where a run may stop immediately."""
 
 
 class StopSignals:
-    """Within its ``with`` block, the first signal is noted and a second one ends the process at once, data workers included.
+    """Within its ``with`` block, the first signal is recorded; a second one ends the process and its data workers immediately.
 
-    In threads other than the main one, which cannot have handlers, signals do what they did before.
+    Threads other than the main one cannot have handlers; there, signals act as before.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class StopSignals:
             signal.signal(signum, handler)
 
     def received(self) -> int:
-        """The signal that any process of the run got, 0 for none; every process has to ask after the same step."""
+        """The signal that any process of the run received, 0 for none; every process has to call this after the same step."""
         return distributed.all_reduce_max(self._signum)
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within this block the first signal raises :class:`Stopped` where it meets the program, also one that came before."""
+        """Within this block the first signal raises :class:`Stopped` immediately; a signal received earlier raises it too."""
         self._at_once = True
         try:
             if self._signum:
@@ -59,7 +59,7 @@ class StopSignals:
 
     @property
     def signum(self) -> int:
-        """The signal that this process got."""
+        """The signal that this process received."""
         return self._signum
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

@@ -17,7 +17,7 @@ from cpvt_det.runner.evaluate import draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
-from cpvt_det.solver.schedule import Length
+from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
 from cpvt_det.tasks.registry import Results, build_task, flatten, main_value
 
@@ -65,7 +65,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     task = build_task(cfg)
     datasets, tests = task.load_splits()
     records, classes = task.training_records(datasets), datasets[0].classes
-    length = builders.build_length(cfg, len(records))
+    length = builders.build_schedule(cfg, len(records))
     output = setup_run(cfg)
     log_data(datasets + tests)
     logger.info(length.arithmetic)
@@ -118,7 +118,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     return results
 
 
-def is_due(iteration: int, length: Length) -> bool:
+def is_due(iteration: int, length: TrainingSchedule) -> bool:
     """Whether an evaluation follows this iteration: every ``eval_period``, and at the end."""
     done = iteration + 1
     return done == length.max_iter or (length.eval_period > 0 and done % length.eval_period == 0)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both runners train with: parameter groups, schedule, step, moving average."""
+"""The parts of training that both runners share: parameter groups, schedule, step, moving average."""

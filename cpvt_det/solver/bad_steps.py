@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose loss or gradient is not finite: judged on the device, never taken, counted, and told with their images."""
+"""Steps whose loss or gradient is not finite: found on the device, skipped, counted, and logged with their images."""
 
 import logging
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ logger = logging.getLogger("cpvt_det")
 
 @dataclass
 class _Step:
-    """A step that was judged and not yet told of.
+    """A step that was checked and is not yet in the log.
 
     Attributes:
-        iteration: its number.
+        iteration: number of its iteration.
         images: ids of this process's images.
-        finite: (len(images),) bool, whether an image's predictions were.
-        bad: () bool, the same in all processes.
+        finite: (len(images),) bool, whether each image's predictions were finite.
+        bad: () bool, whether the step is skipped; the same in all processes.
     """
 
     iteration: int
@@ -33,67 +33,67 @@ class _Step:
     bad: Tensor
 
 
-class BadSteps:
-    """Judges steps and keeps count of the bad ones.
+class NonFiniteGuard:
+    """Checks steps and counts the bad ones.
 
-    A step is judged on the device and the host does not wait for the verdict; it is read in :meth:`tell`. From the ``limit``-th
-    bad step in a row on all are bad, so that a run stands still until somebody reads that.
+    A step is checked on the device, and the host does not wait for the result, which is read in :meth:`report`. After ``limit`` bad
+    steps in a row all following steps are bad too, so that no weights change until the host reads the result and ends the run.
 
     Args:
-        limit: bad steps in a row that end a run.
-        device: of the model.
+        limit: number of bad steps in a row that end a run.
+        device: device of the model.
 
     Attributes:
-        in_a_row: () float32, bad steps since the last good one.
-        total: () float32, bad steps of the whole run.
+        in_a_row: () float32, number of bad steps since the last good one.
+        total: () float32, number of bad steps in the whole run.
     """
 
     def __init__(self, limit: int, device: torch.device):
         self.limit = limit
         self.in_a_row = torch.zeros((), device=device)
         self.total = torch.zeros((), device=device)
-        self._untold: list[_Step] = []
+        self._unreported: list[_Step] = []
 
     def state_dict(self) -> dict[str, int]:
         """Both counts."""
         return {"in_a_row": int(self.in_a_row), "total": int(self.total)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take both counts."""
+        """Restore both counts."""
         self.in_a_row.fill_(state["in_a_row"])
         self.total.fill_(state["total"])
 
-    def judge(self, iteration: int, samples: Sequence[Sample], finite: Tensor, grad_norm: Tensor) -> Tensor:
-        """Whether a step must not be taken, and one more to tell of.
+    def check(self, iteration: int, samples: Sequence[Sample], finite: Tensor, grad_norm: Tensor) -> Tensor:
+        """Find out whether a step must be skipped, and keep the result for :meth:`report`.
 
         Args:
-            iteration: its number.
-            samples: this process's.
-            finite: (B,) bool, whether each one's predictions are.
-            grad_norm: () of the gradients averaged over all processes, which hence agree about the step.
+            iteration: number of the iteration.
+            samples: the B samples of this process.
+            finite: (B,) bool, whether the predictions for each sample are finite.
+            grad_norm: () float, norm of the gradients averaged over all processes, so that all processes get the same result.
 
         Returns:
-            () bool.
+            () bool, True for a step that must be skipped.
         """
         bad = ~grad_norm.isfinite() | (self.in_a_row >= self.limit)
         self.in_a_row = (self.in_a_row + 1) * bad
         self.total = self.total + bad
-        self._untold.append(_Step(iteration, [sample.get("image_id") for sample in samples], finite, bad))
+        self._unreported.append(_Step(iteration, [sample.get("image_id") for sample in samples], finite, bad))
         return bad
 
-    def tell(self) -> None:
-        """Log the bad ones among the steps since the last call; every process has to call it after the same step.
+    def report(self) -> None:
+        """Log the bad steps since the last call; every process has to call it after the same step.
 
         Raises:
-            RunStoppedError: too many in a row.
+            RunStoppedError: too many bad steps in a row.
         """
-        untold, self._untold = self._untold, []
-        if not untold:
+        steps, self._unreported = self._unreported, []
+        if not steps:
             return
-        *verdicts, in_a_row = torch.stack([*(step.bad for step in untold), self.in_a_row]).tolist()
-        for step, bad in zip(untold, verdicts, strict=True):
+        *results, in_a_row = torch.stack([*(step.bad for step in steps), self.in_a_row]).tolist()
+        for step, bad in zip(steps, results, strict=True):
             if bad:
-                logger.warning("Iteration %d is left out: %s", step.iteration, _why(step))
+                logger.warning("Iteration %d is skipped: %s", step.iteration, _why(step))
         if in_a_row >= self.limit:
             raise RunStoppedError(
                 f"{int(in_a_row)} steps in a row were not finite (SOLVER.MAX_BAD_STEPS {self.limit}; the log names their images)"
@@ -101,10 +101,10 @@ class BadSteps:
 
 
 def _why(step: _Step) -> str:
-    """What was not finite, and for which images of all processes."""
-    spoilt = [image for image, finite in zip(step.images, step.finite.tolist(), strict=True) if not finite]
-    by_process = distributed.gather_objects((spoilt, step.images))
-    spoilt, images = ([image for lists in by_process for image in lists[part]] for part in range(2))
-    if spoilt:
-        return f"predictions that are not finite for images {', '.join(map(str, spoilt))}"
-    return f"a loss or gradient that is not finite; its images are {', '.join(map(str, images))}"
+    """The reason for which a step is bad, with the ids of the images in all processes."""
+    affected = [image for image, finite in zip(step.images, step.finite.tolist(), strict=True) if not finite]
+    by_process = distributed.gather_objects((affected, step.images))
+    affected, images = ([image for lists in by_process for image in lists[part]] for part in range(2))
+    if affected:
+        return f"the predictions are not finite for images {', '.join(map(str, affected))}"
+    return f"the loss or a gradient is not finite; the images of the batch are {', '.join(map(str, images))}"

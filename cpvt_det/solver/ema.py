@@ -7,11 +7,11 @@ from torch.optim.swa_utils import AveragedModel
 
 
 class MovingAverage(AveragedModel):
-    """An average of parameters and buffers; ``.module`` is the model of it.
+    """A moving average of parameters and buffers; ``.module`` is a model with the averages.
 
     Args:
-        model: the detector itself, not a wrapper of it.
-        decay: the share of the old average, in [0, 1].
+        model: detector to average, not a wrapper around it.
+        decay: share of the old average that is kept in each update, in [0, 1].
 
     Raises:
         ValueError: a decay outside [0, 1].
@@ -19,18 +19,18 @@ class MovingAverage(AveragedModel):
 
     def __init__(self, model: nn.Module, decay: float):
         if not 0 <= decay <= 1:
-            raise ValueError(f"the decay of a moving average must be from 0 to 1, got {decay}")
+            raise ValueError(f"the decay of a moving average must be between 0 and 1, got {decay}")
         super().__init__(model, use_buffers=True)
         self.decay = decay
         self.n_averaged = self.n_averaged.to(next(model.parameters()).device)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module, good: Tensor | None = None) -> None:
-        """Move towards a model; the first time, onto it.
+        """Move the average towards a model; the first update copies the model.
 
         Args:
-            model: finite.
-            good: () bool on the model's device; where it is False the average stays, without waiting for the device to say so.
+            model: model with finite weights.
+            good: () bool on the model's device; if it is False, the average does not change. The host does not wait for its value.
         """
         share = torch.where(self.n_averaged == 0, 1.0, 1.0 - self.decay)
         if good is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW over groups of parameters: backbone, sampling points and rest, with keys for norms and PEG."""
+"""AdamW for groups of parameters: backbone, sampling points and the rest, with separate weight decay for norms and PEG."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpvt_det.models.parts import in_part, require_parts
+from cpvt_det.models.parts import belongs_to_part, require_parts
 from cpvt_det.position.peg import PEGDetection
 
 POINTS = re.compile(r"(^|\.)(sampling_offsets|reference_points)\.")
@@ -26,24 +26,24 @@ def parameter_groups(
     peg_weight_decay: float | None = None,
     lr_multipliers: Sequence[tuple[str, float]] = (),
 ) -> list[dict[str, Any]]:
-    """Trainable parameters with one learning rate and weight decay a group.
+    """Trainable parameters in groups of one learning rate and weight decay each.
 
     Args:
-        model: a detector; what lies in its ``backbone`` takes ``backbone_lr``.
-        lr: of all else.
-        backbone_lr: of the backbone.
-        weight_decay: of all parameters, as in DETR, but for those of the last two.
-        points_lr_multiplier: on ``lr``, for Deformable-DETR's sampling offsets and reference points.
-        norm_weight_decay: of norms, those in a PEG included; ``None`` for ``weight_decay``.
-        peg_weight_decay: of a PEG's other parameters; ``None`` for ``weight_decay``.
-        lr_multipliers: parts, as of :func:`cpvt_det.models.parts.in_part`, and a factor on their learning rate; where parts are
-            in parts, all factors count.
+        model: a detector.
+        lr: learning rate of all parameters outside ``model.backbone``.
+        backbone_lr: learning rate of the parameters in ``model.backbone``.
+        weight_decay: weight decay of all parameters, as in DETR, unless one of the next two values applies.
+        points_lr_multiplier: factor on the learning rate of Deformable-DETR's sampling offsets and reference points.
+        norm_weight_decay: weight decay of norms, including those in a PEG; ``None`` for no difference.
+        peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None`` for no difference.
+        lr_multipliers: (part, factor on its learning rate) pairs, with parts as in
+            :func:`cpvt_det.models.parts.belongs_to_part`; for a part inside another one, both factors are multiplied.
 
     Returns:
         Groups for ``torch.optim``, with ``params``, ``lr`` and ``weight_decay``.
 
     Raises:
-        UnknownNameError: a factor for no part.
+        UnknownNameError: a factor for a part that the model does not have.
     """
     require_parts(model, [part for part, _ in lr_multipliers], "learning rate")
     decay_of: dict[int, float] = {}
@@ -57,11 +57,11 @@ def parameter_groups(
         if parameter.requires_grad:
             rate = backbone_lr if name.startswith("backbone.") else lr
             rate = rate * points_lr_multiplier if POINTS.search(name) else rate
-            rate *= math.prod(factor for part, factor in lr_multipliers if in_part(name, part))
+            rate *= math.prod(factor for part, factor in lr_multipliers if belongs_to_part(name, part))
             groups.setdefault((rate, decay_of.get(id(parameter), weight_decay)), []).append(parameter)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
 
 
 def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """AdamW, fused: one pass over the parameters."""
+    """Fused AdamW, which updates all parameters in one pass."""
     return torch.optim.AdamW(groups, fused=True)

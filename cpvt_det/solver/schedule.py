@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epochs -> iterations, and the learning rate of every iteration."""
+"""Epochs -> iterations; iteration -> learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,16 @@ SCHEDULES = ("step", "cosine")
 
 
 @dataclass(frozen=True)
-class Length:
-    """How long a run is, in iterations; ``arithmetic`` says how it came about."""
+class TrainingSchedule:
+    """The schedule of a run in iterations.
+
+    Attributes:
+        max_iter: length of the run.
+        steps: iterations at which the learning rate falls.
+        warmup: number of iterations in which the learning rate rises to its full value.
+        eval_period: iterations between evaluations; 0 for none before the end.
+        arithmetic: text that shows how the length was computed, for the log.
+    """
 
     max_iter: int
     steps: tuple[int, ...]
@@ -23,7 +31,7 @@ class Length:
     arithmetic: str
 
 
-def length_in_epochs(
+def schedule_from_epochs(
     num_images: int,
     batch_size: int,
     epochs: float,
@@ -31,14 +39,16 @@ def length_in_epochs(
     warmup_epochs: float = 0.0,
     eval_epochs: float = 0.0,
     eval_period: int = 0,
-) -> Length:
+) -> TrainingSchedule:
     """Turn epochs into iterations of a data set.
 
     Args:
-        num_images: of the training data.
-        batch_size: images an iteration, over all processes and accumulated parts.
-        epochs, step_epochs, warmup_epochs: of the whole run, of each step of the learning rate, of the warm-up.
-        eval_epochs: between evaluations; 0 leaves ``eval_period``.
+        num_images: number of training images.
+        batch_size: images per iteration, over all processes and accumulated parts.
+        epochs: length of the run in epochs.
+        step_epochs: epochs at which the learning rate falls.
+        warmup_epochs: length of the warm-up in epochs.
+        eval_epochs: epochs between evaluations; 0 for ``eval_period``.
         eval_period: iterations between evaluations; 0 for none before the end.
     """
 
@@ -46,49 +56,49 @@ def length_in_epochs(
         return max(1, round(of * num_images / batch_size))
 
     max_iter, steps = iterations(epochs), tuple(iterations(step) for step in step_epochs)
-    arithmetic = f"{epochs:g} epochs x {num_images} images / {batch_size} images an iteration = {max_iter} iterations" + "".join(
+    arithmetic = f"{epochs:g} epochs x {num_images} images / {batch_size} images per iteration = {max_iter} iterations" + "".join(
         f"; epoch {epoch:g} = iteration {step}" for epoch, step in zip(step_epochs, steps, strict=True)
     )
     warmup = iterations(warmup_epochs) if warmup_epochs > 0 else 0
-    if eval_epochs > 0:  # rounded up, or the last of them would come just before the end's
+    if eval_epochs > 0:  # rounded up: otherwise the last one would come just before the evaluation at the end
         eval_period = math.ceil(eval_epochs * num_images / batch_size - 1e-6)
-    return Length(max_iter, steps, warmup, eval_period, arithmetic)
+    return TrainingSchedule(max_iter, steps, warmup, eval_period, arithmetic)
 
 
-class LearningRate:
-    """The factor on every group's learning rate, a function of the iteration alone.
+class LRSchedule:
+    """The factor on the learning rates of all groups, which depends on the iteration only.
 
     Args:
-        length: of the run.
-        schedule: ``step`` (times ``gamma`` at each step) or ``cosine`` (to 0 at the end).
-        gamma: factor of a step.
+        schedule: schedule of the run.
+        kind: ``step`` (multiply by ``gamma`` at each step) or ``cosine`` (fall to 0 at the end).
+        gamma: factor at each step.
 
     Raises:
-        UnknownNameError: another schedule.
-        ValueError: no iterations, or steps that do not rise. Steps beyond the end are never reached.
+        UnknownNameError: an unknown kind.
+        ValueError: no iterations, or steps that are not in rising order. Steps after the end are ignored.
     """
 
-    def __init__(self, length: Length, schedule: str = "step", gamma: float = 0.1):
-        if length.max_iter < 1:
-            raise ValueError("SOLVER.EPOCHS or SOLVER.MAX_ITER must be above 0: there is nothing to train")
-        self.length = length
-        self._scheduler = _scheduler(length, schedule, gamma)
+    def __init__(self, schedule: TrainingSchedule, kind: str = "step", gamma: float = 0.1):
+        if schedule.max_iter < 1:
+            raise ValueError("there is nothing to train: SOLVER.EPOCHS or SOLVER.MAX_ITER must be above 0")
+        self.schedule = schedule
+        self._scheduler = _scheduler(schedule, kind, gamma)
 
     def factor(self, iteration: int) -> float:
         """The factor at an iteration, counted from 0."""
-        warmup = min(1.0, (iteration + 1) / (self.length.warmup + 1))
-        return warmup * float(self._scheduler(min(iteration, self.length.max_iter - 1) / self.length.max_iter))
+        warmup = min(1.0, (iteration + 1) / (self.schedule.warmup + 1))
+        return warmup * float(self._scheduler(min(iteration, self.schedule.max_iter - 1) / self.schedule.max_iter))
 
 
-def _scheduler(length: Length, schedule: str, gamma: float) -> ParamScheduler:
-    if schedule == "cosine":
+def _scheduler(schedule: TrainingSchedule, kind: str, gamma: float) -> ParamScheduler:
+    if kind == "cosine":
         return CosineParamScheduler(1.0, 0.0)
-    if schedule != "step":
-        raise UnknownNameError("SOLVER.SCHEDULE", schedule, SCHEDULES)
-    steps = length.steps
+    if kind != "step":
+        raise UnknownNameError("SOLVER.SCHEDULE", kind, SCHEDULES)
+    steps = schedule.steps
     if any(late <= early for early, late in zip((0, *steps), steps, strict=False)):
-        raise ValueError(f"steps of the learning rate must rise, got iterations {list(steps)}")
-    steps = tuple(step for step in steps if step < length.max_iter)
+        raise ValueError(f"the steps of the learning rate must be in rising order, got iterations {list(steps)}")
+    steps = tuple(step for step in steps if step < schedule.max_iter)
     if not steps:
         return CosineParamScheduler(1.0, 1.0)
-    return MultiStepParamScheduler([gamma**power for power in range(len(steps) + 1)], length.max_iter, milestones=steps)
+    return MultiStepParamScheduler([gamma**power for power in range(len(steps) + 1)], schedule.max_iter, milestones=steps)

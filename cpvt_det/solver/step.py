@@ -22,9 +22,9 @@ from cpvt_det import distributed
 from cpvt_det.data.loader import mix_seed
 from cpvt_det.data.mapper import Sample
 from cpvt_det.losses import Losses, Normalizers, SetCriterion
-from cpvt_det.solver.bad_steps import BadSteps
+from cpvt_det.solver.bad_steps import NonFiniteGuard
 from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.solver.schedule import LearningRate
+from cpvt_det.solver.schedule import LRSchedule
 from cpvt_det.structures import Targets
 
 
@@ -109,7 +109,7 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        learning_rate: LearningRate,
+        learning_rate: LRSchedule,
         options: StepOptions,
         seed: int = 0,
         ema: MovingAverage | None = None,
@@ -123,7 +123,7 @@ class TrainStep:
         self.ema = ema
         self.done: int | None = None
         device = self.training_model.detector.pixel_mean.device
-        self.bad_steps = BadSteps(options.max_bad_steps, device)
+        self.bad_steps = NonFiniteGuard(options.max_bad_steps, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp_dtype == torch.float16)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
@@ -170,7 +170,7 @@ class TrainStep:
         before = [buffer.clone() for buffer in statistics]
         record, finite = self._backward(samples)
         record["grad_norm"] = self._clip()
-        bad = self.bad_steps.judge(iteration, samples, finite, record["grad_norm"])
+        bad = self.bad_steps.check(iteration, samples, finite, record["grad_norm"])
         self._update(bad)
         for buffer, old in zip(statistics, before, strict=True):
             buffer.copy_(torch.where(bad, old, buffer))

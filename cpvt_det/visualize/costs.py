@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.attention import DeformableAttention
-from cpvt_det.models.parts import in_part
+from cpvt_det.models.parts import belongs_to_part
 
 PARTS = {
     "backbone": ("backbone",),
@@ -58,15 +58,16 @@ def find_parts(detector: nn.Module, names: Sequence[str]) -> dict[str, tuple[str
     """Parts chosen by the user, in the form of :data:`PARTS`.
 
     Args:
-        detector: the detector that contains the parts.
-        names: names that :func:`cpvt_det.models.parts.in_part` takes: ``encoder``, ``encoder.layers.0``, ``backbone.body.layer1``.
+        detector: detector that contains the parts.
+        names: names that :func:`cpvt_det.models.parts.belongs_to_part` takes: ``encoder``, ``encoder.layers.0``,
+            ``backbone.body.layer1``.
 
     Raises:
         UnknownNameError: a name that no module and no parameter has.
     """
     known = [name for name, _ in [*detector.named_modules(), *detector.named_parameters()] if name]
     for name in names:
-        if not any(in_part(other, name) for other in known):
+        if not any(belongs_to_part(other, name) for other in known):
             first = {other.removeprefix("transformer.").partition(".")[0] for other in known} - {"transformer"}
             raise UnknownNameError("part of the model (--parts)", name, first)
     return {name: (name,) for name in names}
@@ -100,8 +101,8 @@ def count_costs(detector: nn.Module, images: Tensor, padding_mask: Tensor, parts
 
 
 def part_of(name: str, parts: Mapping[str, Sequence[str]]) -> str:
-    """The part that a module or parameter belongs to, by its name in the detector."""
-    found = [(len(prefix), part) for part, prefixes in parts.items() for prefix in prefixes if in_part(name, prefix)]
+    """The part of a module or parameter, by its name in the detector."""
+    found = [(len(prefix), part) for part, prefixes in parts.items() for prefix in prefixes if belongs_to_part(name, prefix)]
     return max(found)[1] if found else REST
 
 

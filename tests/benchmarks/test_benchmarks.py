@@ -55,7 +55,7 @@ def test_ratios_are_paired_by_round_and_the_median_is_not_moved_by_one_bad_round
 
 def test_spread_of_quartiles_by_hand():
     assert Spread.of([4, 1, 3, 2]) == Spread(median=2.5, q1=1.75, q3=3.25, least=1, most=4)
-    with pytest.raises(ValueError, match="no figures"):
+    with pytest.raises(ValueError, match="expected at least one figure, got none"):
         Spread.of([])
 
 
@@ -315,7 +315,7 @@ def test_a_case_with_unequal_outputs_is_told_the_others_run_and_the_exit_code_is
     monkeypatch.setattr(op, "ms_deform_attn", wrong)
     result = call("--suite", "op", "--quick", "--output", tmp_path)
     assert result.exit_code == 1
-    assert "failed: RuntimeError: not the same work in 2 cases" in result.stderr.splitlines()[-1]
+    assert "failed: RuntimeError: the outputs of contenders differ in 2 cases" in result.stderr.splitlines()[-1]
     rows = {case["name"]: len(case["rows"]) for case in json.loads((tmp_path / "op_cpu.json").read_text())["cases"]}
     assert [bool(rows[name]) for name in rows] == [True, True, False, False]
 
@@ -336,7 +336,7 @@ def test_a_case_that_is_left_out_as_a_whole_has_its_line(tmp_path, small_limits)
             return [Case("big", {"size": "big"}, lambda: None, left_out="needs a GPU")]
 
     assert run_suite("some", Suite, Options(size="quick"), tmp_path) == []
-    assert "everybody: needs a GPU (big)" in (tmp_path / "some_cpu.md").read_text()
+    assert "all contenders: needs a GPU (big)" in (tmp_path / "some_cpu.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -348,10 +348,10 @@ def test_a_case_that_is_left_out_as_a_whole_has_its_line(tmp_path, small_limits)
             "unknown peer 'detrr' (did you mean 'detr'?); known: deformable_detr, detectron2, detr, detrex, transformers",
         ),
         (("--peer", "detr"), "--peer detr=PATH"),
-        (("--peer", "detr=/nowhere"), "/nowhere is no checkout of facebookresearch/detr: there is no models/detr.py"),
+        (("--peer", "detr=/nowhere"), "/nowhere is not a checkout of facebookresearch/detr: it does not contain models/detr.py"),
         (("--peer", "transformers=/nowhere"), "is a library and has no path"),
-        (("--suite", "op", "--quick", "--case", "nothing"), "no case of suite op fits 'nothing'; known: 640x640 b1"),
-        (("--quick", "--all"), "exclude each other"),
+        (("--suite", "op", "--quick", "--case", "nothing"), "no case of suite op matches 'nothing'; known: 640x640 b1"),
+        (("--quick", "--all"), "--quick and --all cannot be used together; choose one"),
         (("--threads", "0"), "--threads"),
     ],
 )

@@ -153,7 +153,7 @@ class Payload:
 def test_foreign_code_is_refused_and_not_run(tmp_path, zipped):
     path = tmp_path / "bad.pth"
     torch.save({"model": {"a": torch.ones(1)}, "x": Payload(tmp_path / "ran")}, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(WeightsError, match=r"bad\.pth: refused, because it holds a Python object \(\w+\.mkdir\)"):
+    with pytest.raises(WeightsError, match=r"bad\.pth: refused, because it contains a Python object \(\w+\.mkdir\)"):
         read_checkpoint(path)
     assert not (tmp_path / "ran").exists()
 
@@ -186,7 +186,7 @@ def test_missing_files_and_addresses_are_told_apart(tmp_path):
     with pytest.raises(WeightsError, match=r"no weights file .*absent\.pth"):
         read_checkpoint(tmp_path / "absent.pth")
     for address in ("https://example.org/detr.pth", Path("https://example.org/detr.pth")):
-        with pytest.raises(WeightsError, match="is an address; download the file"):
+        with pytest.raises(WeightsError, match="is a URL; download the file"):
             read_checkpoint(address)
 
 
@@ -202,7 +202,7 @@ def test_weights_are_found_in_every_usual_layout():
     "checkpoint", [torch.ones(2), [1], {}, {"model": {}}, {"epoch": 1}, {"model": {"a": 1}}, {1: torch.ones(1)}]
 )
 def test_what_holds_no_weights_is_refused(checkpoint):
-    with pytest.raises(WeightsError, match=r"x\.pth holds"):
+    with pytest.raises(WeightsError, match=r"x\.pth contains"):
         state_dict_of(checkpoint, "x.pth")
 
 
@@ -272,11 +272,14 @@ def test_conversion_refuses_what_it_does_not_know():
     with pytest.raises(UnknownNameError, match=r"unknown weights source 'hf'.*known: deformable_detr, .*hf_detr"):
         convert_state_dict({}, "hf")
     for source in CONVERSIONS:
-        with pytest.raises(WeightsError, match=f"not the names of {source}; the weights hold a"):
+        with pytest.raises(WeightsError, match=f"do not have the names of {source}: the first one is a"):
             convert_state_dict({"a": torch.ones(1)}, source)
     theirs = to_transformers(detector().state_dict())
     del theirs["model.encoder.layers.0.self_attn.k_proj.weight"]
-    with pytest.raises(WeightsError, match=r"layers\.0\.self_attn\.in_proj_weight needs q_proj, k_proj and v_proj.*only q, v"):
+    with pytest.raises(
+        WeightsError,
+        match=r"layers\.0\.self_attn\.in_proj_weight needs q_proj, k_proj and v_proj, but the weights contain only q, v",
+    ):
         convert_state_dict(theirs, "hf_detr")
 
 
@@ -365,7 +368,10 @@ def test_without_names_a_head_of_another_shape_is_made_anew():
     fresh = model.class_embed.weight.clone()
     report = load_weights(model, detector().state_dict())
     assert torch.equal(model.class_embed.weight, fresh)
-    assert report.remade == {"class_embed.weight": "(4, 8) there, (6, 8) here", "class_embed.bias": "(4,) there, (6,) here"}
+    assert report.remade == {
+        "class_embed.weight": "(4, 8) in the weights, (6, 8) in the model",
+        "class_embed.bias": "(4,) in the weights, (6,) in the model",
+    }
     assert report.is_partial
 
 
@@ -380,14 +386,14 @@ def test_classes_that_share_no_name_leave_the_head_fresh():
 def test_other_shapes_and_layers_are_reported():
     model = detector(NUM_OBJECT_QUERIES=7, ENC_LAYERS=2, DEC_LAYERS=1, POSITION="sine+peg", seed=1)
     report = load_weights(model, detector().state_dict())
-    assert report.remade == {"query_embed.weight": "(4, 8) there, (7, 8) here"}
+    assert report.remade == {"query_embed.weight": "(4, 8) in the weights, (7, 8) in the model"}
     assert {name.split(".layers.")[0] for name in report.unexpected} == {"transformer.decoder"}
     assert {name.split(".layers.")[0] for name in report.missing if "pegs" not in name} == {"transformer.encoder"}
     assert {name for name in report.missing if "pegs" in name} == {
         f"position.pegs.0.0.{part}" for part in ("conv.weight", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var")
     }
     assert report.is_partial
-    for part in ("1 made anew (query_embed.weight)", "missing (", "unexpected ("):
+    for part in ("1 re-initialised (query_embed.weight)", "missing (", "unexpected ("):
         assert part in str(report)
     assert "transformer.decoder.layers.*.linear1.weight" in report.table()
 
@@ -403,7 +409,7 @@ def test_weights_with_nothing_in_common_are_refused_and_change_nothing():
     model = detector()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for weights in ({"a": torch.ones(1)}, {"query_embed.weight": torch.ones(9, 9)}, torchvision.models.resnet18().state_dict()):
-        with pytest.raises(WeightsError, match="the given weights has nothing in common with the model"):
+        with pytest.raises(WeightsError, match="the given weights has no tensor that fits the model"):
             load_weights(model, weights)
     assert same(before, model.state_dict())
 
@@ -414,7 +420,7 @@ def test_double_class_names_are_refused():
 
 
 def test_classes_that_do_not_go_with_the_head_are_refused():
-    with pytest.raises(WeightsError, match="a class head of 4 rows does not go with 2 class ids and 2 names"):
+    with pytest.raises(WeightsError, match="a class head with 4 rows does not match 2 class ids and 2 names"):
         load_weights(detector(), checkpoint_of(detector(), ("cat", "dog")))
 
 
@@ -563,7 +569,7 @@ def test_the_command_says_what_it_cannot_do(tmp_path):
         ("ours.pth", "out.pth"): "is not a cpvt_det checkpoint",
         ("absent.pth", "out.pth"): "no weights file",
         ("theirs.pth", "no/folder/out.pth"): "cannot write",
-        ("theirs.pth", "out.pth", "--source", "hf_detr"): r"theirs\.pth: not the names of hf_detr",
+        ("theirs.pth", "out.pth", "--source", "hf_detr"): r"theirs\.pth: the weights do not have the names of hf_detr",
     }
     for (source, output, *options), message in cases.items():
         result = convert(tmp_path / source, tmp_path / output, *options)

@@ -66,7 +66,7 @@ def test_every_flipped_byte_is_found(tmp_path, suffix):
     whole = path.read_bytes()
     for position in range(0, len(whole), 97):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        with pytest.raises(WeightsError, match=r"damaged: it is not what its checksum x\.\w+\.sha256 was made of"):
+        with pytest.raises(WeightsError, match=r"damaged: its content does not match its checksum file x\.\w+\.sha256"):
             read_checkpoint(path)
     path.write_bytes(whole)
     assert same(read_checkpoint(path), WEIGHTS)
@@ -128,7 +128,9 @@ def test_a_full_disk_leaves_the_file_of_before_and_nothing_else(tmp_path, monkey
         "open",
         lambda self, mode="r", *a, **k: Limited(real_open(self, mode, *a, **k)) if mode == "xb" else real_open(self, mode, *a, **k),
     )
-    with pytest.raises(RunStoppedError, match=r"cannot write \S+x\.pth: No space left on device; what was there before is whole"):
+    with pytest.raises(
+        RunStoppedError, match=r"cannot write \S+x\.pth: No space left on device; the file that was there before is unchanged"
+    ):
         write_checkpoint({name: tensor + 1 for name, tensor in WEIGHTS.items()}, path)
     assert path.read_bytes() == before
     assert set(files(tmp_path)) <= {"x.pth", "x.pth.sha256"}
@@ -145,7 +147,7 @@ def test_the_largest_file_that_a_process_may_write_is_a_full_disk_too(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", script, str(tmp_path / "x.pth")], capture_output=True, text=True)
     assert "RunStoppedError" in result.stderr
-    assert "x.pth: File too large; what was there before is whole" in result.stderr
+    assert "x.pth: File too large; the file that was there before is unchanged" in result.stderr
     assert files(tmp_path) == ["x.pth", "x.pth.sha256"]
     assert len(read_checkpoint(tmp_path / "x.pth")["a"]) == 10
 
@@ -184,7 +186,7 @@ def test_the_newest_whole_checkpoint_is_resumed_and_the_skipped_are_told(tmp_pat
     assert "Skipped a checkpoint:" in caplog.text
     assert "model_0000007.pth: damaged" in caplog.text
     os.truncate(tmp_path / "model_0000003.pth", 5)
-    with pytest.raises(WeightsError, match=r"no checkpoint in \S+ is whole \(model_000000[37]\.pth, model_000000[37]\.pth\)"):
+    with pytest.raises(WeightsError, match=r"all checkpoints in \S+ are damaged \(model_000000[37]\.pth, model_000000[37]\.pth\)"):
         checkpointer(tmp_path).begin(resume=True)
 
 
@@ -199,7 +201,9 @@ def test_a_wrong_last_checkpoint_does_not_matter(tmp_path, tag):
 
 def test_checkpoints_that_are_gone_are_not_a_new_run(tmp_path):
     (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
-    with pytest.raises(WeightsError, match=r"names \S+model_0000001\.pth, which is not there"):
+    with pytest.raises(
+        WeightsError, match=r"names \S+model_0000001\.pth, which does not exist; put that file back, or remove last_checkpoint"
+    ):
         checkpointer(tmp_path).begin(resume=True)
 
 
@@ -236,7 +240,7 @@ def test_a_run_without_checkpoints_gives_way_to_the_newest_of_another_and_says_s
     begin(tmp_path, "second").save("model_0000003", 3)
     begin(tmp_path, "third")
     assert checkpointer(tmp_path).begin(resume=True) == 4
-    assert "left no whole checkpoint; " + str(tmp_path / "model_0000003.pth") + " is of an earlier one" in caplog.text
+    assert "has no undamaged checkpoint; " + str(tmp_path / "model_0000003.pth") + " belongs to an earlier run" in caplog.text
     assert (tmp_path / "run_id").read_text() == "second"
 
 
@@ -305,7 +309,7 @@ def test_other_training_data_are_told_at_a_resume(tmp_path, caplog):
     again = checkpointer(tmp_path)
     again.checkpointables["cpvt_det"].data = {"images": 3, "sha256": "1"}
     again.begin(resume=True)
-    assert "goes on with other training data: 2 images, now 3" in caplog.text
+    assert "The training data of the resumed run has changed: 2 images before, 3 now" in caplog.text
     assert again.checkpointables["cpvt_det"].state_dict()["data"] == {"images": 3, "sha256": "1"}
 
 
@@ -317,7 +321,7 @@ def test_a_damaged_best_checkpoint_is_forgotten(tmp_path, caplog):
     again = checkpointer(tmp_path)
     again.begin(resume=True)
     assert again.checkpointables["cpvt_det"].best is None
-    assert "The best checkpoint is lost" in caplog.text
+    assert "The best checkpoint cannot be read; the next evaluation writes a new one" in caplog.text
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -395,9 +399,9 @@ class Evil(np.ndarray):
         (lambda ran: {"model": {"a": Payload(ran)}}, r"\w+\.mkdir"),
         (lambda ran: np.zeros(1).view(Evil), r"\w+\.mkdir"),
         (lambda ran: {"model": torch.ones(1)}, r"torch\._utils\._rebuild_tensor"),
-        (lambda ran: np.array([{}], dtype=object), "an array of object is no array of numbers"),
-        (lambda ran: np.array(["text"]), "no array of numbers"),
-        (lambda ran: {1, 2}, r"\(\w+\.set\)|holds a set"),
+        (lambda ran: np.array([{}], dtype=object), "an array of dtype object is not an array of numbers"),
+        (lambda ran: np.array(["text"]), "not an array of numbers"),
+        (lambda ran: {1, 2}, r"\(\w+\.set\)|contains a set"),
         (lambda ran: get_cfg, r"cpvt_det\.config\.get_cfg"),
     ],
 )
@@ -419,7 +423,7 @@ def test_a_pickle_that_grows_without_end_is_read_once_a_part(tmp_path):
     loop = []
     loop.append(loop)
     (tmp_path / "x.pkl").write_bytes(pickle.dumps(loop))
-    with pytest.raises(WeightsError, match="damaged, incomplete or no checkpoint"):
+    with pytest.raises(WeightsError, match="damaged, incomplete or not a checkpoint"):
         read_checkpoint(tmp_path / "x.pkl")
 
 
@@ -441,7 +445,7 @@ def test_a_few_bytes_cannot_ask_for_all_memory(tmp_path, index):
     path = tmp_path / "x.pkl"
     for content in (b"\x80\x02Nr" + struct.pack("<I", index) + b".", b"Np%d\n." % index):
         path.write_bytes(content)
-        assert f"asks for more memory than a file of its size can mean: {index} objects" in read_in_little_memory(path)
+        assert f"asks for more memory than a file of its size can need: {index} objects" in read_in_little_memory(path)
     path.write_bytes(b"\x80\x04\x95" + struct.pack("<Q", index) + b"N.")
     assert f"{index} bytes" in read_in_little_memory(path)
 
@@ -454,10 +458,10 @@ def test_an_array_or_a_dict_is_not_made_again_and_again(tmp_path):
     dtype, shape = b"cnumpy\ndtype\n(X\x02\x00\x00\x00u1tR", b"(J" + struct.pack("<i", 1 << 20) + b"t"
     state = b"(" + content + dtype + shape + b"X\x01\x00\x00\x00Ct"
     path.write_bytes(b"\x80\x03(cnumpy.core.numeric\n_frombuffer\nq\x01" + state + b"q\x02" + again)
-    assert "fills more memory than a file of its size can mean" in read_in_little_memory(path, 8 << 20)
+    assert "uses more memory than a file of its size can need" in read_in_little_memory(path, 8 << 20)
     pairs = b"".join(b"J" + struct.pack("<i", number) + b"N\x86" for number in range(1000))
     path.write_bytes(b"\x80\x02(ccollections\nOrderedDict\nq\x01((" + pairs + b"ltq\x02" + again)
-    assert "fills more memory than a file of its size can mean" in read_in_little_memory(path)
+    assert "uses more memory than a file of its size can need" in read_in_little_memory(path)
 
 
 @pytest.mark.parametrize("name", ["numpy.core.numeric\n_frombuffer", "numpy\nndarray", "numpy\ndtype", "collections\nOrderedDict"])
@@ -480,4 +484,4 @@ def test_a_small_zip_does_not_unpack_to_all_memory(tmp_path):
                 target.writestr(part, source.read(part) + bytes(zeros if part.endswith("data.pkl") else 0))
         if not zeros:
             assert same(read_checkpoint(path), WEIGHTS)
-    assert re.search(r"refused, because its \d+ bytes unpack to 671\d+; save it with torch.save", read_in_little_memory(path))
+    assert re.search(r"refused, because its \d+ bytes unpack to 671\d+ bytes; save it with torch.save", read_in_little_memory(path))

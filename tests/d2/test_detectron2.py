@@ -207,14 +207,14 @@ def test_a_backbone_of_detectron2s_registry_by_name(d2, runs):
     more = {"MODEL__BACKBONE__NAME": "build_resnet_backbone", "MODEL__BACKBONE__MASK_PADDING": False, "DATASETS__TEST": ()}
     more |= {"MODEL__BACKBONE__NORM": "FrozenBN"}  # ours, which that backbone does not take
     more |= {"MODEL__RESNETS__DEPTH": 18, "MODEL__RESNETS__RES2_OUT_CHANNELS": 64, "MODEL__RESNETS__NORM": "BN"}
-    with pytest.raises(ConfigError, match=r"stage 3 needs one map of stride 8; ResNet gives res4 16"):
+    with pytest.raises(ConfigError, match=r"stage 3 needs exactly one map of stride 8, but ResNet has the maps res4 16"):
         runs("detectron2", "no_map", **more)
     more |= {"MODEL__RESNETS__OUT_FEATURES": ["res3", "res5"]}
     folder = runs("detectron2", "foreign", SOLVER__MAX_ITER=2, **more)
     assert len(losses_of(folder)) == 2
     with pytest.raises(ConfigError, match="MASK_PADDING"):
         runs("detectron2", "masked", **{**more, "MODEL__BACKBONE__MASK_PADDING": True})
-    with pytest.raises(WeightsError, match=r"'MODEL.RESNETS'.* of detectron2, whose DefaultPredictor takes it"):
+    with pytest.raises(WeightsError, match=r"'MODEL.RESNETS'.* to detectron2, whose DefaultPredictor reads it"):
         Predictor.from_checkpoint(folder / "model_final.pth")
 
 

@@ -42,9 +42,9 @@ def test_bad_steps_end_the_run_with_a_checkpoint_of_before_them(train, tmp_path)
     """The first step makes weights huge, so every later one is bad; metrics.json has only numbers."""
     ending, saved = train(SOLVER__BASE_LR=1e30, SOLVER__MAX_ITER=12, SOLVER__MAX_BAD_STEPS=3)
     assert ending.code == 1
-    assert "Iteration 1 is left out: predictions that are not finite for images" in ending.text
+    assert "Iteration 1 is skipped: the predictions are not finite for images" in ending.text
     assert "stopped: 3 steps in a row were not finite (SOLVER.MAX_BAD_STEPS 3; the log names their images); " in ending.text
-    assert "the last checkpoint is of iteration 0, before them" in ending.text
+    assert "the last checkpoint, of iteration 0, is good" in ending.text
     assert saved == ["model_0000000.pth"]
     lines = (tmp_path / "out/metrics.json").read_text().splitlines()
     for line in lines:
@@ -81,7 +81,7 @@ def test_an_error_between_two_steps_finds_the_last_one_saved(train, monkeypatch)
     monkeypatch.setattr(RunGuard, "obey_signals", lambda guard: calls.append(1) or len(calls) < 5 or 1 / 0)
     ending, saved = train(SOLVER__MAX_ITER=9, SOLVER__CHECKPOINT_PERIOD=9)
     assert ending.code == 1
-    assert "Iteration 4 is saved; --resume goes on after it" in ending.text
+    assert "Iteration 4 is saved; --resume continues after it" in ending.text
     assert saved == ["model_0000004.pth"]
 
 
@@ -95,7 +95,7 @@ def test_a_backbone_that_cannot_mask_its_padding_is_refused(train, name):
         BACKBONE_REGISTRY._do_register(name, lambda cfg, shape: ViT(img_size=64, embed_dim=24, depth=1, num_heads=2))
     ending, _ = train(MODEL__BACKBONE__NAME=name)
     assert ending.code == 2
-    assert f"backbone {name} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING False" in ending.text
+    assert f"backbone {name} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING to False" in ending.text
 
 
 def test_nothing_is_written_into_the_folder_of_a_run_that_lives(tmp_path):

@@ -91,7 +91,7 @@ def test_the_length_for_detectron2s_trainer_is_that_of_the_epochs():
             continue
         cfg.merge_from_file(str(path))
         count = 4 if path.name.startswith("overfit") else images[cfg.DATASETS.TRAIN[0]]
-        length = builders.build_length(cfg, count)
+        length = builders.build_schedule(cfg, count)
         assert (cfg.SOLVER.MAX_ITER, tuple(cfg.SOLVER.STEPS)) == (length.max_iter, tuple(length.steps)), path
         assert length.warmup == cfg.SOLVER.WARMUP_ITERS, path
 

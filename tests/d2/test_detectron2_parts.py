@@ -291,7 +291,7 @@ def test_a_registered_name_of_other_files_is_refused(drawn_coco, tmp_path):
 
     entry = ["coco_2017_val", str(drawn_coco.files.annotations), str(drawn_coco.files.image_root)]
     cfg = runner.load_cfg("", overrides(drawn_coco.files, tmp_path, DATASETS__REGISTER=[entry]))
-    with pytest.raises(ConfigError, match="take another name"):
+    with pytest.raises(ConfigError, match="already registered in detectron2, for .*; use another name"):
         find_registered(cfg)
 
 
@@ -302,7 +302,7 @@ def test_a_label_beyond_the_classes_is_refused():
     from cpvt_det.errors import DataError
 
     truth = Instances((40, 60), gt_boxes=Boxes(torch.tensor([[6.0, 4.0, 30.0, 24.0]])), gt_classes=torch.tensor([3]))
-    with pytest.raises(DataError, match=r"a\.jpg \(id 5\) has an object of class 3, the model has 3"):
+    with pytest.raises(DataError, match=r"a\.jpg \(id 5\) has an object of class 3, but the model has 3 classes"):
         _to_targets({"instances": truth, "file_name": "a.jpg", "image_id": 5}, 3)
     with pytest.raises(DataError, match="no 'instances'"):
         _to_targets({"file_name": "a.jpg", "image_id": 5}, 3)

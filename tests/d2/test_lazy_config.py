@@ -54,7 +54,7 @@ def test_lazy_config_builds_the_network_of_the_yaml(name):
         for optimizer in (instantiate(lazy.optimizer), builders.build_optimizer(cfg, by_yaml))
     ]
     assert rates[0] == rates[1]
-    length = builders.build_length(cfg, 118287)
+    length = builders.build_schedule(cfg, 118287)
     assert (lazy.train.max_iter, lazy.train.eval_period) == (length.max_iter, length.eval_period)
     assert instantiate(lazy.optimizer).clip_norm == cfg.SOLVER.CLIP_NORM
     criterion, expected = by_lazy.criterion, builders.build_criterion(cfg)
@@ -189,7 +189,7 @@ def test_a_lazy_config_of_the_users_comes_before_ours_and_its_words_are_checked(
     monkeypatch.chdir(tmp_path)
     (tmp_path / LAZY[0]).write_text("train = dict(max_iter=7)\n")
     assert load_lazy_config(LAZY[0]).train.max_iter == 7
-    with pytest.raises(ConfigError, match=r"no key train\.max_itre"):
+    with pytest.raises(ConfigError, match=r"unknown key train\.max_itre; to add it, write \+train\.max_itre"):
         load_lazy_config(LAZY[0], ["train.max_itre=4"])
     assert load_lazy_config(LAZY[0], ["+train.extra=4"]).train.extra == 4
 
@@ -201,7 +201,7 @@ def test_weights_of_a_lazy_config_run_no_code(tmp_path, suffix):
     path = tmp_path / f"x{suffix}"
     content = {"model": {}, "x": Payload(tmp_path / "ran"), "__author__": "somebody"}
     path.write_bytes(pickle.dumps(content)) if suffix == ".pkl" else torch.save(content, path)
-    with pytest.raises(WeightsError, match=r"refused, because it holds a Python object \(\w+\.mkdir\)"):
+    with pytest.raises(WeightsError, match=r"refused, because it contains a Python object \(\w+\.mkdir\)"):
         SafeCheckpointer(torch.nn.Linear(2, 1)).load(str(path))
     assert not (tmp_path / "ran").exists()
 

@@ -282,7 +282,7 @@ def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, monkeypatch):
         (["--batch", "2"], "--batch 2 contradicts --dynamic"),
         (["--output", "nowhere/detector.pt2"], "the folder nowhere does not exist"),
         (["MODEL.NUM_CLASSES", "7"], "MODEL.NUM_CLASSES is 7, but"),
-        (["MODEL.POSITION.NAME", "none"], "fits the config's model in part only"),
+        (["MODEL.POSITION.NAME", "none"], "fits only a part of the config's model"),
         (["MODEL.POSITIONS", "none"], "unknown config key"),
     ],
 )

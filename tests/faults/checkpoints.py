@@ -154,7 +154,9 @@ def nothing(out: Path) -> None:
 
 CASES = [
     Case(
-        "one flipped bit in the weights", weights(flip), f"{FINAL}: damaged: it is not what its checksum {FINAL}.sha256 was made of"
+        "one flipped bit in the weights",
+        weights(flip),
+        f"{FINAL}: damaged: its content does not match its checksum file {FINAL}.sha256",
     ),
     Case(
         "the same, without the file's checksum",
@@ -166,18 +168,18 @@ CASES = [
     Case(
         "code in a .pkl",
         weights(hide_code("code.pkl"), name="code.pkl"),
-        "code.pkl: refused, because it holds a Python object (...mkdir)",
+        "code.pkl: refused, because it contains a Python object (...mkdir)",
     ),
     Case("code in a pickle named .pth", weights(hide_code("code.pth"), name="code.pth"), "code.pth: "),
     Case(
         "code in a .pth",
         weights(hide_code_in_zip, name="code.pth"),
-        "code.pth: refused, because it holds a Python object (...mkdir)",
+        "code.pth: refused, because it contains a Python object (...mkdir)",
     ),
     Case(
         "a .pkl of 10 bytes that asks for 64 GB",
         weights(lambda out: (out / "x.pkl").write_bytes(b"\x80\x02Nr\xff\xff\xff\xff."), name="x.pkl"),
-        "x.pkl: refused, because it asks for more memory than a file of its size can mean: 4294967295 objects",
+        "x.pkl: refused, because it asks for more memory than a file of its size can need: 4294967295 objects",
     ),
     Case(
         "a .pth of 64 KB that unpacks to 64 MB",
@@ -188,23 +190,24 @@ CASES = [
     Case(
         "weights that fit in part, --eval-only",
         weights(nothing, MODEL__DETR__NUM_OBJECT_QUERIES=5),
-        "fits the config's model in part only, evaluation needs all of it: ...--allow-partial evaluates it with the rest random",
+        "fits only a part of the config's model, and evaluation needs all of it: "
+        "...keep random values in the rest with --allow-partial",
     ),
     Case(
         "the same with --allow-partial",
         weights(nothing, "--eval-only", "--allow-partial", MODEL__DETR__NUM_OBJECT_QUERIES=5),
-        "1 made anew (query_embed.weight)",
+        "1 re-initialised (query_embed.weight)",
         0,
     ),
     Case(
         "weights with nothing in common, --allow-partial",
         weights(change_weights(lambda w: {"a": torch.ones(1)}), "--eval-only", "--allow-partial", name="other.pth"),
-        "has nothing in common with the model (a there, ",
+        "has no tensor that fits the model (a in the weights, ",
     ),
     Case(
         "weights with a NaN to start from",
         after_run(change_weights(spoil), MODEL__WEIGHTS="OUT/other.pth", OUTPUT_DIR="OUT/new"),
-        "other.pth holds numbers that are not finite, in class_embed.bias; training would take no step",
+        "other.pth contains numbers that are not finite, in class_embed.bias; training cannot start from it",
     ),
     Case(
         "newest checkpoint cut off, --resume",
@@ -221,7 +224,7 @@ CASES = [
     Case(
         "no checkpoint whole, --resume",
         after_run(halve(FINAL, "model_0000001.pth", "model_0000000.pth"), "--resume"),
-        "no checkpoint in ... is whole (model_",
+        "all checkpoints in ... are damaged (model_",
     ),
     Case(
         "empty last_checkpoint, --resume",
@@ -230,7 +233,9 @@ CASES = [
         0,
     ),
     Case(
-        "checkpoints gone, --resume", after_run(empty, "--resume"), f"last_checkpoint in ... names ...{FINAL}, which is not there"
+        "checkpoints gone, --resume",
+        after_run(empty, "--resume"),
+        f"last_checkpoint in ... names ...{FINAL}, which does not exist; put that file back",
     ),
     Case(
         "--resume in an empty folder",
@@ -241,7 +246,7 @@ CASES = [
     Case(
         "--resume where the run that was started last left no checkpoint",
         after_run(lambda out: (out / "run_id").write_text("another"), "--resume"),
-        f"The run that was last started in ... left no whole checkpoint; ...{FINAL} is of an earlier one",
+        f"The run that was last started in ... has no undamaged checkpoint; ...{FINAL} belongs to an earlier run",
         0,
     ),
     Case("disk full at a save", full_disk, "stopped: cannot write ...model_0000000.pth: File too large", 1),

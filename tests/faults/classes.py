@@ -108,7 +108,11 @@ CASES = [
     Case(
         "MODEL.NUM_CLASSES too large", check(nothing, MODEL__NUM_CLASSES=80), "MODEL.NUM_CLASSES is 80, but the data has 2 classes"
     ),
-    Case("weights of other classes evaluated", train_then_eval, "fits the config's model in part only, evaluation needs all of it"),
+    Case(
+        "weights of other classes evaluated",
+        train_then_eval,
+        "fits only a part of the config's model, and evaluation needs all of it",
+    ),
     Case(
         "weights that are missing",
         check(nothing, MODEL__WEIGHTS="none.pth"),

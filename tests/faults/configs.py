@@ -35,9 +35,9 @@ CASES = [
     Case(
         "40 lines of aliases that mean 2^40 parts",
         config(BOMB),
-        "run.yaml has more than 100000 parts, its aliases (*name) written out",
+        "run.yaml has more than 100000 keys and values when its YAML aliases (*name) are expanded; remove the aliases",
     ),
-    Case("an alias within what it names", config("MODEL: &a {x: *a}"), "run.yaml has more than 100000 parts"),
+    Case("an alias within what it names", config("MODEL: &a {x: *a}"), "run.yaml has more than 100000 keys and values"),
     Case(
         "5,000 brackets",
         config("SEED: " + "[" * 5_000),
@@ -52,6 +52,12 @@ CASES = [
     ),
     Case("unknown key", config("MODEL: {POSTION: {NAME: peg}}"), "'MODEL.POSTION' (did you mean 'MODEL.POSITION'?)"),
     Case("value of another type", config("SOLVER: {BASE_LR: fast}"), "Type mismatch"),
-    Case("key without a value", config("VERSION: 2", ["SEED"]), "overrides are KEY VALUE pairs, got an odd number of words: "),
-    Case("value that Python cannot read", config("VERSION: 2", ["SEED", "{[]: 1}"]), "SEED cannot be read: unhashable type"),
+    Case(
+        "key without a value",
+        config("VERSION: 2", ["SEED"]),
+        "overrides must be KEY VALUE pairs, but the number of words is odd: OUTPUT_DIR",
+    ),
+    Case(
+        "value that Python cannot read", config("VERSION: 2", ["SEED", "{[]: 1}"]), "cannot read the value of SEED: unhashable type"
+    ),
 ]

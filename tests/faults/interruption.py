@@ -83,29 +83,29 @@ def without_metrics(folder: Path) -> Ending:
 
 
 CASES = [
-    Case("SIGTERM", signalled(signal.SIGTERM), "interrupted by SIGTERM: iteration 1 is saved; --resume goes on after it", 143),
-    Case("Ctrl-C", signalled(signal.SIGINT), "interrupted by SIGINT: iteration 1 is saved; --resume goes on after it", 130),
+    Case("SIGTERM", signalled(signal.SIGTERM), "interrupted by SIGTERM: iteration 1 is saved; --resume continues after it", 143),
+    Case("Ctrl-C", signalled(signal.SIGINT), "interrupted by SIGINT: iteration 1 is saved; --resume continues after it", 130),
     Case(
         "images that become unreadable in the third step",
         unreadable,
-        "Iteration 2 is saved; --resume goes on after it...error: cannot read image ",
+        "Iteration 2 is saved; --resume continues after it...error: cannot read image ",
     ),
     Case("--resume of a finished run without its metrics.json", without_metrics, "No curves are drawn: no line of ", 0),
     Case(
         "--resume with another learning rate",
         after_run(nothing, "--resume", SOLVER__BASE_LR=0.001),
-        "The resumed run goes on with another config: SOLVER.BASE_LR was 0.0001, is 0.001",
+        "The config of the resumed run has changed: SOLVER.BASE_LR was 0.0001, is 0.001",
         0,
     ),
     Case(
         "--resume with another width",
         after_run(nothing, "--resume", MODEL__DETR__HIDDEN_DIM=32),
-        "MODEL.DETR.HIDDEN_DIM was 16, is 32...is of another model than the config's and cannot be resumed",
+        "MODEL.DETR.HIDDEN_DIM was 16, is 32...cannot be resumed, because it belongs to another model than the config's",
     ),
     Case(
         "--resume with a box less in the training data",
         box_less,
-        "The resumed run goes on with other training data: 4 images, now 4",
+        "The training data of the resumed run has changed: 4 images before, 4 now",
         0,
     ),
     Case("--resume with other classes", classes, "the run to resume was trained on other classes (2: cell, mite)"),

@@ -56,13 +56,15 @@ CASES = [
     Case(
         "show attention: the config of another model",
         attention("--config-file", "coco/detr_r50_peg_50ep.yaml"),
-        "model.pth is of another shape than the config's model: ",
+        "model.pth has other shapes than the config's model: ",
     ),
-    Case("show attention: an image for weights", attention(weights="image.png"), "image.png: damaged, incomplete or no checkpoint"),
+    Case(
+        "show attention: an image for weights", attention(weights="image.png"), "image.png: damaged, incomplete or not a checkpoint"
+    ),
     Case(
         "show attention: a checkpoint of another project",
         attention(weights="other.pth"),
-        "other.pth names no config; give the one it fits with --config-file, as in --config-file coco/detr_r50_sine_50ep.yaml",
+        "other.pth contains no config; give its config with --config-file, for example --config-file coco/detr_r50_sine_50ep.yaml",
     ),
     Case(
         "show attention: a point outside the image",

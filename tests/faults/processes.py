@@ -105,7 +105,7 @@ CASES = [
     Case(
         "a data worker killed between two steps",
         dead_worker_between_steps,
-        "Iteration 1 is saved; --resume goes on after it...stopped: a data worker (process ...) died while reading ",
+        "Iteration 1 is saved; --resume continues after it...stopped: a data worker (process ...) died while reading ",
         1,
     ),
 ]

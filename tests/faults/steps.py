@@ -52,23 +52,23 @@ CASES = [
     Case(
         "learning rate of 1e30",
         train(SOLVER__BASE_LR=1e30),
-        "is left out: predictions that are not finite for images ...stopped: 3 steps in a row were not finite "
-        "(SOLVER.MAX_BAD_STEPS 3; the log names their images); the last checkpoint is of iteration 0, before them: look at",
+        "is skipped: the predictions are not finite for images ...stopped: 3 steps in a row were not finite "
+        "(SOLVER.MAX_BAD_STEPS 3; the log names their images); the last checkpoint, of iteration 0, is good: check these images",
         1,
     ),
     Case("weights that overflow", train(SOLVER__BASE_LR=1e39), "stopped: the weights are not finite (...) and are not saved", 1),
     Case(
         "images divided by zero",
         train(MODEL__PIXEL_STD=[0.0, 1.0, 1.0]),
-        "Iteration 0 is left out: predictions that are not finite for images ...stopped: 3 steps in a row were not finite "
-        "(SOLVER.MAX_BAD_STEPS 3; the log names their images); there is no checkpoint: look at those images and at "
-        "MODEL.PIXEL_STD, and start anew with a lower SOLVER.BASE_LR",
+        "Iteration 0 is skipped: the predictions are not finite for images ...stopped: 3 steps in a row were not finite "
+        "(SOLVER.MAX_BAD_STEPS 3; the log names their images); there is no checkpoint yet: check these images and "
+        "MODEL.PIXEL_STD, and train again with a lower SOLVER.BASE_LR",
         1,
     ),
     Case(
         "a checkpoint of finite weights that give NaN, --resume",
         resume_spoilt,
-        "no step was good since --resume: look at ...; or its checkpoint is spoilt: remove it and --resume the one before",
+        "all steps since --resume were bad: check these ...; or remove the last checkpoint, which may be bad, and --resume again",
         1,
     ),
     Case("NaN as a bound of gradients", nan_bound, "SOLVER.CLIP_NORM must be a finite number, got nan"),

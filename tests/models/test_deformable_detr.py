@@ -589,7 +589,7 @@ def test_offsets_and_reference_points_learn_at_their_own_rate():
         ({**VARIANTS["multi_scale"], "DETR__PRE_NORM": True}, "PRE_NORM is True, but the detector"),
         ({**VARIANTS["multi_scale"], "DETR__DEC_LAYERS": 0}, "at least one layer"),
         ({**VARIANTS["multi_scale"], "DETR__NUM_OBJECT_QUERIES": 0}, "num_queries must be at least 1"),
-        ({**VARIANTS["multi_scale"], "META_ARCHITECTURE": "CPVTDetr"}, "works on one map"),
+        ({**VARIANTS["multi_scale"], "META_ARCHITECTURE": "CPVTDetr"}, "uses one feature map"),
         ({"META_ARCHITECTURE": "CPVTDetr", "DEFORMABLE__BOX_REFINEMENT": True}, "BOX_REFINEMENT is True, but the detector"),
         ({**VARIANTS["multi_scale"], "POSITION__DECODER": "none"}, "DECODER is .none., but the detector"),
         ({**VARIANTS["multi_scale"], "DEFORMABLE__ENC_POINTS": 0}, "levels and points to look at"),

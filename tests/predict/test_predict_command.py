@@ -222,8 +222,8 @@ def test_bad_input_is_a_line_and_code_2(run, photos, tmp_path, monkeypatch, sour
     ("weights", "said"),
     [
         ("none.pth", "no weights file none.pth"),
-        ("text.pth", "text.pth: damaged, incomplete or no checkpoint"),
-        ("folder", "the folder folder has neither model.safetensors nor pytorch_model.bin"),
+        ("text.pth", "text.pth: damaged, incomplete or not a checkpoint"),
+        ("folder", "the folder folder contains neither model.safetensors nor pytorch_model.bin"),
     ],
 )
 def test_bad_weights_are_a_line_and_code_2(photos, tmp_path, monkeypatch, weights, said):

@@ -257,7 +257,10 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_of_before(detr, predict
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.safetensors.torch, "save", full)
-    with pytest.raises(RunStoppedError, match=r"cannot write .*model.safetensors: No space left on device; what was there"):
+    with pytest.raises(
+        RunStoppedError,
+        match=r"cannot write .*model.safetensors: No space left on device; the file that was there before is unchanged",
+    ):
         other.save(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     (tmp_path / "file").write_text("")
@@ -272,11 +275,11 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_of_before(detr, predict
         ("config.yaml", "MODEL: [", r"cannot read the config in "),
         ("config.yaml", "- 1", r"the config in .* is not a YAML mapping"),
         ("config.yaml", "MODEL: {DEPTH: 3}", r"unknown config key .*'MODEL.DEPTH'.*--config-file replaces it"),
-        ("classes.json", "{", r"classes.json is not a list of classes"),
-        ("classes.json", '[{"name": "red"}]', r"classes.json is not a list of classes"),
-        ("classes.json", '[{"id": "1", "name": "a"}]', r"class ids are whole numbers"),
-        ("classes.json", '[{"id": 1, "name": "a"}]', r"a class head of 4 rows does not go with 1 class ids and 1 names"),
-        ("model.safetensors", "x", r"damaged: it is not what its checksum"),
+        ("classes.json", "{", r"classes.json must be a JSON list of classes"),
+        ("classes.json", '[{"name": "red"}]', r"classes.json must be a JSON list of classes"),
+        ("classes.json", '[{"id": "1", "name": "a"}]', r"class ids must be whole numbers"),
+        ("classes.json", '[{"id": 1, "name": "a"}]', r"a class head with 4 rows does not match 1 class ids and 1 names"),
+        ("model.safetensors", "x", r"damaged: its content does not match its checksum file"),
     ],
 )
 def test_a_spoilt_model_folder_says_what_is_wrong(predictor, tmp_path, name, content, said):
@@ -289,7 +292,7 @@ def test_a_spoilt_model_folder_says_what_is_wrong(predictor, tmp_path, name, con
 
 
 def test_the_folder_of_a_run_names_its_checkpoints(detr):
-    with pytest.raises(WeightsError, match=r"it is a run's, give one of its files: .*model_best.pth"):
+    with pytest.raises(WeightsError, match=r"it is the folder of a run, give one of its files: .*model_best.pth"):
         Predictor.from_checkpoint(detr.folder)
 
 
@@ -303,7 +306,7 @@ def without_config(detr, tmp_path):
 
 
 def test_weights_that_tell_no_config_take_a_given_one(detr, without_config):
-    with pytest.raises(WeightsError, match=r"old.pth names no config; give the one it fits with --config-file"):
+    with pytest.raises(WeightsError, match=r"old.pth contains no config; give its config with --config-file"):
         Predictor.from_checkpoint(without_config)
     predictor = Predictor.from_checkpoint(without_config, device="cpu", config_file=str(detr.folder / "config.yaml"))
     assert predictor(detr.image(12)).to_coco(12) == [row for row in detr.found if row["image_id"] == 12]
@@ -329,8 +332,8 @@ def test_keys_of_training_that_are_gone_do_not_matter(detr, predictor, tmp_path)
     ("words", "said"),
     [
         (["MODEL.NUM_CLASSES", "5"], r"MODEL.NUM_CLASSES is 5, but .*old.pth has 3 classes \(red, green, blue\)"),
-        (["MODEL.DETR.HIDDEN_DIM", "32"], r"old.pth is of another shape than the config's model"),
-        (["MODEL.DETR.NUM_OBJECT_QUERIES", "7"], r"old.pth fits the config's model in part only: .*1 made anew"),
+        (["MODEL.DETR.HIDDEN_DIM", "32"], r"old.pth has other shapes than the config's model"),
+        (["MODEL.DETR.NUM_OBJECT_QUERIES", "7"], r"old.pth fits only a part of the config's model: .*1 re-initialised"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(detr, without_config, words, said):
@@ -341,13 +344,13 @@ def test_weights_that_do_not_fit_are_refused(detr, without_config, words, said):
 def test_weights_of_another_project_need_a_config_and_classes(tmp_path):
     torch.save({"model": to_facebook(detector().state_dict())}, tmp_path / "official.pth")
     with pytest.raises(
-        WeightsError, match=r"is of another project \(facebook_detr\) and names no config; .*coco/detr_r50_sine_50ep"
+        WeightsError, match=r"comes from another project \(facebook_detr\) and contains no config; .*coco/detr_r50_sine_50ep"
     ):
         Predictor.from_checkpoint(tmp_path / "official.pth")
-    with pytest.raises(WeightsError, match=r"does not tell its classes; a classes.json"):
+    with pytest.raises(WeightsError, match=r"does not contain the names of its classes; make a model folder with a classes.json"):
         Predictor.from_checkpoint(tmp_path / "official.pth", config_file="coco/detr_r50_sine_50ep.yaml")
     torch.save({"epoch": 3}, tmp_path / "other.pth")
-    with pytest.raises(WeightsError, match=r"other.pth holds no tensors by name"):
+    with pytest.raises(WeightsError, match=r"other.pth contains no dict of tensors by name"):
         Predictor.from_checkpoint(tmp_path / "other.pth")
     with pytest.raises(WeightsError, match=r"no weights file .*none.pth"):
         Predictor.from_checkpoint(tmp_path / "none.pth")
@@ -363,5 +366,5 @@ def test_a_checkpoint_with_a_config_that_is_no_text_names_none(tmp_path):
     checkpoint = checkpoint_of(detector())
     checkpoint["cpvt_det"]["config"] = {"MODEL": 1}
     torch.save(checkpoint, tmp_path / "odd.pth")
-    with pytest.raises(WeightsError, match="names no config"):
+    with pytest.raises(WeightsError, match="contains no config"):
         Predictor.from_checkpoint(tmp_path / "odd.pth")

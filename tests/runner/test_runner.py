@@ -15,7 +15,7 @@ from cpvt_det.errors import BadInputError, ConfigError, DataError, WeightsError,
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.launch import launch
 from cpvt_det.runner.train import is_due, run
-from cpvt_det.solver.schedule import Length
+from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import TrainStep
 
 
@@ -197,7 +197,7 @@ def test_resume_in_an_empty_folder_starts_and_says_so(train):
 
 
 def test_evaluations_are_due_every_period_and_at_the_end():
-    length = Length(7, (), 0, 3, "")
+    length = TrainingSchedule(7, (), 0, 3, "")
     assert [i for i in range(7) if is_due(i, length)] == [2, 5, 6]
 
 

@@ -113,12 +113,12 @@ def test_the_images_of_a_bad_step_are_named(caplog):
     take_bad(step, "image", 7)
     take_bad(step, "gradient", 8)
     with caplog.at_level(logging.WARNING, logger="cpvt_det"):
-        step.bad_steps.tell()
-        step.bad_steps.tell()  # each is told once
+        step.bad_steps.report()
+        step.bad_steps.report()  # each is told once
     expected = [
         # batch norms of the backbone look at all images of a batch
-        "Iteration 7 is left out: predictions that are not finite for images 100, 101, 102, 103",
-        "Iteration 8 is left out: a loss or gradient that is not finite; its images are 100, 101, 102, 103",
+        "Iteration 7 is skipped: the predictions are not finite for images 100, 101, 102, 103",
+        "Iteration 8 is skipped: the loss or a gradient is not finite; the images of the batch are 100, 101, 102, 103",
     ]
     assert [record.getMessage() for record in caplog.records] == expected
 
@@ -128,8 +128,8 @@ def test_an_image_is_named_alone_where_norms_keep_images_apart(caplog):
     step = make_step(cfg, builders.build_detector(cfg))
     with caplog.at_level(logging.WARNING, logger="cpvt_det"):
         step(spoilt_samples(), 0)
-        step.bad_steps.tell()
-    assert caplog.messages == ["Iteration 0 is left out: predictions that are not finite for images 102"]
+        step.bad_steps.report()
+    assert caplog.messages == ["Iteration 0 is skipped: the predictions are not finite for images 102"]
 
 
 def test_too_many_in_a_row_end_the_run_and_nothing_moves_after_them():
@@ -137,19 +137,19 @@ def test_too_many_in_a_row_end_the_run_and_nothing_moves_after_them():
     before = state_of(step)
     for iteration in range(2, 4):
         take_bad(step, "image", iteration)
-    step.bad_steps.tell()
+    step.bad_steps.report()
     take_bad(step, "image", 4)
     assert step(named_samples(), 5)["skipped"] == 1  # nobody has read yet that the run is over
     assert_bit_equal(state_of(step), before)
     with pytest.raises(RunStoppedError, match=r"4 steps in a row were not finite \(SOLVER\.MAX_BAD_STEPS 3"):
-        step.bad_steps.tell()
+        step.bad_steps.report()
 
 
 def test_a_good_step_between_bad_ones_starts_the_count_anew():
     step = make_run(max_bad_steps=2)
     for iteration, samples in enumerate([spoilt_samples(), named_samples(), spoilt_samples()], start=2):
         step(samples, iteration)
-    step.bad_steps.tell()
+    step.bad_steps.report()
     assert step.bad_steps.state_dict() == {"in_a_row": 1, "total": 2}
 
 

@@ -10,10 +10,10 @@ from cpvt_det import builders
 from cpvt_det.config import get_cfg
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.errors import ConfigError, UnknownNameError
-from cpvt_det.models.parts import in_part
+from cpvt_det.models.parts import belongs_to_part
 from cpvt_det.runner import advice
 from cpvt_det.solver.optimizer import parameter_groups
-from cpvt_det.solver.schedule import Length
+from cpvt_det.solver.schedule import TrainingSchedule
 
 
 def detector_of(**more):
@@ -34,7 +34,7 @@ def test_training_leaves_frozen_parts_as_they_were_to_the_bit(architecture, part
         step(make_samples(4), iteration)
     trained = {name for name, _ in detector.named_parameters()}
     changed = {name for name, value in detector.state_dict().items() if not torch.equal(value, before[name])}
-    frozen = {name for name in before if any(in_part(name, part) for part in parts)}
+    frozen = {name for name in before if any(belongs_to_part(name, part) for part in parts)}
     assert frozen and changed & frozen == set()
     assert trained - frozen - changed - {"transformer.level_embed"} == set()  # met by weights that start at 0, and here stay
 
@@ -48,10 +48,10 @@ def test_frozen_batch_norms_stay_in_evaluation_through_changes_of_mode():
 
 
 def test_a_part_is_a_whole_name_and_what_is_in_it():
-    assert in_part("transformer.encoder.layers.0.norm1.weight", "encoder.layers.0")
-    assert in_part("transformer.encoder.layers.0.norm1.weight", "transformer.encoder")
-    assert not in_part("transformer.encoder.layers.10.norm1.weight", "encoder.layers.1")
-    assert not in_part("decoder_position.weight", "position")
+    assert belongs_to_part("transformer.encoder.layers.0.norm1.weight", "encoder.layers.0")
+    assert belongs_to_part("transformer.encoder.layers.0.norm1.weight", "transformer.encoder")
+    assert not belongs_to_part("transformer.encoder.layers.10.norm1.weight", "encoder.layers.1")
+    assert not belongs_to_part("decoder_position.weight", "position")
 
 
 def test_unknown_parts_list_those_there_are():
@@ -79,7 +79,7 @@ def test_factors_of_parts_in_parts_are_multiplied():
 @pytest.mark.parametrize("entry", ["encoder", ["encoder"], ["encoder", "fast"], [0.1, "encoder"], ["encoder", -1.0]])
 def test_factors_that_are_no_pairs_are_refused(entry):
     cfg, detector = detector_of(SOLVER__LR_MULTIPLIERS=[entry])
-    with pytest.raises(ConfigError, match="pairs of a part and a factor"):
+    with pytest.raises(ConfigError, match="SOLVER.LR_MULTIPLIERS must contain pairs"):
         builders.build_optimizer(cfg, detector)
 
 
@@ -109,7 +109,7 @@ def test_a_run_is_told_what_to_expect(monkeypatch, iterations, weights, objects,
     cfg.MODEL.WEIGHTS = weights
     messages = []
     monkeypatch.setattr(advice.logger, "warning", lambda text, *values: messages.append(text % values))
-    advice.log_advice(cfg, Length(iterations, (), 0, 0, ""), records_with(0, objects))
+    advice.log_advice(cfg, TrainingSchedule(iterations, (), 0, 0, ""), records_with(0, objects))
     assert len(messages) == len(said)
     for message, words in zip(messages, said, strict=True):
         assert words in message

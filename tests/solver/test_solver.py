@@ -12,7 +12,7 @@ from cpvt_det.config import get_cfg, merge_overrides
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
-from cpvt_det.solver.schedule import LearningRate, Length, length_in_epochs
+from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs
 from cpvt_det.solver.step import StepOptions, TrainingModel, TrainStep
 from cpvt_det.structures import Targets
 
@@ -37,10 +37,10 @@ def make_samples(count, dtype=torch.uint8):
 
 
 def make_step(cfg, detector, iterations=10, seed=5, **options):
-    length = Length(iterations, (), 0, 0, "")
+    length = TrainingSchedule(iterations, (), 0, 0, "")
     optimizer = builders.build_optimizer(cfg, detector)
     model = TrainingModel(detector, builders.build_criterion(cfg))
-    return TrainStep(model, optimizer, LearningRate(length), StepOptions(**options), seed)
+    return TrainStep(model, optimizer, LRSchedule(length), StepOptions(**options), seed)
 
 
 def test_groups_hold_every_trained_parameter_once_at_its_rate():
@@ -70,44 +70,44 @@ def test_keys_for_norms_and_peg_reach_their_parameters_alone():
 
 def test_the_recipe_is_184823_iterations_of_coco():
     """50 x 118,287 / 32 = 184,823.4 and 40 x 118,287 / 32 = 147,858.75."""
-    length = length_in_epochs(118_287, 32, 50.0, (40.0,))
+    length = schedule_from_epochs(118_287, 32, 50.0, (40.0,))
     assert (length.max_iter, length.steps) == (184_823, (147_859,))
     assert "118287 images" in length.arithmetic
-    rate = LearningRate(length)
+    rate = LRSchedule(length)
     assert [rate.factor(i) for i in (0, 147_858, 147_859, 184_822)] == pytest.approx([1, 1, 0.1, 0.1])
 
 
 def test_the_last_period_ends_with_the_run():
     """3 epochs of 10 images / 8 = 3.75 iterations: 4; 2 of 41 = 10.25: 11, since 10 twice ends before the run."""
-    length = length_in_epochs(10, 8, 6.0, eval_epochs=3.0)
+    length = schedule_from_epochs(10, 8, 6.0, eval_epochs=3.0)
     assert (length.max_iter, length.eval_period) == (8, 4)
-    assert length_in_epochs(41, 8, 4.0, eval_epochs=2.0).eval_period == 11
+    assert schedule_from_epochs(41, 8, 4.0, eval_epochs=2.0).eval_period == 11
 
 
 def test_iterations_count_where_epochs_are_zero():
     cfg = tiny_cfg(SOLVER__EPOCHS=0, SOLVER__MAX_ITER=70, SOLVER__STEPS=(50,), SOLVER__IMS_PER_BATCH=2)
-    length = builders.build_length(cfg, num_images=20)
+    length = builders.build_schedule(cfg, num_images=20)
     assert (length.max_iter, length.steps) == (70, (50,))
     assert "7.0 epochs" in length.arithmetic
 
 
 def test_warm_up_rises_linearly_and_cosine_ends_at_zero():
-    rate = LearningRate(Length(100, (), 3, 0, ""), "cosine")
+    rate = LRSchedule(TrainingSchedule(100, (), 3, 0, ""), "cosine")
     assert rate.factor(0) == pytest.approx(0.25)
     assert rate.factor(1) == pytest.approx(0.5, rel=1e-2)
     assert rate.factor(50) == pytest.approx(0.5, abs=1e-6)
     assert rate.factor(99) < 1e-3
 
 
-@pytest.mark.parametrize("length", [Length(0, (), 0, 0, ""), Length(10, (5, 5), 0, 0, "")])
+@pytest.mark.parametrize("length", [TrainingSchedule(0, (), 0, 0, ""), TrainingSchedule(10, (5, 5), 0, 0, "")])
 def test_a_length_without_sense_is_refused(length):
-    with pytest.raises(ValueError, match=r"SOLVER\.EPOCHS|must rise"):
-        LearningRate(length)
+    with pytest.raises(ValueError, match=r"SOLVER\.EPOCHS or SOLVER\.MAX_ITER must be above 0|must be in rising order"):
+        LRSchedule(length)
 
 
 def test_unknown_schedule_lists_the_known():
     with pytest.raises(UnknownNameError, match="cosine, step"):
-        LearningRate(Length(10, (), 0, 0, ""), "stair")
+        LRSchedule(TrainingSchedule(10, (), 0, 0, ""), "stair")
 
 
 @pytest.mark.parametrize("position", ["sine", "learned"])
@@ -202,7 +202,7 @@ def test_optimizer_steps_as_plain_adamw():
 @pytest.mark.parametrize(
     ("more", "match"),
     [
-        ({"SOLVER__CLIP_NORM": -1.0}, "for no clipping"),
+        ({"SOLVER__CLIP_NORM": -1.0}, "0 for no clipping"),
         ({"SOLVER__AMP__DTYPE": "int8"}, "bfloat16, float16"),
         ({"SOLVER__ACCUMULATE": 0}, "at least 1"),
         ({"SOLVER__SCHEDULE": "stair"}, "cosine"),
@@ -214,4 +214,4 @@ def test_settings_that_cannot_be_had_name_the_key(more, match):
     detector = builders.build_detector(cfg)
     model = TrainingModel(detector, builders.build_criterion(cfg))
     with pytest.raises(ConfigError, match=match):
-        builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_length(cfg, 10), 0)
+        builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_schedule(cfg, 10), 0)

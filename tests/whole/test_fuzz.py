@@ -221,7 +221,7 @@ def _build(cfg) -> None:
     builders.build_criterion(cfg)
     builders.check_evaluation(cfg)
     builders.build_optimizer(cfg, detector)
-    builders.build_length(cfg, 4)
+    builders.build_schedule(cfg, 4)
 
 
 def _yaml_file(tmp_path_factory, text: bytes) -> str:

@@ -81,7 +81,7 @@ def test_a_signal_saves_the_step_and_the_resumed_run_is_the_run_never_interrupte
     told = process.stderr.read()
     (saved,) = folder.glob("model_*.pth")
     stop = int(saved.stem[-7:]) + 1
-    assert f"interrupted by {signum.name}: iteration {stop - 1} is saved; --resume goes on after it" in told
+    assert f"interrupted by {signum.name}: iteration {stop - 1} is saved; --resume continues after it" in told
     assert "Traceback" not in told
     assert steps_of(folder) == stop
     wait_for(lambda: not living(process.pid), 30)
@@ -138,7 +138,7 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(start)
     second, _ = start("builtin", "run", SOLVER__MAX_ITER=1)
     assert second.wait(60) == 2
     told = second.stderr.read()
-    assert f"another run, process {first.pid}, is using OUTPUT_DIR {folder}; end it, or give this one another folder" in told
+    assert f"another run, process {first.pid}, is using OUTPUT_DIR {folder}; stop it, or set another OUTPUT_DIR" in told
     assert (folder / "config.yaml").read_text() == config
     first.kill()  # its data workers still live for some seconds
     assert start("builtin", "run", SOLVER__MAX_ITER=1, DATASETS__TEST=())[0].wait(60) == 0

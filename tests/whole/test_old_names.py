@@ -5,6 +5,8 @@ import importlib
 
 import pytest
 
+import cpvt_det.build
+import cpvt_det.builders
 import cpvt_det.layers
 
 
@@ -26,6 +28,10 @@ import cpvt_det.layers
 def test_old_names_are_the_new_things(old, new, names):
     for name in names:
         assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(new), name)
+
+
+def test_the_old_name_of_build_schedule():
+    assert cpvt_det.build.build_length is cpvt_det.builders.build_schedule
 
 
 def test_a_name_that_never_was_is_refused():

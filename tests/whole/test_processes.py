@@ -49,7 +49,7 @@ def test_a_bad_step_in_one_process_is_skipped_in_all(tmp_path):
     one, _ = take_steps("spoilt", tmp_path, "detr", 1)
     assert one["skipped"] == two["skipped"] == 1
     assert largest_difference(one["model"], two["model"]) <= 1e-10
-    assert "Iteration 1 is left out: predictions that are not finite for images 100, 101, 102, 103" in told
+    assert "Iteration 1 is skipped: the predictions are not finite for images 100, 101, 102, 103" in told
 
 
 def children(pid):
@@ -121,7 +121,7 @@ def test_a_killed_process_ends_the_others_and_is_named(command, tmp_path, by):
         assert re.search(rf"rank *: \d.*\n.*exitcode *: -9 \(pid: {killed}\)", told)
         assert f"Signal 9 (SIGKILL) received by PID {killed}" in told
     else:
-        assert re.search(rf"stopped: process \d of the run \(pid {killed}\) was ended by SIGKILL; the others were ended", told)
+        assert re.search(rf"stopped: process \d of the run \(pid {killed}\) was ended by SIGKILL; the others were stopped", told)
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COCO with DETR's augmentation, in detectron2's parts: flip; half the images resized and cropped; then the short side drawn."""
+"""COCO with DETR's augmentation, from detectron2's parts: flip; resize and crop half of the images; a random short side."""
 
 import detectron2.data.transforms as T
 from detectron2.config import LazyCall as L

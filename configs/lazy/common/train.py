@@ -5,7 +5,7 @@ import torch
 
 cuda = torch.cuda.is_available()
 
-# 50 epochs x 118,287 images / 32 images an iteration = 184,823 iterations; evaluated every 5 epochs.
+# 50 epochs x 118,287 images / 32 images per iteration = 184,823 iterations; evaluation every 5 epochs.
 train = dict(
     output_dir="./output",
     init_checkpoint="",
