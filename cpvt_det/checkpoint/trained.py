@@ -9,7 +9,7 @@ import torch
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det.builders.data import set_classes
+from cpvt_det.builders.datasets import set_classes
 from cpvt_det.builders.detector import build_detector, build_device
 from cpvt_det.checkpoint.initial import require_shapes
 from cpvt_det.checkpoint.load import load_weights

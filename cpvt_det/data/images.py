@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import torch
 from PIL import ExifTags, Image
-from torch import Tensor
-from torchvision.io import ImageReadMode, decode_image
 
 from cpvt_det.errors import DataError, first_line
+
+if TYPE_CHECKING:  # headers are read without it, and it takes seconds
+    from torch import Tensor
 
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 # How a whole file ends, be it before padding.
@@ -89,7 +89,7 @@ def read_header(path: str) -> ImageHeader:
         raise _cannot_read(path, error) from error
 
 
-def read_image(path: str) -> Tensor:
+def read_image(path: str) -> "Tensor":
     """Decode an image file to RGB, turned as its EXIF data says.
 
     Returns:
@@ -102,6 +102,8 @@ def read_image(path: str) -> Tensor:
     try:
         with file:
             if kind == JPEG:  # only these: a flipped byte in a PNG ends torchvision 0.29 with a segmentation fault
+                from torchvision.io import ImageReadMode, decode_image
+
                 return decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)
             with Image.open(file) as image:
                 return _to_rgb(image, kind)
@@ -109,7 +111,7 @@ def read_image(path: str) -> Tensor:
         raise _cannot_read(path, error) from error
 
 
-def read_pillow(image: Image.Image) -> Tensor:
+def read_pillow(image: Image.Image) -> "Tensor":
     """The pixels of an image of Pillow's, as :func:`read_image` gives them of its file, but for JPEG's last bit.
 
     Returns:
@@ -128,8 +130,10 @@ def read_pillow(image: Image.Image) -> Tensor:
         raise DataError(f"it cannot be decoded: {first_line(error)}") from error
 
 
-def _to_rgb(image: Image.Image, kind: bytes | None) -> Tensor:
+def _to_rgb(image: Image.Image, kind: bytes | None) -> "Tensor":
     """(3, H, W) uint8 of an image that Pillow opened; ``kind`` as of :func:`_open`."""
+    import torch
+
     _require_known_range(image)
     orientation = _orientation(image, kind)
     shown = _to_eight_bits(image).convert("RGB")
