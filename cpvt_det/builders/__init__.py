@@ -35,7 +35,7 @@ _NAMES = {
     "training": ("build_ema", "build_length", "build_optimizer", "build_step"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = list(_MODULES)  # noqa: PLE0604
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

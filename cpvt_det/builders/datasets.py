@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DATASETS`` -> data sets, read and checked. Without torch, which ``cpvt-det check-data`` would wait for longer than for the rest."""
+"""``DATASETS`` -> data sets, read and checked.
+
+Without torch: ``cpvt-det check-data`` would wait longer for its import than for all the rest.
+"""
 
 from collections.abc import Sequence
 

@@ -18,7 +18,7 @@ from PIL import ExifTags, Image
 
 from cpvt_det.errors import DataError, first_line
 
-if TYPE_CHECKING:  # headers are read without it, and it takes seconds
+if TYPE_CHECKING:  # headers are read without torch and torchvision, whose import takes seconds
     from torch import Tensor
 
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
@@ -98,12 +98,12 @@ def read_image(path: str) -> "Tensor":
     Raises:
         DataError: a file that cannot be read, by name; pixels without a fixed range.
     """
+    from torchvision.io import ImageReadMode, decode_image
+
     file, kind = _open(path)
     try:
         with file:
             if kind == JPEG:  # only these: a flipped byte in a PNG ends torchvision 0.29 with a segmentation fault
-                from torchvision.io import ImageReadMode, decode_image
-
                 return decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)
             with Image.open(file) as image:
                 return _to_rgb(image, kind)
