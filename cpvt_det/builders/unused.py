@@ -7,11 +7,10 @@ the same, with a warning. The registries know what a part takes; a detector's re
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from fvcore.common.config import CfgNode
 
-from cpvt_det import config, distributed
+from cpvt_det import distributed
 from cpvt_det.config import flat_items, get_cfg
 from cpvt_det.errors import ConfigError
 from cpvt_det.losses import CLASSIFICATION_REGISTRY
@@ -57,20 +56,6 @@ def unused_keys(cfg: CfgNode) -> dict[str, str]:
 def inapplicable_keys(cfg: CfgNode) -> set[str]:
     """The keys that cannot apply, whatever their values are."""
     return {key for key, _, _ in _inapplicable(cfg)}
-
-
-def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
-    """:func:`cpvt_det.config.load_cfg`, and for the config of a run or of a model folder :func:`forgive_kept`."""
-    cfg = config.load_cfg(config_file, overrides)
-    forgive_kept_file(cfg, config_file, overrides)
-    return cfg
-
-
-def forgive_kept_file(cfg: CfgNode, config_file: str, overrides: Sequence[str]) -> None:
-    """:func:`forgive_kept` where a config file is one that a run or a model folder kept: others are typed."""
-    path = config.find_config(config_file) if config_file else Path()
-    if path.name == "config.yaml" and any(path.with_name(name).is_file() for name in ("log.txt", "model.safetensors")):
-        forgive_kept(cfg, config_file, overrides)
 
 
 def forgive_kept(cfg: CfgNode, source: str, overrides: Sequence[str]) -> None:

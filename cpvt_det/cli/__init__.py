@@ -13,6 +13,7 @@ import click
 
 import cpvt_det
 from cpvt_det.errors import BadInputError, DataFaultsError, InterruptedRun, RunStoppedError, exit_code, first_line
+from cpvt_det.garbage import quick_imports
 from cpvt_det.own_modules import import_modules
 
 COMMANDS = {
@@ -40,7 +41,8 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         module = name.replace("-", "_")
-        return getattr(importlib.import_module(f"cpvt_det.cli.{module}"), module)
+        with quick_imports():
+            return getattr(importlib.import_module(f"cpvt_det.cli.{module}"), module)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -6,8 +6,7 @@ import math
 import click
 from fvcore.common.config import CfgNode
 
-from cpvt_det import builders
-from cpvt_det.checkpoint.weights import read_weights
+from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli.configs import config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.validation.check import CheckedData
@@ -33,7 +32,7 @@ def check_data(config_file: str, decode: bool, every: bool, runner: str, overrid
     cfg = load_any(config_file, overrides, runner)
     if not cfg.DATASETS.TRAIN and not cfg.DATASETS.TEST:
         raise ConfigError("there is nothing to check: DATASETS.TRAIN and DATASETS.TEST are empty; name a data set in one of them")
-    data = builders.check_datasets(cfg, decode=decode, examples=math.inf if every else EXAMPLES)
+    data = check_datasets(cfg, decode=decode, examples=math.inf if every else EXAMPLES)
     for dataset in {dataset.name: dataset for dataset in data.train + data.tests}.values():
         click.echo(dataset.describe())
     _compare_with_weights(cfg, data)
@@ -50,6 +49,8 @@ def _compare_with_weights(cfg: CfgNode, data: CheckedData) -> None:
     datasets = data.train + data.tests
     if not cfg.MODEL.WEIGHTS or not datasets:
         return
+    from cpvt_det.checkpoint.weights import read_weights  # and with it torch, which the rest does not need
+
     issues = Issues(cfg.MODEL.WEIGHTS)
     data.issues.append(issues)
     try:

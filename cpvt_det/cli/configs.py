@@ -3,14 +3,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from fvcore.common.config import CfgNode
-from torch import nn
 
 from cpvt_det import builders
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUNNERS, choose_runner
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def config_options(command: Callable) -> Callable:
@@ -45,7 +48,7 @@ def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNo
     return cfg
 
 
-def build_any(cfg: CfgNode, runner: str) -> nn.Module:
+def build_any(cfg: CfgNode, runner: str) -> "nn.Module":
     """The detector of a config as the runner would build it, with random weights, in evaluation mode on its device."""
     if choose_runner(runner) == "builtin":
         return builders.build_detector(cfg).to(builders.build_device(cfg)).eval()

@@ -8,6 +8,7 @@ import click
 
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.errors import BadInputError
+from cpvt_det.garbage import quick_imports
 from cpvt_det.own_modules import import_inherited
 
 RUNNERS = ("auto", "builtin", "detectron2")
@@ -61,7 +62,8 @@ def train(
       cpvt-det train --config-file coco/detr_r50_peg_50ep.yaml --num-gpus 8 OUTPUT_DIR output/peg
       torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/deformable_peg.yaml --num-gpus 0
     """
-    from cpvt_det.runner.launch import launch  # here, because it imports torch, which --help does not need
+    with quick_imports():
+        from cpvt_det.runner.launch import launch  # and with it torch, which --help does not need
 
     launch(
         run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only, allow_partial
@@ -82,11 +84,12 @@ def run_config(
     import_inherited()
     if device is not None:
         overrides = (*overrides, "MODEL.DEVICE", device)
-    if runner == "detectron2":
-        from cpvt_det.d2.run import load_cfg, run
-    else:
-        from cpvt_det.builders import load_cfg
-        from cpvt_det.runner.train import run
+    with quick_imports():
+        if runner == "detectron2":
+            from cpvt_det.d2.run import load_cfg, run
+        else:
+            from cpvt_det.builders import load_cfg
+            from cpvt_det.runner.train import run
     return run(load_cfg(config_file, overrides), resume, eval_only, allow_partial)
 
 

@@ -8,7 +8,7 @@ from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
-from cpvt_det.builders.unused import forgive_kept_file
+from cpvt_det.builders.kept import forgive_kept_file
 from cpvt_det.d2.peg_backbone import add_peg_config
 from cpvt_det.errors import ConfigError
 

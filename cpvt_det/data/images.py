@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import torch
 from PIL import ExifTags, Image
-from torch import Tensor
-from torchvision.io import ImageReadMode, decode_image
 
 from cpvt_det.errors import DataError, first_line
+
+if TYPE_CHECKING:  # headers are read without torch and torchvision, whose import takes seconds
+    from torch import Tensor
 
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 # The mark at the end of a complete file; padding may follow it.
@@ -89,7 +89,7 @@ def read_header(path: str) -> ImageHeader:
         raise _cannot_read(path, error) from error
 
 
-def read_image(path: str) -> Tensor:
+def read_image(path: str) -> "Tensor":
     """Decode an image file to RGB, turned according to its EXIF data.
 
     Returns:
@@ -98,6 +98,8 @@ def read_image(path: str) -> Tensor:
     Raises:
         DataError: a file that cannot be read; pixels without a fixed range.
     """
+    from torchvision.io import ImageReadMode, decode_image
+
     file, kind = _open(path)
     try:
         with file:
@@ -109,7 +111,7 @@ def read_image(path: str) -> Tensor:
         raise _cannot_read(path, error) from error
 
 
-def read_pillow(image: Image.Image) -> Tensor:
+def read_pillow(image: Image.Image) -> "Tensor":
     """The pixels of a PIL image, equal to those that :func:`read_image` returns for its file; JPEGs may differ in the last bit.
 
     Returns:
@@ -128,8 +130,10 @@ def read_pillow(image: Image.Image) -> Tensor:
         raise DataError(f"the image cannot be decoded: {first_line(error)}") from error
 
 
-def _to_rgb(image: Image.Image, kind: bytes | None) -> Tensor:
+def _to_rgb(image: Image.Image, kind: bytes | None) -> "Tensor":
     """(3, H, W) uint8 pixels of an image that Pillow opened; ``kind`` is the second result of :func:`_open`."""
+    import torch
+
     _require_known_range(image)
     orientation = _orientation(image, kind)
     shown = _to_eight_bits(image).convert("RGB")

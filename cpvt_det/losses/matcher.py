@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -77,6 +76,8 @@ class HungarianMatcher:
             min(Q, G) pairs for each layer and image, ordered by layer, image and query. Where predictions are not finite the
             pairs mean nothing, and there are as many: the processes of a run go on alike, and skip the step together.
         """
+        from scipy.optimize import linear_sum_assignment  # half a second, which prediction need not wait for
+
         cost = self.cost(predictions, targets).cpu().numpy()  # the one copy to the host
         if not np.isfinite(cost).all():
             cost = np.where(np.isfinite(cost), cost, 0)

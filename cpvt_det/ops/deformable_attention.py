@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cpvt_det.errors import UnknownNameError, first_line
+from cpvt_det.garbage import no_garbage_collection
 from cpvt_det.ops.deformable_eager import embedding_bag_attention, gather_attention, grid_sample_attention
 from cpvt_det.structures import Size
 
@@ -91,7 +92,8 @@ def _choose(device_type: str) -> str:
 def _kernels(implementation: str) -> ModuleType | Exception:
     """The module of a fused implementation, imported at its first use because that takes a while; or why there is none."""
     try:
-        module = importlib.import_module(f"cpvt_det.ops.deformable_{implementation}")
+        with no_garbage_collection():
+            module = importlib.import_module(f"cpvt_det.ops.deformable_{implementation}")
         if not module.is_available():
             raise ImportError(f"No module named {implementation!r}")
         return module

@@ -8,13 +8,12 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from tqdm import tqdm
 
-from cpvt_det import distributed
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import CocoDataset, ImageRecord, read_coco, require_same_classes
 from cpvt_det.data.images import ImageHeader, file_threads, read_header, read_image
@@ -55,20 +54,38 @@ class Seen:
     why: str = ""
 
 
+LookAtImages = Callable[[Mapping[str, str], bool], dict[str, Seen]]
+
+
+def look_at_images(roots: Mapping[str, str], decode: bool = False) -> dict[str, Seen]:
+    """What there is under each path.
+
+    Args:
+        roots: paths, each with the folder that its data set names it below.
+        decode: decode every image, not only those that seem cut off.
+    """
+    with file_threads() as pool:
+        found = pool.map(partial(_look, decode=decode), roots, roots.values())
+        bar = tqdm(found, "checking images", len(roots), leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
+        return dict(zip(roots, bar, strict=True))
+
+
 def check_data(
     train: Sequence[DatasetFiles],
     tests: Sequence[DatasetFiles],
     num_queries: int,
     decode: bool = False,
     examples: float = EXAMPLES,
+    look: LookAtImages = look_at_images,
 ) -> CheckedData:
-    """Read and check data sets. In a run of several processes, the first looks at the images for all.
+    """Read and check data sets.
 
     Args:
         train, tests: files of each data set; a data set may be in both.
         num_queries: number of queries of the detector.
         decode: decode every image, which also finds damage behind the header.
         examples: largest number of examples kept of each kind of issue.
+        look: reader of the image files; in a run of several processes, one reads for all.
     """
     together = Issues("", examples)
     read: dict[str, CocoDataset] = {}
@@ -79,7 +96,7 @@ def check_data(
         except DataError as error:
             together.add_error("data sets that cannot be read", str(error))
     roots = {record.file_name: str(files[name].image_root) for name in read for record in read[name].records}
-    seen = distributed.gather_objects(look_at_images(roots, decode) if distributed.rank() == 0 else None)[0]
+    seen = look(roots, decode)
     for dataset in read.values():
         _take_faulty_images_out(dataset, seen)
     data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), issues=[])
@@ -97,22 +114,6 @@ def log_data(datasets: Iterable[CocoDataset]) -> None:
         too_many = dataset.issues.infos.get(TOO_MANY)
         if too_many:
             logger.warning("%s: %s: %d; raise MODEL.DETR.NUM_OBJECT_QUERIES", dataset.name, TOO_MANY, too_many.count)
-
-
-def look_at_images(roots: Mapping[str, str], decode: bool = False) -> dict[str, Seen]:
-    """Look at image files.
-
-    Args:
-        roots: path -> image folder of its data set.
-        decode: decode every image, not only those that seem incomplete.
-
-    Returns:
-        Path -> result.
-    """
-    with file_threads() as pool:
-        found = pool.map(partial(_look, decode=decode), roots, roots.values())
-        bar = tqdm(found, "checking images", len(roots), leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
-        return dict(zip(roots, bar, strict=True))
 
 
 def _look(path: str, root: str, decode: bool) -> Seen:

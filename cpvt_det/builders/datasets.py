@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``DATASETS`` -> data sets, read and checked.
+
+Without torch: ``cpvt-det check-data`` would wait longer for its import than for all the rest.
+"""
+
+from collections.abc import Sequence
+
+from fvcore.common.config import CfgNode
+
+from cpvt_det.data.catalog import DatasetFiles, find_datasets
+from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord
+from cpvt_det.data.validation.check import CheckedData, LookAtImages, check_data, look_at_images
+from cpvt_det.data.validation.issues import EXAMPLES, POLICIES
+from cpvt_det.errors import ConfigError, UnknownNameError
+
+
+def check_datasets(
+    cfg: CfgNode,
+    splits: Sequence[str] = ("TRAIN", "TEST"),
+    decode: bool = False,
+    examples: float = EXAMPLES,
+    look: LookAtImages = look_at_images,
+) -> CheckedData:
+    """Read and check the data sets of a config, and compare their classes with ``MODEL.NUM_CLASSES``, which is set.
+
+    Args:
+        cfg: the config.
+        splits: which of ``DATASETS.TRAIN`` and ``DATASETS.TEST``.
+        decode, examples, look: as in :func:`cpvt_det.data.validation.check.check_data`.
+
+    Returns:
+        The data sets without what has faults, and the faults, whatever ``DATASETS.ON_BAD`` is.
+
+    Raises:
+        ConfigError: names that cannot be looked up, or an unknown policy.
+    """
+    if cfg.DATASETS.ON_BAD not in POLICIES:
+        raise UnknownNameError("DATASETS.ON_BAD", cfg.DATASETS.ON_BAD, POLICIES)
+    train, tests = ([] if split not in splits else _find(cfg, split) for split in ("TRAIN", "TEST"))
+    data = check_data(train, tests, cfg.MODEL.DETR.NUM_OBJECT_QUERIES, decode, examples, look)
+    for dataset in (data.train + data.tests)[:1]:
+        try:
+            set_classes(cfg, dataset.classes)
+        except ConfigError as error:
+            data.issues[-1].add_error("classes", str(error))
+    return data
+
+
+def _find(cfg: CfgNode, split: str) -> list[DatasetFiles]:
+    names = cfg.DATASETS[split]
+    if isinstance(names, str):
+        require_names(cfg, split)
+    return find_datasets(names, cfg.DATASETS.REGISTER)
+
+
+def require_names(cfg: CfgNode, split: str) -> None:
+    """Refuse ``DATASETS.TRAIN`` or ``DATASETS.TEST``, whichever ``split`` is, where it is no list of names.
+
+    Raises:
+        ConfigError: it is empty, or text.
+    """
+    names = cfg.DATASETS[split]
+    if isinstance(names, str) or not names:
+        raise ConfigError(f"DATASETS.{split} should list data sets, as in DATASETS.{split} \"('coco_2017_train',)\"; got {names!r}")
+
+
+def set_classes(cfg: CfgNode, classes: Classes, source: str = "the data") -> None:
+    """Set ``MODEL.NUM_CLASSES`` from the data, or from weights.
+
+    Raises:
+        ConfigError: the config names another number.
+    """
+    if cfg.MODEL.NUM_CLASSES not in (0, len(classes)):
+        raise ConfigError(
+            f"MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}, but {source} has {len(classes)} classes "
+            f"({', '.join(classes.names[:5])}{', ...' if len(classes) > 5 else ''}); leave it at 0 to take these"
+        )
+    cfg.MODEL.NUM_CLASSES = len(classes)
+
+
+def training_records(cfg: CfgNode, datasets: list[CocoDataset]) -> list[ImageRecord]:
+    """The images to train on; without those without objects under ``DATALOADER.FILTER_EMPTY_ANNOTATIONS``."""
+    records = [record for dataset in datasets for record in dataset.records]
+    return [record for record in records if len(record.labels)] if cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS else records

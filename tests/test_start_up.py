@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command imports before it works: as little as it uses, because torch and its compiler take seconds."""
+
+import gc
+import json
+import subprocess
+import sys
+
+import pytest
+from tiny import overrides, save_random
+
+import cpvt_det.build
+from cpvt_det import builders
+from cpvt_det.garbage import quick_imports
+
+RUN = """
+import gc, json, sys
+from cpvt_det.cli import main
+main(standalone_mode=False)
+print(json.dumps({"modules": list(sys.modules), "collects": gc.isenabled(), "kept": gc.get_freeze_count()}))
+"""
+
+
+def run(*words):
+    """What a process that is one command has imported, whether it collects garbage, and how many objects it never looks at."""
+    command = [sys.executable, "-c", RUN, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_data_are_checked_without_torch(drawn_coco, tmp_path):
+    config = tmp_path / "empty.yaml"
+    config.write_text("VERSION: 2\n")
+    words = overrides(drawn_coco.files, tmp_path / "out")
+    seen = run("check-data", "--config-file", config, "--runner", "builtin", *words)
+    assert not {"torch", "torchvision", "scipy", "numba", "matplotlib"} & set(seen["modules"])
+    assert "cpvt_det.data.validation.check" in seen["modules"]
+
+
+def test_prediction_imports_no_solver_no_numba_and_no_figures(drawn_coco, tmp_path):
+    weights = save_random(tmp_path / "weights.pth")
+    seen = run("predict", weights, "--input", drawn_coco.files.image_root, "--output", tmp_path / "out", "--device", "cpu")
+    assert not {"scipy.optimize", "numba", "matplotlib", "detectron2"} & set(seen["modules"])
+    assert (tmp_path / "out/detections.json").is_file()
+    assert seen["collects"] and seen["kept"] > 100_000  # objects that came with the imports
+
+
+def test_what_imports_bring_is_never_looked_through_again(tmp_path, monkeypatch):
+    (tmp_path / "many_lists.py").write_text("import gc\nlists = [[] for _ in range(10_000)]\nwas_enabled = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "many_lists", raising=False)
+    before = gc.get_freeze_count()
+    try:
+        with quick_imports():
+            import many_lists
+        assert not many_lists.was_enabled and gc.isenabled()
+        assert gc.get_freeze_count() >= before + 10_000
+        before = gc.get_freeze_count()
+        with quick_imports():
+            import many_lists
+        assert gc.get_freeze_count() == before  # nothing came
+    finally:
+        gc.unfreeze()
+        monkeypatch.delitem(sys.modules, "many_lists", raising=False)
+
+
+def test_every_builder_is_found_by_name_and_no_other():
+    assert all(callable(getattr(builders, name)) or name == "DETECTOR_REGISTRY" for name in builders.__all__)
+    assert all(getattr(cpvt_det.build, name) is getattr(builders, name) for name in builders.__all__)
+    with pytest.raises(AttributeError, match="cpvt_det.builders.*build_house"):
+        _ = builders.build_house
