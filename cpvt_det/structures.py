@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data classes that modules exchange, and the functions from image sizes to padding masks.
 
-On the way of one image: after ``data/mapper.py``, around ``models/detr.py``, before ``losses/`` and ``postprocess.py``.
+On the way of one image: after ``data/mapper.py``, around ``models/detr.py``, before ``losses/`` and ``inference.py``.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The road that all detectors share: backbone -> neck -> encoder -> queries -> decoder.
 
-On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``postprocess.py`` in evaluation.
+On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``inference.py`` in evaluation.
 """
 
 import math

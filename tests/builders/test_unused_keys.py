@@ -372,7 +372,7 @@ def test_a_run_of_before_goes_on_and_is_evaluated_with_one_warning(drawn_coco, t
     assert ended.exit_code == 0, ended.output
     log = (run / "log.txt").read_text()[length:]
     assert warnings == [message_of(f"{run}/config.yaml")]
-    assert "with another config: SOLVER.MAX_ITER was 2, is 4" in log
+    assert "config of the resumed run has changed: SOLVER.MAX_ITER was 2, is 4" in log
     assert "KERNEL_SIZE" not in log and "FOCAL_GAMMA" not in log
     assert [json.loads(line)["iteration"] for line in (run / "metrics.json").read_text().splitlines()][-1] == 3
 

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints.
 
-A checkpoint is written to a temporary file, flushed to the disk and renamed, its SHA-256 beside it is in the format of
-`sha256sum`, and `last_checkpoint` follows after both. Every read compares the two; files from elsewhere, which have none beside
+A checkpoint is written to a temporary file, flushed to the disk and renamed. Its SHA-256 beside it is in the format of
+`sha256sum`, and `last_checkpoint` is written after both. Every read compares the two; files from elsewhere, which have none beside
 them, are compared with the checksums inside torch's zip format. `SOLVER.CHECKPOINT_KEEP` numbered ones stay, with
-`model_best.pth` and `model_final.pth`. What is not finite is not saved.
+`model_best.pth` and `model_final.pth`. Weights that are not finite are not saved.
 
-A run has an id, random, in its checkpoints and in the file `run_id` of its `OUTPUT_DIR`, which a resumed run keeps. `--resume`,
-and `--eval-only --resume`, take the checkpoint of that run that has gone furthest and is whole, whatever the files' times; of two
-of the same iteration the one that `last_checkpoint` names. To go back further, move those beyond away. Where the run that was
-started last has none, the newest of an earlier one is taken, with a warning. Processes that torchrun starts anew go on with their
-own run alone, and the best AP is that of one run. Checkpoints of before there were ids are told apart by their seeds.
+A run has a random id, in its checkpoints and in the file `run_id` of its `OUTPUT_DIR`, which a resumed run keeps. `--resume`,
+and `--eval-only --resume`, take the whole checkpoint of that run with the most iterations, whatever the files' times; of two
+of the same iteration the one that `last_checkpoint` names. To go back further, move the later ones away. Where the run that was
+started last has none, the newest of an earlier one is taken, with a warning. Processes that torchrun restarts continue their
+own run alone, and the best AP is that of one run. Checkpoints older than run ids are identified by their seeds.
 
 No file's code is run: torch's are read with `weights_only=True`, with an allow-list for `argparse.Namespace` and numpy's
-numbers and arrays; a `.pkl` by an unpickler that knows arrays, numbers, text and containers and nothing else. Neither may take
-more memory than a file of its size can mean.
+numbers and arrays; a `.pkl` by an unpickler that accepts arrays, numbers, text and containers and nothing else. Neither may take
+more memory than a file of its size can need.
 
 `python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 36 fell
-into the middle of a save, 0 checkpoints were lost, and none was older than the last that the process had called saved.
-`tests/whole/test_kills.py` does five. A full disk is simulated in `tests/checkpoint/test_checkpoint_files.py`, after any number of
-bytes.
+into the middle of a save, 0 checkpoints were lost, and none was older than the last that the process had reported as saved.
+`tests/whole/test_kills.py` does five. A full disk is simulated in `tests/checkpoint/test_checkpoint_files.py`, after any number
+of bytes.
 """
 
 import os

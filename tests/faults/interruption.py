@@ -10,13 +10,13 @@ optimiser's state, the scaler, the best AP and the seed, with equality and no to
 | inside an epoch, at its border, at the end | dropout, augmentation, 2 accumulated parts, EMA | builtin | `test_runner.py` |
 | after step 3 of 6 | float16 with its scaler, 2 workers, best AP, evaluations between | builtin | `test_resume.py` |
 | by SIGTERM, to the run and its 2 workers | no checkpoint but the signal's | builtin, detectron2 | `test_interruption.py` |
-| by SIGTERM within an evaluation | it is made up for | builtin, detectron2 | `test_interruption.py` |
-| after step 3, then gone on with in the other runner | dropout, EMA | builtin to detectron2 and back | `test_detectron2.py` |
+| by SIGTERM within an evaluation | the evaluation is repeated | builtin, detectron2 | `test_interruption.py` |
+| after step 3, then continued in the other runner | dropout, EMA | builtin to detectron2 and back | `test_detectron2.py` |
 | by kill -9 of one of two processes, restarted by torchrun | synchronised norms | builtin, detectron2 | `test_processes.py` |
 
 A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130, at once where an evaluation runs; a
 second one (half a second later at least, since a terminal and torchrun both send the first) ends everything at once. In a run of
-one process an error between two steps, of an image or a data worker say, finds the last step saved too.
+one process the last step is saved too when an error occurs between two steps, for example in an image or a data worker.
 """
 
 import os

@@ -13,11 +13,11 @@ import faults
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 HEAD = """\
-# What happens on a bad day
+# Failure handling: what goes wrong, its exit code and message
 
 Every row is a test: `tests/whole/test_faults.py` makes the fault, runs the command and looks for exit code and message; "..."
-stands for what differs from machine to machine. Exit code 0 is a run that works, 2 is bad input that the user can mend, reported
-without a traceback. This file is written by `PYTHONPATH=tests python -m faults.report` from the tables in `tests/faults/`.
+replaces what differs between machines. Exit code 0 is a run that works, 2 is bad input that the user can fix, reported without a
+traceback. This file is written by `PYTHONPATH=tests python -m faults.report` from the tables in `tests/faults/`.
 """
 
 
