@@ -161,9 +161,8 @@ def test_dropped_tokens_have_no_grid():
 
 def test_a_mask_of_the_other_meaning_is_refused():
     model = add_peg(make_encoder(), grid=GRID)
-    with pytest.raises(
-        PlugError, match="the top left token of an image is padded; src_key_padding_mask must be True on the padding"
-    ):
+    message = "the top left token of an image is padded; src_key_padding_mask must be True on the padding"
+    with pytest.raises(PlugError, match=message):
         model(TOKENS, src_key_padding_mask=~MASK)
 
 
