@@ -2,8 +2,9 @@
 """Padding and batches.
 
 In evaluation the transformer's outputs for an image are the same alone and in any batch, whatever lies under the padding, NaN
-included. With `MODEL.BACKBONE.MASK_PADDING`, our default, so are the whole detector's, ResNet included. `tests/test_padding.py` draws
-sizes, batches and contents, in float64 within 1e-10. Backbones of detectron2's registry cannot do it, and are refused with the key.
+included. With `MODEL.BACKBONE.MASK_PADDING`, our default, so are the whole detector's, ResNet included. `tests/test_padding.py`
+draws sizes, batches and contents, in float64 within 1e-10. Backbones of detectron2's registry cannot do it, and are refused with
+the key.
 
 `python benchmarks/mask_padding.py` prints what it changes and what it costs, here on one thread of a CPU: DETR-R50 with 100
 queries and drawn weights, an image of 480 x 640 and one of 640 x 427 in a batch, each compared with itself alone, in float32; then
