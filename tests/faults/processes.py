@@ -4,7 +4,7 @@
 Two processes with gloo take the steps of one on the same global batch, with all objects in one of them: after 20 steps in
 float64 with synchronised norms the losses differ by at most 4e-15, weights, running statistics and moving average by 7e-14
 (`test_processes.py`). There, too: a killed process ends the others within seconds under torchrun and under `--num-gpus`, with
-its number and its signal; a step that is bad in one process is left out in all; `torchrun --max-restarts` goes on from the last
+its number and its signal; a step that is bad in one process is left out in all; `torchrun --max-restarts` continues from the last
 checkpoint, without `--resume` on the command line, to the same bits.
 
 A run holds a lock on `.lock` in its `OUTPUT_DIR`. It ends with the process, so that a dead one never blocks.
