@@ -54,6 +54,12 @@ def _add_model(cfg: CfgNode) -> None:
 
     # A part of your own, registered by a module given with --import, may have options of its own: add them in YAML to its node
     # (BACKBONE, NECK, POSITION, QUERIES or CRITERION).
+    _add_features(model)
+    _add_transformer(model)
+    _add_criterion(model)
+
+
+def _add_features(model: CfgNode) -> None:
     model.BACKBONE = CfgNode(new_allowed=True)
     model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101; with detectron2 also every name in its backbone registry
     model.BACKBONE.WEIGHTS = ""  # name of torchvision weights (IMAGENET1K_V1, DEFAULT) or path of a file; empty: random weights
@@ -78,6 +84,8 @@ def _add_model(cfg: CfgNode) -> None:
     model.POSITION.MASK_INPUT = True  # peg: keep padded tokens out of convolution and statistics; False: as in the authors' code
     model.POSITION.ZERO_INIT = False  # peg: True: start as the identity, to fine-tune trained weights
 
+
+def _add_transformer(model: CfgNode) -> None:
     model.DETR = CfgNode()  # transformer of both detectors; only PRE_NORM is for CPVTDetr alone
     model.DETR.HIDDEN_DIM = 256  # channels of the transformer
     model.DETR.NHEADS = 8  # number of attention heads
@@ -100,6 +108,8 @@ def _add_model(cfg: CfgNode) -> None:
     model.QUERIES = CfgNode(new_allowed=True)
     model.QUERIES.NAME = ""  # name of the query source; empty: the detector's default: learned, or proposals if TWO_STAGE
 
+
+def _add_criterion(model: CfgNode) -> None:
     model.CRITERION = CfgNode(new_allowed=True)
     model.CRITERION.CLASSIFICATION = "softmax"  # softmax or focal
     model.CRITERION.BACKGROUND_WEIGHT = 0.1  # softmax: weight of the class "no object"

@@ -49,7 +49,7 @@ def find_keys() -> list[Key]:
 
 def _assignments(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
     """Full names of what a function sets in the config, and the line; ``cfg.MODEL = model = CfgNode()`` names a short form."""
-    short = {"cfg": ""}
+    short = {"cfg": "", "model": "MODEL"}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             names = [_dotted(target) for target in node.targets if isinstance(target, ast.Attribute)]

@@ -80,7 +80,7 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
     arguments = DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE)
     with config_errors("MODEL"):
         made = arguments.detector, arguments(cfg, backbone)
-    refuse_unused(cfg)  # last: a name that is misspelt is told as that
+    refuse_unused(cfg)  # last, so that a misspelt name is reported as such
     return made
 
 

@@ -62,7 +62,7 @@ def forgive_kept(cfg: CfgNode, source: str, overrides: Sequence[str]) -> None:
     """Set keys of a kept config that cannot apply back to their defaults, with one warning.
 
     Args:
-        cfg: changed in place.
+        cfg: kept config, changed in place.
         source: where the config is from, for the warning.
         overrides: KEY VALUE words that the user typed beside it; these keys stay, to be refused.
     """
@@ -78,8 +78,8 @@ def forgive_kept(cfg: CfgNode, source: str, overrides: Sequence[str]) -> None:
         else:
             del node[last]
     if kept and distributed.rank() == 0:
-        told = ", ".join(f"{key} {values[key]!r}" for key in kept)
-        logger.warning("%s has keys that have no effect on this model and are ignored: %s", source, told)
+        listed = ", ".join(f"{key} {values[key]!r}" for key in kept)
+        logger.warning("%s has keys that have no effect on this model and are ignored: %s", source, listed)
 
 
 def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:

@@ -27,7 +27,7 @@ class Conversion:
     Attributes:
         marker: pattern that some names of this source match, and none of ours.
         renames: (pattern, replacement) pairs, applied one after the other.
-        absent: pattern that no name of this source matches, to tell it from other sources with the same marker.
+        absent: pattern that no name of this source matches, which distinguishes it from other sources with the same marker.
         drops_shared: True: of several equal tensors, its files contain only one.
     """
 

@@ -50,8 +50,8 @@ class StepTrainer(SimpleTrainer):
     """detectron2's inner trainer, taking our steps.
 
     Args:
-        step: of the whole run.
-        loader: set to the first iteration before training.
+        step: training step of the whole run.
+        loader: batches of samples; the trainer sets its first iteration.
     """
 
     def __init__(self, step: TrainStep, loader: TrainLoader):
@@ -85,8 +85,8 @@ class Trainer(DefaultTrainer):
         task: the run's task.
         datasets: its training sets.
         tests: its test sets.
-        seed: of the run, unless it is resumed.
-        run_id: likewise.
+        seed: seed of the run; a resumed run keeps its own.
+        run_id: id of the run; a resumed run keeps its own.
 
     Raises:
         ConfigError: what the config asks for cannot be had.

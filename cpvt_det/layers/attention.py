@@ -22,7 +22,7 @@ class Attention(nn.Module):
     Args:
         channels: C, a multiple of ``num_heads``.
         num_heads: M.
-        dropout: on the attention weights, in training.
+        dropout: probability that an attention weight is dropped, in training.
 
     Raises:
         ValueError: channels that the heads do not divide.
@@ -101,14 +101,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None, probability:
 
 
 class DeformableAttention(nn.Module):
-    """Multi-scale deformable attention: every query looks at P points a head and level, around its reference point.
+    """Multi-scale deformable attention: every query looks at P points per head and level, around its reference point.
 
     Args:
         channels: C, a multiple of ``num_heads``.
         num_heads: M.
         num_levels: L.
         num_points: P.
-        implementation: of the op, as in :func:`ms_deform_attn`.
+        implementation: implementation of the op, as in :func:`ms_deform_attn`.
 
     Raises:
         ValueError: channels that the heads do not divide, no level, or no point.
@@ -158,7 +158,7 @@ class DeformableAttention(nn.Module):
             reference_points: (B, Q, L, 2 or 4) float, xy or cxcywh in [0, 1] of the padded map. Offsets are in cells around a
                 point, in halves of a P-th of the sides around a box.
             tokens: (B, N, C) float.
-            levels: of the tokens; padded ones count as zeros.
+            levels: layout of the tokens; padded ones count as zeros.
 
         Returns:
             (B, Q, C).

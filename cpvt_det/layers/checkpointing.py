@@ -16,7 +16,7 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
 
     Args:
         function: a module, or a function with the modules it calls among its arguments.
-        args: of the call.
+        args: arguments of the call.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler chooses itself what to keep
         return function(*args)

@@ -19,7 +19,7 @@ class Heads:
 
     Args:
         class_embed: one head for all layers, or a list: one per layer, or one for all.
-        bbox_embed: likewise.
+        bbox_embed: box heads, in the same form.
         refine: whether the boxes of a layer are the references of the next.
     """
 

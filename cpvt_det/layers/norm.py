@@ -5,14 +5,15 @@ A padded batch normalised over all its cells depends on how much padding it got:
 variance. The norms here count valid cells alone.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det import distributed
 from cpvt_det.errors import UnknownNameError
-
-NORMS = ("BN", "SyncBN", "GN", "none")
 
 
 class MaskedBatchNorm2d(nn.BatchNorm2d):
@@ -117,20 +118,26 @@ def make_norm(name: str, channels: int) -> nn.Module:
     Raises:
         UnknownNameError: another name.
     """
-    if name == "BN":
-        return MaskedBatchNorm2d(channels)
-    if name == "SyncBN":
-        return MaskedSyncBatchNorm2d(channels)
-    if name == "GN":
-        return MaskedGroupNorm(group_count(channels), channels)
-    if name == "none":
-        return NoNorm()
-    raise UnknownNameError("norm", name, NORMS)
+    if name not in NORMS:
+        raise UnknownNameError("norm", name, NORMS)
+    return NORM_LAYERS[name](channels)
 
 
 def group_count(channels: int) -> int:
     """The largest number of groups up to 32 that divides the channels."""
     return max(groups for groups in range(1, 33) if channels % groups == 0)
+
+
+NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    "FrozenBN": FrozenBatchNorm2d,
+    "BN": MaskedBatchNorm2d,
+    "SyncBN": MaskedSyncBatchNorm2d,
+    "GN": lambda channels: MaskedGroupNorm(group_count(channels), channels),
+    "none": lambda channels: NoNorm(),
+}
+"""Every norm by its name in a config -> builder from the number of channels."""
+NORMS = ("BN", "SyncBN", "GN", "none")
+BACKBONE_NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
 
 
 class _Normalise(torch.autograd.Function):

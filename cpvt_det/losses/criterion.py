@@ -18,11 +18,11 @@ from cpvt_det.structures import PROPOSAL_LABEL, Predictions, Targets
 
 @dataclass
 class Losses:
-    """What a training step is told.
+    """Losses and metrics of a training step.
 
     Attributes:
         losses: name -> scalar, weighted and summed over layers; their sum is the objective.
-        metrics: name -> scalar, only to be watched.
+        metrics: name -> scalar, logged and in no loss.
         finite: (B,) bool, whether all predictions for an image are finite. Where one is not, the losses mean nothing.
     """
 
@@ -35,7 +35,7 @@ class SetCriterion:
     """DETR's set loss.
 
     Args:
-        matcher: whose classification is the loss's too.
+        matcher: matcher of predictions and targets; its classification is the loss's too.
         class_weight, l1_weight, giou_weight: weights of the three losses of DETR, the same in every layer.
         proposal_matches: proposals that each object is matched with; more than one give every object more to learn from.
         losses: further registered losses, name -> weight.
@@ -73,8 +73,8 @@ class SetCriterion:
 
         Args:
             predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4), float32 or float64.
-            targets: of the B images, on the same device.
-            normalizers: of the whole step, where this batch is a part of it; by default those of this batch.
+            targets: targets of the B images, on the same device.
+            normalizers: divisors of the whole step, if this batch is a part of it; ``None``: those of this batch.
 
         Returns:
             ``loss_class``, ``loss_l1``, ``loss_giou`` and further ones; of proposals, where there are any,

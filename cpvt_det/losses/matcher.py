@@ -52,7 +52,7 @@ class HungarianMatcher:
     """The one-to-one assignment of queries to targets of the least total cost, for each layer and image.
 
     Args:
-        classification: gives the class cost.
+        classification: kind of class scores, with its matching cost.
         class_cost, l1_cost, giou_cost: weights of the three costs.
 
     Source: arXiv 2005.12872, section 3.1.
@@ -69,8 +69,8 @@ class HungarianMatcher:
         """Match.
 
         Args:
-            predictions: of D layers and B images.
-            targets: of the same B images.
+            predictions: predictions of D layers for B images.
+            targets: targets of the same B images.
 
         Returns:
             min(Q, G) pairs for each layer and image, ordered by layer, image and query. Where predictions are not finite the

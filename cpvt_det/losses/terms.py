@@ -20,8 +20,8 @@ class Normalizers:
     """Divisors of sums over a whole step's images, on all processes; scalars.
 
     Attributes:
-        boxes: of the box losses.
-        classes: of the class loss.
+        boxes: divisor of the box losses.
+        classes: divisor of the class loss.
     """
 
     boxes: Tensor
@@ -34,7 +34,7 @@ class Matched:
 
     Attributes:
         predictions: logits (D, B, Q, K') and boxes (D, B, Q, 4).
-        targets: of the B images.
+        targets: targets of the B images.
         matches: indices of the pairs.
         classification: the kind of class scores.
         normalizers: divisors of the step.

@@ -31,11 +31,11 @@ class DeformableDETR(Detector):
         two_stage: queries are the encoder's best proposals.
         proposal_nms: the threshold of :class:`ProposedQueries`, for two stages.
         mask_padding: padded cells are left out of the projections' norms; ``False`` is the official arithmetic.
-        prior_probability: of every class at the start, for sigmoids.
-        pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
+        prior_probability: probability of every class at the start, for sigmoids; ``None`` for softmax.
+        pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: parts that are not trained, as of :meth:`Detector.freeze`.
-        neck: in place of :class:`MultiLevelNeck`.
-        queries: in place of :class:`LearnedQueries` or :class:`ProposedQueries`.
+        neck: neck of the user's own; ``None``: :class:`MultiLevelNeck`.
+        queries: query source of the user's own; ``None``: :class:`LearnedQueries`, or :class:`ProposedQueries` for two stages.
 
     Raises:
         UnknownNameError: no part of this name to freeze.

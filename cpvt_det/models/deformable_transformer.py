@@ -30,8 +30,8 @@ class DeformableEncoderLayer(nn.Module):
         ffn_channels: width of the feed-forward network.
         dropout: probability, in training.
         num_levels: L.
-        num_points: P, sampling points a head and level.
-        implementation: of the attention's op, as in :func:`cpvt_det.ops.deformable_attention.ms_deform_attn`.
+        num_points: P, sampling points per head and level.
+        implementation: implementation of the attention's op, as in :func:`cpvt_det.ops.deformable_attention.ms_deform_attn`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DeformableEncoderLayer(nn.Module):
             tokens: (B, N, C) float.
             positions: (B, N, C) float, added to the queries.
             reference_points: (B, N, L, 2) float.
-            levels: of the tokens.
+            levels: layout of the tokens.
 
         Returns:
             (B, N, C).
@@ -89,7 +89,7 @@ class DeformableEncoder(nn.Module):
         Args:
             tokens: (B, N, C) float.
             positions: (B, N, C) float.
-            levels: of the tokens.
+            levels: layout of the tokens.
             inject: :meth:`PositionEncoding.inject`.
 
         Returns:
@@ -183,10 +183,10 @@ class DeformableDecoder(nn.Module):
         """Decode.
 
         Args:
-            queries: of a query source, with references.
-            memory: of the encoder.
+            queries: what a query source made, with references.
+            memory: output of the encoder.
             levels: layout of the memory's tokens.
-            heads: of every layer.
+            heads: heads of every layer.
 
         Returns:
             Logits (D, B, Q, K') and boxes (D, B, Q, 4).
@@ -213,7 +213,7 @@ class DeformableTransformer(nn.Module):
         decoder_layers: layers of the decoder, D.
         channels, num_heads, ffn_channels, dropout, num_levels, implementation: as in :class:`DeformableEncoderLayer`.
         encoder_points, decoder_points: P of each.
-        checkpointing: of the encoder, as in :class:`DeformableEncoder`.
+        checkpointing: recomputation in the encoder, as in :class:`DeformableEncoder`.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class DeformableTransformer(nn.Module):
         """Encode.
 
         Args:
-            features: over levels, (B, C, H_l, W_l) float.
+            features: maps of the levels, (B, C, H_l, W_l) float each.
             levels: layout of their tokens.
             position: the encoder's position encoding.
         """

@@ -24,10 +24,10 @@ class Detector(nn.Module):
 
     Args:
         backbone: extractor of maps; contract in :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`.
-        neck: from maps to levels of features; contract in :data:`cpvt_det.models.necks.NECK_REGISTRY`.
+        neck: module that makes the levels of features from maps; contract in :data:`cpvt_det.models.necks.NECK_REGISTRY`.
         position: the encoder's position encoding.
         transformer: encoder and decoder; contract in :class:`cpvt_det.models.Transformer`.
-        pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
+        pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
 
     Attributes:
         strides: pixels per cell of each level of the transformer.
@@ -106,7 +106,7 @@ class Detector(nn.Module):
         Args:
             images: (B, 3, H, W) float, normalised; what lies under the padding does not matter.
             padding_mask: (B, H, W) bool, True = padded.
-            targets: of the B images, in training: for query sources that learn from them.
+            targets: targets of the B images, in training, for query sources that learn from them.
 
         Returns:
             Logits (D, B, Q, K') and boxes (D, B, Q, 4), cxcywh in [0, 1] of the unpadded image, in float32 at least.

@@ -27,11 +27,11 @@ class DETR(Detector):
         num_queries: Q.
         num_logits: K', what the classification needs for K classes.
         decoder_position: encoding of the decoder's keys; ``"same"`` takes the encoder's additive embedding, ``None`` none.
-        prior_probability: of every class at the start, for sigmoids.
-        pixel_mean, pixel_std: of the channels, in pixel values from 0 to 255.
+        prior_probability: probability of every class at the start, for sigmoids; ``None`` for softmax.
+        pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
         frozen: parts that are not trained, as of :meth:`Detector.freeze`.
-        neck: in place of :class:`ProjectionNeck`.
-        queries: in place of :class:`QueryEmbedding`.
+        neck: neck of the user's own; ``None``: :class:`ProjectionNeck`.
+        queries: query source of the user's own; ``None``: :class:`QueryEmbedding`.
 
     Raises:
         UnknownNameError: no part of this name to freeze.

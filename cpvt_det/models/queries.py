@@ -131,7 +131,7 @@ class ProposedQueries(nn.Module):
         channels: C, a multiple of 4.
         num_queries: Q.
         num_logits: K'.
-        prior_probability: of an object at the start.
+        prior_probability: probability of an object at the start.
         nms_threshold: proposals that overlap a better one by a larger intersection over union are chosen after all others
             (as in arXiv 2212.06137); 1 for none.
 
@@ -164,7 +164,7 @@ class ProposedQueries(nn.Module):
         Args:
             memory: (B, N, C) float.
             levels: layout of the tokens.
-            targets: not needed.
+            targets: no effect here.
 
         Returns:
             Q queries per image, whatever N is: an image of fewer tokens gets empty ones beside them.

@@ -157,7 +157,7 @@ class DecoderLayer(nn.Module):
         Args:
             queries: (B, Q, C) float.
             query_positions: (B, Q, C) float, added to queries and keys of the self-attention and to queries of the other.
-            memory: of the encoder.
+            memory: output of the encoder.
             padding_mask: (B, N) bool, True = padded.
             attention_mask: (Q, Q) float, of the self-attention; ``None``: every query sees every other.
 
@@ -204,8 +204,8 @@ class Decoder(nn.Module):
         """Decode.
 
         Args:
-            queries: of a query source; references do not count.
-            memory: of the encoder.
+            queries: what a query source made; references have no effect.
+            memory: output of the encoder.
             levels: layout of the memory's tokens.
             heads: one class head and one box head for all layers.
 
@@ -228,7 +228,7 @@ class Transformer(nn.Module):
         encoder_layers: layers of the encoder.
         decoder_layers: layers of the decoder, D.
         channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`EncoderLayer`.
-        checkpointing: of the encoder, as in :class:`Encoder`.
+        checkpointing: recomputation in the encoder, as in :class:`Encoder`.
 
     Attributes:
         decoder_position: encoding of the decoder's keys, set by :class:`DETR`; ``"same"`` takes the encoder's additive embedding,

@@ -64,18 +64,17 @@ def ms_deform_attn(
     if implementation not in IMPLEMENTATIONS:
         raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
     _check_tensors(value, sampling_locations, attention_weights)
-    device = value.device
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        value = _without_half(value) if device.type == "cpu" else value
+    device = value.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        value = _without_half(value) if device == "cpu" else value
         sampling_locations, attention_weights = _without_half(sampling_locations), _without_half(attention_weights)
     _check_dtypes(value, sampling_locations, attention_weights)
     _check_shapes(value, level_shapes, sampling_locations, attention_weights)
-    if implementation == "auto":
-        implementation = _choose(device.type)
+    implementation = _choose(device) if implementation == "auto" else implementation
     if implementation in FUSED:
-        _check_fused(implementation, device.type)
-        flat = [n for shape in level_shapes for n in shape]
-        return torch.ops.cpvt_det.ms_deform_attn(value, flat, sampling_locations, attention_weights)
+        _check_fused(implementation, device)
+        sizes = [n for shape in level_shapes for n in shape]
+        return torch.ops.cpvt_det.ms_deform_attn(value, sizes, sampling_locations, attention_weights)
     return PLAIN[implementation](value, level_shapes, sampling_locations, attention_weights)
 
 
@@ -139,7 +138,7 @@ def _check_shapes(value: Tensor, level_shapes: Sequence[Size], locations: Tensor
     _check_levels(level_shapes, tokens)
     queries, points = locations.shape[1], locations.shape[4]
     if not points:
-        raise ValueError(f"sampling_locations must have at least one point a head and level, got {tuple(locations.shape)}")
+        raise ValueError(f"sampling_locations must have at least one point per head and level, got {tuple(locations.shape)}")
     expected = (batch, queries, heads, len(level_shapes), points)
     if locations.shape != (*expected, 2):
         raise ValueError(

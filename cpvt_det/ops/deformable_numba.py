@@ -8,7 +8,7 @@ else about the arithmetic is relaxed.
 The forward pass is cut over queries, the backward pass over heads, so that no two threads add to the same number: results do
 not depend on the thread count.
 
-Long for one file, because numba looks at the time of this file alone to tell whether a kernel kept on disk is still the same.
+Long for one file, because numba compares the time of this file alone to decide whether a kernel on disk is still valid.
 """
 
 import functools

@@ -10,7 +10,7 @@ Importable without Triton, which only ``forward`` and ``backward`` need. What al
 - Levels unroll, points do not: with all L * P = 16 points unrolled the forward took 244 registers on sm_90, with a loop over
   the points it takes 48, and five times as many warps hide the latency of its reads.
 - Level sizes are arguments by value: no table on the device, no synchronisation, nothing to outlive a CUDA graph. They travel
-  as floats (exact to 2^24), because Triton compiles anew for an integer that is 1 or a multiple of 16, hence up to 3^(2 L)
+  as floats (exact to 2^24), because Triton compiles again for an integer that is 1 or a multiple of 16, hence up to 3^(2 L)
   kernels over the image sizes of one training.
 - Coordinates and sums are float32 at least, whatever is stored. Coordinates are clamped to just outside the level before they
   become integers, so none can overflow; NaN passes the clamp, fails every bounds test, so that nothing is read for it, and
@@ -364,7 +364,7 @@ def _backward_kernel(
     BLOCK_D: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Gradients of locations and weights, and either atomic sums into grad_value_ptr or each sample's cell into keys_ptr."""
+    """Gradients of locations and weights, and atomic sums into grad_value_ptr or cells into keys_ptr. Long: it is one loop."""
     image, head, real, row, lanes = _rows(queries, blocks, M, BLOCK_Q, BLOCK_D)
     grad = tl.load(grad_output_ptr + row[:, None] * D + lanes, mask=_tile(real, lanes, D, BLOCK_D), other=0.0).to(COMPUTE)
     # Results collect in tiles as wide as a query's samples and leave as whole rows; stored one by one, they would leave as
@@ -383,8 +383,7 @@ def _backward_kernel(
         rows, columns = tl.cast(height, tl.int32), tl.cast(width, tl.int32)
         for point in range(P):
             slot = level * P + point
-            sample = row * (L * P) + slot
-            left, top, fx, fy, weight = _sample(locations_ptr, weights_ptr, sample, real, height, width, COMPUTE)
+            left, top, fx, fy, weight = _sample(locations_ptr, weights_ptr, row * (L * P) + slot, real, height, width, COMPUTE)
             upper, lower, m00, m01, m10, m11 = _corners(left, top, height, width, first_token, lanes, M, D, BLOCK_D)
             v00, v01, v10, v11 = _read(value_ptr, upper, lower, m00, m01, m10, m11, M * D, COMPUTE)
             by_weight, by_x, by_y = _slopes(grad, v00, v01, v10, v11, fx, fy, weight, height, width)

@@ -91,5 +91,5 @@ def _kernel_seed(x: Tensor, probability: float, training: bool) -> int | None:
 def _kernel() -> ModuleType | None:
     try:
         return importlib.import_module("cpvt_det.ops.dropout_numba")
-    except (ImportError, OSError):  # of which deformable attention, which loses more by it, tells
+    except (ImportError, OSError):  # deformable attention, which loses more by it, warns of it
         return None

@@ -54,8 +54,8 @@ def drop(x: Tensor, probability: float, seed: int, rectify: bool) -> Tensor:
     """Dropout of ``x``, or of ``relu(x)``.
 
     Args:
-        x: on the CPU, floating.
-        probability: that an element becomes 0.
+        x: floating-point tensor on the CPU.
+        probability: probability that an element becomes 0.
         seed: 64 bits; with an element's place it decides.
         rectify: take the ReLU first.
 

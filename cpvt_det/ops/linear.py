@@ -50,9 +50,9 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
     """``convolution(x)``, with the frozen norm after it, if any, as part of its weight; gradients reach that all the same.
 
     Args:
-        convolution: with zeros for padding.
+        convolution: convolution that pads with zeros.
         x: (B, C, H, W) float.
-        norm: of the convolution's output.
+        norm: frozen norm of the convolution's output; ``None``: no norm.
     """
     weight, bias, dilation = convolution.weight, convolution.bias, convolution.dilation
     if norm is not None:

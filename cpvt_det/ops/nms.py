@@ -19,7 +19,7 @@ def choose_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: 
         boxes_xyxy: (B, N, 4) float, in any unit.
         scores: (B, N) float, within 1e3 / 2 of 0.
         padded: (B, N) bool, True = chosen when nothing else is left.
-        threshold: above 0, below 1.
+        threshold: largest intersection over union of two chosen boxes, above 0 and below 1.
         count: Q, at most N.
 
     Returns:

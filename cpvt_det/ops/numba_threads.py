@@ -38,7 +38,7 @@ class Kernel:
         try:
             return self.compiled(*args)
         except (OSError, EOFError, pickle.UnpicklingError) as error:  # of the files; the compiled code raises nothing
-            logger.warning("A kernel is compiled anew, its cache cannot be used: %s", first_line(error))
+            logger.warning("A kernel is compiled again, because its cache cannot be read: %s", first_line(error))
             self.compiled = self._compile(cache=False)
             return self.compiled(*args)
 

@@ -12,7 +12,7 @@ from cpvt_det.structures import Size, may_be_padded, require_bool
 
 
 class PEGDetection(nn.Module):
-    """A depthwise convolution that tells every token where the border is, and thereby where it is itself.
+    """A depthwise convolution from which every token learns where the border is, and thereby its own position.
 
     ``tokens + ReLU(norm(conv(tokens)))`` on the map that the tokens came from, with zero padding and no bias; padded tokens
     leave exactly as they came. 9 C weights for the 3x3 kernel, beside the norm's.

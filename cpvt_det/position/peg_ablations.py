@@ -45,7 +45,7 @@ class SeparablePEG(PEGDetection):
 
 
 class FrozenPEG(PEGDetection):
-    """The convolution keeps its random weights: what the zero padding alone tells. The norm is trained.
+    """The convolution keeps its random weights: what the zero padding alone encodes. The norm is trained.
 
     Args:
         channels, options, named: as in :class:`PEGDetection`.
@@ -57,7 +57,7 @@ class FrozenPEG(PEGDetection):
 
 
 class BorderlessPEG(PEGDetection):
-    """No zero padding: beyond the valid part of an image its border tokens are repeated, and tell no token where it is.
+    """No zero padding: beyond the valid part of an image its border tokens are repeated, so that no token learns its position.
 
     Args:
         channels, options, named: as in :class:`PEGDetection`. Nothing padded is ever looked at, whatever ``mask_input`` is; it

@@ -19,8 +19,9 @@ class PEGEncoding(PositionEncoding):
         channels: C.
         num_levels: L.
         num_layers: encoder layers, the bound of ``positions``.
-        additive: builds, from the channels, an encoding that is asked for the additive embedding.
-        peg: builds, from the channels and the last four, what acts; :class:`PEGDetection` or one of ``position/peg_ablations.py``.
+        additive: builder, from the channels, of the encoding whose embedding is added; ``None``: nothing is added.
+        peg: builder of one PEG, from the channels and the last four arguments: :class:`PEGDetection` or one of
+            ``position/peg_ablations.py``.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
         share_levels: one PEG for all levels at a position, whose norm looks at all of them, instead of one for each.
         kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`.

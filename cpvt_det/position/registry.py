@@ -28,8 +28,8 @@ class PositionEncoding(nn.Module):
         """The additive embedding for queries and keys of every encoder layer.
 
         Args:
-            features: over levels, (B, C, H_l, W_l) float.
-            padding_masks: over levels, (B, H_l, W_l) bool, True = padded.
+            features: maps of the levels, (B, C, H_l, W_l) float each.
+            padding_masks: masks of the levels, (B, H_l, W_l) bool each, True = padded.
 
         Returns:
             Over levels, (B, C, H_l, W_l) in the features' dtype; or ``None``, which saves a product in every layer.

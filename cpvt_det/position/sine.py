@@ -19,7 +19,7 @@ class SineEncoding(PositionEncoding):
 
     Args:
         channels: C, a multiple of 4; the first half encodes the row, the second the column.
-        offset: added to the cell index, which counts from 1: 0 in DETR, -0.5 in Deformable-DETR.
+        offset: number added to the cell index, which counts from 1: 0 in DETR, -0.5 in Deformable-DETR.
         temperature: the longest wavelength over the shortest, for as many channels.
 
     Raises:

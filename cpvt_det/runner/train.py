@@ -61,7 +61,7 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
 
 
 def train(cfg: CfgNode, resume: bool = False) -> Results:
-    """Train; arguments and result as in :func:`run`."""
+    """Train; arguments and result as in :func:`run`. Long, so that a run can be read from top to bottom."""
     task = build_task(cfg)
     datasets, tests = task.load_splits()
     records, classes = task.training_records(datasets), datasets[0].classes

@@ -33,7 +33,7 @@ class TrainingModel(nn.Module):
 
     Args:
         detector: its state dict is what checkpoints hold.
-        criterion: without parameters.
+        criterion: the set loss; it has no parameters.
     """
 
     def __init__(self, detector: nn.Module, criterion: SetCriterion):
@@ -61,9 +61,9 @@ def compute_losses(
 
     Args:
         detector: any detector with ``preprocess``.
-        criterion: of the same classification.
+        criterion: the set loss, of the same classification.
         samples: each with ``image`` (3, h, w) in [0, 255] and ``targets``.
-        normalizers: of the whole step, where these samples are a part of it.
+        normalizers: divisors of the whole step, if these samples are a part of it.
     """
     batch = detector.preprocess([sample["image"] for sample in samples])
     targets = [sample["targets"].to(batch.images.device) for sample in samples]
@@ -79,7 +79,7 @@ class StepOptions:
         clip_norm: bound on the norm of all gradients together; ``None`` for no clipping.
         accumulate: parts that a process's samples are worked through in; the result is that of one part, but for norms that look
             at the batch and for metrics, which are means over parts.
-        amp_dtype: of autocast; ``None`` for full precision.
+        amp_dtype: dtype of autocast; ``None`` for full precision.
         max_bad_steps: steps in a row that are not finite, after which a run ends.
     """
 
@@ -94,14 +94,14 @@ class TrainStep:
 
     Args:
         model: a :class:`TrainingModel`, or DDP around one.
-        optimizer: over the detector's parameters; fused, which leaves all as it is where its ``found_inf`` says so.
+        optimizer: fused optimizer of the detector's parameters; it changes nothing in a step whose ``found_inf`` is set.
         learning_rate: factor on the groups' learning rates at this point.
         options: clipping, accumulation, precision.
-        seed: of the run.
+        seed: seed of the run.
         ema: updated after every step.
 
     Attributes:
-        bad_steps: to be asked from time to time what it found.
+        bad_steps: counter of skipped steps, read at log time.
         done: the iteration of the last call; ``None`` before the first, during one, and after one that an error ended half-way.
     """
 
@@ -140,7 +140,7 @@ class TrainStep:
         self.optimizer.load_state_dict(state["optimizer"])
         if state.get("grad_scaler"):
             self.scaler.load_state_dict(state["grad_scaler"])
-        if "bad_steps" in state:  # not in checkpoints of before they were counted
+        if "bad_steps" in state:  # older checkpoints do not contain them
             self.bad_steps.load_state_dict(state["bad_steps"])
 
     @property
@@ -153,7 +153,7 @@ class TrainStep:
 
         Args:
             samples: this process's share of the batch.
-            iteration: from 0.
+            iteration: number of the step, from 0.
 
         Returns:
             ``total_loss``, every loss, every metric, ``grad_norm``, and ``skipped``, 1 for a step that was not taken: detached

@@ -499,7 +499,7 @@ def test_a_kernel_whose_cache_is_broken_is_compiled_anew(monkeypatch, caplog):
     monkeypatch.setattr(numba_kernels._forward, "compiled", broken)
     with caplog.at_level("WARNING", logger="cpvt_det"):
         assert torch.equal(ms_deform_attn(**good_call(), implementation="numba"), expected)
-    assert "compiled anew, its cache cannot be used: pickle data was truncated" in caplog.text
+    assert "compiled again, because its cache cannot be read: pickle data was truncated" in caplog.text
 
 
 def test_float64_stays_float64_under_autocast(implementation):

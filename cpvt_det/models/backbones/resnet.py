@@ -17,17 +17,11 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.errors import UnknownNameError, WeightsError, first_line
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, MaskedSyncBatchNorm2d, group_count
+from cpvt_det.layers.norm import BACKBONE_NORMS, NORM_LAYERS
 from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.ops.linear import convolve
 from cpvt_det.structures import level_padding_mask, may_be_padded
 
-NORM_LAYERS: dict[str, Callable[[int], nn.Module]] = {
-    "FrozenBN": FrozenBatchNorm2d,
-    "BN": MaskedBatchNorm2d,
-    "SyncBN": MaskedSyncBatchNorm2d,
-    "GN": lambda channels: MaskedGroupNorm(group_count(channels), channels),
-}
 STEM_WIDTH = 64
 DEPTHS = {
     "resnet10": (BasicBlock, (1, 1, 1, 1)),  # for small images on CPUs; torchvision has no weights for it
@@ -72,8 +66,8 @@ class ResNetBackbone(nn.Module):
         super().__init__()
         if name not in DEPTHS:
             raise UnknownNameError("backbone", name, DEPTHS)
-        if norm not in NORM_LAYERS:
-            raise UnknownNameError("backbone norm", norm, NORM_LAYERS)
+        if norm not in BACKBONE_NORMS:
+            raise UnknownNameError("backbone norm", norm, BACKBONE_NORMS)
         if not stages or not set(stages) <= {2, 3, 4, 5}:
             raise ValueError(f"backbone stages must be among 2, 3, 4, 5, got {list(stages)}")
         if not 0 <= freeze_at <= 5:
@@ -217,7 +211,7 @@ class _ValidCells:
 def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _ValidCells, is_returned: bool) -> tuple[Tensor, int]:
     """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it.
 
-    Between two bottlenecks nothing looks across cells, unless a norm counts them: there the wide map is left as it is.
+    Between two bottlenecks nothing looks across cells, unless a norm counts them: there the wide map is not masked.
     """
     out_stride = stride * block.stride
     is_looked_across = is_returned or isinstance(block, BasicBlock) or not isinstance(block.bn1, FrozenBatchNorm2d)
@@ -257,7 +251,7 @@ def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) ->
 
 
 def _set_width(trunk: ResNet, width: int, block: type[nn.Module], depths: Sequence[int], dilation: bool) -> None:
-    """Make stem and stages anew as torchvision's constructor does, which knows no stem but one of 64 channels."""
+    """Build stem and stages again, as torchvision's constructor does, which has 64 channels in the stem only."""
     trunk.inplanes, trunk.dilation = width, 1
     trunk.conv1 = nn.Conv2d(3, width, kernel_size=7, stride=2, padding=3, bias=False)
     trunk.bn1 = trunk._norm_layer(width)
