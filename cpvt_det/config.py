@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from fvcore.common.config import CfgNode
 
+from cpvt_det import defaults
 from cpvt_det.errors import ConfigError, UnknownNameError, first_line
 
 LARGEST_CONFIG = 100_000
@@ -49,8 +50,8 @@ def _add_model(cfg: CfgNode) -> None:
     model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
     model.CHECKPOINTING = False  # True: backbone and encoder are computed twice per step, which needs about half the memory
     model.NUM_CLASSES = 0  # number of classes; 0: read it from the training data; otherwise it is compared with the data
-    model.PIXEL_MEAN = [123.675, 116.280, 103.530]  # mean of the R, G and B channels, for pixel values from 0 to 255
-    model.PIXEL_STD = [58.395, 57.120, 57.375]  # the model gets (pixels - PIXEL_MEAN) / PIXEL_STD
+    model.PIXEL_MEAN = list(defaults.PIXEL_MEAN)  # mean of the R, G and B channels, for pixel values from 0 to 255
+    model.PIXEL_STD = list(defaults.PIXEL_STD)  # the model gets (pixels - PIXEL_MEAN) / PIXEL_STD
 
     # A part of your own, registered by a module given with --import, may have options of its own: add them in YAML to its node
     # (BACKBONE, NECK, POSITION, QUERIES or CRITERION).
@@ -87,19 +88,19 @@ def _add_features(model: CfgNode) -> None:
 
 def _add_transformer(model: CfgNode) -> None:
     model.DETR = CfgNode()  # transformer of both detectors; only PRE_NORM is for CPVTDetr alone
-    model.DETR.HIDDEN_DIM = 256  # channels of the transformer
-    model.DETR.NHEADS = 8  # number of attention heads
-    model.DETR.DIM_FEEDFORWARD = 2048  # inner channels of the feed-forward networks
-    model.DETR.ENC_LAYERS = 6  # number of encoder layers
-    model.DETR.DEC_LAYERS = 6  # number of decoder layers
-    model.DETR.DROPOUT = 0.1  # dropout probability in the transformer
+    model.DETR.HIDDEN_DIM = defaults.CHANNELS  # channels of the transformer
+    model.DETR.NHEADS = defaults.HEADS  # number of attention heads
+    model.DETR.DIM_FEEDFORWARD = defaults.FFN_CHANNELS  # inner channels of the feed-forward networks
+    model.DETR.ENC_LAYERS = defaults.LAYERS  # number of encoder layers
+    model.DETR.DEC_LAYERS = defaults.LAYERS  # number of decoder layers
+    model.DETR.DROPOUT = defaults.DROPOUT  # dropout probability in the transformer
     model.DETR.PRE_NORM = False  # True: norms before attention and feed-forward; CPVTDetr only
     model.DETR.NUM_OBJECT_QUERIES = 100  # number of object queries; at least twice the largest number of objects per image
 
     model.DEFORMABLE = CfgNode()  # CPVTDeformableDetr only
-    model.DEFORMABLE.NUM_LEVELS = 4  # feature levels: the maps of BACKBONE.STAGES, then coarser maps computed from the last one
-    model.DEFORMABLE.ENC_POINTS = 4  # encoder: sampling points per head and level
-    model.DEFORMABLE.DEC_POINTS = 4  # decoder: sampling points per head and level
+    model.DEFORMABLE.NUM_LEVELS = defaults.LEVELS  # feature levels: maps of BACKBONE.STAGES, then coarser ones made of the last
+    model.DEFORMABLE.ENC_POINTS = defaults.POINTS  # encoder: sampling points per head and level
+    model.DEFORMABLE.DEC_POINTS = defaults.POINTS  # decoder: sampling points per head and level
     model.DEFORMABLE.BOX_REFINEMENT = False  # True: every decoder layer corrects the boxes of the previous layer
     model.DEFORMABLE.TWO_STAGE = False  # True: queries come from the encoder's best proposals; needs BOX_REFINEMENT
     model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two-stage: proposals above this IoU with a better one are chosen last (DETA); 1: no NMS
@@ -112,16 +113,16 @@ def _add_transformer(model: CfgNode) -> None:
 def _add_criterion(model: CfgNode) -> None:
     model.CRITERION = CfgNode(new_allowed=True)
     model.CRITERION.CLASSIFICATION = "softmax"  # softmax or focal
-    model.CRITERION.BACKGROUND_WEIGHT = 0.1  # softmax: weight of the class "no object"
-    model.CRITERION.FOCAL_ALPHA = 0.25  # focal: weight of objects against background
-    model.CRITERION.FOCAL_GAMMA = 2.0  # focal: focusing parameter; a higher value gives easy examples less weight
-    model.CRITERION.CLASS_WEIGHT = 1.0  # weight of loss_class in the total loss
-    model.CRITERION.L1_WEIGHT = 5.0  # weight of loss_l1 in the total loss
-    model.CRITERION.GIOU_WEIGHT = 2.0  # weight of loss_giou in the total loss
+    model.CRITERION.BACKGROUND_WEIGHT = defaults.BACKGROUND_WEIGHT  # softmax: weight of the class "no object"
+    model.CRITERION.FOCAL_ALPHA = defaults.FOCAL_ALPHA  # focal: weight of objects against background
+    model.CRITERION.FOCAL_GAMMA = defaults.FOCAL_GAMMA  # focal: focusing parameter; a higher value gives easy examples less weight
+    model.CRITERION.CLASS_WEIGHT = defaults.CLASS_WEIGHT  # weight of loss_class in the total loss
+    model.CRITERION.L1_WEIGHT = defaults.L1_WEIGHT  # weight of loss_l1 in the total loss
+    model.CRITERION.GIOU_WEIGHT = defaults.GIOU_WEIGHT  # weight of loss_giou in the total loss
     model.CRITERION.LOSSES = []  # further losses, each as [name, weight]
-    model.CRITERION.CLASS_COST = 1.0  # weight of the class cost in the matching
-    model.CRITERION.L1_COST = 5.0  # weight of the L1 cost of the boxes in the matching
-    model.CRITERION.GIOU_COST = 2.0  # weight of the GIoU cost in the matching
+    model.CRITERION.CLASS_COST = defaults.CLASS_WEIGHT  # weight of the class cost in the matching
+    model.CRITERION.L1_COST = defaults.L1_WEIGHT  # weight of the L1 cost of the boxes in the matching
+    model.CRITERION.GIOU_COST = defaults.GIOU_WEIGHT  # weight of the GIoU cost in the matching
     model.CRITERION.PROPOSAL_MATCHES = 1  # two-stage: proposals matched with each object; more than 1, as in H-DETR, trains faster
 
 

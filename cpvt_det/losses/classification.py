@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cpvt_det import defaults
 from cpvt_det.registry import PartRegistry
 
 CLASSIFICATION_REGISTRY = PartRegistry("CLASSIFICATION", "classification")
@@ -33,7 +34,7 @@ class SoftmaxClassification:
 
     prior_probability = None
 
-    def __init__(self, num_classes: int, background_weight: float = 0.1):
+    def __init__(self, num_classes: int, background_weight: float = defaults.BACKGROUND_WEIGHT):
         self.num_classes = num_classes
         self.num_logits = num_classes + 1
         self.background_weight = background_weight
@@ -106,7 +107,7 @@ class FocalClassification:
 
     prior_probability = 0.01
 
-    def __init__(self, num_classes: int, alpha: float = 0.25, gamma: float = 2.0):
+    def __init__(self, num_classes: int, alpha: float = defaults.FOCAL_ALPHA, gamma: float = defaults.FOCAL_GAMMA):
         self.num_classes = num_classes
         self.num_logits = num_classes
         self.alpha = alpha

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpvt_det import distributed
+from cpvt_det import defaults, distributed
 from cpvt_det.losses.matcher import HungarianMatcher, Matches, PaddedTargets
 from cpvt_det.losses.terms import LOSS_REGISTRY, Loss, Matched, Normalizers
 from cpvt_det.structures import PROPOSAL_LABEL, Predictions, Targets
@@ -50,9 +50,9 @@ class SetCriterion:
     def __init__(
         self,
         matcher: HungarianMatcher,
-        class_weight: float = 1.0,
-        l1_weight: float = 5.0,
-        giou_weight: float = 2.0,
+        class_weight: float = defaults.CLASS_WEIGHT,
+        l1_weight: float = defaults.L1_WEIGHT,
+        giou_weight: float = defaults.GIOU_WEIGHT,
         proposal_matches: int = 1,
         losses: Mapping[str, float] | None = None,
     ):

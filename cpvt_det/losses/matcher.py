@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from cpvt_det import defaults
 from cpvt_det.boxes import cxcywh_to_xyxy, pairwise_generalized_iou
 from cpvt_det.losses.classification import Classification
 from cpvt_det.structures import Predictions, Targets
@@ -58,7 +59,13 @@ class HungarianMatcher:
     Source: arXiv 2005.12872, section 3.1.
     """
 
-    def __init__(self, classification: Classification, class_cost: float = 1.0, l1_cost: float = 5.0, giou_cost: float = 2.0):
+    def __init__(
+        self,
+        classification: Classification,
+        class_cost: float = defaults.CLASS_WEIGHT,
+        l1_cost: float = defaults.L1_WEIGHT,
+        giou_cost: float = defaults.GIOU_WEIGHT,
+    ):
         self.classification = classification
         self.class_cost = class_cost
         self.l1_cost = l1_cost

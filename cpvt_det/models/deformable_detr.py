@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from cpvt_det import defaults
 from cpvt_det.layers.heads import box_head, class_head
 from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector
@@ -53,14 +54,14 @@ class DeformableDETR(Detector):
         channels: int,
         num_queries: int,
         num_logits: int,
-        num_levels: int = 4,
+        num_levels: int = defaults.LEVELS,
         box_refinement: bool = False,
         two_stage: bool = False,
         proposal_nms: float = 1.0,
         mask_padding: bool = True,
         prior_probability: float | None = None,
-        pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
-        pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
+        pixel_mean: Sequence[float] = defaults.PIXEL_MEAN,
+        pixel_std: Sequence[float] = defaults.PIXEL_STD,
         frozen: Sequence[str] = (),
         neck: nn.Module | None = None,
         queries: nn.Module | None = None,

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from cpvt_det import defaults
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.heads import Heads
@@ -218,15 +219,15 @@ class DeformableTransformer(nn.Module):
 
     def __init__(
         self,
-        encoder_layers: int = 6,
-        decoder_layers: int = 6,
-        channels: int = 256,
-        num_heads: int = 8,
+        encoder_layers: int = defaults.LAYERS,
+        decoder_layers: int = defaults.LAYERS,
+        channels: int = defaults.CHANNELS,
+        num_heads: int = defaults.HEADS,
         ffn_channels: int = 1024,
-        dropout: float = 0.1,
-        num_levels: int = 4,
-        encoder_points: int = 4,
-        decoder_points: int = 4,
+        dropout: float = defaults.DROPOUT,
+        num_levels: int = defaults.LEVELS,
+        encoder_points: int = defaults.POINTS,
+        decoder_points: int = defaults.POINTS,
         implementation: str = "auto",
         checkpointing: bool = False,
     ):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from cpvt_det import defaults
 from cpvt_det.layers.heads import MLP, class_head
 from cpvt_det.models.detector import Detector
 from cpvt_det.models.necks import ProjectionNeck
@@ -52,8 +53,8 @@ class DETR(Detector):
         num_logits: int,
         decoder_position: PositionEncoding | str | None = "same",
         prior_probability: float | None = None,
-        pixel_mean: Sequence[float] = (123.675, 116.28, 103.53),
-        pixel_std: Sequence[float] = (58.395, 57.12, 57.375),
+        pixel_mean: Sequence[float] = defaults.PIXEL_MEAN,
+        pixel_std: Sequence[float] = defaults.PIXEL_STD,
         frozen: Sequence[str] = (),
         neck: nn.Module | None = None,
         queries: nn.Module | None = None,

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from cpvt_det import defaults
 from cpvt_det.layers.attention import Attention
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.heads import Heads
@@ -237,12 +238,12 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        encoder_layers: int = 6,
-        decoder_layers: int = 6,
-        channels: int = 256,
-        num_heads: int = 8,
-        ffn_channels: int = 2048,
-        dropout: float = 0.1,
+        encoder_layers: int = defaults.LAYERS,
+        decoder_layers: int = defaults.LAYERS,
+        channels: int = defaults.CHANNELS,
+        num_heads: int = defaults.HEADS,
+        ffn_channels: int = defaults.FFN_CHANNELS,
+        dropout: float = defaults.DROPOUT,
         pre_norm: bool = False,
         checkpointing: bool = False,
     ):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from cpvt_det import defaults
 from cpvt_det.position.peg import PEGDetection, encode_levels
 from cpvt_det.position.registry import PositionEncoding, register_position
 from cpvt_det.position.sine import SineEncoding
@@ -34,7 +35,7 @@ class PEGEncoding(PositionEncoding):
         self,
         channels: int,
         num_levels: int = 1,
-        num_layers: int = 6,
+        num_layers: int = defaults.LAYERS,
         additive: Callable[[int], PositionEncoding] | None = None,
         peg: Callable[..., nn.Module] = PEGDetection,
         positions: Sequence[int] = (0,),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
+from cpvt_det import defaults
 from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import Size
 
@@ -56,7 +57,7 @@ def register_position(name: str) -> Callable:
     return POSITION_REGISTRY.register_as(name)
 
 
-def build_position(name: str, channels: int, num_levels: int = 1, num_layers: int = 6, **options) -> PositionEncoding:
+def build_position(name: str, channels: int, num_levels: int = 1, num_layers: int = defaults.LAYERS, **options) -> PositionEncoding:
     """Build a registered encoding.
 
     Args:

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Default values that the config and constructors share: those of DETR-R50, arXiv 2005.12872. Without imports, as the config is."""
+
+PIXEL_MEAN = (123.675, 116.28, 103.53)
+"""Mean of the R, G and B channels of ImageNet, for pixel values from 0 to 255."""
+PIXEL_STD = (58.395, 57.12, 57.375)
+CHANNELS = 256
+HEADS = 8
+LAYERS = 6
+"""Of the encoder, and of the decoder."""
+FFN_CHANNELS = 2048
+DROPOUT = 0.1
+CLASS_WEIGHT, L1_WEIGHT, GIOU_WEIGHT = 1.0, 5.0, 2.0
+"""Weights of the losses, and of the costs of matching."""
+BACKGROUND_WEIGHT = 0.1
+FOCAL_ALPHA, FOCAL_GAMMA = 0.25, 2.0
+LEVELS = 4
+POINTS = 4
+"""Sampling points per head and level of Deformable-DETR, arXiv 2010.04159."""
