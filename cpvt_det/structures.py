@@ -113,14 +113,19 @@ class Predictions:
         boxes: (D, B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
         proposals: predictions of the encoder, one per token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage detectors
             only. Used by the loss alone.
-        denoising: predictions of the queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4). Used by
-            the loss alone.
+        denoising: predictions of the queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4), with
+            ``objects`` and ``groups``; the other group of that kind.
+        objects: (B, Q) int64, the index of the target that each query stands for, -1 for none: instead of a matching, for
+            denoising queries only.
+        groups: number of times that each target is among ``objects``, by which the losses are divided.
     """
 
     logits: Tensor
     boxes: Tensor
     proposals: "Predictions | None" = None
     denoising: "Predictions | None" = None
+    objects: Tensor | None = None
+    groups: int = 1
 
 
 @dataclass

@@ -106,9 +106,12 @@ def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
 
 @register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER"])
 def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
-    deformable = cfg.MODEL.DEFORMABLE
-    if deformable.TWO_STAGE and cfg.MODEL.CRITERION.CLASSIFICATION == "softmax":
-        raise ConfigError("MODEL.DEFORMABLE.TWO_STAGE ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION focal")
+    deformable, source = cfg.MODEL.DEFORMABLE, cfg.MODEL.QUERIES.NAME
+    if source in ("learned", "proposals") and (source == "proposals") != deformable.TWO_STAGE:
+        raise ConfigError(
+            f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; leave the name empty: "
+            "TWO_STAGE chooses between 'learned' and 'proposals'"
+        )
     return {
         **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
         "transformer": DeformableTransformer(
@@ -167,6 +170,10 @@ def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) 
     }
     if cfg.MODEL.NECK.NAME:
         arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, facts, _own_options(cfg, "NECK"))
+    source, two_stage = cfg.MODEL.QUERIES.NAME, facts["needs_references"] and cfg.MODEL.DEFORMABLE.TWO_STAGE
+    if (source == "proposals" or (two_stage and not source)) and classification.prior_probability is None:
+        key = "MODEL.QUERIES.NAME 'proposals'" if source else "MODEL.DEFORMABLE.TWO_STAGE"
+        raise ConfigError(f"{key} ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION to focal")
     if cfg.MODEL.QUERIES.NAME:
         arguments["queries"] = QUERY_REGISTRY.build(cfg.MODEL.QUERIES.NAME, facts, _own_options(cfg, "QUERIES"))
     return arguments

@@ -103,11 +103,13 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
         for key in model[node].keys() - {"NAME"} if not model[node].NAME else ():
             yield f"MODEL.{node}.{key}", f"MODEL.{node}.NAME is empty", "name the part that takes it there"
 
-    two_stage = model.DEFORMABLE.TWO_STAGE and "MODEL.DEFORMABLE.TWO_STAGE" not in of_detector
-    source = model.QUERIES.NAME or (("proposals" if two_stage else "learned") if detector in OWN_QUERIES else "")
+    has_stages = "MODEL.DEFORMABLE.TWO_STAGE" not in of_detector
+    source = model.QUERIES.NAME or (
+        ("proposals" if has_stages and model.DEFORMABLE.TWO_STAGE else "learned") if detector in OWN_QUERIES else ""
+    )
     taken = QUERY_REGISTRY.parameters(source) if source in QUERY_REGISTRY else {"nms_threshold", "num_queries"}
     queries = f"the query source {source!r}"
-    propose = "set MODEL.DEFORMABLE.TWO_STAGE to True, or MODEL.QUERIES.NAME to proposals"
+    propose = "set MODEL.DEFORMABLE.TWO_STAGE to True" if has_stages else "set MODEL.QUERIES.NAME to proposals"
     if "nms_threshold" not in taken:
         yield "MODEL.DEFORMABLE.PROPOSAL_NMS", f"{queries} does not take it", propose
     if "num_queries" not in taken:

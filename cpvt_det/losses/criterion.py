@@ -78,7 +78,8 @@ class SetCriterion:
 
         Returns:
             ``loss_class``, ``loss_l1``, ``loss_giou`` and further ones; of proposals, where there are any,
-            ``loss_proposal_class`` and so on, with one class for every object; and ``metric_class_error`` (percent of matched
+            ``loss_proposal_class`` and so on, with one class for every object; of denoising queries ``loss_denoising_class`` and so
+            on; and ``metric_class_error`` (percent of matched
             queries with the wrong class), ``metric_cardinality_error`` (mean difference of the counts of objects), both of the
             last layer.
         """
@@ -92,6 +93,9 @@ class SetCriterion:
         if predictions.proposals is not None:
             losses |= self._of_proposals(predictions.proposals, targets, normalizers)
             finite = finite & _finite_images(predictions.proposals)
+        if predictions.denoising is not None:
+            losses |= self._of_denoising(predictions.denoising, padded, normalizers)
+            finite = finite & _finite_images(predictions.denoising)
         return Losses(losses, self._metrics(predictions, padded, matches), finite)
 
     def normalizers(self, targets: Sequence[Targets], num_queries: int) -> Normalizers:
@@ -121,6 +125,16 @@ class SetCriterion:
         shares = Normalizers(normalizers.boxes * times, normalizers.classes * times)
         by_layer = self.losses_by_layer(proposals, padded, self.matcher(proposals, padded), shares)
         return {name.replace("loss_", "loss_proposal_"): self.weights[name] * values.sum() for name, values in by_layer.items()}
+
+    def _of_denoising(self, denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> dict[str, Tensor]:
+        """The weighted losses of denoising queries, whose objects are known: there is nothing to match."""
+        image, query = (denoising.objects >= 0).nonzero(as_tuple=True)
+        layers = len(denoising.logits)
+        pairs = (part.repeat(layers) for part in (image, query, denoising.objects[image, query]))
+        layer = torch.arange(layers, device=image.device).repeat_interleave(len(image))
+        shares = Normalizers(normalizers.boxes * denoising.groups, normalizers.classes * denoising.groups)
+        by_layer = self.losses_by_layer(denoising, targets, Matches(layer, *pairs), shares)
+        return {name.replace("loss_", "loss_denoising_"): self.weights[name] * values.sum() for name, values in by_layer.items()}
 
     def losses_by_layer(
         self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers

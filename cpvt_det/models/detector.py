@@ -120,7 +120,7 @@ class Detector(nn.Module):
         memory = self.transformer.encode(features, levels, self.position)
         queries = self.queries(memory.tokens, levels, targets)
         heads = Heads(self.class_embed, self.bbox_embed, self.refine_boxes)
-        return queries.sort(self.transformer.decoder(queries, memory, levels, heads))
+        return queries.split(self.transformer.decoder(queries, memory, levels, heads))
 
 
 def _without_padding(images: Tensor, padding_mask: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ class Queries:
         attention_mask: (Q, Q) float, added to the scores of the queries' self-attention, -inf where one must not see another;
             ``None``: all see all.
         num_denoising: number of queries, the first ones, that exist in training only and that only the loss sees.
+        objects: (B, ``num_denoising``) int64, index of the target that each of these stands for; -1: none, as for a negative.
+        groups: number of times that each target is among ``objects``.
     """
 
     content: Tensor
@@ -56,14 +58,21 @@ class Queries:
     proposals: Predictions | None = None
     attention_mask: Tensor | None = None
     num_denoising: int = 0
+    objects: Tensor | None = None
+    groups: int = 1
 
-    def sort(self, predictions: Predictions) -> Predictions:
-        """The decoder's predictions (D, B, Q, ...), with the groups that only the loss sees set apart."""
-        predictions.proposals = self.proposals
-        if not self.num_denoising:
-            return predictions
+    def split(self, predictions: Predictions) -> Predictions:
+        """The decoder's predictions (D, B, Q, ...), with the groups that only the loss sees beside them.
+
+        Raises:
+            ValueError: denoising queries without their objects.
+        """
         logits, boxes, count = predictions.logits, predictions.boxes, self.num_denoising
-        denoising = Predictions(logits[:, :, :count], boxes[:, :, :count])
+        if not count:
+            return Predictions(logits, boxes, self.proposals)
+        if self.objects is None or self.objects.shape != (logits.shape[1], count):
+            raise ValueError(f"{count} denoising queries need objects of shape {(logits.shape[1], count)}: targets' indices, or -1")
+        denoising = Predictions(logits[:, :, :count], boxes[:, :, :count], objects=self.objects, groups=self.groups)
         return Predictions(logits[:, :, count:], boxes[:, :, count:], self.proposals, denoising)
 
 

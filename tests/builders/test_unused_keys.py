@@ -202,12 +202,12 @@ def test_a_key_of_an_encoding_changes_it_or_is_refused(name, config):
         (
             {**ONE_STAGE, "MODEL__DEFORMABLE__PROPOSAL_NMS": 0.5},
             "MODEL.DEFORMABLE.PROPOSAL_NMS is 0.5, but the query source 'learned' does not take it; leave it at 1.0, or set "
-            "MODEL.DEFORMABLE.TWO_STAGE to True, or MODEL.QUERIES.NAME to proposals",
+            "MODEL.DEFORMABLE.TWO_STAGE to True",
         ),
         (
             {**ONE_STAGE, "MODEL__CRITERION__PROPOSAL_MATCHES": 4},
             "MODEL.CRITERION.PROPOSAL_MATCHES is 4, but the query source 'learned' makes no proposals; leave it at 1, or set "
-            "MODEL.DEFORMABLE.TWO_STAGE to True, or MODEL.QUERIES.NAME to proposals",
+            "MODEL.DEFORMABLE.TWO_STAGE to True",
         ),
         (
             {"MODEL__QUERIES__NAME": "fixed"},

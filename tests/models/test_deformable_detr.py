@@ -584,7 +584,7 @@ def test_offsets_and_reference_points_learn_at_their_own_rate():
     ("overrides", "message"),
     [
         ({**VARIANTS["two_stage"], "DEFORMABLE__BOX_REFINEMENT": False}, "two stages need box refinement"),
-        ({**VARIANTS["two_stage"], "CRITERION__CLASSIFICATION": "softmax"}, "CLASSIFICATION focal"),
+        ({**VARIANTS["two_stage"], "CRITERION__CLASSIFICATION": "softmax"}, "CLASSIFICATION to focal"),
         ({**VARIANTS["multi_scale"], "DEFORMABLE__NUM_LEVELS": 2}, "num_levels is 2, fewer than the 3 maps"),
         ({**VARIANTS["multi_scale"], "DETR__PRE_NORM": True}, "PRE_NORM is True, but the detector"),
         ({**VARIANTS["multi_scale"], "DETR__DEC_LAYERS": 0}, "at least one layer"),

@@ -81,7 +81,8 @@ class WithExtra(nn.Module):
         mask = memory.new_zeros(count + 2, count + 2)
         mask[:2, 2:] = mask[2:, :2] = -math.inf
         content, positions = (torch.cat((extra, part), 1) for part in (queries.content, queries.positions))
-        return Queries(content, positions, references, queries.proposals, mask, num_denoising=2)
+        objects = torch.tensor([[0, -1], [-1, -1]])[:batch]  # the first image's first object, and none of the second's
+        return Queries(content, positions, references, queries.proposals, mask, 2, objects, groups=1)
 
 
 @pytest.mark.parametrize("kind", DETECTORS)
@@ -100,6 +101,34 @@ def test_queries_of_training_change_no_other_query_and_only_the_loss_sees_them(k
         torch.testing.assert_close(after.boxes, before.boxes)
         without = detector(batch.images, batch.padding_mask)
         assert source.seen is None and torch.equal(without.logits, before.logits)
+
+
+@pytest.mark.parametrize("kind", DETECTORS)
+def test_the_loss_of_denoising_queries_is_that_of_the_objects_they_stand_for(kind):
+    """By hand: one of the two queries of the first image stands for its first object, all others for none."""
+    detector = make(kind)
+    setattr(detector, "query_embed" if kind == "detr" else "queries", WithExtra(detector.queries))
+    batch, targets = batch_of(detector)
+    criterion = build_criterion(random_config(**DETECTORS[kind]))
+    predictions = detector(batch.images, batch.padding_mask, targets)
+    found = criterion(predictions, targets)
+    group, boxes = predictions.denoising, max(1, sum(len(target) for target in targets))
+    distance = (group.boxes[:, 0, 0] - targets[0].boxes_cxcywh[0]).abs().sum()
+    torch.testing.assert_close(found.losses["loss_denoising_l1"], 5 * distance / boxes)
+    if kind == "detr":  # softmax
+        log_odds = group.logits.log_softmax(-1)
+        wanted = -log_odds[:, 0, 0, targets[0].labels[0]] - 0.1 * (log_odds[:, 0, 1, -1] + log_odds[:, 1, :, -1].sum(-1))
+        torch.testing.assert_close(found.losses["loss_denoising_class"], wanted.sum() / (2 + 0.1 * 10))  # 2 of 12 queries matched
+    gradient = torch.autograd.grad(sum(v for k, v in found.losses.items() if "denoising" in k), predictions.denoising.logits)[0]
+    assert gradient.abs().sum() > 0 and found.finite.all()
+    predictions.denoising.logits = group.logits * torch.tensor([math.nan, 1.0])[None, :, None, None]
+    assert criterion(predictions, targets).finite.tolist() == [False, True]
+
+
+def test_denoising_queries_without_their_objects_are_refused():
+    predictions, part = Predictions(torch.zeros(1, 2, 5, 3), torch.zeros(1, 2, 5, 4)), torch.zeros(2, 5, 8)
+    with pytest.raises(ValueError, match=r"2 denoising queries need objects of shape \(2, 2\)"):
+        Queries(part, part, num_denoising=2).split(predictions)
 
 
 @pytest.mark.parametrize("kind", DETECTORS)
