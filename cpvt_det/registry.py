@@ -4,14 +4,16 @@
 A user's module registers a part under a name; ``--import MODULE`` on the command line imports it before the config is read.
 """
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from fvcore.common.registry import Registry
 
 from cpvt_det.errors import UnknownNameError
 
+IMPORT_HINT = "a module that registers it is imported with --import MODULE"
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 
 
@@ -50,7 +52,7 @@ class PartRegistry(Registry):
             UnknownNameError: a name that is not registered.
         """
         if name not in self:
-            raise UnknownNameError(self.kind, name, self.names, "a module that registers it is imported with --import MODULE")
+            raise UnknownNameError(self.kind, name, self.names, IMPORT_HINT)
         return self.get(name)
 
     def parameters(self, name: str) -> set[str]:
@@ -73,8 +75,22 @@ class PartRegistry(Registry):
             UnknownNameError: a name that is not registered, or an option that the builder does not take.
         """
         accepted = self.parameters(name)
-        options = options or {}
-        for option in options:
+        builder = self.with_options(name, options or {}, facts.keys())
+        return builder(**{fact: value for fact, value in facts.items() if fact in accepted and fact not in (options or {})})
+
+    def with_options(self, name: str, options: Mapping[str, Any] | None = None, known: Collection[str] = ()) -> Callable[..., Any]:
+        """The builder of a name with some of its keywords set.
+
+        Args:
+            name: a registered name.
+            options: values of keywords; the builder has to take all of them.
+            known: keywords that are no options, which messages leave out.
+
+        Raises:
+            UnknownNameError: a name that is not registered, or an option that the builder does not take.
+        """
+        accepted = self.parameters(name)
+        for option in options or {}:
             if option not in accepted:
-                raise UnknownNameError(f"option of {self.kind} {name!r}", option, accepted - facts.keys())
-        return self.find(name)(**{fact: value for fact, value in facts.items() if fact in accepted} | options)
+                raise UnknownNameError(f"option of {self.kind} {name!r}", option, accepted - set(known))
+        return functools.partial(self.find(name), **options) if options else self.find(name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data classes that modules exchange, and the functions from image sizes to padding masks.
 
-On the way of one image: after ``data/mapper.py``, around ``models/detr.py``, before ``losses/`` and ``inference.py``.
+On the road of one image: after ``data/mapper.py``, around ``models/detector.py``, before ``losses/`` and ``inference.py``.
 """
 
 import contextlib
@@ -193,7 +193,7 @@ class Levels:
             centers.append(grid.flatten(1, 2))  # (B, H_l, W_l, 2) -> (B, H_l W_l, 2)
         return torch.cat(centers, dim=1)
 
-    def place(self, points: Tensor) -> Tensor:
+    def to_level_coordinates(self, points: Tensor) -> Tensor:
         """(B, Q, 2 or 4) points or boxes of the unpadded image -> (B, Q, L, 2 or 4), relative to every level's padded map."""
         ratios = self.valid_ratios if points.shape[-1] == 2 else self.valid_ratios.repeat(1, 1, 2)
         return points[:, :, None] * ratios[:, None]
@@ -241,7 +241,7 @@ def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
     return padding_mask[:, ::stride, ::stride]
 
 
-def may_be_padded(padding_mask: Tensor) -> bool:
+def has_padding(padding_mask: Tensor) -> bool:
     """Whether any cell of a mask is padded; also true where the answer would wait for a device or break a compiled graph."""
     is_at_hand = padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return not is_at_hand or bool(padding_mask.any())

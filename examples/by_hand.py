@@ -29,7 +29,6 @@ CHANNELS, QUERIES, BATCH = 64, 20, 4
 def main(iterations: int = 20) -> dict[str, float]:
     """Train for some iterations and evaluate; the figures of COCO's evaluation by name, in percent."""
     torch.manual_seed(0)
-
     # Data: a COCO JSON and a folder of images.
     root = Path(tempfile.mkdtemp())
     draw_dataset(root, 64, 16, 0, ShapesSpec())
@@ -46,6 +45,7 @@ def main(iterations: int = 20) -> dict[str, float]:
         channels=CHANNELS,
         num_queries=QUERIES,
         num_logits=classification.num_logits,
+        decoder_position=build_position("sine", CHANNELS),
     )
     criterion = SetCriterion(HungarianMatcher(classification))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4)

@@ -14,7 +14,7 @@ from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, keyword_of,
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.inference import PostProcessor
-from cpvt_det.losses import CLASSIFICATION_REGISTRY, HungarianMatcher, SetCriterion
+from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import (
     BACKBONE_REGISTRY,
@@ -34,20 +34,21 @@ DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE")
 arguments of the detector's constructor; see :func:`register_detector`."""
 
 
-def register_detector(name: str, detector: type[Detector], unused: Sequence[str] = ()) -> Callable:
+def register_detector(name: str, detector: type[Detector], unused: Sequence[str] | None = None) -> Callable:
     """Register a detector's class, with the decorated function, which reads the config for it.
 
     Args:
         name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 also the name of a meta architecture.
         detector: subclass of :class:`cpvt_det.models.Detector`.
         unused: full names of keys that this detector does not take, as in ``MODEL.DETR.PRE_NORM``; refused where they differ from
-            their defaults.
+            their defaults. ``None``: those of the registered detector that it is a subclass of.
     """
 
     def register(arguments: Callable[[CfgNode, nn.Module | None], dict[str, Any]]) -> Callable:
         arguments.detector = detector
-        if unused:
-            UNUSED_BY[name] = unused
+        parents = [other for other, made in DETECTOR_REGISTRY if issubclass(detector, made.detector) and other in UNUSED_BY]
+        if unused is not None or parents:
+            UNUSED_BY[name] = UNUSED_BY[parents[-1]] if unused is None else unused
         return DETECTOR_REGISTRY.register_as(name)(arguments)
 
     return register
@@ -245,11 +246,15 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
     matcher = HungarianMatcher(build_classification(cfg), node.CLASS_COST, node.L1_COST, node.GIOU_COST)
     for entry in node.LOSSES:
         kinds = [type(part) for part in entry] if isinstance(entry, (list, tuple)) else []
-        if kinds not in ([str, float], [str, int]):
-            raise ConfigError(f"MODEL.CRITERION.LOSSES must contain pairs [name of a loss, weight], got {entry!r}")
+        if kinds[:2] not in ([str, float], [str, int]) or kinds[2:] not in ([], [dict]):
+            raise ConfigError(
+                "MODEL.CRITERION.LOSSES must contain entries [name of a loss, weight] or [name, weight, {option: value}], "
+                f"got {entry!r}"
+            )
+    losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
     weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
-        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses=dict(node.LOSSES))
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses)
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:

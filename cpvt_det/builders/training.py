@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SOLVER`` -> schedule, optimiser, moving average, training step."""
 
+import logging
 import math
 
 import torch
 from fvcore.common.config import CfgNode
 from torch import nn
 
+from cpvt_det import distributed
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
 from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs
 from cpvt_det.solver.step import StepOptions, TrainStep
 
+logger = logging.getLogger("cpvt_det")
 AMP_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -20,6 +23,9 @@ def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
     """The run's iterations: computed from the epochs if ``SOLVER.EPOCHS`` is above 0, else from ``MAX_ITER`` and ``STEPS``."""
     solver, test = cfg.SOLVER, cfg.TEST
     if solver.EPOCHS > 0:
+        ignored = [f"SOLVER.{key} {solver[key]}" for key in ("MAX_ITER", "STEPS", "WARMUP_ITERS") if solver[key]]
+        if ignored and distributed.rank() == 0:
+            logger.info("SOLVER.EPOCHS %g sets the length; not used: %s", solver.EPOCHS, ", ".join(ignored))
         epochs = (solver.EPOCHS, solver.STEP_EPOCHS, solver.WARMUP_EPOCHS, test.EVAL_EPOCHS)
         return schedule_from_epochs(num_images, solver.IMS_PER_BATCH, *epochs, eval_period=test.EVAL_PERIOD)
     setting = f"SOLVER.MAX_ITER = {solver.MAX_ITER} iterations of {solver.IMS_PER_BATCH} images"

@@ -23,9 +23,9 @@ KEYWORDS = {"DC5": "dilation", "FOCAL_ALPHA": "alpha", "FOCAL_GAMMA": "gamma"}
 """Keys -> keywords of the parts that take them; of other keys the keyword is the key in lower case."""
 CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA")
 BACKBONE_KEYS = ("NORM", "WIDTH", "STAGES", "DC5", "FREEZE_AT")  # MASK_PADDING is the neck's too
-OWN_QUERIES = ("CPVTDetr", "CPVTDeformableDetr")  # detectors whose query source is known where MODEL.QUERIES.NAME is empty
 UNUSED_BY: dict[str, Sequence[str]] = {}
-"""Detector -> the keys that it does not take; filled by ``register_detector``."""
+"""Detector -> the keys that it does not take; filled by ``register_detector``. Where ``MODEL.QUERIES.NAME`` is empty, their query
+source is learned, or with two stages proposals."""
 
 
 def keyword_of(key: str) -> str:
@@ -34,13 +34,20 @@ def keyword_of(key: str) -> str:
 
 
 def refuse_unused(cfg: CfgNode) -> None:
-    """Refuse a key that cannot apply.
+    """Refuse a key that cannot apply. Those that a registered backbone does not take are ignored, with a warning: they are
+    options of our ResNets, which the configs that one starts from set.
 
     Raises:
         ConfigError: the first such key, its value, the reason and the way out.
     """
-    for message in unused_keys(cfg).values():
+    node, found = cfg.MODEL.BACKBONE, unused_keys(cfg)
+    taken = BACKBONE_REGISTRY.parameters(node.NAME) if node.NAME in BACKBONE_REGISTRY else map(keyword_of, BACKBONE_KEYS)
+    ignored = [key for key in BACKBONE_KEYS if keyword_of(key) not in taken and found.pop(f"MODEL.BACKBONE.{key}", "")]
+    for message in found.values():
         raise ConfigError(message)
+    if ignored and distributed.rank() == 0:
+        listed = ", ".join(f"{key} {node[key]!r}" for key in ignored)
+        logger.warning("The backbone %r does not take these keys of MODEL.BACKBONE, which are ignored: %s", node.NAME, listed)
 
 
 def unused_keys(cfg: CfgNode) -> dict[str, str]:
@@ -105,7 +112,7 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
 
     has_stages = "MODEL.DEFORMABLE.TWO_STAGE" not in of_detector
     source = model.QUERIES.NAME or (
-        ("proposals" if has_stages and model.DEFORMABLE.TWO_STAGE else "learned") if detector in OWN_QUERIES else ""
+        ("proposals" if has_stages and model.DEFORMABLE.TWO_STAGE else "learned") if detector in UNUSED_BY else ""
     )
     taken = QUERY_REGISTRY.parameters(source) if source in QUERY_REGISTRY else {"nms_threshold", "num_queries"}
     queries = f"the query source {source!r}"

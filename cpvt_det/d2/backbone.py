@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cpvt_det import models
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.models import ResNetBackbone
+from cpvt_det.registry import IMPORT_HINT
 
 
 class Detectron2Backbone(nn.Module):
@@ -68,7 +69,8 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     if node.NAME in models.BACKBONE_REGISTRY:
         return None
     if node.NAME not in BACKBONE_REGISTRY:
-        raise UnknownNameError("backbone", node.NAME, [*models.BACKBONE_REGISTRY.names, *(name for name, _ in BACKBONE_REGISTRY)])
+        known = [*models.BACKBONE_REGISTRY.names, *(name for name, _ in BACKBONE_REGISTRY)]
+        raise UnknownNameError("backbone", node.NAME, known, IMPORT_HINT)
     if node.MASK_PADDING:
         raise ConfigError(
             f"backbone {node.NAME} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING to False"

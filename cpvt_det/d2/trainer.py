@@ -123,7 +123,7 @@ class Trainer(DefaultTrainer):
         """Go on from the last checkpoint, or else load the initial weights.
 
         Raises:
-            WeightsError: as :meth:`RunCheckpointer.begin` and :func:`cpvt_det.builders.load_initial_weights`.
+            WeightsError: as :meth:`RunCheckpointer.begin` and :func:`cpvt_det.checkpoint.initial.load_initial_weights`.
         """
         self.start_iter = self.checkpointer.begin(resume)
         if self.start_iter == 0:

@@ -11,7 +11,7 @@ from cpvt_det.errors import UnknownNameError
 from cpvt_det.ops.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
 from cpvt_det.ops.dropout import dropout
 from cpvt_det.ops.linear import Linear, linear
-from cpvt_det.structures import Levels, may_be_padded, require_bool
+from cpvt_det.structures import Levels, has_padding, require_bool
 
 
 class Attention(nn.Module):
@@ -68,7 +68,7 @@ class Attention(nn.Module):
             raise TypeError(f"attention_mask is added to the scores and must be float, got {attention_mask.dtype}")
         projected = self._project(queries, keys, values)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected)  # (B, N, C) -> (B, M, N, C / M)
-        attend = None if padding_mask is None or not may_be_padded(padding_mask) else ~padding_mask[:, None, None, :]
+        attend = None if padding_mask is None or not has_padding(padding_mask) else ~padding_mask[:, None, None, :]
         if attention_mask is not None:
             attend = attention_mask.to(q.dtype) if attend is None else attention_mask.to(q.dtype).where(attend, -math.inf)
         probability = self.dropout if self.training else 0.0
@@ -170,7 +170,7 @@ class DeformableAttention(nn.Module):
         self._check(queries, reference_points, tokens, levels.padding_mask)
         heads, num_levels, points = self.samples
         values = self.value_proj(tokens)
-        if may_be_padded(levels.padding_mask):
+        if has_padding(levels.padding_mask):
             values = values.masked_fill(levels.padding_mask[..., None], 0)
         offsets = self.sampling_offsets(queries).unflatten(-1, (heads, -1))  # (B, Q, M, L * P * 2)
         weights = self.attention_weights(queries).unflatten(-1, (heads, num_levels * points)).softmax(-1)

@@ -68,7 +68,7 @@ class SoftmaxClassification:
             losses = -weights * slopes.gather(-1, index)
             slopes.exp_()
             slopes.scatter_(-1, index, slopes.gather(-1, index) - 1).mul_(weights)
-        return KnownGradient.apply(logits, losses.sum((1, 2, 3)), slopes)
+        return PrecomputedGradient.apply(logits, losses.sum((1, 2, 3)), slopes)
 
     def normalizer(self, num_matched: Tensor, num_unmatched: Tensor, num_boxes: Tensor) -> Tensor:
         """The sum of the weights of all queries: the loss is a weighted mean."""
@@ -79,7 +79,7 @@ class SoftmaxClassification:
 
         Args:
             logits: (B, Q, K + 1) float.
-            max_detections: the most to return for an image.
+            max_detections: maximum number per image.
 
         Returns:
             Scores (B, n) float, best first; labels (B, n); query indices (B, n); n = min(Q, ``max_detections``).
@@ -100,7 +100,7 @@ class FocalClassification:
     Args:
         num_classes: K.
         alpha: weight of the positive side.
-        gamma: how much an easy example is played down.
+        gamma: focusing parameter: a higher value gives easy examples less weight.
 
     Source: arXiv 1708.02002; the matching cost from arXiv 2010.04159, appendix A.4.
     """
@@ -138,7 +138,7 @@ class FocalClassification:
                 losses.scatter_(-1, index, torch.where(here, positive_losses, losses.gather(-1, index)))
                 slope.scatter_(-1, index, torch.where(here, -positive_slope, slope.gather(-1, index)))
                 total.copy_(losses.sum())
-        return KnownGradient.apply(logits, sums, slopes)
+        return PrecomputedGradient.apply(logits, sums, slopes)
 
     def _negatives(self, x: Tensor, weight: float, slope: Tensor) -> Tensor:
         """weight * p^gamma * -log(1 - p) for p = sigmoid(x): the loss of negatives of logits x, or of positives of logits -x.
@@ -167,7 +167,7 @@ class FocalClassification:
         return (logits > 0).any(-1)
 
 
-class KnownGradient(torch.autograd.Function):
+class PrecomputedGradient(torch.autograd.Function):
     """Sums (D,) over logits (D, ...) whose slopes, of the logits' shape, were worked out along with them: nothing else is kept."""
 
     @staticmethod

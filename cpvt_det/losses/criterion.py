@@ -36,12 +36,11 @@ class SetCriterion:
 
     Args:
         matcher: matcher of predictions and targets; its classification is the loss's too.
-        class_weight, l1_weight, giou_weight: weights of the three losses of DETR, the same in every layer.
+        class_weight, l1_weight, giou_weight: weights of the three losses of DETR, the same in every layer; 0 leaves one out.
         proposal_matches: proposals that each object is matched with; more than one give every object more to learn from.
-        losses: further registered losses, name -> weight.
+        losses: further losses, name -> (weight, function); the contract is that of :data:`LOSS_REGISTRY`.
 
     Raises:
-        UnknownNameError: a loss that is not registered.
         ValueError: fewer matches than one, or one of the three losses given twice.
 
     Source: arXiv 2005.12872, section 3.1 and equation 2; more matches than one, by repeated objects, from arXiv 2207.13080.
@@ -54,7 +53,7 @@ class SetCriterion:
         l1_weight: float = defaults.L1_WEIGHT,
         giou_weight: float = defaults.GIOU_WEIGHT,
         proposal_matches: int = 1,
-        losses: Mapping[str, float] | None = None,
+        losses: Mapping[str, tuple[float, Loss]] | None = None,
     ):
         if proposal_matches < 1:
             raise ValueError(f"proposal_matches must be at least 1, got {proposal_matches}")
@@ -62,11 +61,12 @@ class SetCriterion:
         self.matcher = matcher
         self.classification = matcher.classification
         self.weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
-        for name, weight in (losses or {}).items():
+        self.weights = {name: weight for name, weight in self.weights.items() if weight}
+        self.losses: dict[str, Loss] = {name: LOSS_REGISTRY.find(name.removeprefix("loss_")) for name in self.weights}
+        for name, (weight, loss) in (losses or {}).items():
             if f"loss_{name}" in self.weights:
                 raise ValueError(f"the loss {name!r} is there already, with the weight {self.weights[f'loss_{name}']}")
-            self.weights[f"loss_{name}"] = weight
-        self.losses: dict[str, Loss] = {name: LOSS_REGISTRY.find(name.removeprefix("loss_")) for name in self.weights}
+            self.weights[f"loss_{name}"], self.losses[f"loss_{name}"] = weight, loss
 
     def __call__(self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers | None = None) -> Losses:
         """Compare predictions with targets.

@@ -70,9 +70,10 @@ class Matched:
         return sums / self.normalizers.boxes.to(values.dtype)
 
 
-LOSS_REGISTRY = PartRegistry("LOSS", "loss")
-"""Name -> a function from :class:`Matched` to a loss per layer, (D,) float, unweighted. In the record of a step it is
-``loss_<name>``. ``class``, ``l1`` and ``giou`` are always on, with weights of their own; ``MODEL.CRITERION.LOSSES`` adds others."""
+LOSS_REGISTRY = PartRegistry("LOSS", "loss", chosen=frozenset({"matched"}))
+"""Name -> a function of a :class:`Matched`, ``matched``, and of options, whose result is a loss per layer, (D,) float, unweighted.
+In the metrics of a step it is ``loss_<name>``; of proposals and denoising queries it is taken too. ``class``, ``l1`` and ``giou``
+have weights of their own, of which 0 leaves them out; ``MODEL.CRITERION.LOSSES`` adds others."""
 
 Loss = Callable[[Matched], Tensor]
 

@@ -21,7 +21,7 @@ class DeformableDETR(Detector):
     """DETR over several levels, with deformable attention.
 
     Args:
-        backbone: a module with ``strides``, ``channels`` and ``forward(images, padding_mask) -> list of maps``; all are used.
+        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; of its maps all are used.
         position: the encoder's position encoding.
         transformer: encoder and decoder of ``channels`` and of ``num_levels``.
         channels: C.

@@ -96,7 +96,7 @@ class DeformableEncoder(nn.Module):
         Returns:
             (B, N, C), the memory.
         """
-        reference_points = levels.place(levels.centers())
+        reference_points = levels.to_level_coordinates(levels.centers())
         tokens = inject(tokens, levels.padding_mask, levels.shapes, -1)
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
@@ -194,7 +194,7 @@ class DeformableDecoder(nn.Module):
         """
         decoded, references, outputs = queries.content, queries.references, []
         for index, layer in enumerate(self.layers):
-            points = levels.place(references)
+            points = levels.to_level_coordinates(references)
             decoded = layer(decoded, queries.positions, points, memory.tokens, levels, queries.attention_mask)
             outputs.append(heads(decoded, references, index))
             if heads.refine:

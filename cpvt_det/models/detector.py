@@ -51,6 +51,9 @@ class Detector(nn.Module):
         pixel_std: Sequence[float],
     ):
         super().__init__()
+        _require(backbone, "backbone", "strides", "channels", "size_divisibility")
+        _require(neck, "neck", "strides")
+        _require(transformer, "transformer", "encode", "decoder")
         self.backbone = backbone.to(memory_format=torch.channels_last)  # 1.1 to 1.4 times as fast on a CPU
         self.input_proj = neck
         self.position = position
@@ -116,11 +119,19 @@ class Detector(nn.Module):
             ValueError: a mask of another shape.
         """
         maps = self.backbone(_without_padding(images, padding_mask), padding_mask)
-        features, levels = self.neck(maps, padding_mask)  # zero under the padding from here on
+        features, levels = self.neck(maps, padding_mask)  # zero under the padding
         memory = self.transformer.encode(features, levels, self.position)
         queries = self.queries(memory.tokens, levels, targets)
         heads = Heads(self.class_embed, self.bbox_embed, self.refine_boxes)
         return queries.split(self.transformer.decoder(queries, memory, levels, heads))
+
+
+def _require(part: nn.Module, kind: str, *names: str) -> None:
+    """Refuse a part that lacks what its contract says."""
+    missing = [name for name in names if not hasattr(part, name)]
+    if missing:
+        lacks, needs = " and no ".join(missing), ", ".join(names)
+        raise TypeError(f"the {kind} {type(part).__name__} has no {lacks}; its contract asks for {needs}")
 
 
 def _without_padding(images: Tensor, padding_mask: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class DETR(Detector):
     """DETR over the last map of a backbone.
 
     Args:
-        backbone: a module with ``strides``, ``channels`` and ``forward(images, padding_mask) -> list of maps``; the last is used.
+        backbone: a module by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; of its maps the last is used.
         position: the encoder's position encoding.
         transformer: encoder and decoder of ``channels``.
         channels: C.

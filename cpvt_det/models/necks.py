@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Necks: from a backbone's maps to the features of the transformer's levels.
 
-On the road of one image: after ``models/backbones/``, before the encoder. From here on what lies under the padding is zero.
+On the road of one image: after ``models/backbones/``, before the encoder. What lies under the padding is zero where the encoder
+receives it; layers that mix cells mask their own inputs.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from cpvt_det.layers.heads import full_precision
 from cpvt_det.layers.norm import MaskedGroupNorm, group_count
 from cpvt_det.ops.linear import Conv2d
 from cpvt_det.registry import PartRegistry
-from cpvt_det.structures import Levels, level_padding_mask, may_be_padded
+from cpvt_det.structures import Levels, has_padding, level_padding_mask
 
 NECK_REGISTRY = PartRegistry("NECK", "neck")
 """Name -> builder of a neck, called with those of ``map_channels`` and ``map_strides`` (of the backbone's maps), ``channels``,
@@ -47,7 +48,7 @@ class ProjectionNeck(Conv2d):
         mask = level_padding_mask(padding_mask, self.strides[0])
         features = super().forward(maps[-1])
         # Padded tokens are never seen again; zero keeps a non-finite one out of 0 * value in the attention.
-        if may_be_padded(mask):
+        if has_padding(mask):
             features = features.masked_fill(mask[:, None], 0)
         return [features], Levels.from_masks([mask], full_precision(features).dtype)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.layers.heads import box_head, class_head, full_precision
 from cpvt_det.ops.linear import Linear
-from cpvt_det.ops.nms import choose_apart
+from cpvt_det.ops.nms import nms_topk
 from cpvt_det.position.sine import sines
 from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import PROPOSAL_LABEL, Levels, Predictions, Targets
@@ -191,11 +191,13 @@ class ProposedQueries(nn.Module):
         if self.nms_threshold == 1:
             return scores.topk(self.num_queries, dim=1).indices
         boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
-        return choose_apart(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, self.num_queries)
+        return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, self.num_queries)
 
     def _propose(self, memory: Tensor, levels: Levels) -> Predictions:
         """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, Q) for a choice of Q."""
-        missing = torch.sym_max(0, self.num_queries - memory.shape[1])  # an exported program takes any number of tokens
+        missing = self.num_queries - memory.shape[1]
+        # An exported program takes any number of tokens; of plain numbers torch 2.9 compiles no sym_max.
+        missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
         memory = F.pad(memory, (0, 0, 0, missing))
         anchors = F.pad(_anchors(levels), (0, 0, 0, missing))
         padded = F.pad(levels.padding_mask, (0, missing), value=True)[..., None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR's transformer, batch first. It neither flattens images nor knows where queries come from.
+"""DETR's transformer, batch first. It does not know where queries come from.
 
 Source: arXiv 2005.12872, section 3.2 and appendix A.3; names of parameters as in facebookresearch/detr.
 """

@@ -17,6 +17,7 @@ from torch import Tensor
 from cpvt_det.errors import UnknownNameError, first_line
 from cpvt_det.garbage import no_garbage_collection
 from cpvt_det.ops.deformable_eager import embedding_bag_attention, gather_attention, grid_sample_attention
+from cpvt_det.ops.exporting import is_exporting
 from cpvt_det.structures import Size
 
 logger = logging.getLogger("cpvt_det")
@@ -65,7 +66,7 @@ def ms_deform_attn(
         raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
     _check_tensors(value, sampling_locations, attention_weights)
     device = value.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         value = _without_half(value) if device == "cpu" else value
         sampling_locations, attention_weights = _without_half(sampling_locations), _without_half(attention_weights)
     _check_dtypes(value, sampling_locations, attention_weights)
@@ -79,7 +80,7 @@ def ms_deform_attn(
 
 
 def _choose(device_type: str) -> str:
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return "export"
     for implementation, served in FUSED.items():
         if device_type == served and _is_available(implementation):
@@ -99,6 +100,11 @@ def _kernels(implementation: str) -> ModuleType | Exception:
     except (ImportError, OSError) as error:  # OSError: a shared library that cannot be loaded
         logger.warning("Deformable attention works without its %s kernel, more slowly: %s", implementation, first_line(error))
         return error
+
+
+@torch.compiler.assume_constant_result  # torch 2.9 cannot compile the question
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
 
 
 @torch.compiler.assume_constant_result

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 from torchvision.ops import nms
 
+from cpvt_det.ops.exporting import is_exporting
+
 SUPPRESSED = 1e3  # taken off the score of boxes that a better one stands for; twice that off padded ones'
 
 
-def choose_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
+def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
     """Choose boxes by score; those whose intersection over union with a better one is larger than ``threshold`` come last.
 
-    In an exported program plain aten, where :func:`pick_apart` takes the place of torchvision's operator.
+    In an exported program plain aten, where :func:`nms_topk_exportable` takes the place of torchvision's operator.
 
     Args:
         boxes_xyxy: (B, N, 4) float, in any unit.
@@ -25,12 +27,12 @@ def choose_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: 
     Returns:
         (B, Q) int64, indices, the first choice first.
     """
-    choose = pick_apart if torch.compiler.is_exporting() else _rank_apart
+    choose = nms_topk_exportable if is_exporting() else _rank_apart
     return choose(boxes_xyxy, scores, padded, threshold, count)
 
 
 def _rank_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
-    """:func:`choose_apart` by torchvision's operator, which looks at every box.
+    """:func:`nms_topk` by torchvision's operator, which looks at every box.
 
     Image by image: ``batched_nms`` moves the boxes of each image elsewhere, and what that rounds depends on the batch.
     """
@@ -40,8 +42,8 @@ def _rank_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: f
     return (scores - SUPPRESSED * (behind + 2 * padded)).topk(count, dim=1).indices
 
 
-def pick_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
-    """:func:`choose_apart` in ``count`` steps, each of which takes the best box left and puts back what overlaps it.
+def nms_topk_exportable(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
+    """:func:`nms_topk` in ``count`` steps, each of which takes the best box left and puts back what overlaps it.
 
     Whether a box is put back depends on better ones alone, so the first ``count`` are those of all; and a step needs no matrix
     of pairs, nor a number of boxes that is known only afterwards.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, make_norm
-from cpvt_det.structures import Size, may_be_padded, require_bool
+from cpvt_det.structures import Size, has_padding, require_bool
 
 
 class PEGDetection(nn.Module):
@@ -88,7 +88,7 @@ class PEGDetection(nn.Module):
             TypeError: a mask that is not bool.
         """
         branch = self.branch(tokens, padding_mask, level_shapes)
-        if not may_be_padded(padding_mask):
+        if not has_padding(padding_mask):
             return tokens + branch
         return torch.where(padding_mask[..., None], tokens, tokens + branch)
 
@@ -99,7 +99,7 @@ class PEGDetection(nn.Module):
             (B, N, C); at padded tokens it means nothing.
         """
         self._check(tokens, padding_mask, level_shapes)
-        is_masked = self.mask_input and may_be_padded(padding_mask)
+        is_masked = self.mask_input and has_padding(padding_mask)
         x = tokens.masked_fill(padding_mask[..., None], 0) if is_masked else tokens
         lengths = [height * width for height, width in level_shapes]
         levels = zip(x.split(lengths, dim=1), padding_mask.split(lengths, dim=1), level_shapes, strict=True)

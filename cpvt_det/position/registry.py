@@ -21,7 +21,7 @@ POSITION_REGISTRY = PartRegistry("POSITION", "position encoding", chosen=frozens
 class PositionEncoding(nn.Module):
     """The contract, and the encoding that does nothing.
 
-    The encoder asks two things, always with the *projected* features and one padding mask a level (DETR has one level), so
+    The encoder asks two things, always with the *projected* features and one padding mask per level (DETR has one level), so
     that an encoding may condition on what it encodes.
     """
 
@@ -73,11 +73,6 @@ def build_position(name: str, channels: int, num_levels: int = 1, num_layers: in
     """
     facts = {"channels": channels, "num_levels": num_levels, "num_layers": num_layers}
     return POSITION_REGISTRY.build(name, facts, options)
-
-
-def position_options(name: str) -> set[str]:
-    """The keywords that the builder of a registered encoding takes."""
-    return POSITION_REGISTRY.parameters(name)
 
 
 register_position("none")(PositionEncoding)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trained detector that is called with images.
 
-On the way of one image: the same decoding, resizing, batching, detector and post-processing as in evaluation.
+On the road of one image: the same decoding, resizing, batching, detector and post-processing as in evaluation.
 """
 
 import os

@@ -17,8 +17,7 @@ from cpvt_det.errors import DataError, RunStoppedError
 from cpvt_det.evaluation.coco import write_results
 from cpvt_det.files import remove_unfinished
 from cpvt_det.inference import evaluation_mode
-from cpvt_det.tasks.detection import place_of
-from cpvt_det.tasks.registry import Results
+from cpvt_det.tasks.registry import Results, place_of
 from cpvt_det.visualize.curves import draw_curves
 
 logger = logging.getLogger("cpvt_det")

@@ -18,6 +18,7 @@ from torch import nn
 import cpvt_det
 from cpvt_det import distributed
 from cpvt_det.errors import ConfigError
+from cpvt_det.files import atomic_file
 
 try:
     import fcntl
@@ -82,7 +83,8 @@ def setup_run(cfg: CfgNode, keep_config: bool = False) -> Path:
         try:
             output.mkdir(parents=True, exist_ok=True)
             if not (keep_config and (output / "config.yaml").exists()):
-                (output / "config.yaml").write_text(cfg.dump(), encoding="utf-8")
+                with atomic_file(output / "config.yaml") as file:
+                    file.write(cfg.dump().encode())
             _start_log(output / "log.txt")
         except OSError as error:
             raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error

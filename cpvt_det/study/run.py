@@ -172,8 +172,9 @@ def _train(plan: Plan, run: Run) -> Record:
     metrics = read_metrics(output / "metrics.json")
     main = build_task(cfg).main_figure
     group = main.partition("/")[0]
-    body = load_trained(output / WEIGHTS).detector.backbone.body
-    torch.save(body.state_dict(), output / BACKBONE)  # as MODEL.BACKBONE.WEIGHTS takes it
+    if any(group.backbone == run.name for group in plan.groups):
+        body = load_trained(output / WEIGHTS).detector.backbone.body
+        torch.save(body.state_dict(), output / BACKBONE)  # as MODEL.BACKBONE.WEIGHTS takes it
     return {
         "run": run.name,
         "fingerprint": fingerprint,

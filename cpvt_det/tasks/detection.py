@@ -21,7 +21,7 @@ from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_detectio
 from cpvt_det.inference import PostProcessor, detect, evaluation_mode
 from cpvt_det.solver.step import TrainingModel
 from cpvt_det.structures import Detections
-from cpvt_det.tasks.registry import TASK_REGISTRY, Results
+from cpvt_det.tasks.registry import TASK_REGISTRY, Results, place_of
 from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet
 from cpvt_det.visualize.report import truth_of, write_report
 
@@ -125,8 +125,3 @@ class DetectionTask:
                 panels.append(draw_comparison(image, truth_of(record), found, names, self.cfg.TEST.PICTURE_THRESHOLD))
         save_contact_sheet(panels, path)
         logger.info("Pictures: %s", path)
-
-
-def place_of(dataset: CocoDataset, datasets: Sequence[CocoDataset], folder: Path) -> Path:
-    """Where the files of one of the test sets go: ``folder``, or where there are several its part of that name."""
-    return folder if len(datasets) == 1 else folder / dataset.name

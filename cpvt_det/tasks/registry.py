@@ -2,6 +2,8 @@
 """The contract of a task, and the registry of tasks."""
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fvcore.common.config import CfgNode
@@ -16,10 +18,13 @@ The contract of a task, that of :class:`cpvt_det.tasks.DetectionTask`:
 - ``main_figure``: name in the metrics of the figure that decides which checkpoint is the best, higher is better: ``group/name``, as
   :func:`flatten` makes it of the results. Curves and comparisons draw the first two names of every group, in alphabetical order:
   the main figure comes first;
-- read: ``load_splits``, ``load_tests``, ``training_records``;
-- feed: ``build_train_loader``, ``build_test_loader``;
-- compare: ``build_training_model``;
-- measure: ``build_evaluator``, ``infer``, ``format_results``, ``write_outputs``;
+- read: ``load_splits``, ``load_tests``, ``training_records``. A data set has ``name``, ``classes`` (ids and names), ``records`` and
+  ``issues`` (what a check found);
+- feed: ``build_train_loader``, ``build_test_loader``: batches of samples, dicts with ``image`` and ``image_id``, in training also
+  ``targets``, whose ``to`` moves them to a device;
+- compare: ``build_training_model``: a module with ``detector``, called with samples, that returns :class:`cpvt_det.losses.Losses`;
+- measure: ``build_evaluator`` (with ``add``, ``state``, ``merge`` and ``evaluate``), ``infer``, ``format_results`` and
+  ``write_outputs``;
 - show: ``describe``, ``show_results``.
 """
 
@@ -49,3 +54,8 @@ def main_value(task: Any, results: Results) -> float:
     """The main figure of the first test set, NaN where it was not measured."""
     found = (value for name, value in flatten(results).items() if f"/{name}".endswith(f"/{task.main_figure}"))
     return next(found, math.nan)
+
+
+def place_of(dataset: Any, datasets: Sequence[Any], folder: Path) -> Path:
+    """Where the files of one of the test sets go: ``folder``, or where there are several its part of that name."""
+    return folder if len(datasets) == 1 else folder / dataset.name

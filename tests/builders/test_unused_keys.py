@@ -219,11 +219,6 @@ def test_a_key_of_an_encoding_changes_it_or_is_refused(name, config):
             "MODEL.NECK.WIDTH is 3, but MODEL.NECK.NAME is empty; leave it out, or name the part that takes it there",
         ),
         (
-            {"MODEL__BACKBONE__NAME": "bare"},
-            "MODEL.BACKBONE.NORM is 'BN', but the backbone 'bare' does not take it; leave it at 'FrozenBN', or set "
-            "MODEL.BACKBONE.NAME to resnet10, resnet18, resnet34, resnet50, resnet101",
-        ),
-        (
             {"MODEL__BACKBONE__NAME": "resnet50", "MODEL__BACKBONE__DC5": True},
             "MODEL.BACKBONE.DC5 is True, but MODEL.BACKBONE.STAGES has no stage 5; leave it at False, or add 5 to "
             "MODEL.BACKBONE.STAGES",
@@ -247,6 +242,15 @@ def test_a_key_of_an_encoding_changes_it_or_is_refused(name, config):
 def test_the_refusal_names_key_value_reason_and_way_out(config, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         build_detector(random_config(**config))
+
+
+def test_keys_of_our_resnets_are_ignored_with_one_warning_under_a_backbone_of_ones_own(caplog):
+    """The configs that one starts from set them."""
+    build_detector(random_config(MODEL__BACKBONE__NAME="bare", MODEL__BACKBONE__STAGES=(4,)))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "The backbone 'bare' does not take these keys of MODEL.BACKBONE, which are ignored: NORM 'BN', STAGES (4,), FREEZE_AT 0"
+    )
 
 
 def test_what_is_prepared_beside_a_switch_is_no_fault():

@@ -201,17 +201,19 @@ def test_projected_maps_keep_their_digits_in_group_norm():
 def test_points_and_boxes_are_placed_on_every_padded_map():
     levels = levels_of([(2, 4), (1, 2)], [[(1, 3)], [(1, 2)]])
     point = torch.tensor([[[0.5, 0.8]]], dtype=torch.float64)
-    torch.testing.assert_close(levels.place(point), torch.tensor([[[[0.375, 0.4], [0.5, 0.8]]]], dtype=torch.float64))
+    torch.testing.assert_close(
+        levels.to_level_coordinates(point), torch.tensor([[[[0.375, 0.4], [0.5, 0.8]]]], dtype=torch.float64)
+    )
     box = torch.tensor([[[0.5, 0.8, 0.4, 0.2]]], dtype=torch.float64)
     expected = torch.tensor([[[[0.375, 0.4, 0.3, 0.1], [0.5, 0.8, 0.4, 0.2]]]], dtype=torch.float64)
-    torch.testing.assert_close(levels.place(box), expected)
+    torch.testing.assert_close(levels.to_level_coordinates(box), expected)
 
 
 def test_reference_point_of_a_token_is_its_own_cell_on_its_own_level():
     """Placed back on its padded level, a token's centre is the middle of its cell, whatever the padding."""
     shapes = [(3, 5), (2, 3)]
     levels = levels_of(shapes, [[(3, 5), (2, 4)], [(2, 3), (1, 2)]])
-    placed = levels.place(levels.centers())  # (B, N, L, 2)
+    placed = levels.to_level_coordinates(levels.centers())  # (B, N, L, 2)
     start = 0
     for level, (height, width) in enumerate(shapes):
         own = placed[:, start : start + height * width, level].unflatten(1, (height, width))

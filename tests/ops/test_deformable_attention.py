@@ -421,7 +421,7 @@ BAD_CALLS = {
     "no points": (
         {"sampling_locations": torch.zeros(2, 4, 2, 2, 0, 2), "attention_weights": torch.zeros(2, 4, 2, 2, 0)},
         ValueError,
-        r"at least one point a head and level, got \(2, 4, 2, 2, 0, 2\)",
+        r"at least one point per head and level, got \(2, 4, 2, 2, 0, 2\)",
     ),
     "what is no tensor": ({"value": "maps"}, TypeError, "value must be a tensor, got str"),
     "another name": ({"implementation": "numbs"}, UnknownNameError, r"unknown implementation 'numbs' \(did you mean 'numba'\?\)"),

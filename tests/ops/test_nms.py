@@ -5,7 +5,7 @@ import pytest
 import torch
 import torchvision
 
-from cpvt_det.ops.nms import choose_apart, pick_apart
+from cpvt_det.ops.nms import nms_topk, nms_topk_exportable
 
 
 def draw(seed, images=3, boxes=80, clusters=9):
@@ -27,7 +27,7 @@ def expected_order(boxes, scores, padded, threshold):
     return kept + rest
 
 
-@pytest.mark.parametrize("choose", [choose_apart, pick_apart])
+@pytest.mark.parametrize("choose", [nms_topk, nms_topk_exportable])
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("count", [5, 60])
 def test_the_order_is_that_of_nms_then_score(choose, threshold, count):
@@ -41,7 +41,7 @@ def test_the_order_is_that_of_nms_then_score(choose, threshold, count):
 
 def test_padded_ones_fill_what_is_left_and_none_is_chosen_twice():
     boxes, scores, padded = draw(5)
-    for choose in (choose_apart, pick_apart):
+    for choose in (nms_topk, nms_topk_exportable):
         chosen = choose(boxes, scores, padded, 0.6, 70)
         assert sorted(chosen[0, :60].tolist()) == list(range(60))
         assert padded[0][chosen[0, 60:]].all()
@@ -50,18 +50,18 @@ def test_padded_ones_fill_what_is_left_and_none_is_chosen_twice():
 
 def test_boxes_without_area_suppress_nothing():
     boxes, scores = torch.zeros(1, 3, 4), torch.tensor([[1.0, 3.0, 2.0]])
-    for choose in (choose_apart, pick_apart):
+    for choose in (nms_topk, nms_topk_exportable):
         assert choose(boxes, scores, torch.zeros(1, 3, dtype=torch.bool), 0.5, 3).tolist() == [[1, 2, 0]]
 
 
 def test_an_exported_program_takes_the_steps():
     class Chooser(torch.nn.Module):
         def forward(self, boxes, scores, padded):
-            return choose_apart(boxes, scores, padded, 0.6, 5)
+            return nms_topk(boxes, scores, padded, 0.6, 5)
 
     program = torch.export.export(Chooser(), draw(0))
     assert "torchvision" not in str(program.graph)
-    assert program.module()(*draw(1)).tolist() == choose_apart(*draw(1), 0.6, 5).tolist()
+    assert program.module()(*draw(1)).tolist() == nms_topk(*draw(1), 0.6, 5).tolist()
 
 
 def test_an_image_gets_the_same_choice_in_any_batch():
@@ -71,7 +71,7 @@ def test_an_image_gets_the_same_choice_in_any_batch():
     sides = torch.randint(1, 4, (16, 40, 2), generator=generator) / 10
     boxes, scores = torch.cat((corners, corners + sides), -1), torch.rand(16, 40, generator=generator)
     padded = torch.zeros(16, 40, dtype=torch.bool)
-    together = choose_apart(boxes, scores, padded, 0.5, 30)
+    together = nms_topk(boxes, scores, padded, 0.5, 30)
     for image in range(16):
         one = slice(image, image + 1)
-        assert torch.equal(choose_apart(boxes[one], scores[one], padded[one], 0.5, 30)[0], together[image])
+        assert torch.equal(nms_topk(boxes[one], scores[one], padded[one], 0.5, 30)[0], together[image])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ResNet feature extractors, torchvision's with one change: the padding stays zero in every feature map.
 
-On the road of one image: the first part of ``models/detr.py``.
+On the road of one image: the first part of ``models/detector.py``.
 """
 
 import http.client
@@ -20,7 +20,7 @@ from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import BACKBONE_NORMS, NORM_LAYERS
 from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.ops.linear import convolve
-from cpvt_det.structures import level_padding_mask, may_be_padded
+from cpvt_det.structures import has_padding, level_padding_mask
 
 STEM_WIDTH = 64
 DEPTHS = {
@@ -131,7 +131,7 @@ class ResNetBackbone(nn.Module):
         Returns:
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
-        is_masked = self.mask_padding and may_be_padded(padding_mask)
+        is_masked = self.mask_padding and has_padding(padding_mask)
         valid = _ValidCells(padding_mask if is_masked else None, images.dtype)
         body = self.body
         x = valid.keep(valid.convolve(body.conv1, body.bn1, images, 2), 2).relu_()
@@ -177,7 +177,7 @@ def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
 
 
 class _ValidCells:
-    """The cells of every stride that are not padded, made once a batch.
+    """The cells of every stride that are not padded, made once per batch.
 
     Args:
         padding_mask: (B, H, W) bool, True = padded; ``None``: no cell is masked, because nothing is padded, or the padding carries
