@@ -315,7 +315,7 @@ def test_on_a_gpu_the_host_waits_once_in_a_step(classification, monkeypatch):
 
     try:
         with FakeTensorMode():
-            torch.zeros(1, device="cuda").gather(0, torch.zeros(1, dtype=torch.int64, device="cuda"))
+            torch.zeros(2, 3, device="cuda").gather(-1, torch.zeros(2, dtype=torch.int64, device="cuda")[:, None].expand(2, 2))
     except RuntimeError as error:
         pytest.skip(f"this torch asks the driver of a GPU even for fake tensors: {error}".splitlines()[0])
     monkeypatch.setattr(torch.Tensor, "cpu", fetch)
