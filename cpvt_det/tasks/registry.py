@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a task, and the registry of tasks."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,9 +50,16 @@ def flatten(results: Results) -> dict[str, float]:
 
 
 def main_value(task: Any, results: Results) -> float:
-    """The main figure of the first test set, NaN where it was not measured."""
-    found = (value for name, value in flatten(results).items() if f"/{name}".endswith(f"/{task.main_figure}"))
-    return next(found, math.nan)
+    """The main figure of the first test set; NaN where there is no ground truth for it.
+
+    Raises:
+        KeyError: results without it; the best checkpoint could not be chosen.
+    """
+    scalars = flatten(results)
+    for name, value in scalars.items():
+        if f"/{name}".endswith(f"/{task.main_figure}"):
+            return value
+    raise KeyError(f"the results have no {task.main_figure!r}, the task's main figure; they have {', '.join(scalars)}")
 
 
 def place_of(dataset: Any, datasets: Sequence[Any], folder: Path) -> Path:

@@ -2,7 +2,6 @@
 """What a run reads, feeds, compares and measures is asked of its task."""
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -22,7 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "cpvt_det"
 
 class CountEvaluator(CocoEvaluator):
     def evaluate(self):
-        """The number of evaluations before this one, less the more of them there are; the best is the first."""
+        """10 less the number of evaluations so far: the first is the best."""
         CountTask.evaluations += 1
         return {"count": {"a_score": 10.0 - CountTask.evaluations, "b_other": 1.0}}
 
@@ -44,7 +43,8 @@ def test_several_test_sets_have_names_of_their_own():
     results = {"a": {"bbox": {"AP": 1.0}}, "b": {"bbox": {"AP": 2.0}}}
     assert flatten(results) == {"a/bbox/AP": 1.0, "b/bbox/AP": 2.0}
     assert main_value(DetectionTask, results) == main_value(DetectionTask, results["a"]) == 1.0
-    assert math.isnan(main_value(DetectionTask, {}))
+    with pytest.raises(KeyError, match=r"no 'bbox/AP', the task's main figure; they have count/n"):
+        main_value(DetectionTask, {"count": {"n": 1.0}})
 
 
 def test_a_task_of_ones_own_chooses_the_best_checkpoint_and_what_is_drawn(drawn_coco, tmp_path):
