@@ -87,8 +87,7 @@ class SetCriterion:
         matches = self.matcher(predictions, padded)
         if normalizers is None:
             normalizers = self.normalizers(targets, predictions.logits.shape[2])
-        by_layer = self.losses_by_layer(predictions, padded, matches, normalizers)
-        losses = {name: self.weights[name] * values.sum() for name, values in by_layer.items()}
+        losses = self._weighted(predictions, padded, matches, normalizers)
         finite = _finite_images(predictions)
         if predictions.proposals is not None:
             losses |= self._of_proposals(predictions.proposals, targets, normalizers)
@@ -123,8 +122,7 @@ class SetCriterion:
         ]
         padded = PaddedTargets.from_targets(objects, proposals.boxes.dtype)
         shares = Normalizers(normalizers.boxes * times, normalizers.classes * times)
-        by_layer = self.losses_by_layer(proposals, padded, self.matcher(proposals, padded), shares)
-        return {name.replace("loss_", "loss_proposal_"): self.weights[name] * values.sum() for name, values in by_layer.items()}
+        return self._weighted(proposals, padded, self.matcher(proposals, padded), shares, "loss_proposal_")
 
     def _of_denoising(self, denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> dict[str, Tensor]:
         """The weighted losses of denoising queries, whose objects are known: there is nothing to match."""
@@ -133,8 +131,19 @@ class SetCriterion:
         pairs = (part.repeat(layers) for part in (image, query, denoising.objects[image, query]))
         layer = torch.arange(layers, device=image.device).repeat_interleave(len(image))
         shares = Normalizers(normalizers.boxes * denoising.groups, normalizers.classes * denoising.groups)
-        by_layer = self.losses_by_layer(denoising, targets, Matches(layer, *pairs), shares)
-        return {name.replace("loss_", "loss_denoising_"): self.weights[name] * values.sum() for name, values in by_layer.items()}
+        return self._weighted(denoising, targets, Matches(layer, *pairs), shares, "loss_denoising_")
+
+    def _weighted(
+        self,
+        predictions: Predictions,
+        targets: PaddedTargets,
+        matches: Matches,
+        normalizers: Normalizers,
+        prefix: str = "loss_",
+    ) -> dict[str, Tensor]:
+        """The weighted losses, summed over layers, under names with this prefix."""
+        by_layer = self.losses_by_layer(predictions, targets, matches, normalizers)
+        return {name.replace("loss_", prefix): self.weights[name] * values.sum() for name, values in by_layer.items()}
 
     def losses_by_layer(
         self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers

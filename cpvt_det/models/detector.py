@@ -33,6 +33,9 @@ class Detector(nn.Module):
         strides: pixels per cell of each level of the transformer.
         size_divisibility: number that the sides of canvases are multiples of: the largest stride, or what the backbone needs.
 
+    Raises:
+        TypeError: a part that lacks what its contract asks for.
+
     Subclasses register ``class_embed``, ``bbox_embed`` and their query source.
     """
 

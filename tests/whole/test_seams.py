@@ -8,9 +8,12 @@ import torch
 from tiny import DEFORMABLE, DETECTORS, random_config
 from torch import nn
 
-from cpvt_det.builders import build_criterion, build_detector
+from cpvt_det.builders import DETECTOR_REGISTRY, build_criterion, build_detector, register_detector
+from cpvt_det.builders.unused import UNUSED_BY
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.layers import Attention
+from cpvt_det.losses.terms import LOSS_REGISTRY, class_loss
+from cpvt_det.models import DETR
 from cpvt_det.models.queries import Queries
 from cpvt_det.structures import Predictions, Targets, level_padding_mask
 
@@ -206,3 +209,51 @@ def test_losses_that_cannot_be_are_refused(losses, error, message):
 def test_two_stages_are_refused_under_softmax():
     with pytest.raises(ConfigError, match="ranks proposals by a sigmoid"):
         build_detector(random_config(**{**DEFORMABLE, "MODEL__CRITERION__CLASSIFICATION": "softmax"}))
+
+
+def test_a_part_that_lacks_what_its_contract_asks_for_is_refused():
+    detector = make("detr")
+    del detector.backbone.size_divisibility
+    with pytest.raises(
+        TypeError, match=r"the backbone ResNetBackbone has no size_divisibility; its contract asks for strides, chan"
+    ):
+        DETR(detector.backbone, detector.position, detector.transformer, 16, num_queries=2, num_logits=3)
+
+
+def test_a_loss_takes_options_and_one_of_weight_0_is_left_out():
+    """Proof by an option that multiplies; the class loss is replaced."""
+    name = "times"
+    LOSS_REGISTRY.register_as(name)(lambda matched, factor=1.0: factor * class_loss(matched))
+    try:
+        more = {"MODEL__CRITERION__CLASS_WEIGHT": 0.0, "MODEL__CRITERION__LOSSES": [[name, 2.0, {"factor": 3.0}]]}
+        replaced, usual = build_criterion(random_config(**more)), build_criterion(random_config())
+        detector = make("detr")
+        batch, targets = batch_of(detector)
+        predictions = detector(batch.images, batch.padding_mask)
+        found, expected = replaced(predictions, targets).losses, usual(predictions, targets).losses
+        assert found.keys() == {"loss_times", "loss_l1", "loss_giou"}
+        torch.testing.assert_close(found["loss_times"], 6 * expected["loss_class"])
+        with pytest.raises(UnknownNameError, match=r"unknown option of loss 'times' 'facto'"):
+            build_criterion(random_config(MODEL__CRITERION__LOSSES=[[name, 2.0, {"facto": 3.0}]]))
+    finally:
+        del LOSS_REGISTRY._obj_map[name]
+
+
+@pytest.mark.parametrize(("source", "two_stage"), [("learned", True), ("proposals", False)])
+def test_two_stages_and_a_query_source_that_contradicts_them_are_refused(source, two_stage):
+    more = {"MODEL__QUERIES__NAME": source, "MODEL__DEFORMABLE__TWO_STAGE": two_stage}
+    with pytest.raises(ConfigError, match=rf"QUERIES.NAME is '{source}', but MODEL.DEFORMABLE.TWO_STAGE is {two_stage}"):
+        make("deformable", **more)
+
+
+def test_a_detector_of_ones_own_refuses_what_its_parent_does_not_take():
+    class Own(DETR):
+        pass
+
+    register_detector("Own", Own)(DETECTOR_REGISTRY.get("CPVTDetr"))
+    DETECTOR_REGISTRY.get("CPVTDetr").detector = DETR  # the decorated function is shared here
+    try:
+        with pytest.raises(ConfigError, match=r"MODEL.DEFORMABLE.BOX_REFINEMENT is True, but the detector 'Own' does not take it"):
+            make("detr", MODEL__META_ARCHITECTURE="Own", MODEL__DEFORMABLE__BOX_REFINEMENT=True)
+    finally:
+        del DETECTOR_REGISTRY._obj_map["Own"], UNUSED_BY["Own"]
