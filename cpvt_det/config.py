@@ -26,6 +26,7 @@ def get_cfg() -> CfgNode:
     cfg.VERSION = 2  # version of the config format, as in detectron2
     cfg.OUTPUT_DIR = "./output"  # folder of everything that a run writes; one run at a time
     cfg.TASK = "detection"  # what is read, trained and measured: detection, or a registered task of your own
+    cfg.TASK_OPTIONS = CfgNode(new_allowed=True)  # options of a task of your own
     cfg.SEED = -1  # seed of weights, data order and augmentation; negative: a random seed per run, which is logged
     _add_model(cfg)
     _add_data(cfg)
@@ -54,7 +55,8 @@ def _add_model(cfg: CfgNode) -> None:
     model.PIXEL_STD = list(defaults.PIXEL_STD)  # the model gets (pixels - PIXEL_MEAN) / PIXEL_STD
 
     # A part of your own, registered by a module given with --import, may have options of its own: add them in YAML to its node
-    # (BACKBONE, NECK, POSITION, QUERIES or CRITERION).
+    # (BACKBONE, NECK, POSITION, QUERIES, CRITERION, or for a detector DETECTOR).
+    model.DETECTOR = CfgNode(new_allowed=True)
     _add_features(model)
     _add_transformer(model)
     _add_criterion(model)

@@ -29,9 +29,9 @@ from cpvt_det.models import (
 from cpvt_det.position import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.registry import PartRegistry
 
-DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE")
+DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
 """``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
-arguments of the detector's constructor; see :func:`register_detector`."""
+arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
 
 
 def register_detector(name: str, detector: type[Detector], unused: Sequence[str] | None = None) -> Callable:
@@ -78,9 +78,10 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
     Raises:
         ConfigError: a detector that cannot be built from the config.
     """
-    arguments = DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE)
+    name = cfg.MODEL.META_ARCHITECTURE
+    detector, arguments = DETECTOR_REGISTRY.find(name).detector, DETECTOR_REGISTRY.with_options(name, _own_options(cfg, "DETECTOR"))
     with config_errors("MODEL"):
-        made = arguments.detector, arguments(cfg, backbone)
+        made = detector, arguments(cfg, backbone)
     refuse_unused(cfg)  # last, so that a misspelt name is reported as such
     return made
 

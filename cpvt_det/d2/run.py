@@ -18,7 +18,7 @@ from cpvt_det.d2.trainer import Trainer, build_detector
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice
 from cpvt_det.runner.evaluate import draw_run, evaluate
-from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
 from cpvt_det.tasks.registry import Results, build_task
 
 __all__ = ["load_cfg", "run"]
@@ -42,12 +42,13 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> Results:
     tests = task.load_tests()
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
-    output = _setup(cfg, keep_config=True)
+    output = _setup(cfg)
     for dataset in tests:
         describe_classes(dataset)
     log_data(tests)
     model = build_detector(cfg)
     load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
+    write_config(without_untouched(cfg), replace=False)
     results = evaluate(task, model, tests, output)
     task.show_results(model, tests, results, output)
     return results
@@ -66,6 +67,7 @@ def _train(cfg: CfgNode, resume: bool) -> Results:
     log_advice(cfg, length, records)
     trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id())
     trainer.resume_or_load(resume)
+    write_config(without_untouched(cfg))
     logger.info(
         "Seed %d: iterations %d to %d of %s",
         trainer.state.seed,
@@ -81,7 +83,7 @@ def _train(cfg: CfgNode, resume: bool) -> Results:
     return results
 
 
-def _setup(cfg: CfgNode, keep_config: bool = False) -> Path:
-    output = setup_run(without_untouched(cfg), keep_config)
+def _setup(cfg: CfgNode) -> Path:
+    output = setup_run(cfg)
     setup_logger(str(output / "log.txt"), distributed_rank=comm.get_rank())
     return output

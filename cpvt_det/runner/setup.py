@@ -65,12 +65,8 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
         yield
 
 
-def setup_run(cfg: CfgNode, keep_config: bool = False) -> Path:
-    """Create the run's folder with ``config.yaml`` and ``log.txt``, and start the log.
-
-    Args:
-        cfg: config of the run.
-        keep_config: True: keep an existing ``config.yaml``, because an evaluation must not replace the config of the training.
+def setup_run(cfg: CfgNode) -> Path:
+    """Create the run's folder with ``log.txt``, and start the log.
 
     Returns:
         Path of ``OUTPUT_DIR``.
@@ -82,9 +78,6 @@ def setup_run(cfg: CfgNode, keep_config: bool = False) -> Path:
     if distributed.rank() == 0:
         try:
             output.mkdir(parents=True, exist_ok=True)
-            if not (keep_config and (output / "config.yaml").exists()):
-                with atomic_file(output / "config.yaml") as file:
-                    file.write(cfg.dump().encode())
             _start_log(output / "log.txt")
         except OSError as error:
             raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error
@@ -93,6 +86,26 @@ def setup_run(cfg: CfgNode, keep_config: bool = False) -> Path:
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
     return output
+
+
+def write_config(cfg: CfgNode, replace: bool = True) -> None:
+    """Write ``config.yaml``, when nothing can refuse the config any more: that of a run before stays until then.
+
+    Args:
+        cfg: config of the run.
+        replace: False: leave a file that is there, because an evaluation must not replace the config of the training.
+
+    Raises:
+        ConfigError: a folder that cannot be written to.
+    """
+    path = Path(cfg.OUTPUT_DIR).expanduser() / "config.yaml"
+    if distributed.rank() != 0 or (path.exists() and not replace):
+        return
+    try:
+        with atomic_file(path) as file:
+            file.write(cfg.dump().encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write to OUTPUT_DIR {path.parent}: {error.strerror}") from error
 
 
 def describe_environment() -> str:

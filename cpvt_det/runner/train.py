@@ -16,7 +16,7 @@ from cpvt_det.runner.advice import log_advice
 from cpvt_det.runner.evaluate import draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
-from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
 from cpvt_det.tasks.registry import Results, build_task, flatten, main_value
@@ -51,10 +51,11 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
     tests = task.load_tests()
     if resume:
         cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
-    output = setup_run(cfg, keep_config=True)
+    output = setup_run(cfg)
     log_data(tests)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
+    write_config(cfg, replace=False)
     results = evaluate(task, detector, tests, output)
     task.show_results(detector, tests, results, output)
     return results
@@ -84,6 +85,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
         load_initial_weights(cfg, detector, classes)
     else:
         step.seed = state.seed
+    write_config(cfg)
     logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(detector))
 
     evaluated = state.ema.module if state.ema else detector

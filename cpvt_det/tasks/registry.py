@@ -10,7 +10,8 @@ from fvcore.common.config import CfgNode
 from cpvt_det.registry import PartRegistry
 
 TASK_REGISTRY = PartRegistry("TASK", "task")
-"""``TASK`` of a config -> builder of a task, called with ``cfg``. Both runners, ``study`` and the checkpoints of a run ask it.
+"""``TASK`` of a config -> builder of a task, called with ``cfg``; further keywords are options, keys of ``TASK_OPTIONS``. Both
+runners, ``study`` and the checkpoints of a run ask it.
 
 The contract of a task, that of :class:`cpvt_det.tasks.DetectionTask`:
 
@@ -35,9 +36,9 @@ def build_task(cfg: CfgNode) -> Any:
     """The task of a config.
 
     Raises:
-        UnknownNameError: a name that is not registered.
+        UnknownNameError: a name that is not registered, or an option that the task does not take.
     """
-    return TASK_REGISTRY.build(cfg.TASK, {"cfg": cfg})
+    return TASK_REGISTRY.build(cfg.TASK, {"cfg": cfg}, {key.lower(): value for key, value in cfg.TASK_OPTIONS.items()})
 
 
 def flatten(results: Results) -> dict[str, float]:

@@ -369,7 +369,7 @@ def test_a_run_of_before_goes_on_and_is_evaluated_with_one_warning(drawn_coco, t
     resume = ("train", "--runner", "builtin", "--resume", "--config-file")
     ended = call(*resume, typed)
     assert ended.exit_code == 2 and "error: MODEL.POSITION.KERNEL_SIZE is 7, but the position encoding 'sine'" in ended.output
-    (run / "config.yaml").write_text(typed.read_text())  # the run that was refused has kept its own
+    assert (run / "config.yaml").read_text() == typed.read_text()  # what was refused has replaced nothing
     listen(warnings)
     length = len((run / "log.txt").read_text())
     ended = call(*resume, run / "config.yaml", "SOLVER.MAX_ITER", 4)

@@ -28,7 +28,7 @@ KEYS = {
         "MODEL__BACKBONE__FREEZE_AT": 2,
     },
     "my_loss": {"MODEL__CRITERION__LOSSES": [["area", 0.5, {"floor": 0.01}]]},
-    "my_detector": {"MODEL__META_ARCHITECTURE": "TiedDetr"},
+    "my_detector": {"MODEL__META_ARCHITECTURE": "TiedDetr", "MODEL__DETECTOR__PERIOD": 2},
     "my_format": {},
 }
 

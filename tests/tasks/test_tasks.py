@@ -61,6 +61,16 @@ def test_a_task_of_ones_own_chooses_the_best_checkpoint_and_what_is_drawn(drawn_
     assert [record["count/a_score"] for record in records.values() if "count/a_score" in record] == [9.0, 8.0, 7.0]
 
 
+def test_options_of_a_task_are_keys_of_their_node():
+    TASK_REGISTRY.register_as("count")(lambda cfg, top=1: (cfg.TASK, top))
+    try:
+        assert build_task(load_cfg("", ["TASK", "count", "TASK_OPTIONS.TOP", "5"])) == ("count", 5)
+        with pytest.raises(UnknownNameError, match=r"unknown option of task 'count' 'tip'.*; known: top$"):
+            build_task(load_cfg("", ["TASK", "count", "TASK_OPTIONS.TIP", "5"]))
+    finally:
+        del TASK_REGISTRY._obj_map["count"]
+
+
 def test_an_unknown_task_is_refused_with_the_known_ones():
     with pytest.raises(UnknownNameError, match=r"unknown task 'detecton'.*detection"):
         build_task(load_cfg("", ["TASK", "detecton"]))

@@ -56,7 +56,7 @@ def test_training_and_evaluation_stop_at_the_same_faults(case: DataCase, tmp_pat
     ending = call_on(draw(tmp_path / "data", case.make), *words, runner=runner)
     assert ending.code == 2, ending.text
     assert says(case, ending.text), ending.text
-    assert not (tmp_path / "out" / "config.yaml").exists()
+    assert not (tmp_path / "out" / "log.txt").exists()
 
 
 @pytest.mark.parametrize("runner", ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)])

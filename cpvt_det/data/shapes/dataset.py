@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from cpvt_det.data.shapes.scene import CLASS_NAMES, ShapesSpec, draw_image
 from cpvt_det.errors import ConfigError, DataError
+from cpvt_det.files import atomic_file
 
 # A parameter in the JSON: increase it with any change of the drawing or of the JSON, so that older data can be distinguished.
 GENERATOR_VERSION = 2
@@ -146,12 +147,13 @@ def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processe
         with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
             drawn = list(bar(pool.map(draw, range(count), chunksize=CHUNK)))
     path = _json_path(root, split)
-    _unfinished_path(path).write_text(json.dumps(_to_coco(info, drawn)), encoding="utf-8")
     kept = {_file_name(i) for i in range(count)}
     for stale in (root / split).glob("[0-9]" * 6 + ".jpg"):
         if stale.name not in kept:
             stale.unlink()
-    _unfinished_path(path).replace(path)
+    with atomic_file(path) as file:
+        file.write(json.dumps(_to_coco(info, drawn)).encode())
+    _unfinished_path(path).unlink()
 
 
 def _draw_file(folder: Path, spec: ShapesSpec, seed: int, split_index: int, index: int) -> tuple[Any, ...]:
