@@ -22,10 +22,11 @@ from typing import Any
 import click
 from tabulate import tabulate
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: the package is that of PYTHONPATH
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.house_road import find
 
+sys.path.append(sys.path.pop(0))  # last: the package is that of PYTHONPATH, perhaps of another checkout
 ROOT = Path(__file__).resolve().parent.parent
 CANVAS = (320, 480)
 SIZES = {"none": [(320, 480), (320, 480)], "29 %": [(320, 480), (288, 224)]}
@@ -83,7 +84,7 @@ def prepare(package: Path, keys: dict[str, str]) -> tuple[Callable[[Any], float]
         detector.train().zero_grad(set_to_none=True)
         total = sum(criterion(detector(batch.images, batch.padding_mask), targets).losses.values())
         total.backward()
-        return float(total)
+        return total.item()
 
     def answer(sizes: Any) -> float:
         batch, _ = batch_of(sizes)
