@@ -57,6 +57,8 @@ class Group:
         probes: names from ``PROBES`` that are measured of every trained detector.
         weights: ``group/variant`` whose weights of the same seed the runs start from.
         backbone: ``group/variant/seed`` whose backbone the runs start from.
+        title: what figures call the group; its name if empty.
+        bars: label -> data set of the group's sweeps, for a bar chart of all variants.
     """
 
     name: str
@@ -70,6 +72,8 @@ class Group:
     probes: Sequence[str] = ()
     weights: str = ""
     backbone: str = ""
+    title: str = ""
+    bars: Mapping[str, str] = field(default_factory=dict)
 
     def runs(self) -> Iterator["Run"]:
         """All runs, seed by seed, so that an interrupted study has pairs."""
@@ -230,6 +234,8 @@ def load_plan(path: str | Path) -> Plan:
 def _check_group(plan: Plan, group: Group, earlier: Sequence[Group]) -> None:
     _require_known(f"sweep of group {group.name}", group.sweeps, plan.sweeps)
     _require_known(f"probe of group {group.name}", group.probes, VERSIONS)
+    swept = [name for sweep in group.sweeps for name in plan.sweeps[sweep]]
+    _require_known(f"data set in 'bars' of group {group.name}", group.bars.values(), swept)
     variants = [f"{other.name}/{variant}" for other in earlier for variant in other.variants]
     _require_known(f"variant of an earlier group in 'beside' of group {group.name}", group.beside, variants)
     _require_known(f"baseline of group {group.name}", group.baselines, [*group.variants, *group.beside])

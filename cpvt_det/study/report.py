@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 from tabulate import tabulate
 
+from cpvt_det.study.corrections import (
+    Comparison,
+    Groups,
+    all_comparisons,
+    corrected,
+    corrected_over_levels,
+    corrected_over_sweeps,
+    values_at,
+)
+from cpvt_det.study.figures import draw_bars, draw_figure
 from cpvt_det.study.plan import Group, Plan, load_plan
 from cpvt_det.study.run import FIGURES, Record, is_done, read_record
-from cpvt_det.visualize.curves import new_figure, save_figure
-
-Values = dict[int, float]
-"""Seed -> value."""
-Curves = dict[str, dict[float | str, Values]]
-"""Variant -> position on an axis -> AP or another metric by seed; for a probe, variant -> name -> value by seed."""
+from cpvt_det.study.statistics import Curves, holm, interval, paired, unpaired
 
 
 def write_report(path: Path) -> list[Path]:
@@ -34,8 +38,9 @@ def write_report(path: Path) -> list[Path]:
     """
     plan = load_plan(path)
     parts, files = [f"# {plan.folder.name}", f"`cpvt-det study report {os.path.relpath(path)}`"], []
+    groups = {group.name: read_group(plan, group) for group in plan.groups}
     for group in plan.groups:
-        records = read_group(plan, group)
+        records = groups[group.name]
         if not records.keys() & group.variants.keys():
             continue
         parts += [f"## {group.name}", results_table(records)]
@@ -46,12 +51,15 @@ def write_report(path: Path) -> list[Path]:
             files.append(draw_figure(plan, group, axis, curves))
             if axis == "iteration" and (reached := iterations_to(curves)):
                 parts.append(f"### iterations to an AP\n\n{curve_tables(group, reached, functools.partial(_text, digits=0))}")
+                parts += corrected_over_levels(group, reached)
         if sentences := corrected_over_sweeps(plan, group, by_axis):
             parts += ["### all sweeps", *sentences]
+        if group.bars:
+            files.append(draw_bars(plan, group, _bars(plan, group, records)))
         for probe in group.probes:
             if measured := probe_figures(probe, records):
                 parts.append(f"### {probe}\n\n{curve_tables(group, measured, _three_digits)}")
-    parts.append(_account(plan))
+    parts += [*whole_study(plan, groups), _account(plan)]
     report = plan.folder / "report.md"
     report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return [report, *files]
@@ -80,42 +88,6 @@ def _account(plan: Plan) -> str:
     return "\n\n".join([f"{done} of {len(runs)} runs; {hours:.1f} hours of one core, training and measuring.", *environments])
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval by Student's t; the latter is NaN for a single value."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, math.nan
-    return mean, float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1))
-
-
-def paired(values: Values, others: Values) -> tuple[float, float, float]:
-    """Mean difference over the common seeds, half of its 95 % interval, and the p of Student's paired test."""
-    seeds = sorted(values.keys() & others.keys())
-    differences = [values[seed] - others[seed] for seed in seeds]
-    if not seeds:
-        return math.nan, math.nan, math.nan
-    mean, half = interval(differences)
-    p = float(stats.ttest_1samp(differences, 0).pvalue) if len(seeds) > 1 and np.ptp(differences) > 0 else math.nan
-    return mean, half, p
-
-
-def unpaired(values: Values, others: Values) -> float:
-    """The p of Welch's test, which takes runs of equal seeds to be independent."""
-    if min(len(values), len(others)) < 2 or np.ptp([*values.values(), *others.values()]) == 0:
-        return math.nan
-    return float(stats.ttest_ind(list(values.values()), list(others.values()), equal_var=False).pvalue)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's correction of p for multiple comparisons; NaN remains, and is not counted."""
-    order = sorted((p, index) for index, p in enumerate(p_values) if not math.isnan(p))
-    corrected, least = list(p_values), 0.0
-    for rank, (p, index) in enumerate(order):
-        least = max(least, min(1.0, (len(order) - rank) * p))
-        corrected[index] = least
-    return corrected
-
-
 def _with_interval(values: Iterable[float | None], text: Callable[..., str]) -> str:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return text(*interval(known)) if known else "n/a"
@@ -132,14 +104,16 @@ def _three_digits(mean: float, half: float, sign: str = "") -> str:
 
 
 def results_table(records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row per variant: time per step, and the COCO metrics in the records."""
+    """A row per variant: CPU time of a training, and the COCO metrics in the records.
+
+    The time is a median, since what a killed attempt used is in no record.
+    """
     known = [key for key in FIGURES if any(run[key] is not None for runs in records.values() for run in runs.values())]
     rows = []
     for variant, runs in records.items():
-        steps = [run["ms_per_step"] for run in runs.values() if run["ms_per_step"]]
-        step = f"{np.median(steps):.0f}" if steps else "n/a"
-        rows.append([variant, len(runs), step, *(_with_interval([run[key] for run in runs.values()], _text) for key in known)])
-    return _table(rows, ["encoding", "seeds", "ms a step", *known])
+        seconds = f"{np.median([run['cpu_seconds'] for run in runs.values()]):.0f}"
+        rows.append([variant, len(runs), seconds, *(_with_interval([run[key] for run in runs.values()], _text) for key in known)])
+    return _table(rows, ["encoding", "seeds", "CPU s per run", *known])
 
 
 def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]]) -> str:
@@ -169,11 +143,36 @@ def curves_of(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Recor
 
 
 def _curves(records: Mapping[str, Mapping[int, Record]], path_of: Mapping[float, Sequence[str]]) -> Curves:
-    def values(runs: Mapping[int, Record], path: Sequence[str]) -> Values:
-        found = {seed: functools.reduce(lambda part, key: (part or {}).get(key), path, run) for seed, run in runs.items()}
-        return {seed: ap for seed, ap in found.items() if ap is not None}
+    return {variant: {place: values_at(runs, path) for place, path in path_of.items()} for variant, runs in records.items()}
 
-    return {variant: {place: values(runs, path) for place, path in path_of.items()} for variant, runs in records.items()}
+
+def _bars(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Record]]) -> dict[str, dict[str, dict[int, float]]]:
+    sweep_of = {name: sweep for sweep in group.sweeps for name in plan.sweeps[sweep]}
+    return {
+        label: {variant: values_at(runs, ["measured", "sweeps", sweep_of[name], name]) for variant, runs in records.items()}
+        for label, name in group.bars.items()
+    }
+
+
+def whole_study(plan: Plan, groups: Groups) -> list[str]:
+    """What remains significant when all comparisons of the study are corrected together; nothing for fewer than two comparisons."""
+    parts = []
+    for what, found in zip(("AP", "AP on the sweeps' data sets"), all_comparisons(plan, groups), strict=True):
+        if len(found) > 1:
+            without_zero = sum(paired(one.values, one.others)[2] < 0.05 for one in found)
+            rows = [_row(*one) for one in corrected(found) if min(one[1:]) < 0.05]
+            parts.append(
+                f"Of {len(found)} differences of {what}, {without_zero} have intervals without 0. "
+                f"After Holm's correction for all of them, paired or unpaired (Welch), remain: {'' if rows else 'none.'}".rstrip()
+            )
+            if rows:
+                parts.append(_table(rows, ["encoding", "less that of", "on", "difference", "p, Holm", "p, unpaired, Holm"]))
+    return ["## all comparisons", *parts] if parts else []
+
+
+def _row(one: Comparison, by_seed: float, by_welch: float) -> list[str]:
+    difference = _text(*paired(one.values, one.others)[:2], sign="+")
+    return [one.variant, one.baseline, one.data or "the training's", difference, f"{by_seed:.3f}", f"{by_welch:.3f}"]
 
 
 def iterations_to(curves: Curves) -> Curves:
@@ -207,32 +206,6 @@ def curve_tables(group: Group, curves: Curves, text: Callable[..., str] = _text)
     return "\n\n".join(parts)
 
 
-def corrected_over_sweeps(plan: Plan, group: Group, by_axis: Mapping[str, Curves]) -> list[str]:
-    """For each baseline, the differences that remain significant when the p of all the sweeps' data sets are corrected together.
-
-    A data set of two sweeps counts once.
-    """
-    sentences = []
-    for baseline in group.baselines:
-        found = {
-            f"{variant} on {name}": paired(along[place], by_axis[sweep][baseline][place])
-            for sweep in group.sweeps
-            for name, place in plan.sweeps[sweep].items()
-            for variant, along in by_axis.get(sweep, {}).items()
-            if variant != baseline and baseline in by_axis[sweep]
-        }
-        known = {name: difference for name, difference in found.items() if not math.isnan(difference[2])}
-        p_values = dict(zip(known, holm([p for _, _, p in known.values()]), strict=True))
-        remaining = [f"{name} ({p:.3f})" for name, p in p_values.items() if p < 0.05]
-        without_zero = sum(p < 0.05 for _, _, p in known.values())
-        if known:
-            sentences.append(
-                f"Of {len(known)} differences to {baseline} on the sweeps' data sets, {without_zero} have intervals without 0; "
-                f"after Holm's correction for all of them remain: {', '.join(remaining) or 'none'}."
-            )
-    return sentences
-
-
 def probe_figures(probe: str, records: Mapping[str, Mapping[int, Record]]) -> Curves:
     """The results of a probe, by variant, name and seed."""
     found: Curves = {}
@@ -241,29 +214,6 @@ def probe_figures(probe: str, records: Mapping[str, Mapping[int, Record]]) -> Cu
             for figure, value in run["measured"]["probes"].get(probe, {}).items():
                 found.setdefault(variant, {}).setdefault(figure, {})[seed] = value
     return found
-
-
-def draw_figure(plan: Plan, group: Group, axis: str, curves: Curves) -> Path:
-    """Draw means, with 95 % bands where there are enough seeds; returns the path."""
-    figure = new_figure(8, 5)
-    axes = figure.subplots()
-    for number, (variant, along) in enumerate(curves.items()):
-        known = [(place, *interval(list(values.values()))) for place, values in along.items() if values]
-        if known:
-            x, means, halves = np.array(known).T
-            axes.plot(x, means, color=f"C{number % 10}", marker=".", linestyle="--" if number > 9 else "-", label=variant)
-            axes.fill_between(x, means - halves, means + halves, color=f"C{number % 10}", alpha=0.12, linewidth=0)
-    if axis != "iteration":
-        axes.set_xscale("log")
-        ticks = list(next(iter(curves.values())))
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-        axes.minorticks_off()
-    axes.set(xlabel=axis, ylabel="AP", ylim=(0, None), title=f"{group.name}: mean of the seeds, 95 % band")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path = plan.folder / "figures" / f"{group.name}_{axis}.png"
-    save_figure(figure, path)
-    return path
 
 
 def _table(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:

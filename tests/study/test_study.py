@@ -13,16 +13,11 @@ from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.errors import ConfigError, RunStoppedError, UnknownNameError
 from cpvt_det.study import probes
 from cpvt_det.study import run as study
+from cpvt_det.study.corrections import corrected_over_sweeps
 from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import (
-    corrected_over_sweeps,
-    curves_of,
-    interval,
-    paired,
-    read_group,
-    write_report,
-)
+from cpvt_det.study.report import curves_of, read_group, write_report
 from cpvt_det.study.run import is_done, missing_runs, run_study
+from cpvt_det.study.statistics import interval, paired
 
 ROOT = Path(__file__).parents[2]
 STUDIES = sorted(ROOT.glob("studies/*/plan.yaml"))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cpvt_det.study.report import holm, interval, iterations_to, paired, unpaired
+from cpvt_det.study.report import iterations_to
+from cpvt_det.study.statistics import holm, interval, paired, unpaired
 
 ROOT = Path(__file__).parents[2]
 
