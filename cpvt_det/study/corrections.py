@@ -51,7 +51,7 @@ def corrected_over_sweeps(plan: Plan, group: Group, by_axis: Mapping[str, Curves
 
 
 def corrected_over_levels(group: Group, reached: Curves) -> list[str]:
-    """For each baseline, the differences of the iterations to an AP that remain significant after correction, paired and unpaired."""
+    """For each baseline, the differences of iterations to an AP that remain significant after correction, paired and unpaired."""
     sentences = []
     for baseline in (name for name in group.baselines if name in reached):
         pairs = {

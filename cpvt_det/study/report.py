@@ -122,11 +122,11 @@ def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]])
     rows, head = {variant: [variant] for variant in aps}, ["encoding"]
     for baseline in (name for name in group.baselines if name in aps):
         found = {variant: paired(values, aps[baseline]) for variant, values in aps.items() if variant != baseline}
-        corrected = dict(zip(found, holm([p for *_, p in found.values()]), strict=True))
+        by_holm = dict(zip(found, holm([p for *_, p in found.values()]), strict=True))
         head += [f"AP less {baseline}'s", "p", "p, Holm", "p, unpaired"]
         rows[baseline] += [""] * 4
         for variant, (mean, half, p) in found.items():
-            values = (p, corrected[variant], unpaired(aps[variant], aps[baseline]))
+            values = (p, by_holm[variant], unpaired(aps[variant], aps[baseline]))
             rows[variant] += [_text(mean, half, sign="+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in values)]
     return _table(list(rows.values()), head)
 

@@ -13,7 +13,8 @@ from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.errors import ConfigError, RunStoppedError, UnknownNameError
 from cpvt_det.study import probes
 from cpvt_det.study import run as study
-from cpvt_det.study.corrections import corrected_over_sweeps
+from cpvt_det.study.corrections import all_comparisons, corrected, corrected_over_levels, corrected_over_sweeps
+from cpvt_det.study.figures import draw_bars
 from cpvt_det.study.plan import load_plan
 from cpvt_det.study.report import curves_of, read_group, write_report
 from cpvt_det.study.run import is_done, missing_runs, run_study
@@ -373,6 +374,60 @@ def test_sweeps_are_corrected_together_by_hand(tmp_path):
     same = {seed: swept(val=5.0 + seed, wide=5.0 - seed) for seed in range(3)}
     (said,) = corrected_over_sweeps(plan, group, curves_of(plan, group, {"learned": learned, "peg": same}))
     assert "0 have intervals without 0" in said and said.endswith("remain: none.")
+
+
+def test_a_pair_of_variants_is_compared_once_in_the_whole_study(tmp_path):
+    """Two groups have the pair of main's, the second with fewer seeds and the other baseline; the other pair is its own."""
+    plan = load_plan(plan_of(tmp_path / "study"))
+    learned = {seed: {"AP": 5.0, **swept(val=5.0, wide=5.0)} for seed in range(3)}
+    peg = {seed: {"AP": 6.0 + seed, **swept(val=6.0 + seed, wide=15.1 + seed / 10)} for seed in range(3)}
+    of_ap, on_sweeps = all_comparisons(plan, {"first": {}, "main": {"learned": learned, "peg": peg}, "tuned": {}})
+    assert [(one.variant, one.baseline, one.data) for one in of_ap] == [("main/peg", "main/learned", "")]
+    assert [one.data for one in on_sweeps] == ["val", "wide"]
+    beside = {"main/learned": {0: learned[0], 1: learned[1]}, "same": {0: peg[0], 1: peg[1]}}
+    of_ap, _ = all_comparisons(plan, {"first": {}, "main": {"learned": learned, "peg": peg}, "tuned": beside})
+    assert [one.variant for one in of_ap] == ["main/peg", "tuned/same"]
+    (_, paired_p, welch_p), (_, second, _) = corrected(on_sweeps)
+    assert paired_p == pytest.approx(0.0742, abs=1e-4) and second == pytest.approx(2 * 3.2e-5, rel=0.02)
+    assert welch_p == pytest.approx(0.0742, abs=1e-4)  # the baseline does not vary: the same t of the same 2 degrees of freedom
+
+
+def test_a_pair_of_two_groups_counts_with_the_most_seeds(tmp_path):
+    content = told(tmp_path)
+    content["groups"]["tuned"].update(beside=["main/learned", "main/peg"], baselines=["main/peg"])
+    plan = load_plan(write_plan(tmp_path / "study" / "plan.yaml", content))
+    learned, peg = ({seed: {"AP": ap + seed % 2, **swept()} for seed in range(3)} for ap in (5.0, 6.5))
+    peg[1]["AP"] = 7.0
+    fewer = {f"main/{name}": {seed: runs[seed] for seed in range(2)} for name, runs in (("learned", learned), ("peg", peg))}
+    ((variant, baseline, values),) = {
+        (one.variant, one.baseline, len(one.values))
+        for one in all_comparisons(plan, {"first": {}, "main": {"learned": learned, "peg": peg}, "tuned": fewer})[0]
+    }
+    assert (variant, baseline, values) == ("main/peg", "main/learned", 3)
+
+
+def test_iterations_to_an_ap_are_corrected_together_by_hand(tmp_path):
+    """1, 2, 3 more have p 0.0742 and 10.1, 10.2, 10.3 more p 3.2e-5, twice of it by Holm; unpaired the same."""
+    group = load_plan(plan_of(tmp_path / "study")).group("main")
+    learned = {5.0: dict.fromkeys(range(3), 100.0), 10.0: dict.fromkeys(range(3), 100.0)}
+    peg = {5.0: {seed: 101.0 + seed for seed in range(3)}, 10.0: {seed: 110.1 + seed / 10 for seed in range(3)}}
+    (said,) = corrected_over_levels(group, {"learned": learned, "peg": peg})
+    assert said.startswith("Of 2 differences to learned of the iterations to an AP, 1 have intervals without 0; ")
+    assert said.endswith("remain: peg to 10 (0.000); unpaired (Welch): peg to 10 (0.000).")
+
+
+def test_bars_are_drawn_of_data_sets_of_the_sweeps(tmp_path):
+    content = told(tmp_path)
+    content["groups"]["main"]["bars"] = {"as trained": "val", "wide": "wide"}
+    plan = load_plan(write_plan(tmp_path / "study" / "plan.yaml", content))
+    group = plan.group("main")
+    path = draw_bars(
+        plan, group, {"as trained": {"learned": {0: 5.0, 1: 7.0}, "peg": {0: 6.0}}, "wide": {"learned": {}, "peg": {0: 1.0}}}
+    )
+    assert path.name == "main_bars.png" and path.stat().st_size > 5000
+    content["groups"]["main"]["bars"] = {"train": "train"}
+    with pytest.raises(UnknownNameError, match="data set in 'bars' of group main 'train'"):
+        load_plan(write_plan(tmp_path / "study" / "plan.yaml", content))
 
 
 def test_a_sweep_that_is_still_to_be_evaluated_has_no_curves(tmp_path):
