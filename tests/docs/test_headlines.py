@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first screens of the documents say of encodings is what the committed records say, with the correction that is named."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from cpvt_det.study.corrections import all_comparisons, corrected, values_at
+from cpvt_det.study.plan import load_plan
+from cpvt_det.study.report import curves_of, iterations_to, read_group
+from cpvt_det.study.statistics import Values, holm, interval, paired, unpaired
+
+ROOT = Path(__file__).resolve().parents[2]
+EACH = "longer_each_layer/sine+peg each layer"
+ALONE = "longer_each_layer/peg each layer"
+PLACE = ("measured", "probes", "place", "after")
+
+
+class Study:
+    """The records of a study, and their corrections over all of it."""
+
+    def __init__(self, name: str):
+        self.plan = load_plan(ROOT / "studies" / name / "plan.yaml")
+        self.groups = {group.name: read_group(self.plan, group) for group in self.plan.groups}
+        of_ap, on_sweeps = all_comparisons(self.plan, self.groups)
+        self.of_ap, self.on_sweeps = list(corrected(of_ap)), list(corrected(on_sweeps))
+
+    def values(self, name: str, *path: str) -> Values:
+        group, _, variant = name.partition("/")
+        return values_at(self.groups[group][variant], path or ["AP"])
+
+    def difference(self, one: str, other: str, *path: str) -> str:
+        mean, half, _ = paired(self.values(one, *path), self.values(other, *path))
+        return f"{abs(mean):.1f} ± {half:.1f}"
+
+    def on_size(self, one: str, other: str, data: str) -> str:
+        return self.difference(one, other, "measured", "sweeps", "size", data)
+
+    def p_over_study(self, one: str, other: str, data: str = "") -> tuple[float, float]:
+        """p by Holm's correction for all comparisons of the study: of the paired test, and of Welch's."""
+        found = self.on_sweeps if data else self.of_ap
+        ((by_seed, by_welch),) = (ps for c, *ps in found if {c.variant, c.baseline} == {one, other} and c.data == data)
+        return by_seed, by_welch
+
+    def cpu_seconds(self, name: str) -> str:
+        values = sorted(self.values(name, "cpu_seconds").values())
+        return f"{values[len(values) // 2]:.0f}"
+
+
+@pytest.fixture(scope="module")
+def encodings() -> Study:
+    return Study("position_encodings")
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> Study:
+    return Study("quickstart")
+
+
+def part_of(document: str, start: str = "", end: str = "") -> str:
+    """The text between two strings of a document, with single spaces."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert start in text and end in text
+    text = text[text.index(start) :] if start else text
+    return " ".join((text[: text.index(end, len(start))] if end else text).split())
+
+
+def require(text: str, phrases: Iterable[str]) -> None:
+    assert [phrase for phrase in phrases if phrase not in text] == []
+
+
+def headlines(study: Study) -> list[str]:
+    """The figures of DETR that the study's page and the page of encodings both begin with."""
+    to_peg, to_sine = study.p_over_study(EACH, "longer/peg"), study.p_over_study(EACH, "longer/sine")
+    return [
+        f"{study.difference('longer/sine+peg', 'longer/sine')} AP above sine's",
+        f"{study.p_over_study('longer/sine+peg', 'longer/sine')[0]:.3f} after correction over the whole study",
+        f"second evaluation set {study.on_size('longer/sine+peg', 'longer/sine', 'size_1')}",
+        study.difference(EACH, "longer/peg"),
+        f"{to_peg[0]:.3f}; unpaired {to_peg[1]:.3f})",
+        f"({to_sine[0]:.3f}; unpaired {to_sine[1]:.3f})",
+        study.difference(EACH, "longer/sine"),
+        f"{study.on_size(EACH, 'longer/sine', 'size_1')} on the second set",
+        study.on_size("longer/learned", "longer/sine", "size_2"),
+        study.on_size(ALONE, "longer/sine", "size_2"),
+    ]
+
+
+def test_the_first_screen_of_the_study_s_page_is_that_of_the_records(encodings):
+    text = part_of("docs/position_encodings.md", end="\n## How to read")
+    without_zero = sum(paired(one.values, one.others)[2] < 0.05 for one, *_ in encodings.of_ap)
+    alone = encodings.p_over_study(ALONE, "longer/peg")
+    place = {name: interval(list(encodings.values(name, *PLACE).values()))[0] for name in (EACH, "longer/sine")}
+    growth = [
+        interval(list(encodings.values(f"longer/{name}").values()))[0]
+        / interval(list(encodings.values(f"detr/{name}").values()))[0]
+        for name in ("none", "sine", "learned", "peg", "sine+peg")
+    ]
+    phrases = [
+        *headlines(encodings),
+        f"{encodings.on_size(EACH, 'longer/peg', 'size_1')} on the second set",
+        f"all {len(encodings.on_sweeps)} differences",
+        f"One PEG loses {encodings.on_size('longer/peg', 'longer/sine', 'size_2')}",
+        f"Of {len(encodings.of_ap)} differences of AP at the sizes of training, {without_zero} have a paired p below 0.05",
+        f"alone (+{encodings.difference(ALONE, 'longer/peg')}, p {alone[0]:.3f}; unpaired {alone[1]:.3f})",
+        f"({place[EACH]:.3f} and {place['longer/sine']:.3f})",
+        f"over `none` (+{encodings.difference('ablations/12 of 1x1', 'ablations/detr/none')})",
+        f"one PEG (+{encodings.difference('ablations/detr/peg', 'ablations/detr/none')})",
+        f"{encodings.cpu_seconds('longer/sine')} CPU seconds with sine, {encodings.cpu_seconds('longer/peg')} with one PEG",
+        f"{encodings.cpu_seconds('longer/sine+peg')} with both",
+        f"{encodings.cpu_seconds(EACH)} with a PEG after each layer beside sine",
+        f"{encodings.cpu_seconds(ALONE)} with those alone",
+        f"{min(growth):.1f} to {max(growth):.1f} times from 4,000 to 8,000 iterations",
+    ]
+    require(text, phrases)
+
+
+def test_the_page_of_encodings_is_that_of_the_records(encodings):
+    text = part_of("docs/encodings.md", start="\n## Which to take")
+    at_1_5 = encodings.on_size("longer/learned", "longer/sine", "size_1.5")
+    seconds = f"{encodings.cpu_seconds(EACH)} CPU seconds instead of {encodings.cpu_seconds('longer/sine')}"
+    require(text, [*headlines(encodings), f"-{at_1_5} at 1.5 times", seconds])
+
+
+def test_what_a_headline_says_remains_does_remain(encodings):
+    """Two differences of AP remain with the paired test and four unpaired; those at larger sizes remain with both."""
+    by_seed = {(one.variant, one.baseline) for one, p, _ in encodings.of_ap if p < 0.05}
+    by_welch = {(one.variant, one.baseline) for one, _, p in encodings.of_ap if p < 0.05}
+    assert by_seed == {(EACH, "longer/peg"), (ALONE, "longer/peg")}
+    assert len(by_welch) == 4 and (EACH, "longer/peg") in by_welch and (ALONE, "longer/peg") not in by_welch
+    for name in ("longer/learned", ALONE):
+        assert max(encodings.p_over_study(name, "longer/sine", "size_2")) < 0.05
+    assert max(encodings.p_over_study("longer/learned", "longer/sine", "size_1.5")) < 0.05
+    assert min(encodings.p_over_study("longer/peg", "longer/sine", "size_2")) > 0.05
+    deformable = [one for one, *_ in encodings.of_ap if {one.variant[:11], one.baseline[:11]} == {"deformable/"}]
+    ends = [abs(mean) + half for mean, half, _ in (paired(one.values, one.others) for one in deformable)]
+    assert len(ends) == 7 and max(ends) < 2.15  # both baselines' tables have eight rows, one of them twice
+
+
+def test_the_first_screen_of_the_results_is_that_of_the_records(quickstart, encodings):
+    text = part_of("docs/results.md", end="\n## Overfitting")
+    names = ["peg", "sine_offset", "sine_offset+peg", "learned", "none"]
+    runs = sorted(quickstart.values("encodings/peg").values())
+    means = [interval(list(quickstart.values(f"encodings/{name}").values()))[0] for name in names]
+    largest = max(abs(paired(quickstart.values(f"encodings/{name}"), quickstart.values("encodings/peg"))[0]) for name in names[1:])
+    cells = interval(list(encodings.values("bccd/peg").values()))
+    phrases = [
+        f"Three seeds on one thread: {runs[0]:.1f} to {runs[-1]:.1f}",
+        f"[{min(means):.1f} to {max(means):.1f}]",
+        f"exceeds {largest:.1f} AP",
+        f"{cells[0]:.1f} ± {cells[1]:.1f}, three seeds with records",
+    ]
+    require(text, phrases)
+    require(part_of("README.md"), [f"3 seeds: {runs[0]:.1f} to {runs[-1]:.1f}"])
+
+
+def test_the_quickstart_s_table_by_encoding_is_that_of_the_records(quickstart):
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    text = text[text.index("### AP by encoding") :]
+    rows = re.findall(r"^\| (`[^|]*) \| ([\d.]+) \| ([\d., ]+) \| ([\d.]+) \| (.*) \|$", text, flags=re.MULTILINE)
+    names = {"`peg`, bf16": "peg_bf16"}
+    assert len(rows) == 6
+    for label, *cells in rows:
+        name = f"encodings/{names.get(label, label.strip('`'))}"
+        values = quickstart.values(name)
+        means = [quickstart.values(name, "curve", str(at)) for at in (1500, 2000, 2500, 3000)]
+        expected = [
+            _mean(values),
+            ", ".join(f"{values[seed]:.1f}" for seed in sorted(values)),
+            _mean(quickstart.values(name, "AP50")),
+            " | ".join(_mean(found) for found in means),
+        ]
+        assert cells == expected, label
+
+
+def test_who_is_first_in_the_quickstart_is_that_of_the_records(quickstart):
+    group = quickstart.plan.group("encodings")
+    reached = iterations_to(curves_of(quickstart.plan, group, quickstart.groups["encodings"])["iteration"])
+    first = [level for level in reached["peg"] if _first(reached, level) == "peg"]
+    require(part_of("docs/results.md", end="\n## Overfitting"), ["first to 35, 40, 45 and 50 AP"])
+    assert first == [35, 40, 45, 50]
+    pairs = {
+        (name, level): (found, reached["peg"][level])
+        for name, along in reached.items()
+        if name != "peg"
+        for level, found in along.items()
+    }
+    by_seed = dict(zip(pairs, holm([paired(*pair)[2] for pair in pairs.values()]), strict=True))
+    remain = {name: p for name, p in by_seed.items() if p < 0.05}
+    text = part_of("docs/results.md", start="- **That PEG is faster is not settled.**", end="- At 50 its lead")
+    both, none = remain.pop(("sine_offset+peg", 40)), remain.pop(("none", 35))
+    assert not remain and min(unpaired(*pair) for pair in pairs.values()) > 0.05
+    welch = [unpaired(*pairs[name, 40]) for name in ("sine_offset+peg", "none")]
+    phrases = [
+        f"Of the {len(pairs)} differences none has an unpaired p below 0.05 (these two {welch[0]:.2f} and {welch[1]:.2f})",
+        f"`sine_offset+peg` to 40 ({both:.3f}) and `none` to 35 ({none:.3f})",
+        f"after {_mean(reached['peg'][40.0], ',.0f')} iterations",
+    ]
+    require(text, phrases)
+
+
+def _mean(values: Values, digits: str = ".1f") -> str:
+    return f"{interval(list(values.values()))[0]:{digits}}"
+
+
+def _first(reached: Mapping[str, Mapping[float, Values]], level: float) -> str:
+    """The encoding, in float32, that reaches an AP after the fewest iterations on average."""
+    return min((name for name in reached if name != "peg_bf16"), key=lambda name: interval(list(reached[name][level].values()))[0])
