@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 PRODUCTS = (torch.matmul, torch.bmm, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__)
+UNSEEN = ("winograd", "blocks")
+"""Our ways of computing, by their names in ``CPVT_DET_WITHOUT``, that torch does not see or sees in parts."""
 LIKE_WINOGRADS = {"stride": (1, 1), "padding": (1, 1), "groups": 1}
 Ways = dict[str, Callable[[], Any]]
 
@@ -90,30 +92,31 @@ def watched(call: Callable[[], Any]) -> Counter[Kind]:
                 found[kind] += 1
             return function(*args, **(kwargs or {}))
 
-    with Watch(), _without_winograd():
+    with Watch(), _whole_and_by_torch():
         call()
     return found
 
 
-def winograd() -> ModuleType | None:
-    """Our 3x3 convolutions, of checkouts that have them."""
+def optional(name: str) -> ModuleType | None:
+    """A module of ``cpvt_det.ops``, in checkouts that have it."""
     with contextlib.suppress(ImportError):
-        return importlib.import_module("cpvt_det.ops.winograd")
+        return importlib.import_module(f"cpvt_det.ops.{name}")
     return None
 
 
 @contextlib.contextmanager
-def _without_winograd() -> Iterator[None]:
-    """Every convolution is torch's in this block, so that it can be seen."""
-    module = winograd()
-    if module is None:
+def _whole_and_by_torch() -> Iterator[None]:
+    """In this block every convolution is torch's, so that it can be seen, and in one piece."""
+    routes = optional("routes")
+    if routes is None:
         yield
         return
-    before, module.is_for = module.is_for, lambda *_: False
+    takes = routes.takes
+    routes.takes = lambda route, x: route not in UNSEEN and takes(route, x)
     try:
         yield
     finally:
-        module.is_for = before
+        routes.takes = takes
 
 
 def ways_of(kind: Kind) -> Ways:
@@ -157,7 +160,7 @@ def _ways_of_convolution(kind: Kind, x: Tensor, weight: Tensor) -> Ways:
     }
     if is_single:
         found["channels last, dilated"] = partial(F.conv2d, last, weight_last, dilation=2, **settings)
-    ours = winograd()
+    ours = optional("winograd")
     if ours is not None and (weight.shape[2:], settings, kind.dilation) == ((3, 3), LIKE_WINOGRADS, (1, 1)):
         with contextlib.suppress(ImportError, AttributeError):  # its kernels need numba
             ours.convolve_3x3(last[:1], weight_last)

@@ -184,18 +184,20 @@ def test_kinds_of_a_call_are_counted_by_shape():
         assert all(difference(output, outputs[0]) < 1e-5 for output in outputs), kind
 
 
-def test_a_module_of_winograd_convolutions_is_a_way_and_hides_nothing(monkeypatch):
-    class Module:
-        is_for = staticmethod(lambda convolution, x: True)
+def test_winograd_is_a_way_and_hides_nothing(monkeypatch):
+    class Winograd:
         convolve_3x3 = staticmethod(lambda x, weight: torch.nn.functional.conv2d(x, weight, padding=1))
 
-    monkeypatch.setattr(products, "winograd", lambda: Module)
+    class Routes:
+        takes = staticmethod(lambda route, x: True)
+
+    monkeypatch.setattr(products, "optional", {"winograd": Winograd, "routes": Routes}.get)
     kind = products.Kind("convolution", ((1, 4, 5, 5), (4, 4, 3, 3)), padding=(1, 1))
     assert "winograd" in products.ways_of(kind)
     seen = []
-    products.watched(lambda: seen.append(Module.is_for(None, None)))
-    assert seen == [False]
-    assert Module.is_for(None, None)
+    products.watched(lambda: seen.extend(Routes.takes(route, None) for route in ("winograd", "onednn", "blocks")))
+    assert seen == [False, True, False]
+    assert Routes.takes("winograd", None)
 
 
 def test_the_share_of_products_is_written_with_the_machine(monkeypatch, tmp_path):
