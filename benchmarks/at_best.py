@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.harness import Contender
 from benchmarks.models import Model
 from cpvt_det.structures import PaddedBatch
+
+ROUNDED = "a peer under autocast, which it does not come with; how it rounds is its own matter"
 
 
 def channels_last(model: Model) -> Model:
@@ -65,3 +68,28 @@ def compiled(model: Model) -> Model:
     """The model whose module is compiled, in place, at its first call."""
     model.module.compile()
     return model
+
+
+def at_best(
+    name: str, plain: Model, build: Callable[[], Model], make: Callable[..., Contender], everything: bool
+) -> list[Contender]:
+    """A peer with the switches of torch that it does not set itself, each alone and together; and under autocast, without and with.
+
+    Args:
+        name: name of the peer.
+        plain: its model as it comes.
+        build: function that makes another such model.
+        make: function that makes a contender.
+        everything: True: compiled too, which takes minutes.
+    """
+    best = channels_last(build())
+    found = [make(f"{name}, channels last", best, peer=True)]
+    if has_fusable_attention(plain.module):
+        found.append(make(f"{name}, fused attention", fused_attention(plain), peer=True))
+        best = fused_attention(best)
+        found.append(make(f"{name} at its best", best, peer=True))
+    if everything:
+        found.append(replace(make(f"{name}, compiled", compiled(build()), peer=True), attempt=True))
+    found.append(make(f"{name} bf16", plain, bf16=True, other_work=ROUNDED))
+    found.append(make(f"{name} at its best bf16", best, bf16=True, other_work=ROUNDED))
+    return found

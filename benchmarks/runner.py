@@ -42,18 +42,7 @@ def run_suite(name: str, suite: ModuleType, options: Options, output: Path, patt
     plan = suite.PLANS["quick" if options.size == "quick" else "full"]
     unequal: list[str] = []
     with fixed_threads(options.threads):
-        result = report.Result(
-            suite=name,
-            title=suite.TITLE,
-            command=command_of(name, options, pattern, memory),
-            device=options.device,
-            threads=options.threads,
-            versions=machine.versions() | peer_versions(options.peers),
-            machine=machine.machine(options.device, options.load_average),
-            limits=machine.limits(options.device),
-            commit=commit_of(ROOT, short=True),
-            busy=options.busy,
-        )
+        result = _empty_result(name, suite.TITLE, options, pattern, memory)
         for number, case in enumerate(fitting, 1):
             click.echo(f"[{number}/{len(fitting)}] {name}: {case.name}", err=True)
             try:
@@ -70,6 +59,22 @@ def run_suite(name: str, suite: ModuleType, options: Options, output: Path, patt
         click.echo(f"left out: {text}")
     click.echo(f"written: {', '.join(str(path) for path in report.write(result, output))}")
     return unequal
+
+
+def _empty_result(name: str, title: str, options: Options, pattern: str, memory: bool) -> report.Result:
+    """The record of a run before its first case: what was asked for, of which code, on which machine."""
+    return report.Result(
+        suite=name,
+        title=title,
+        command=command_of(name, options, pattern, memory),
+        device=options.device,
+        threads=options.threads,
+        versions=machine.versions() | peer_versions(options.peers),
+        machine=machine.machine(options.device, options.load_average),
+        limits=machine.limits(options.device),
+        commit=commit_of(ROOT, short=True),
+        busy=options.busy,
+    )
 
 
 def run_case(name: str, case: Case, options: Options, plan: Plan, memory: bool) -> report.CaseResult:

@@ -116,7 +116,7 @@ def make_work(name: str, images: int, options: Options) -> Work:
     """All contenders; the first one is pycocotools, which is always installed.
 
     ``faster_coco_eval`` is our default backend, used directly, with the classes that its README puts in the place of pycocotools':
-    the difference from ``cpvt_det`` is what our layer around it costs.
+    the difference from ``cpvt_det`` is what our layer around it costs or saves.
     """
     from faster_coco_eval import COCO as FasterCOCO
     from faster_coco_eval import COCOeval_faster

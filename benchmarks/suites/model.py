@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.at_best import channels_last, compiled, fused_attention, has_fusable_attention
+from benchmarks.at_best import at_best
 from benchmarks.clocks import Command
 from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.models import PEERS, Model, Recipe, hf_model, official_model, our_model, set_dropout, without_dropout
@@ -51,7 +51,6 @@ MUCH = 0.4
 PEG = "another position encoding, and padding masked in the backbone: ours as it ships"
 ENCODING = "another position encoding"
 MASKED = "padding masked in the backbone: ours as it ships, with sine"
-ROUNDED = "a peer under autocast, which it does not come with; how it rounds is its own matter"
 
 
 @dataclass(frozen=True)
@@ -259,31 +258,6 @@ def our_contenders(shape: Shape, same: Model, make: Callable[..., Contender], op
     if shape.passes == PASSES[1] and not shape.sizes:
         frugal = our_model(shape.recipe, options.device, "peg", checkpointing=True)
         found.append(make("cpvt_det PEG, checkpointing", frugal, other_work=PEG))
-    return found
-
-
-def at_best(
-    name: str, plain: Model, build: Callable[[], Model], make: Callable[..., Contender], everything: bool
-) -> list[Contender]:
-    """A peer with the switches of torch that it does not set itself, each alone and together; and under autocast, without and with.
-
-    Args:
-        name: name of the peer.
-        plain: its model as it comes.
-        build: function that makes another such model.
-        make: function that makes a contender.
-        everything: True: compiled too, which takes minutes.
-    """
-    best = channels_last(build())
-    found = [make(f"{name}, channels last", best, peer=True)]
-    if has_fusable_attention(plain.module):
-        found.append(make(f"{name}, fused attention", fused_attention(plain), peer=True))
-        best = fused_attention(best)
-        found.append(make(f"{name} at its best", best, peer=True))
-    if everything:
-        found.append(replace(make(f"{name}, compiled", compiled(build()), peer=True), attempt=True))
-    found.append(make(f"{name} bf16", plain, bf16=True, other_work=ROUNDED))
-    found.append(make(f"{name} at its best bf16", best, bf16=True, other_work=ROUNDED))
     return found
 
 

@@ -141,7 +141,7 @@ def test_switches_of_a_peer_change_its_calls_and_not_its_answers():
 def test_rows_of_a_peer_at_its_best(monkeypatch):
     """Of the float32 ones all are peers: the fastest of them is what ours is compared with."""
     compiled = []
-    monkeypatch.setattr(model, "compiled", lambda peer: compiled.append(peer) or peer)
+    monkeypatch.setattr(at_best, "compiled", lambda peer: compiled.append(peer) or peer)
     shape = model.Shape(TINY_RECIPES["DETR"], (64, 64), 1, "inference")
 
     def build():
@@ -150,7 +150,7 @@ def test_rows_of_a_peer_at_its_best(monkeypatch):
 
     for everything in (False, True):
         make = functools.partial(model.make_contender, shape, *model.make_inputs(shape, "cpu"))
-        found = model.at_best("official", build(), build, make, everything)
+        found = at_best.at_best("official", build(), build, make, everything)
         names = ["official, channels last", "official, fused attention", "official at its best"]
         names += ["official, compiled"] * everything
         assert [one.name for one in found if one.peer] == names
