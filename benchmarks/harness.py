@@ -8,13 +8,16 @@ after the other, and ratios are computed inside the round. The result is the med
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.clocks import Clock, Command, Sample
 from benchmarks.equal import difference
+
+ROUNDS = 7
+"""Smallest number of rounds of a measurement of record: with three, the quartiles are hardly more than the extremes."""
 
 
 class UnequalWorkError(RuntimeError):
@@ -33,6 +36,8 @@ class Contender:
         limit: True for a measurement of what the machine can do at best; it has no output to compare.
         other_work: description of an intended difference from the baseline, for the report; the output is then not compared.
         check: function that returns the output to compare, if the timed call cannot, for example because of dropout.
+        attempt: True: an error or another output leaves this contender out, with the reason, and not the case; its peak memory is
+            not measured, because it may be a compiler's.
     """
 
     name: str
@@ -42,6 +47,7 @@ class Contender:
     limit: bool = False
     other_work: str = ""
     check: Callable[[], Any] | None = None
+    attempt: bool = False
 
     @property
     def is_compared(self) -> bool:
@@ -178,6 +184,21 @@ def assert_equal_work(work: Work) -> dict[str, float]:
                 f"more than {tolerance:.2g}: the work is not the same, so it is not timed"
             )
     return differences
+
+
+def without_failures(work: Work) -> Work:
+    """The work without attempts that fail here, or whose outputs differ from the baseline's, each with its reason."""
+    attempts = [contender for contender in work.contenders if contender.attempt]
+    if not attempts:
+        return work
+    reasons: dict[str, str] = {}
+    for contender in attempts:
+        try:
+            assert_equal_work(replace(work, contenders=[work.contenders[0], contender]))
+        except Exception as error:  # of a compiler, any
+            reasons[contender.name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+    left = [contender for contender in work.contenders if contender.name not in reasons]
+    return replace(work, contenders=left, left_out=work.left_out | reasons)
 
 
 def run_rounds(work: Work, plan: Plan, clock: Clock) -> tuple[dict[str, int], dict[str, list[Sample]]]:

@@ -5,6 +5,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,12 @@ from benchmarks.clocks import clock_of
 LIBRARIES = ("torch", "torchvision", "numpy", "scipy", "numba", "triton", "pillow", "pycocotools", "faster-coco-eval")
 COPIES = {"copy_in_cache_gb_per_s": 4, "copy_in_memory_gb_per_s": 512}
 """Megabytes of source and copy together: one that fits into the cache of any current processor and GPU, and one that does not."""
+FLAGS = re.compile(r"avx2|fma|avx512\w*")
+"""Instructions of /proc/cpuinfo that matter to products and convolutions."""
+LIMITING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables that limit the instructions of torch, oneDNN and MKL."""
+WITHOUT = "CPVT_DET_WITHOUT"
+"""The environment variable that leaves out our own ways of computing."""
 SECONDS = 0.3  # length of each measurement
 SIDES = {"cpu": 2048, "cuda": 4096}  # rows and columns of the matrices that are multiplied
 
@@ -34,18 +41,55 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine(device: str) -> dict[str, Any]:
-    """Processor, cores, caches, memory, GPU; nothing that names the host."""
+def machine(device: str, load_average: float | None = None) -> dict[str, Any]:
+    """Processor, cores, caches, memory, GPU; nothing that names the host.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        load_average: load average before the run; ``None``: the present one.
+    """
     found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_model(), "cores": os.cpu_count()}
+    found |= instructions()
     found |= {"caches": _caches(), "memory_gib": round(_memory_bytes() / 2**30, 1)}
     if hasattr(os, "getloadavg"):
-        found["load_average"] = round(os.getloadavg()[0], 2)
+        found["load_average"] = round(os.getloadavg()[0], 2) if load_average is None else load_average
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found["gpu"] = properties.name
         found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
         found["gpu_multiprocessors"] = properties.multi_processor_count
     return found
+
+
+def instructions() -> dict[str, Any]:
+    """What torch uses of the processor's instructions, what there is of them, and the environment variables that leave some out."""
+    found: dict[str, Any] = {"instruction_set": torch.backends.cpu.get_cpu_capability(), "flags": _flags()}
+    limited = {name: os.environ[name] for name in (*LIMITING, WITHOUT) if os.environ.get(name)}
+    return found | ({"limited_by": limited} if limited else {})
+
+
+def name_of_instructions(found: dict[str, Any]) -> str:
+    """An ending for names of files, such as ``_avx2``, different where times are of other instructions.
+
+    Empty for AVX-512 with nothing left out. Libraries that are limited where torch is not are ``_limited``; ways of ours that are
+    left out follow, as in ``_avx2_without_winograd``.
+
+    Args:
+        found: the outcome of :func:`instructions`, perhaps among other keys.
+    """
+    limited = found.get("limited_by", {})
+    capability = found["instruction_set"].lower()
+    is_full = capability.startswith("avx512")
+    words = [re.sub(r"\W+", "", capability)] if not is_full else ["limited"] if set(limited) - {WITHOUT} else []
+    left_out = sorted(re.findall(r"\w+", limited.get(WITHOUT, "")))
+    return "".join(f"_{word}" for word in [*words, *["without"] * bool(left_out), *left_out])
+
+
+def _flags() -> str:
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("flags"):
+            return " ".join(word for word in line.partition(":")[2].split() if FLAGS.fullmatch(word)) or "none of avx2, fma, avx512"
+    return "unknown"
 
 
 def free_bytes(device: str) -> int:

@@ -27,12 +27,12 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
 def peak_bytes(suite: str, case: Case, contender: Contender, options: Options) -> int | None:
-    """Peak memory of one call in bytes; ``None`` for a limit, which is no contender.
+    """Peak memory of one call in bytes; ``None`` for a limit, which is no contender, and for an attempt.
 
     Raises:
         RuntimeError: a process that failed; the message contains the last line of its errors.
     """
-    if contender.limit:
+    if contender.limit or contender.attempt:
         return None
     if options.device == "cuda":
         return _peak_on_gpu(contender)

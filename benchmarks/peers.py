@@ -28,6 +28,9 @@ CHECKOUTS = {
     "detectron2": ("facebookresearch/detectron2", "detectron2/data/dataset_mapper.py"),
 }
 """Name -> public repository, and a file that identifies a checkout of it."""
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = "benchmarks/results"
+"""The folder of this tree that a run itself changes."""
 IMPORTED = ("transformers", "detectron2")
 """Libraries that take part if they are installed; for detectron2 a checkout is possible too, without its compiled parts."""
 
@@ -71,18 +74,20 @@ def _checkout(name: str, path: str) -> Path:
 
 def peer_versions(peers: dict[str, Path | None]) -> dict[str, str]:
     """Name -> version, ours included: the commit of a checkout (``+changes`` if files differ from it), or a library's version."""
-    found = {"cpvt_det": f"{cpvt_det.__version__} {_commit(Path(cpvt_det.__file__).parent)}"}
+    found = {"cpvt_det": f"{cpvt_det.__version__} {commit_of(Path(cpvt_det.__file__).parent)}"}
     for name, folder in peers.items():
         if folder is None:
             found[name] = importlib.metadata.version(name)
         else:
-            found[name] = f"{CHECKOUTS[name][0]} {_commit(folder)}"
+            found[name] = f"{CHECKOUTS[name][0]} {commit_of(folder)}"
     return found
 
 
-def _commit(folder: Path) -> str:
-    commit = _git(folder, "rev-parse", "HEAD")
-    changes = "+changes" if commit and _git(folder, "status", "--porcelain", "--untracked-files=no", ".") else ""
+def commit_of(folder: Path, short: bool = False) -> str:
+    """The commit of a checkout, ``+changes`` if tracked files in the folder differ from it, but for the results of benchmarks."""
+    commit = _git(folder, "rev-parse", *["--short"] * short, "HEAD")
+    watched = (".", f":(top,exclude){RESULTS}")
+    changes = "+changes" if commit and _git(folder, "status", "--porcelain", "--untracked-files=no", "--", *watched) else ""
     return f"{commit or 'of unknown commit'}{changes}"
 
 

@@ -41,7 +41,7 @@ def _profile(shape, bf16: bool, top: int) -> str:
     from benchmarks.models import our_model
     from benchmarks.suites.model import make_contender, make_inputs
 
-    inputs = make_inputs(shape.size, shape.batch, "cpu")
+    inputs = make_inputs(shape, "cpu")
     step = make_contender(shape, *inputs, "step", our_model(shape.recipe, "cpu", "peg"), bf16=bf16)
     step.call()
     cpu = ProcessClock().time(step.call, 1).cpu

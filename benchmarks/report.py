@@ -10,6 +10,9 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.harness import Case, Row, Spread
+from benchmarks.machine import name_of_instructions
+
+BESIDE_OTHER_WORK = "Measured with `--busy`: the machine may have had other work, see its load average."
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Result:
         versions: name -> version of libraries and peers.
         machine: processor, memory, GPU.
         limits: best rates of the machine, measured in this run.
+        commit: short commit of this tree, ``+changes`` if files differ from it.
+        busy: True: the run was allowed beside other work.
         cases: results of the cases, in their order.
     """
 
@@ -51,6 +56,8 @@ class Result:
     versions: dict[str, str]
     machine: dict[str, Any]
     limits: dict[str, float]
+    commit: str = ""
+    busy: bool = False
     cases: list[CaseResult] = field(default_factory=list)
 
     @property
@@ -69,7 +76,7 @@ class Result:
 
 
 def write(result: Result, folder: Path) -> list[Path]:
-    """``SUITE_DEVICE.json``, ``.md`` and ``.png``; on a CPU with several threads ``SUITE_cpu_Nthreads``.
+    """The JSON, ``.md`` and ``.png``, named by :func:`file_stem`.
 
     Args:
         result: results of a run.
@@ -88,10 +95,16 @@ def write(result: Result, folder: Path) -> list[Path]:
 def write_json(result: Result, folder: Path) -> Path:
     """The JSON alone, so that an interrupted run keeps its finished cases."""
     folder.mkdir(parents=True, exist_ok=True)
-    threads = f"_{result.threads}threads" if result.device == "cpu" and result.threads != 1 else ""
-    path = folder / f"{result.suite}_{result.device}{threads}.json"
+    path = folder / f"{file_stem(result.suite, result.device, result.threads, result.machine)}.json"
     path.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def file_stem(suite: str, device: str, threads: int, machine: dict[str, Any]) -> str:
+    """``SUITE_DEVICE``; on a CPU also an instruction set other than AVX-512, and several threads: ``SUITE_cpu_avx2_2threads``."""
+    if device != "cpu":
+        return f"{suite}_{device}"
+    return f"{suite}_{device}{name_of_instructions(machine)}" + (f"_{threads}threads" if threads != 1 else "")
 
 
 def as_table(result: Result, style: str = "simple") -> str:
@@ -125,7 +138,8 @@ def as_markdown(result: Result) -> str:
     parts = [
         f"# {title(result)}",
         f"`{result.command}`",
-        f"Machine: {'; '.join(machine)}.",
+        f"Commit: {result.commit}. Machine: {'; '.join(machine)}.",
+        *([BESIDE_OTHER_WORK] if result.busy else []),
         f"Limits measured in this run: {'; '.join(limits)}.",
         f"Versions: {'; '.join(facts)}.",
         f"Ratios are of {clock}, paired by round: median (quartiles). `times as fast` refers to the first row of each case; "
@@ -185,12 +199,15 @@ def _grouped(result: Result, reasons_by_case: list[tuple[str, dict[str, str]]]) 
 
 def draw(result: Result, path: Path) -> None:
     """Bars that show how many times as fast as the first contender each one is, with quartiles, on a logarithmic scale."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
     cases = [case for case in result.cases if case.rows]
     names = list(dict.fromkeys(row.name for case in cases for row in case.rows[1:] if not row.limit))
+    many = colormaps["tab20"].colors
+    colours = {name: many[number % len(many)] if len(names) > 10 else f"C{number}" for number, name in enumerate(names)}
     height = 1.2 + sum(0.16 * sum(not row.limit for row in case.rows[1:]) + 0.18 for case in cases)
     figure = Figure(figsize=(9, max(2.5, height)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -202,7 +219,7 @@ def draw(result: Result, path: Path) -> None:
                 continue
             ratio = result.ratio(row)
             ends = [[ratio.median - ratio.q1], [ratio.q3 - ratio.median]]
-            axes.barh(y, ratio.median, 0.9, xerr=ends, color=f"C{names.index(row.name)}", error_kw={"lw": 0.7})
+            axes.barh(y, ratio.median, 0.9, xerr=ends, color=colours[row.name], error_kw={"lw": 0.7})
             axes.text(ratio.q3, y, f" {_figure(ratio.median)}", va="center", fontsize=6)
             y += 1
         ticks.append(((begin + y - 1) / 2, case.name))
@@ -215,8 +232,8 @@ def draw(result: Result, path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
     axes.axvline(1, color="black", lw=0.8)
-    for number, name in enumerate(names):
-        axes.barh([math.nan], [math.nan], color=f"C{number}", label=name)
+    for name in names:
+        axes.barh([math.nan], [math.nan], color=colours[name], label=name)
     baselines = ", ".join(dict.fromkeys(case.rows[0].name for case in cases))
     axes.set_xlabel(f"times as fast as: {baselines} ({'CPU' if result.by_cpu_time else 'wall'} time)")
     axes.set_title(title(result))

@@ -27,6 +27,7 @@ QUICKSTART = Path(__file__).resolve().parent.parent / "studies" / "quickstart" /
 @click.option("--case", "pattern", default="*", help="Run only cases whose name matches, such as '*b1 qall*'.")
 @click.option("--quick", is_flag=True, help="Run a few small cases, in under a minute.")
 @click.option("--all", "everything", is_flag=True, help="Run slow cases too.")
+@click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
 @click.option("--memory/--no-memory", default=True, show_default=True, help="Measure peak memory, in separate processes.")
 @common_options
 @report_errors
@@ -39,6 +40,7 @@ def main(
     pattern: str,
     quick: bool,
     everything: bool,
+    busy: bool,
     memory: bool,
 ) -> None:
     """Time our implementations and public ones, alternately in one run, and write a table, JSON and a chart.
@@ -46,7 +48,7 @@ def main(
     The suite quickstart compares no code: it trains the runs of studies/quickstart/plan.yaml that have no record yet, for hours.
 
     Installed libraries take part automatically; give the path of a checkout with --peer. Outputs are compared first: a contender
-    with different results is not timed, and the exit code is 1.
+    with different results is not timed, and the exit code is 1. A machine with other work is refused, unless with --busy.
 
     \b
     Example:
@@ -54,13 +56,14 @@ def main(
       python benchmarks/run.py --suite op --peer deformable_detr=~/src/Deformable-DETR
     """
     if "quickstart" in suites:
-        if len(suites) > 1 or peers or device != "cpu" or threads != 1 or quick or everything or pattern != "*":
+        if len(suites) > 1 or peers or device != "cpu" or threads != 1 or quick or everything or busy or pattern != "*":
             raise BadInputError("--suite quickstart accepts no other option: all settings are in studies/quickstart/plan.yaml")
         _train_quickstart()
         return
     if quick and everything:
         raise BadInputError("--quick and --all cannot be used together; choose one")
     os.environ.update(thread_environment(threads))
+    from benchmarks.load import check_load
     from benchmarks.peers import find_peers
     from benchmarks.runner import run_suite
     from benchmarks.suites import Options, find_suite, known_suites
@@ -68,7 +71,7 @@ def main(
     chosen = [(name, find_suite(name)) for name in suites or known_suites()]
     _check_device(device)
     size = "quick" if quick else "all" if everything else "default"
-    options = Options(device, threads, size, find_peers(peers))
+    options = Options(device, threads, size, find_peers(peers), busy, check_load(busy))
     unequal = []
     for name, suite in chosen:
         unequal += run_suite(name, suite, options, output, pattern, memory)

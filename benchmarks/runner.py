@@ -11,9 +11,9 @@ import click
 
 from benchmarks import machine, report
 from benchmarks.clocks import clock_of, fixed_threads
-from benchmarks.harness import Case, Plan, UnequalWorkError, compare
+from benchmarks.harness import Case, Plan, UnequalWorkError, compare, without_failures
 from benchmarks.memory import peak_bytes
-from benchmarks.peers import peer_versions
+from benchmarks.peers import ROOT, commit_of, peer_versions
 from benchmarks.suites import Options
 from cpvt_det.errors import BadInputError
 
@@ -42,16 +42,7 @@ def run_suite(name: str, suite: ModuleType, options: Options, output: Path, patt
     plan = suite.PLANS["quick" if options.size == "quick" else "full"]
     unequal: list[str] = []
     with fixed_threads(options.threads):
-        result = report.Result(
-            suite=name,
-            title=suite.TITLE,
-            command=command_of(name, options, pattern, memory),
-            device=options.device,
-            threads=options.threads,
-            versions=machine.versions() | peer_versions(options.peers),
-            machine=machine.machine(options.device),
-            limits=machine.limits(options.device),
-        )
+        result = _empty_result(name, suite.TITLE, options, pattern, memory)
         for number, case in enumerate(fitting, 1):
             click.echo(f"[{number}/{len(fitting)}] {name}: {case.name}", err=True)
             try:
@@ -70,6 +61,22 @@ def run_suite(name: str, suite: ModuleType, options: Options, output: Path, patt
     return unequal
 
 
+def _empty_result(name: str, title: str, options: Options, pattern: str, memory: bool) -> report.Result:
+    """The record of a run before its first case: what was asked for, of which code, on which machine."""
+    return report.Result(
+        suite=name,
+        title=title,
+        command=command_of(name, options, pattern, memory),
+        device=options.device,
+        threads=options.threads,
+        versions=machine.versions() | peer_versions(options.peers),
+        machine=machine.machine(options.device, options.load_average),
+        limits=machine.limits(options.device),
+        commit=commit_of(ROOT, short=True),
+        busy=options.busy,
+    )
+
+
 def run_case(name: str, case: Case, options: Options, plan: Plan, memory: bool) -> report.CaseResult:
     """Time one case, then measure its contenders' memory.
 
@@ -78,7 +85,7 @@ def run_case(name: str, case: Case, options: Options, plan: Plan, memory: bool) 
     """
     if case.left_out:
         return report.CaseResult.of(case, [], {"all contenders": case.left_out})
-    work = case.build()
+    work = without_failures(case.build())
     rows = compare(work, plan, clock_of(options.device))
     contenders, left_out = work.contenders, dict(work.left_out)
     if memory and case.memory:
@@ -97,4 +104,4 @@ def command_of(name: str, options: Options, pattern: str = "*", memory: bool = T
     words += [f"--device {options.device} --threads {options.threads}"]
     words += {"quick": ["--quick"], "all": ["--all"]}.get(options.size, [])
     words += [f"--case '{pattern}'"] if pattern != "*" else []
-    return " ".join([*words, *([] if memory else ["--no-memory"])])
+    return " ".join([*words, *["--busy"] * options.busy, *([] if memory else ["--no-memory"])])

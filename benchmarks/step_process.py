@@ -14,7 +14,7 @@ STEPS = 5
 def main(detector: str, side: int, batch: int) -> None:
     recipe = DETR if detector == DETR.detector else DEFORMABLE
     shape = Shape(recipe, (side, side), batch, PASSES[1])
-    contender = make_contender(shape, *make_inputs(shape.size, batch, "cpu"), "cpvt_det PEG", our_model(recipe, position="peg"))
+    contender = make_contender(shape, *make_inputs(shape, "cpu"), "cpvt_det PEG", our_model(recipe, position="peg"))
     output = {name: float(value.norm()) for name, value in contender.output().items()}
     clock = ProcessClock()
     clock.time(contender.call, 1)

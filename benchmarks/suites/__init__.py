@@ -23,12 +23,16 @@ class Options:
         threads: threads per contender.
         size: ``quick`` (under a minute), ``default`` or ``all``.
         peers: name -> folder of a checkout, or ``None`` for a library.
+        busy: True: the run was allowed beside other work.
+        load_average: load average of a minute before the run; ``None`` if it is not known.
     """
 
     device: str = "cpu"
     threads: int = 1
     size: str = "default"
     peers: dict[str, Path | None] = field(default_factory=dict)
+    busy: bool = False
+    load_average: float | None = None
 
 
 def known_suites() -> list[str]:

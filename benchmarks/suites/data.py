@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.harness import Case, Contender, Plan, Work
+from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.peers import detectron2_data, official_detr
 from benchmarks.photos import HEIGHT, WIDTH, draw_photos
 from benchmarks.suites import Options
@@ -31,7 +31,7 @@ from cpvt_det.data.mapper import Mapper, train_transform
 from cpvt_det.structures import PaddedBatch
 
 TITLE = "From JPEG to batch"
-PLANS = {"quick": Plan(seconds=2.0), "full": Plan(rounds=9, seconds=60.0)}
+PLANS = {"quick": Plan(seconds=2.0), "full": Plan(rounds=max(9, ROUNDS), seconds=60.0)}
 
 IMAGES = {"quick": 16, "default": 128, "all": 128}
 COMPARED = 16

@@ -26,12 +26,12 @@ from benchmarks.criteria import (
     our_criterion,
     target_of_query,
 )
-from benchmarks.harness import Case, Contender, Plan, Work
+from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.suites import Options
 from cpvt_det.structures import Targets
 
 TITLE = "Matcher and criterion, forward and backward"
-PLANS = {"quick": Plan(seconds=2.0), "full": Plan(rounds=5, seconds=20.0)}
+PLANS = {"quick": Plan(seconds=2.0), "full": Plan(rounds=ROUNDS, seconds=20.0)}
 
 BATCHES, QUERIES = (8, 32), (100, 300)
 FEWEST, MOST = 10, 30  # objects per image

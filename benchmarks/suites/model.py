@@ -4,6 +4,7 @@
 Our sine model does the work of the official one and of transformers', to the same outputs: without dropout, logits and boxes
 of the last layer, the total loss and the norm of all gradients are compared. Then all are timed with a dropout of 0.1
 everywhere. Ours with PEG, as it ships, does other work and is timed beside them; and once more beside ours with sine alone.
+Peers are timed as they come and with the switches of ``benchmarks/at_best.py``. Batches come without padding and with it.
 
 A training step here sets gradients to None, runs the model, the criterion with matcher and auxiliary losses, and backward. Clipping
 and the optimiser's step are left out: they are the same few passes over the parameters for all.
@@ -20,17 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.at_best import at_best
 from benchmarks.clocks import Command
-from benchmarks.harness import Case, Contender, Plan, Work
+from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.models import PEERS, Model, Recipe, hf_model, official_model, our_model, set_dropout, without_dropout
 from benchmarks.suites import Options
 from cpvt_det.models.detector import Detector
 from cpvt_det.structures import Levels, PaddedBatch, Size, Targets, level_padding_mask
 
 TITLE = "DETR-R50 and Deformable-DETR-R50, whole models"
-PLANS = {"quick": Plan(warm_up=0, rounds=2, most_rounds=2), "full": Plan(rounds=3, most_rounds=9, seconds=60.0)}
+PLANS = {"quick": Plan(warm_up=0, rounds=2, most_rounds=2), "full": Plan(rounds=ROUNDS, most_rounds=15, seconds=30.0)}
 
 IMAGES: dict[str, Size] = {"quick": (256, 256), "cpu": (640, 640), "cuda": (800, 1333)}
+CANVAS: Size = (640, 640)
+PADDED: tuple[tuple[Size, ...], ...] = (((640, 448), (464, 640)), ((640, 320), (320, 640)))
+"""Two images, one upright and one lying, on the canvas: 29 and 50 % of it are padded."""
 TINY: Size = (64, 64)
 STRIDE = 64  # sides of canvases are multiples of it
 OBJECTS = 26
@@ -41,23 +46,30 @@ DETR, DEFORMABLE = Recipe("DETR", queries=100), Recipe()
 SMALL = (Recipe("DETR", channels=64, layers=3, queries=100), Recipe(channels=64, layers=3))
 DROPOUT = 0.1
 HALF_TOLERANCE = 0.1
+MUCH = 0.4
+"""Share of padding above which a case has few contenders."""
 PEG = "another position encoding, and padding masked in the backbone: ours as it ships"
 ENCODING = "another position encoding"
-ROUNDED = "a peer under autocast, which it does not come with; how it rounds is its own matter"
+MASKED = "padding masked in the backbone: ours as it ships, with sine"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One case: recipe, the images' size, how many, and the pass."""
+    """One case: recipe, the images' size, how many, and the pass; or the sizes of images of which ``size`` is the canvas."""
 
     recipe: Recipe
     size: Size
     batch: int
     passes: str
+    sizes: tuple[Size, ...] = ()
 
     @property
     def model(self) -> str:
-        return self.recipe.detector + (", two stages" if self.recipe.two_stage else "")
+        return f"{self.recipe.detector}-R50" + (", two stages" if self.recipe.two_stage else "")
+
+    @property
+    def image_sizes(self) -> list[Size]:
+        return list(self.sizes) or [self.size] * self.batch
 
     @property
     def image(self) -> str:
@@ -65,11 +77,27 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.image} b{self.batch} {self.passes}"
+        return f"{self.model} {self.image} b{self.batch}{f', {self.padded} padded,' if self.sizes else ''} {self.passes}"
 
     @property
-    def is_padded(self) -> bool:
-        return any(side % STRIDE for side in self.size)
+    def canvas(self) -> Size:
+        height, width = (-(-max(sides) // STRIDE) * STRIDE for sides in zip(*self.image_sizes, strict=True))
+        return height, width
+
+    @property
+    def padding(self) -> float:
+        """The share of the batch's canvas that is padded."""
+        return 1 - sum(height * width for height, width in self.image_sizes) / (self.batch * self.canvas[0] * self.canvas[1])
+
+    @property
+    def padded(self) -> str:
+        return f"{100 * self.padding:.0f} %"
+
+    def at(self, size: Size) -> "Shape":
+        """The same case with images of another size, and about the same share of padding."""
+        (height, width), (old_height, old_width) = size, self.size
+        sizes = tuple((-(-height * h // old_height), -(-width * w // old_width)) for h, w in self.sizes)
+        return replace(self, size=size, sizes=sizes)
 
 
 def shapes(size: str, device: str) -> list[Shape]:
@@ -94,9 +122,17 @@ def shapes(size: str, device: str) -> list[Shape]:
     return [Shape(*kind, passes) for kind, passes in product(kinds, PASSES)]
 
 
+def padded_shapes(size: str) -> list[Shape]:
+    """Both detectors with padded batches; none for ``quick``."""
+    if size == "quick":
+        return []
+    kinds = product((DETR, DEFORMABLE), PADDED, PASSES)
+    return [Shape(recipe, CANVAS, len(sizes), passes, sizes) for recipe, sizes, passes in kinds]
+
+
 def cases(options: Options) -> list[Case]:
     chosen = shapes(options.size, options.device)
-    found = [make_case(shape, options) for shape in chosen]
+    found = [make_case(shape, options) for shape in [*chosen, *padded_shapes(options.size)]]
     found += [make_encoding_case(shape, part, options) for part in ("", "encoder of ") for shape in chosen[: 2 * len(PASSES)]]
     if options.device == "cpu" and options.size != "quick":
         found += [make_kept_memory_case(shape) for shape in chosen if shape.passes == PASSES[1] and not shape.recipe.two_stage]
@@ -106,18 +142,23 @@ def cases(options: Options) -> list[Case]:
 def make_case(shape: Shape, options: Options) -> Case:
     return Case(
         name=shape.name,
-        about={"model": shape.model, "image": shape.image, "images": shape.batch, "pass": shape.passes},
-        build=partial(make_work, shape, shape.size, options),
-        memory=options.device == "cuda" or (options.size != "quick" and shape.passes == PASSES[1]),
-        warm=partial(make_work, shape, TINY, options),
+        about=about(shape, shape.model, shape.passes),
+        build=partial(make_work, shape, options),
+        memory=options.device == "cuda" or (options.size != "quick" and shape.passes == PASSES[1] and not shape.sizes),
+        warm=partial(make_work, shape.at(TINY), options),
     )
+
+
+def about(shape: Shape, model: str, passes: str) -> dict[str, Any]:
+    """Columns of the table; the image is the canvas of a padded batch."""
+    return {"model": model, "image": shape.image, "images": shape.batch, "padded": shape.padded, "pass": passes}
 
 
 def make_encoding_case(shape: Shape, part: str, options: Options) -> Case:
     """The cost of PEG compared with sine, in the whole model, and in position encoding and encoder alone."""
     return Case(
         name=f"{part}{shape.name}, sine and PEG",
-        about={"model": f"{part}{shape.model}", "image": shape.image, "images": shape.batch, "pass": shape.passes},
+        about=about(shape, f"{part}{shape.model}", shape.passes),
         build=partial(make_encoding_work, shape, part, options),
     )
 
@@ -127,7 +168,7 @@ def make_kept_memory_case(shape: Shape) -> Case:
     words = [sys.executable, "-m", "benchmarks.step_process", shape.recipe.detector, str(shape.size[0]), str(shape.batch)]
     return Case(
         name=f"{shape.name}, memory kept",
-        about={"model": shape.model, "image": shape.image, "images": shape.batch, "pass": f"{shape.passes}, own process"},
+        about=about(shape, shape.model, f"{shape.passes}, own process"),
         build=lambda: Work(
             [
                 Contender("cpvt_det PEG", Command(words)),
@@ -139,7 +180,7 @@ def make_kept_memory_case(shape: Shape) -> Case:
 
 def make_encoding_work(shape: Shape, part: str, options: Options) -> Work:
     """Our model with its default settings, with sine and with PEG."""
-    batch, targets = make_inputs(shape.size, shape.batch, options.device)
+    batch, targets = make_inputs(shape, options.device)
     contenders = []
     for name, position in (("sine", ""), ("PEG", "peg")):
         model = our_model(shape.recipe, options.device, position)
@@ -164,44 +205,60 @@ def encode(detector: Detector, features: list[Tensor], masks: list[Tensor], back
     return memory.detach()
 
 
-def make_inputs(size: Size, batch: int, device: str) -> tuple[PaddedBatch, list[Targets]]:
+def make_inputs(shape: Shape, device: str) -> tuple[PaddedBatch, list[Targets]]:
     """Noise for images, and objects anywhere, from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     targets = []
-    for _ in range(batch):
+    for _ in range(shape.batch):
         sides = 0.05 + 0.4 * torch.rand(OBJECTS, 2, generator=generator)
         centres = sides / 2 + torch.rand(OBJECTS, 2, generator=generator) * (1 - sides)
         labels = torch.randint(DETR.classes, (OBJECTS,), generator=generator)
         targets.append(Targets(labels, torch.cat((centres, sides), 1)).to(device))
-    images = [torch.randn(3, *size, generator=generator).to(device) for _ in range(batch)]
+    images = [torch.randn(3, *size, generator=generator).to(device) for size in shape.image_sizes]
     return PaddedBatch.from_images(images, STRIDE), targets
 
 
-def make_work(shape: Shape, size: Size, options: Options) -> Work:
-    """All contenders with the same weights; the first one is the official model if it is available, then transformers'."""
-    batch, targets = make_inputs(size, shape.batch, options.device)
+def make_work(shape: Shape, options: Options) -> Work:
+    """All contenders with the same weights; the first one is the official model if it is available, then transformers'.
+
+    The batches with most padding have the fewest contenders: peers as they come, and ours in float32.
+    """
+    batch, targets = make_inputs(shape, options.device)
     left_out: dict[str, str] = {}
     same = our_model(shape.recipe, options.device, mask_padding=False)
-    shipped = our_model(shape.recipe, options.device)
-    peg = our_model(shape.recipe, options.device, "peg")
-    frugal = our_model(shape.recipe, options.device, "peg", checkpointing=True)
-    masked = "padding masked in the backbone" if shape.is_padded else ""
+    make = partial(make_contender, shape, batch, targets)
+    builds = _peers(shape.recipe, same, options, left_out)
+    peers = {name: build() for name, build in builds.items()}
+    contenders = [make(name, model, peer=True) for name, model in peers.items()]
+    if shape.padding <= MUCH:
+        for name, model in peers.items():
+            contenders += at_best(name, model, builds[name], make, options.size == "all")
+    return Work([*contenders, *our_contenders(shape, same, make, options)], tolerance(shape.passes, options.device), left_out)
+
+
+def our_contenders(shape: Shape, same: Model, make: Callable[..., Contender], options: Options) -> list[Contender]:
+    """Ours with the work of the peers; as it ships, which masks the padding; with PEG; and those in bf16.
+
+    Args:
+        shape: the case.
+        same: our model that does the work of the peers.
+        make: function that makes a contender.
+        options: options of the run.
+    """
     # Half precision cannot decide the order of two proposals with nearly equal scores.
     rounded = "in half precision other proposals are chosen" if shape.recipe.two_stage else ""
-    make = partial(make_contender, shape, batch, targets)
-    peers = _peers(shape.recipe, same, options, left_out)
-    contenders = [make(name, model, peer=True) for name, model in peers]
-    contenders += [make(f"{name} bf16", model, bf16=True, other_work=ROUNDED) for name, model in peers]
-    contenders += [
-        make("cpvt_det", same),
-        make("cpvt_det bf16", same, bf16=True, other_work=rounded),
-        make("cpvt_det, padding masked", shipped, other_work=masked),
-        make("cpvt_det PEG", peg, other_work=PEG),
-        make("cpvt_det PEG bf16", peg, bf16=True, other_work=PEG),
-    ]
-    if shape.passes == PASSES[1]:
-        contenders.append(make("cpvt_det PEG, checkpointing", frugal, other_work=PEG))
-    return Work(contenders, tolerance(shape.passes, options.device), left_out)
+    peg = our_model(shape.recipe, options.device, "peg")
+    found = [make("cpvt_det", same)]
+    if shape.padding > 0:
+        found.append(make("cpvt_det, padding masked", our_model(shape.recipe, options.device), other_work=MASKED))
+    found.append(make("cpvt_det PEG", peg, other_work=PEG))
+    if shape.padding <= MUCH:
+        found.append(make("cpvt_det bf16", same, bf16=True, other_work=rounded))
+        found.append(make("cpvt_det PEG bf16", peg, bf16=True, other_work=PEG))
+    if shape.passes == PASSES[1] and not shape.sizes:
+        frugal = our_model(shape.recipe, options.device, "peg", checkpointing=True)
+        found.append(make("cpvt_det PEG, checkpointing", frugal, other_work=PEG))
+    return found
 
 
 def tolerance(passes: str, device: str) -> float:
@@ -211,15 +268,16 @@ def tolerance(passes: str, device: str) -> float:
     return 1e-5 if passes == PASSES[0] else 1e-4
 
 
-def _peers(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, str]) -> list[tuple[str, Model]]:
-    found: list[tuple[str, Model]] = []
+def _peers(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, str]) -> dict[str, Callable[[], Model]]:
+    """The name of each peer, and a function that makes its model with our weights."""
+    found: dict[str, Callable[[], Model]] = {}
     state = ours.module.state_dict()
     peer = PEERS[recipe.detector]
     checkout = options.peers.get(peer)
     if checkout is None:
         left_out["official"] = f"no checkout given: --peer {peer}=PATH"
     else:
-        found.append(("official", official_model(checkout, recipe, options.device, state)))
+        found["official"] = partial(official_model, checkout, recipe, options.device, state)
     if "detrex" in options.peers and recipe.detector != DETR.detector:
         left_out["detrex"] = "its models import only where all of it is compiled; its core is in the suite op"
     if "transformers" not in options.peers:
@@ -227,7 +285,7 @@ def _peers(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, st
     elif recipe.two_stage:
         left_out["transformers"] = "its refining layers share the class head, and its loss leaves proposals out"
     else:
-        found.append(("transformers", hf_model(recipe, options.device, state)))
+        found["transformers"] = partial(hf_model, recipe, options.device, state)
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gather import corner_rows, make_gather
-from benchmarks.harness import Case, Contender, Plan, Work
+from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
 from benchmarks.machine import free_bytes
 from benchmarks.peers import detrex_core, official_core, official_cuda_op, transformers_module
 from benchmarks.suites import Options
@@ -23,7 +23,7 @@ from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.structures import Size
 
 TITLE = "Multi-scale deformable attention"
-PLANS = {"quick": Plan(seconds=1.5), "full": Plan(seconds=6.0)}
+PLANS = {"quick": Plan(seconds=1.5), "full": Plan(rounds=ROUNDS, seconds=6.0)}
 
 HEADS, WIDTH, POINTS, STRIDES = 8, 32, 4, (8, 16, 32, 64)
 IMAGES: dict[str, Size] = {"640x640": (640, 640), "800x1333": (800, 1333)}

@@ -24,6 +24,8 @@ from benchmarks.suites import Options, op
 from cpvt_det.errors import BadInputError, UnknownNameError
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("quiet_machine")
+
 ONCE = Plan(warm_up=0, rounds=1, most_rounds=1, seconds=0)
 
 
@@ -282,7 +284,7 @@ def test_run_writes_json_a_table_and_a_chart_without_any_peer(tiny_op, tmp_path)
     content = json.loads((tmp_path / "op_cpu.json").read_text())
     assert content["command"] == "python benchmarks/run.py --suite op --device cpu --threads 1 --quick"
     assert {"python", "torch", "numpy", "cpvt_det"} <= content["versions"].keys()
-    assert {"cpu", "cores", "caches", "memory_gib", "load_average"} <= content["machine"].keys()
+    assert {"cpu", "instruction_set", "flags", "cores", "caches", "memory_gib", "load_average"} <= content["machine"].keys()
     products = {"matmul_fp32_gflop_per_s", "convolution_fp32_gflop_per_s"}
     assert {"copy_in_cache_gb_per_s", "copy_in_memory_gb_per_s"} | products == content["limits"].keys()
     assert (content["device"], content["threads"]) == ("cpu", 1)

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks of whole models: equal work of every peer, cases, profile, scaling. Never a speed."""
 
+import fnmatch
+import functools
 import json
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import models, peers, profile_step, scaling
+from benchmarks import at_best, models, peers, profile_step, scaling
 from benchmarks.equal import difference
 from benchmarks.harness import Plan
 from benchmarks.run import main
 from benchmarks.suites import Options, model
 from cpvt_det.checkpoint import convert_state_dict
+
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 TINY_RECIPES = {name: models.Recipe(name, channels=32, layers=2, queries=5, classes=91) for name in ("DETR", "Deformable-DETR")}
 
@@ -47,13 +51,14 @@ def test_models_of_one_recipe_do_the_same_work_and_peg_is_told_apart(name, tmp_p
     monkeypatch.setattr(model, "SMALL", (TINY_RECIPES[name],))
     monkeypatch.setattr(model, "PLANS", {"quick": Plan(warm_up=0, rounds=1, most_rounds=1, seconds=0)})
     monkeypatch.setattr(peers, "IMPORTED", ())
-    words = ["--suite", "model", "--quick", "--case", f"{name}*training step", "--output", str(tmp_path)]
+    words = ["--suite", "model", "--quick", "--case", f"{name}-R50*training step", "--output", str(tmp_path)]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     (case,) = json.loads((tmp_path / "model_cpu.json").read_text())["cases"]
     assert case["left_out"].keys() == {"official", "transformers"}
     differences = {row["name"]: row["difference"] for row in case["rows"]}
-    assert differences["cpvt_det, padding masked"] < 1e-4
+    assert differences["cpvt_det"] == 0
+    assert "cpvt_det, padding masked" not in differences  # nothing is padded
     assert differences["cpvt_det PEG"] is differences["cpvt_det PEG bf16"] is None
     assert model.PEG in result.output
 
@@ -62,10 +67,96 @@ def test_detr_of_transformers_does_our_work(small_limits, monkeypatch):
     """Its own loss over all layers, which are taken with hooks."""
     pytest.importorskip("transformers")
     shape = model.Shape(TINY_RECIPES["DETR"], (64, 128), 2, "training step")
-    work = model.make_work(shape, shape.size, Options(peers={"transformers": None}))
+    work = model.make_work(shape, Options(peers={"transformers": None}))
     by_name = {contender.name: contender for contender in work.contenders}
-    assert [name for name, contender in by_name.items() if contender.peer] == ["transformers"]
-    assert difference(by_name["cpvt_det"].output(), by_name["transformers"].output()) < 1e-4
+    assert [name for name, contender in by_name.items() if contender.peer] == ["transformers", "transformers, channels last"]
+    for name in ("cpvt_det", "transformers, channels last"):
+        assert difference(by_name[name].output(), by_name["transformers"].output()) < 1e-4
+
+
+@pytest.mark.parametrize("passes", model.PASSES)
+@pytest.mark.parametrize("name", TINY_RECIPES)
+def test_padded_batches_are_equal_work_and_our_default_is_other_work(name, passes, small_limits):
+    """With peers that are ours again: the public ones are not everywhere."""
+    recipe = TINY_RECIPES[name]
+    for sizes, padded in zip(model.PADDED, ("29 %", "50 %"), strict=True):
+        shape = model.Shape(recipe, model.CANVAS, 2, passes, sizes)
+        assert shape.canvas == model.CANVAS
+        assert shape.name == f"{name}-R50 640x640 b2, {padded} padded, {passes}"
+        small = shape.at((128, 128))
+        assert (small.canvas, small.image) == ((128, 128), "128x128")
+        batch, _ = model.make_inputs(small, "cpu")
+        assert float(batch.padding_mask.float().mean()) == pytest.approx(small.padding)
+        assert small.padding == pytest.approx(shape.padding, abs=0.01)
+        by_name = {contender.name: contender for contender in model.make_work(small, Options()).contenders}
+        halves = {"cpvt_det bf16", "cpvt_det PEG bf16"} if padded == "29 %" else set()
+        assert by_name.keys() == {"cpvt_det", "cpvt_det, padding masked", "cpvt_det PEG"} | halves
+        shipped = by_name["cpvt_det, padding masked"]
+        assert shipped.other_work == model.MASKED
+        assert difference(shipped.output(), by_name["cpvt_det"].output()) > 1e-3
+
+
+@pytest.mark.parametrize("name", TINY_RECIPES)
+def test_transformers_does_our_work_on_padded_batches(name):
+    pytest.importorskip("transformers")
+    shape = model.Shape(TINY_RECIPES[name], model.CANVAS, 2, "inference", model.PADDED[0]).at((128, 128))
+    work = model.make_work(shape, Options(peers={"transformers": None}))
+    by_name = {contender.name: contender for contender in work.contenders}
+    for other in ("cpvt_det", "transformers, channels last"):
+        assert difference(by_name[other].output(), by_name["transformers"].output()) < work.tolerance
+
+
+class Attentive(torch.nn.Module):
+    """A convolution and attention that asks for weights, as in the official code."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(3, 8, 3)
+        self.attention = torch.nn.MultiheadAttention(8, 2)
+        self.seen = []
+
+    def forward(self, images):
+        x = self.convolution(images)
+        self.seen.append(x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous())
+        tokens = x.flatten(2).permute(2, 0, 1)
+        attended, weights = self.attention(tokens, tokens, tokens)
+        self.seen.append(weights is None)
+        return attended, attended
+
+
+def test_switches_of_a_peer_change_its_calls_and_not_its_answers():
+    torch.manual_seed(0)
+    module = Attentive()
+    plain = models.Model(module, lambda batch: module(batch.images), None)
+    batch, _ = model.make_inputs(model.Shape(TINY_RECIPES["DETR"], (64, 64), 2, "inference"), "cpu")
+    expected = plain.predict(batch)
+    fused = at_best.fused_attention(plain)
+    answers = [fused.predict(batch), plain.predict(batch)]
+    answers.append(at_best.fused_attention(at_best.channels_last(plain)).predict(batch))
+    assert module.seen == [False, False, False, True, False, False, True, True]
+    assert all(difference(answer, expected) < 1e-5 for answer in answers)
+    assert "forward" not in vars(module.attention)
+
+
+def test_rows_of_a_peer_at_its_best(monkeypatch):
+    """Of the float32 ones all are peers: the fastest of them is what ours is compared with."""
+    compiled = []
+    monkeypatch.setattr(at_best, "compiled", lambda peer: compiled.append(peer) or peer)
+    shape = model.Shape(TINY_RECIPES["DETR"], (64, 64), 1, "inference")
+
+    def build():
+        module = Attentive()
+        return models.Model(module, lambda batch: module(batch.images), None)
+
+    for everything in (False, True):
+        make = functools.partial(model.make_contender, shape, *model.make_inputs(shape, "cpu"))
+        found = at_best.at_best("official", build(), build, make, everything)
+        names = ["official, channels last", "official, fused attention", "official at its best"]
+        names += ["official, compiled"] * everything
+        assert [one.name for one in found if one.peer] == names
+        assert [one.name for one in found if not one.peer] == ["official bf16", "official at its best bf16"]
+        assert [one.name for one in found if one.attempt] == ["official, compiled"] * everything
+        assert len(compiled) == everything
 
 
 def test_steps_in_a_process_of_their_own_tell_their_time_and_output():
@@ -116,6 +207,15 @@ def test_cases_of_models_are_unique_and_default_is_a_part_of_all():
         default, everything = ([shape.name for shape in model.shapes(size, device)] for size in ("default", "all"))
         assert len(set(everything)) == len(everything)
         assert set(default) <= set(everything)
-        assert not any(shape.is_padded for shape in model.shapes("all", device) if shape.recipe.two_stage)
+        assert not any(shape.padding for shape in model.shapes("all", device) if shape.recipe.two_stage)
     for recipe in (model.DETR, model.DEFORMABLE):
         assert {shape.batch for shape in model.shapes("default", "cuda") if shape.recipe == recipe} == {1, 8}
+
+
+def test_cases_can_be_chosen_by_detector_and_by_padding():
+    names = [case.name for case in model.cases(Options())]
+    assert len(set(names)) == len(names)
+    for pattern, count in (("*29 %*", 4), ("*50 %*", 4), ("DETR-R50*", 9), ("DETR-R50*50 %*inference", 1)):
+        assert len(fnmatch.filter(names, pattern)) == count, pattern
+    assert all(case.about.keys() == model.cases(Options())[0].about.keys() for case in model.cases(Options()))
+    assert not model.padded_shapes("quick")

@@ -20,6 +20,8 @@ from benchmarks.suites import Options, data, eval, loss
 from cpvt_det.errors import BadInputError
 from cpvt_det.evaluation.coco import CocoEvaluator
 
+pytestmark = pytest.mark.usefixtures("quiet_machine")
+
 ONCE = Plan(warm_up=0, rounds=1, most_rounds=1, seconds=0)
 
 
@@ -98,9 +100,10 @@ def test_detections_are_many_and_partly_near():
     assert all(0 <= value <= 1 for value in figures.values())
 
 
-def test_both_backends_give_the_figures_of_pycocotools():
+def test_both_backends_and_faster_coco_eval_itself_give_the_figures_of_pycocotools():
     for case in eval.CASES:
         work = eval.make_work(case, 20, Options())
+        assert [contender.name for contender in work.contenders if contender.peer] == ["pycocotools", "faster_coco_eval"]
         assert all(gap < 1e-12 for gap in assert_equal_work(work).values())
 
 
