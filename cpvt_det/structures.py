@@ -247,6 +247,22 @@ def has_padding(padding_mask: Tensor) -> bool:
     return not is_at_hand or bool(padding_mask.any())
 
 
+def valid_sizes(padding_mask: Tensor) -> list[Size] | None:
+    """(height, width) of what is valid in each image of a mask (B, H, W): all of it, from the upper left corner.
+
+    Returns:
+        ``None`` for a mask of another form, and where the answer would wait for a device or break a compiled graph.
+    """
+    if padding_mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    valid = ~padding_mask
+    rows, columns = valid.any(2), valid.any(1)
+    sizes = torch.stack((rows.sum(1), columns.sum(1)), dim=1)
+    places = [torch.arange(count) < size[:, None] for count, size in zip(valid.shape[1:], sizes.T, strict=True)]
+    is_corner = torch.equal(places[0][:, :, None] & places[1][:, None, :], valid)
+    return [tuple(size) for size in sizes.tolist()] if is_corner else None
+
+
 def require_bool(padding_mask: Tensor) -> None:
     """Refuse a padding mask that is not bool.
 

@@ -15,7 +15,7 @@ from cpvt_det.builders import build_postprocessor
 from cpvt_det.config import get_cfg
 from cpvt_det.inference import PostProcessor
 from cpvt_det.losses import FocalClassification, SoftmaxClassification
-from cpvt_det.structures import Detections, PaddedBatch, Predictions, Targets, level_padding_mask, padding_mask_of
+from cpvt_det.structures import Detections, PaddedBatch, Predictions, Targets, level_padding_mask, padding_mask_of, valid_sizes
 
 # Padded batches
 
@@ -213,3 +213,15 @@ def test_postprocessor_of_the_config_keeps_its_number():
     cfg.TEST.DETECTIONS_PER_IMAGE = 7
     (found,) = build_postprocessor(cfg)(Predictions(torch.randn(1, 1, 50, 6), torch.rand(1, 1, 50, 4)), [(9, 9)])
     assert len(found.scores) == 7
+
+
+def test_sizes_are_read_from_a_mask():
+    sizes = [(5, 7), (1, 3), (4, 7), (5, 1)]
+    assert valid_sizes(padding_mask_of(sizes, (5, 7))) == sizes
+    everywhere = torch.zeros(1, 5, 7, dtype=torch.bool)
+    assert valid_sizes(everywhere) == [(5, 7)]
+    assert valid_sizes(~everywhere) == [(0, 0)]
+    for hole in ((0, 0), (2, 3), (4, 6)):
+        mask = everywhere.clone()
+        mask[(0, *hole)] = True
+        assert valid_sizes(mask) is None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cpvt_det.layers.heads import full_precision
 from cpvt_det.layers.norm import MaskedGroupNorm, group_count
-from cpvt_det.ops.linear import Conv2d
+from cpvt_det.ops.convolution import Conv2d
 from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import Levels, has_padding, level_padding_mask
 

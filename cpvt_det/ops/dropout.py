@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpvt_det.ops import routes
+
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MOST = 1 - 2**-17
 """The probability from which on the kernel's 16 bits round to dropping everything."""
@@ -89,6 +91,8 @@ def _kernel_seed(x: Tensor, probability: float, training: bool) -> int | None:
 
 @functools.cache
 def _kernel() -> ModuleType | None:
+    if not routes.is_on("dropout"):
+        return None
     try:
         return importlib.import_module("cpvt_det.ops.dropout_numba")
     except (ImportError, OSError):  # deformable attention, which loses more by it, warns of it

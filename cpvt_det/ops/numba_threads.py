@@ -46,6 +46,10 @@ class Kernel:
         return numba.njit(cache=cache, nogil=True, error_model="numpy")(self.function)
 
 
+inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
+"""A function that becomes a part of the kernels that call it."""
+
+
 def cut(length: int, work: int) -> list[tuple[int, int]]:
     """Cut ``range(length)`` into a piece for each thread that torch may use, or leave it whole where the work is small."""
     pieces = min(torch.get_num_threads(), length, max(1, work // SMALL_WORK))

@@ -12,14 +12,22 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from cpvt_det.ops import linear as products
-from cpvt_det.ops.linear import Conv2d, Linear, convolve, linear
+from cpvt_det.ops import convolution as convolution_module
+from cpvt_det.ops import linear as linear_module
+from cpvt_det.ops import routes
+from cpvt_det.ops.convolution import Conv2d, add_convolved, convolve
+from cpvt_det.ops.linear import Linear, linear
 
 
-@pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"])
+@pytest.fixture(
+    params=[(), ("linear", "pointwise"), ("pointwise", "rows"), tuple(routes.ROUTES)], ids=lambda taken: "+".join(taken) or "torch"
+)
 def library(request, monkeypatch):
-    """Both ways on every processor."""
-    monkeypatch.setattr(products, "_mkl_is_slower", lambda: request.param)
+    """All ways on every processor."""
+    monkeypatch.setattr(routes, "is_on", lambda route: route in request.param)
+    for module in (linear_module, convolution_module):
+        monkeypatch.setattr(module, "SMALL_PRODUCT", 0)
+    monkeypatch.setattr(linear_module, "SMALL", 0)
     return request.param
 
 
@@ -55,15 +63,16 @@ def test_linear_takes_a_view(library):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "stride", "padding", "bias"), [(1, 1, 0, False), (1, 2, 0, True), (3, 1, 1, False), (3, 2, 1, True)]
+    ("kernel", "stride", "padding", "bias"),
+    [(1, 1, 0, False), (1, 2, 0, True), (1, 1, 1, True), (3, 1, 1, False), (3, 1, 1, True), (3, 1, 0, False), (3, 2, 1, True)],
 )
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_convolution_with_its_norm_is_torch_s(library, kernel, stride, padding, bias, layout):
-    convolution = nn.Conv2d(24, 16, kernel, stride, padding, bias=bias)
-    norm = FrozenBatchNorm2d(16)
+    convolution = nn.Conv2d(40, 32, kernel, stride, padding, bias=bias)
+    norm = FrozenBatchNorm2d(32)
     for buffer in norm.buffers():
         buffer.uniform_(0.5, 1.5)
-    x = torch.randn(2, 24, 9, 7).to(memory_format=layout)
+    x = torch.randn(2, 40, 9, 7).to(memory_format=layout).requires_grad_()
     for found, expected in (
         (lambda x: convolve(convolution, x), convolution),
         (lambda x: convolve(convolution, x, norm), lambda x: norm(convolution(x))),
@@ -71,19 +80,34 @@ def test_a_convolution_with_its_norm_is_torch_s(library, kernel, stride, padding
         steps = []
         for call in (found, expected):
             convolution.zero_grad()
+            x.grad = None
             out = call(x)
             out.square().mean().backward()
-            steps.append((out, *(parameter.grad.clone() for parameter in convolution.parameters())))
+            steps.append((out, x.grad, *(parameter.grad.clone() for parameter in convolution.parameters())))
         assert_near(*steps)
     before = convolve(convolution, x, norm)
     norm.bias += 1
     torch.testing.assert_close(convolve(convolution, x, norm), before + 1)  # no folded weight was kept
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("has_gradient", [False, True], ids=["inference", "training"])
+def test_a_residual_is_added_to_a_convolution(library, kernel, has_gradient, monkeypatch):
+    monkeypatch.setattr("cpvt_det.ops.convolution.BLOCK", 32 * 10)  # blocks of ten cells
+    convolution, norm = nn.Conv2d(40, 32, kernel, padding=kernel // 2, bias=False), FrozenBatchNorm2d(32)
+    norm.running_var.uniform_(0.5, 1.5)
+    x, residual = (torch.randn(2, channels, 9, 7).to(memory_format=torch.channels_last) for channels in (40, 32))
+    expected = residual + norm(convolution(x))
+    with torch.set_grad_enabled(has_gradient):
+        found = add_convolved(convolution, x, norm, residual)
+    assert_near([found], [expected])
+    assert (found is residual) == (not has_gradient and kernel == 1 and "blocks" in library)
+
+
 NARROW = """
 import torch
 from torch import nn
-from cpvt_det.ops.linear import Conv2d
+from cpvt_det.ops.convolution import Conv2d
 torch.set_num_threads(1)
 for channels in range(1, 8):
     for _ in range(100):

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.ops import linear as products
+from cpvt_det.ops import routes
 from cpvt_det.position.registry import POSITION_REGISTRY
 from cpvt_det.visualize import speed
 from cpvt_det.visualize.costs import PARTS, count_costs, find_parts, part_of
@@ -119,10 +119,10 @@ def test_parameters_are_all_of_them(kind, encoding):
 
 @pytest.mark.parametrize("kind", DETECTORS)
 def test_the_way_products_are_made_does_not_count(kind, monkeypatch):
-    """oneDNN's dilated convolutions for matrix products, norms folded into weights, the op's implementation, padding."""
+    """Our ways for products and convolutions, norms folded into weights, the op's implementation, padding."""
     counts = []
-    for slower, norm, implementation in ((True, "BN", "auto"), (False, "FrozenBN", "eager"), (True, "FrozenBN", "export")):
-        monkeypatch.setattr(products, "_mkl_is_slower", lambda slower=slower: slower)
+    for ours, norm, implementation in ((True, "BN", "auto"), (False, "FrozenBN", "eager"), (True, "FrozenBN", "export")):
+        monkeypatch.setattr(routes, "is_on", lambda route, ours=ours: ours)
         more = {"MODEL__BACKBONE__NORM": norm}
         more |= {"MODEL__DEFORMABLE__IMPLEMENTATION": implementation} if kind == "deformable" else {}
         counts.append(costs_of(**{**DETECTORS[kind], **more}))

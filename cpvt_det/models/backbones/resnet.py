@@ -19,8 +19,8 @@ from cpvt_det.errors import UnknownNameError, WeightsError, first_line
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import BACKBONE_NORMS, NORM_LAYERS
 from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
-from cpvt_det.ops.linear import convolve
-from cpvt_det.structures import has_padding, level_padding_mask
+from cpvt_det.ops.convolution import add_convolved, convolve
+from cpvt_det.structures import Size, has_padding, level_padding_mask, valid_sizes
 
 STEM_WIDTH = 64
 DEPTHS = {
@@ -134,8 +134,8 @@ class ResNetBackbone(nn.Module):
         is_masked = self.mask_padding and has_padding(padding_mask)
         valid = _ValidCells(padding_mask if is_masked else None, images.dtype)
         body = self.body
-        x = valid.keep(valid.convolve(body.conv1, body.bn1, images, 2), 2).relu_()
-        x = valid.keep(body.maxpool(x), 4)  # the first padded cells' windows reach back into the image
+        x = valid.rectify(valid.convolve(body.conv1, body.bn1, images, 2), 2)
+        x = valid.rectify(body.maxpool(x), 4)  # the first padded cells' windows reach back into the image
         run_block = partial(recomputed, _run_block) if self.checkpointing else _run_block
         stride, features = 4, []
         for stage in range(2, self.stages[-1] + 1):
@@ -188,6 +188,7 @@ class _ValidCells:
     def __init__(self, padding_mask: Tensor | None, dtype: torch.dtype):
         self._padding_mask, self._dtype = padding_mask, dtype
         self._by_stride: dict[int, Tensor] = {}
+        self._sizes = None if padding_mask is None else valid_sizes(padding_mask)
 
     def at(self, stride: int) -> Tensor | None:
         """(B, 1, H, W) float, 1 = valid; ``None`` where no cell is masked."""
@@ -196,16 +197,46 @@ class _ValidCells:
             self._by_stride[stride] = valid[:, None].to(self._dtype)
         return self._by_stride.get(stride)
 
-    def keep(self, x: Tensor, stride: int) -> Tensor:
-        """``x`` (B, C, H, W), in place, with zeros under the padding."""
+    def rectify(self, x: Tensor, stride: int) -> Tensor:
+        """The ReLU of ``x`` (B, C, H, W), in place, with zeros under the padding."""
         valid = self.at(stride)
-        return x if valid is None else x.mul_(valid.to(x.dtype))
+        if valid is None:
+            return x.relu_()
+        if self._sizes is None:
+            return x.mul_(valid.to(x.dtype)).relu_()
+        return _RectifyValid.apply(x, [tuple(-(-side // stride) for side in size) for size in self._sizes])
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
         """``norm(convolution(x))``, of this stride, in memory that nobody else needs; statistics come from valid cells alone."""
         if isinstance(norm, FrozenBatchNorm2d):
             return convolve(convolution, x, norm)
         return norm(convolve(convolution, x), self.at(stride))
+
+    def add_convolved(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor) -> Tensor:
+        """:meth:`convolve` and ``residual``, which nobody else needs where gradients are off."""
+        if isinstance(norm, FrozenBatchNorm2d):
+            return add_convolved(convolution, x, norm, residual)
+        return self.convolve(convolution, norm, x, stride).add_(residual)
+
+
+class _RectifyValid(torch.autograd.Function):
+    """The ReLU in place, then zeros outside (h, w) of each image: only the padding is written twice, and the gradient of a ReLU,
+    which is zero where its output is, needs no change."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, sizes: Sequence[Size]) -> Tensor:
+        x.relu_()
+        for image, (height, width) in zip(x, sizes, strict=True):
+            image[:, height:] = 0
+            image[:, :height, width:] = 0
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (out,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(grad, out, 0), None
 
 
 def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _ValidCells, is_returned: bool) -> tuple[Tensor, int]:
@@ -218,16 +249,14 @@ def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _V
     shortcut = x
     if block.downsample is not None:
         shortcut = valid.convolve(*block.downsample, x, out_stride)
-    # What is masked before the ReLU is zero after it too, and both can be done in place.
     if isinstance(block, Bottleneck):
-        x = valid.keep(valid.convolve(block.conv1, block.bn1, x, stride), stride).relu_()
+        x = valid.rectify(valid.convolve(block.conv1, block.bn1, x, stride), stride)
         x = valid.convolve(block.conv2, block.bn2, x, out_stride).relu_()
-        x = valid.convolve(block.conv3, block.bn3, x, out_stride)
+        x = valid.add_convolved(block.conv3, block.bn3, x, out_stride, shortcut)
     else:
-        x = valid.keep(valid.convolve(block.conv1, block.bn1, x, out_stride), out_stride).relu_()
-        x = valid.convolve(block.conv2, block.bn2, x, out_stride)
-    x = x.add_(shortcut)
-    return (valid.keep(x, out_stride) if is_looked_across else x).relu_(), out_stride
+        x = valid.rectify(valid.convolve(block.conv1, block.bn1, x, out_stride), out_stride)
+        x = valid.add_convolved(block.conv2, block.bn2, x, out_stride, shortcut)
+    return valid.rectify(x, out_stride) if is_looked_across else x.relu_(), out_stride
 
 
 def _trunk(name: str, norm: str, dilation: bool, last_stage: int, width: int) -> ResNet:

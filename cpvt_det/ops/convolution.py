@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions that take the fastest of a CPU's ways, with a frozen norm folded into their weight.
+
+On one thread torch gives 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, by a fifth with AVX2 and
+twice on AMD's processors with AVX-512: so they are dilated here, which on a kernel of one cell means nothing.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchvision.ops import FrozenBatchNorm2d
+
+from cpvt_det.ops import routes, winograd
+
+NARROW = 8
+"""Input channels below which no strided 1x1 convolution is handed to torch: its weight's gradient is written past the end of
+the buffer by oneDNN's AVX2 kernel, in channels last (``tests/upstream/strided_1x1.py``; oneDNN 3.7 and 3.12). Skipping the cells
+first, with a stride of 1 after it, is the same sum."""
+BLOCK = 1 << 20  # numbers of a block of cells
+SMALL_PRODUCT = 1 << 25  # multiplications, below which torch's own way is the quicker one
+FEW_CELLS = 6400  # of a batch's output, below which oneDNN's AVX2 kernel makes the gradient of a 1x1 weight slower than MKL does
+
+
+class Conv2d(nn.Conv2d):
+    """``nn.Conv2d`` by :func:`convolve`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C', H', W')."""
+        return convolve(self, x)
+
+
+def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None = None) -> Tensor:
+    """``convolution(x)``, with the frozen norm after it, if any, as part of its weight; gradients reach that all the same.
+
+    Args:
+        convolution: convolution that pads with zeros.
+        x: (B, C, H, W) float.
+        norm: frozen norm of the convolution's output; ``None``: no norm.
+    """
+    weight, bias = _folded(convolution, norm)
+    stride, padding, dilation, groups = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
+    if winograd.is_for(x, weight, stride, padding, dilation, groups):
+        return winograd.convolve_3x3(x, weight, bias)
+    if convolution.kernel_size == (1, 1):
+        if padding == (0, 0) and x.shape[1] < NARROW:
+            x, stride = x[:, :, :: stride[0], :: stride[1]], (1, 1)
+        if padding == (0, 0) and groups == 1:
+            return convolve_1x1(x, weight, bias, stride)
+    is_strided = convolution.kernel_size == (3, 3) and (stride, dilation, groups) == ((2, 2), (1, 1), 1)
+    if is_strided and _learns(x, weight) and x[:, 0, ::2, ::2].numel() * weight.numel() >= SMALL_PRODUCT:
+        return _ByRows.apply(x, weight, bias, stride, padding, dilation)
+    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None, residual: Tensor) -> Tensor:
+    """``residual + norm(convolution(x))``, in the memory of ``residual`` where no gradient needs that.
+
+    Then by blocks of cells: a convolved block stays in the cache, and no further map is made, whose new pages of memory take longer
+    than the sum.
+    """
+    is_1x1 = (convolution.kernel_size, convolution.stride, convolution.padding, convolution.groups) == ((1, 1), (1, 1), (0, 0), 1)
+    cells = residual.permute(0, 2, 3, 1)
+    if torch.is_grad_enabled() or not is_1x1 or not cells.is_contiguous() or not routes.takes("blocks", x):
+        return convolve(convolution, x, norm).add_(residual)
+    weight, bias = _folded(convolution, norm)
+    rows, sums = x.permute(0, 2, 3, 1).flatten(0, 2), cells.flatten(0, 2)  # (B, C, H, W) -> (B * H * W, C)
+    for some, total in zip(rows.split(BLOCK // len(weight)), sums.split(BLOCK // len(weight)), strict=True):
+        total += convolve_1x1(some.T[None, :, :, None], weight, bias)[0, :, :, 0].T
+    return residual
+
+
+def _folded(convolution: nn.Conv2d, norm: FrozenBatchNorm2d | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the convolution with the norm after it."""
+    weight, bias = convolution.weight, convolution.bias
+    if norm is None:
+        return weight, bias
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    shift = norm.bias - norm.running_mean * scale
+    return weight * scale[:, None, None, None], shift if bias is None else shift + bias * scale
+
+
+def convolve_1x1(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1)) -> Tensor:
+    """The product of every ``stride``-th cell of (B, C, H, W) float with (C', C, 1, 1) -> (B, C', H', W')."""
+    if not routes.takes("pointwise", x):
+        return F.conv2d(x, weight, bias, stride)
+    cells = x[:, 0, :: stride[0], :: stride[1]].numel()
+    if cells * weight.numel() < SMALL_PRODUCT:
+        return F.conv2d(x, weight, bias, stride)
+    if cells < FEW_CELLS and _learns(x, weight):
+        return _ByRows.apply(x, weight, bias, stride, (0, 0), (2, 2))
+    return F.conv2d(x, weight, bias, stride, dilation=2)
+
+
+def _learns(x: Tensor, weight: Tensor) -> bool:
+    """Whether the gradient of a weight will be made, and made of rows."""
+    return torch.is_grad_enabled() and weight.requires_grad and routes.takes("rows", x)
+
+
+class _ByRows(torch.autograd.Function):
+    """``F.conv2d`` whose weight's gradient is a product of matrices for each row of the kernel, which MKL makes."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, stride, padding, dilation):
+        x = x.contiguous(memory_format=torch.channels_last)
+        ctx.save_for_backward(x, weight)
+        ctx.form = stride, padding, dilation
+        return F.conv2d(x, weight, bias, stride, padding, dilation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        stride, padding, dilation = ctx.form
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            form = (stride, padding, dilation, False, (0, 0), 1, (True, False, False))
+            of_x = torch.ops.aten.convolution_backward(grad, x, weight, None, *form)[0]
+        if ctx.needs_input_grad[1]:
+            of_weight = _weight_gradient(x, grad, weight.shape[2], stride, padding)
+        if ctx.needs_input_grad[2]:
+            of_bias = grad.sum((0, 2, 3))
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _weight_gradient(x: Tensor, grad: Tensor, side: int, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """The gradient (C', C, side, side) from input (B, C, H, W) and gradient (B, C', H', W'), both channels last."""
+    batch, out_channels, height, width = grad.shape
+    channels, of_rows = x.shape[1], grad.permute(0, 2, 3, 1).reshape(-1, out_channels).T
+    cells = x.permute(0, 2, 3, 1)  # (B, C, H, W) -> (B, H, W, C)
+    if padding != (0, 0):
+        cells = F.pad(cells, (0, 0, padding[1], padding[1], padding[0], padding[0]))
+    lines = []
+    for i in range(side):
+        line = cells[:, i :: stride[0]][:, :height]
+        # The kernel's row on the cells: side * C neighbours in memory, every ``stride`` cells.
+        strides = (line.stride(0), line.stride(1), stride[1] * channels, 1)
+        rows = line.as_strided((batch, height, width, side * channels), strides).reshape(-1, side * channels)
+        lines.append((of_rows @ rows).view(out_channels, side, channels))
+    return torch.stack(lines, dim=1).permute(0, 3, 1, 2)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way an operation takes on a CPU: by the processor's instructions, never by its maker.
+
+``CPVT_DET_WITHOUT=winograd,rows`` in the environment leaves ways out, one or more; torch's own is taken instead.
+"""
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from cpvt_det.errors import ConfigError
+
+ROUTES = {
+    "linear": ("AVX512",),
+    "pointwise": ("AVX2", "AVX512"),
+    "rows": ("AVX2",),
+    "winograd": ("AVX2",),
+    "blocks": ("",),
+    "dropout": ("",),
+}
+"""Way -> the instruction sets that take it, as the beginning of what torch calls them.
+
+- ``linear`` (``ops/linear.py``): linear layers by oneDNN;
+- ``pointwise`` (``ops/convolution.py``): 1x1 convolutions by oneDNN;
+- ``rows`` (``ops/convolution.py``): gradients of weights as products of rows;
+- ``blocks`` (``ops/convolution.py``): residual sums by blocks of cells, in inference;
+- ``winograd`` (``ops/winograd.py``): 3x3 convolutions with fewer multiplications;
+- ``dropout`` (``ops/dropout.py``): dropout by a kernel of our own.
+"""
+SWITCH = "CPVT_DET_WITHOUT"
+
+
+@functools.cache
+def is_on(route: str) -> bool:
+    """Whether a way is taken on this processor, and not switched off.
+
+    Raises:
+        ConfigError: a switch with a name that is none of :data:`ROUTES`.
+    """
+    left_out = [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
+    for name in left_out:
+        if name not in ROUTES:
+            raise ConfigError(f"{SWITCH} names the unknown way {name!r}; known: {', '.join(ROUTES)}")
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return route not in left_out and instructions.startswith(ROUTES[route])
+
+
+def takes(route: str, x: Tensor) -> bool:
+    """Whether a way is taken for ``x``: a plain float32 tensor on a CPU, without autocast, and neither traced nor counted."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() == 0:
+        return False
+    is_watched = torch.is_autocast_enabled("cpu") or _get_current_dispatch_mode() is not None
+    return torch.backends.mkldnn.enabled and not is_watched and is_on(route)

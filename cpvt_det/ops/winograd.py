@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""3x3 convolutions on a CPU with 4 of 9 multiplications, by Winograd's minimal filtering.
+
+A tile of 2 x 2 outputs takes 16 products per pair of channels in place of 36: products of matrices, 16 for a block of tiles, with
+cheap sums around them. In float32 the error is that of the direct sum, about half to twice as large by the kernel that one compares
+with; larger tiles would save more and lose digits.
+
+Source: arXiv 1509.09308, section 4.1, F(2x2, 3x3).
+"""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cpvt_det.ops import routes
+
+NARROW = 32  # channels below which the sums around the products take longer than these save
+
+
+def is_for(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
+    """Whether a convolution of ``x`` goes this way on this machine."""
+    is_fit = weight.shape[2:] == (3, 3) and (stride, padding, dilation, groups) == ((1, 1), (1, 1), (1, 1), 1)
+    return is_fit and min(weight.shape[:2]) >= NARROW and routes.takes("winograd", x) and _kernels() is not None
+
+
+def convolve_3x3(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.conv2d(x, weight, bias, padding=1)``.
+
+    Args:
+        x: (B, C, H, W) float32, not empty.
+        weight: (C', C, 3, 3) float32.
+        bias: (C',) float32, or ``None``.
+
+    Returns:
+        (B, C', H, W), channels last.
+    """
+    return _Convolution.apply(x, weight, bias)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        x = x.contiguous(memory_format=torch.channels_last)
+        ctx.save_for_backward(x, weight)
+        return _kernels().convolve(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = _kernels().convolve_back(grad, weight)
+        if ctx.needs_input_grad[1]:
+            of_weight = _kernels().weight_gradient(x, grad)
+        if ctx.needs_input_grad[2]:
+            of_bias = grad.sum((0, 2, 3))
+        return of_x, of_weight, of_bias
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    try:
+        return importlib.import_module("cpvt_det.ops.winograd_numba")
+    except (ImportError, OSError):
+        return None

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways are chosen by instruction set, can be left out by name, and are taken by plain float32 tensors on a CPU alone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from cpvt_det.errors import ConfigError
+from cpvt_det.ops import routes
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    routes.is_on.cache_clear()
+    yield
+    routes.is_on.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("instructions", "taken"),
+    [
+        ("AVX512", {"linear", "pointwise", "blocks", "dropout"}),
+        ("AVX2", {"pointwise", "rows", "winograd", "blocks", "dropout"}),
+        ("DEFAULT", {"blocks", "dropout"}),
+    ],
+)
+def test_instructions_choose(instructions, taken, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    assert {route for route in routes.ROUTES if routes.is_on(route)} == taken
+
+
+def test_a_way_is_left_out_by_name(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setenv(routes.SWITCH, "winograd, rows")
+    assert {route for route in routes.ROUTES if routes.is_on(route)} == {"pointwise", "blocks", "dropout"}
+
+
+def test_an_unknown_way_is_refused_with_the_known_ones(monkeypatch):
+    monkeypatch.setenv(routes.SWITCH, "winogard")
+    message = r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, pointwise, rows, winograd, blocks, dropout"
+    with pytest.raises(ConfigError, match=message):
+        routes.is_on("rows")
+
+
+def test_only_plain_float32_on_a_cpu_takes_a_way(monkeypatch):
+    monkeypatch.setattr(routes, "is_on", lambda route: True)
+    x = torch.ones(2, 3)
+    assert routes.takes("winograd", x)
+    for other in (x.double(), x.bfloat16(), x[:0], x.to("meta")):
+        assert not routes.takes("winograd", other)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not routes.takes("winograd", x)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not routes.takes("winograd", x)
+    with FlopCounterMode(display=False):
+        assert not routes.takes("winograd", x)
+    seen = []
+
+    @torch.compile(backend="eager")
+    def compiled(x):
+        return x + (1 if routes.takes("winograd", x) else 2)
+
+    seen.append(compiled(x))
+    assert torch.equal(seen[0], x + 2)
+
+
+@pytest.mark.parametrize("left_out", sorted(routes.ROUTES))
+def test_a_command_without_a_way_works(left_out):
+    """Read from the environment of a new process."""
+    program = f"from cpvt_det.ops import routes; print(routes.is_on({left_out!r}))"
+    environment = {**os.environ, routes.SWITCH: left_out}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "False\n", ended.stderr
