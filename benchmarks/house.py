@@ -7,7 +7,8 @@ Counts any checkout, ``--root``; ``--beside`` puts the JSON of another one into 
 - **Functions / files** on a road: functions of the package that a profiler sees entered, and their files; comprehensions, lambdas
   and generator expressions are no functions. A tiny model (BatchNorm, PEG), drawn images, one process, no data workers, no backward
   pass. Data sets, loader and model are made before. The road is taken twice, and the second time counts; "first time" includes
-  what loads and compiles kernels.
+  what loads and compiles kernels. "Above the kernels" leaves ``ops/`` out: products, convolutions, dropout and deformable attention
+  on a CPU, where other code bases call torch.
 - **Hops**, by a rule and not by reading: functions of the road that enter another one, and each of the detector's parts (``PARTS``
   in ``house_road.py``) once, with nothing that is entered inside it. Functions of the rooms in ``HELPERS`` are no hops.
 - **Deepest stack**: the longest chain of nested calls of the road's functions.
@@ -153,6 +154,10 @@ def road_rows(roads: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Table rows of traced roads."""
     rows = {
         f"functions / files, {title}": "{functions} / {files} (first time {first_time})".format(**road)
+        for title, road in roads.items()
+    }
+    rows |= {
+        f"of these above the kernels, {title}": "{above_kernels} / {files_above_kernels}".format(**road)
         for title, road in roads.items()
     }
     return rows | {f"hops; deepest stack, {title}": "{hops}; {deepest}".format(**road) for title, road in roads.items()}
