@@ -39,7 +39,7 @@ NO_CONFIG = reader(
 CASES = [
     Case(
         "YAML tag that runs code",
-        config("SEED: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{ran}']]"),
+        config("SEED: !!python/object/apply:os.mkdir ['{ran}']"),
         "run.yaml: could not determine a constructor for the tag",
         guard=reader("str(path), allow_unsafe=False", "str(path), allow_unsafe=True"),
     ),

@@ -57,7 +57,10 @@ def killed_run(folder: Path) -> Ending:
     first.stdout.readline()
     first.kill()
     first.communicate()
-    return call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
+    assert (folder / "out/.lock").read_text() == str(first.pid), "the killed run left no trace"
+    ending = call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
+    assert ending.code or (folder / "out/model_final.pth").is_file()
+    return ending
 
 
 def dead_worker(folder: Path) -> Ending:
@@ -105,7 +108,13 @@ CASES = [
         "another run, process ..., is using OUTPUT_DIR ",
         guard=Cut("runner/setup.py", LOCK, "pass"),
     ),
-    Case("a run in the folder of one that was killed", killed_run, "", 0, guard=Cut("runner/setup.py", LOCK, STALE)),
+    Case(
+        "a run in the folder of one that was killed",
+        killed_run,
+        "Seed 11: iterations 0 to 2 of DETR",
+        0,
+        guard=Cut("runner/setup.py", LOCK, STALE),
+    ),
     Case(
         "a data worker killed",
         dead_worker,
