@@ -111,7 +111,7 @@ def meet(row: str, root: Path, answer: Connection) -> None:
     os.chdir(root)  # Python takes the current folder before all others, in what the row starts too
     sys.path.insert(0, str(root))
     sys.dont_write_bytecode = True  # of a file that changes several times within a second, as its time in whole seconds decides
-    os.environ.update(PYTHONPATH=os.pathsep.join((str(root), str(TESTS))), PYTHONDONTWRITEBYTECODE="1")
+    os.environ.update(PYTHONPATH=os.pathsep.join((str(root), str(TESTS))), PYTHONDONTWRITEBYTECODE="1", CUDA_VISIBLE_DEVICES="")
     import torch
 
     torch.set_num_threads(1)
