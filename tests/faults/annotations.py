@@ -11,7 +11,10 @@ time, of which parsing the JSON takes 4.
 
 import json
 
-from faults.drawn import DataCase, Drawn
+import numpy as np
+
+from faults.case import Cut
+from faults.drawn import DataCase, Drawn, read_set
 
 
 def annotation(**values):
@@ -91,93 +94,351 @@ def renumber(drawn: Drawn) -> None:
         box["category_id"] = new[box["category_id"]]
 
 
+def boxes(*expected: list[float]):
+    """Look at the first image's first boxes, xywh: the second of the drawn ones comes after them, in training and in evaluation."""
+
+    def then(drawn: Drawn) -> None:
+        dataset, wanted = read_set(drawn), [*expected, [15, 8, 16.5, 24.25]]
+        x0, y0, x1, y1 = dataset.records[0].boxes_xyxy.T
+        np.testing.assert_allclose(np.stack((x0, y0, x1 - x0, y1 - y0), 1), wanted, atol=1e-5)
+        evaluated = [entry["bbox"] for entry in dataset.ground_truth["annotations"] if entry["image_id"] == 1]
+        np.testing.assert_allclose(evaluated, wanted)
+
+    return then
+
+
+def areas(drawn: Drawn) -> None:
+    """Every object counts as large as its box, and none is a crowd."""
+    for entry in read_set(drawn).ground_truth["annotations"]:
+        assert entry["area"] == entry["bbox"][2] * entry["bbox"][3] and entry["iscrowd"] == 0
+
+
+def labels(drawn: Drawn) -> None:
+    """The classes are numbered from 0 without gaps, by rising id."""
+    assert [record.labels.tolist() for record in read_set(drawn).records] == [[0, 1]] * 4
+
+
+def rule(old: str, new: str = "if False:") -> Cut:
+    return Cut("data/validation/rules.py", old, new)
+
+
+def reader(old: str, new: str = "if False:") -> Cut:
+    return Cut("data/coco.py", old, new)
+
+
 HERE = "annotations[0] (id 1, image 1): "
+FOUR_NUMBERS = "if type(box) is not list or len(box) != 4 or not all(type(side) in (int, float) for side in box):"
+FLAT = (  # a box without area meets the one or the other
+    rule("if w <= 0 or h <= 0:"),
+    rule("return (None, WITHOUT_AREA) if _vanishes(x, y, x + w, y + h) else (box, None)", "return box, None"),
+)
+FINITE = rule("if not all(map(is_number, box)):")
+KNOWN = rule("if type(value) is not int or value not in known:")
+NUMBER = rule("if value is not None and not is_number(value):")
+AREA = rule("if area is not None and not 0 <= area <= LARGEST_AREA:")
+ANY_OBJECT = Cut(
+    "data/validation/check.py",
+    "if split and not any(len(record.labels) for dataset in split for record in dataset.records):",
+    "if False:",
+)
+SECTION = reader("if not isinstance(section, list) or not section:")
+UNIQUE = reader("for value in _double(str(category[key]) for category in good):", "for value in ():")
+JSON = reader("except (ValueError, RecursionError) as error:", "except ZeroDivisionError as error:")
 
 CASES = [
-    DataCase("box of zero area", annotation(bbox=[4, 5, 0, 12]), f"boxes without area, left out: ...{HERE}bbox [4, 5, 0, 12]", 0),
-    DataCase("box of negative width", annotation(bbox=[24, 5, -20, 12]), "boxes without area, left out: 1", 0),
-    DataCase("box so thin that it vanishes in float32", annotation(bbox=[30, 5, 1e-9, 12]), "boxes without area, left out: 1", 0),
+    DataCase(
+        "box of zero area",
+        annotation(bbox=[4, 5, 0, 12]),
+        f"boxes without area, left out: ...{HERE}bbox [4, 5, 0, 12]",
+        0,
+        guard=FLAT,
+        then=boxes(),
+    ),
+    DataCase(
+        "box of negative width",
+        annotation(bbox=[24, 5, -20, 12]),
+        "boxes without area, left out: 1",
+        0,
+        guard=FLAT,
+        then=boxes(),
+    ),
+    DataCase(
+        "box so thin that it vanishes in float32",
+        annotation(bbox=[30, 5, 1e-9, 12]),
+        "boxes without area, left out: 1",
+        0,
+        guard=FLAT[1],
+        then=boxes(),
+    ),
     DataCase(
         "box less than a pixel wide",
         annotation(bbox=[30, 5, 0.6, 12]),
         f"boxes less than a pixel wide or high, kept: ...{HERE}bbox [30, 5, 0.6, 12]",
         0,
+        guard=reader("if min(box[2:]) < 1:"),
+        then=boxes([30, 5, 0.6, 12]),
     ),
     DataCase(
         "all boxes within [0, 1]",
         normalised,
         "boxes that are not in pixels: ...all 8 are within [0, 1]; bbox must be [x, y, width, height] in pixels, not in parts of",
+        guard=reader("if boxes and all(max(x + w, y + h) <= 1 for x, y, w, h in boxes):"),
     ),
-    DataCase("box outside its image", annotation(bbox=[60, 5, 20, 12]), f"boxes outside the image, left out: ...{HERE}", 0),
-    DataCase("box partly outside its image", annotation(bbox=[50, -5, 20, 12]), "boxes partly outside the image, clipped: 1", 0),
     DataCase(
-        "NaN in a box", annotation(bbox=[4, float("nan"), 20, 12]), f"boxes that are not finite: ...{HERE}bbox [4, nan, 20, 12]"
+        "box outside its image",
+        annotation(bbox=[60, 5, 20, 12]),
+        f"boxes outside the image, left out: ...{HERE}",
+        0,
+        guard=rule("if x1 <= x0 or y1 <= y0 or _vanishes(x0, y0, x1, y1):"),
+        then=boxes(),
     ),
-    DataCase("infinity in a box", annotation(bbox=[4, 5, float("inf"), 12]), f"boxes that are not finite: ...{HERE}"),
-    DataCase("box of 3 numbers", annotation(bbox=[4, 5, 20]), f"{HERE}bbox [4, 5, 20]; expected [x, y, width, height] in pixels"),
-    DataCase("box of text", annotation(bbox=["4", "5", "20", "12"]), f"boxes that are not four numbers: ...{HERE}bbox ['4', "),
-    DataCase("empty box", annotation(bbox=[]), f"boxes that are not four numbers: ...{HERE}bbox []"),
-    DataCase("no box", annotation(bbox=None), f"boxes that are not four numbers: ...{HERE}bbox None"),
-    DataCase("annotation of an unknown image", annotation(image_id=9), "(id 1, image 9): image_id 9, which is not an id in images"),
     DataCase(
-        "annotation of an unknown category", annotation(category_id=4), f"annotations of unknown categories: ...{HERE}category_id 4"
+        "box partly outside its image",
+        annotation(bbox=[50, -5, 20, 12]),
+        "boxes partly outside the image, clipped: 1",
+        0,
+        guard=rule("return [x0, y0, x1 - x0, y1 - y0], CLIPPED", "return box, CLIPPED"),
+        then=boxes([50, 0, 10, 7]),
+    ),
+    DataCase(
+        "NaN in a box",
+        annotation(bbox=[4, float("nan"), 20, 12]),
+        f"boxes that are not finite: ...{HERE}bbox [4, nan, 20, 12]",
+        guard=FINITE,
+    ),
+    DataCase("infinity in a box", annotation(bbox=[4, 5, float("inf"), 12]), f"boxes that are not finite: ...{HERE}", guard=FINITE),
+    DataCase(
+        "box of 3 numbers",
+        annotation(bbox=[4, 5, 20]),
+        f"{HERE}bbox [4, 5, 20]; expected [x, y, width, height] in pixels",
+        guard=rule(FOUR_NUMBERS, FOUR_NUMBERS.replace("len(box) != 4 or ", "")),
+    ),
+    DataCase(
+        "box of text",
+        annotation(bbox=["4", "5", "20", "12"]),
+        f"boxes that are not four numbers: ...{HERE}bbox ['4', ",
+        guard=rule(FOUR_NUMBERS, "if type(box) is not list or len(box) != 4:"),
+    ),
+    DataCase(
+        "empty box",
+        annotation(bbox=[]),
+        f"boxes that are not four numbers: ...{HERE}bbox []",
+        guard=rule(FOUR_NUMBERS, FOUR_NUMBERS.replace("len(box) != 4 or ", "")),
+    ),
+    DataCase(
+        "no box",
+        annotation(bbox=None),
+        f"boxes that are not four numbers: ...{HERE}bbox None",
+        guard=rule(FOUR_NUMBERS, FOUR_NUMBERS.replace("type(box) is not list or ", "")),
+    ),
+    DataCase(
+        "annotation of an unknown image",
+        annotation(image_id=9),
+        "(id 1, image 9): image_id 9, which is not an id in images",
+        guard=KNOWN,
+    ),
+    DataCase(
+        "annotation of an unknown category",
+        annotation(category_id=4),
+        f"annotations of unknown categories: ...{HERE}category_id 4",
+        guard=KNOWN,
     ),
     DataCase(
         "category_id as text",
         annotation(category_id="3"),
         "category_id '3', which is not an id in categories; it is text, not a number",
+        guard=KNOWN,
     ),
-    DataCase("annotation without id", annotation(id=None), "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes", 0),
-    DataCase("annotation id twice", repeat("annotations"), "annotations[8] (id 1, image 1): an earlier annotation has the same id"),
-    DataCase("annotation that is no object", lambda d: d.content["annotations"].append(7), "annotations[8]: 7"),
-    DataCase("no area and no iscrowd", without_extras, "annotations without area or iscrowd, filled in: 8", 0),
-    DataCase("area that is NaN", annotation(area=float("nan")), f"annotations whose area is not a number: ...{HERE}area nan"),
+    DataCase(
+        "annotation without id",
+        annotation(id=None),
+        "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
+        0,
+        guard=reader('annotation_id = annotation.get("id")', 'annotation_id = annotation["id"]'),
+    ),
+    DataCase(
+        "annotation id twice",
+        repeat("annotations"),
+        "annotations[8] (id 1, image 1): an earlier annotation has the same id",
+        guard=reader("if annotation_id in seen:"),
+    ),
+    DataCase(
+        "annotation that is no object",
+        lambda d: d.content["annotations"].append(7),
+        "annotations[8]: 7",
+        guard=rule("if type(annotation) is not dict:"),
+    ),
+    DataCase(
+        "no area and no iscrowd",
+        without_extras,
+        "annotations without area or iscrowd, filled in: 8",
+        0,
+        guard=reader("area = box_area if area is None else", "area = 0.0 if area is None else"),
+        then=areas,
+    ),
+    DataCase(
+        "area that is NaN",
+        annotation(area=float("nan")),
+        f"annotations whose area is not a number: ...{HERE}area nan",
+        guard=(NUMBER, AREA),
+    ),
     DataCase(
         "area below 0",
         annotation(area=-5),
         f"annotations whose area is out of range: ...{HERE}area -5; expected 0 to 1e10 square pixels",
+        guard=AREA,
     ),
-    DataCase("area of 2e10", annotation(area=2e10), f"annotations whose area is out of range: ...{HERE}area 20000000000.0"),
-    DataCase("area of 0", annotation(area=0), "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes", 0),
-    DataCase("iscrowd of -1", annotation(iscrowd=-1), f"annotations whose iscrowd is neither 0 nor 1: ...{HERE}iscrowd -1"),
-    DataCase("iscrowd as text", annotation(iscrowd="no"), f"annotations whose iscrowd is not a number: ...{HERE}iscrowd 'no'"),
-    DataCase("a crowd", annotation(iscrowd=1), "4 images, 0 of them without objects, 7 boxes", 0),
-    DataCase("images without objects", only_first_boxes, "4 images, 2 of them without objects, 4 boxes", 0),
+    DataCase(
+        "area of 2e10",
+        annotation(area=2e10),
+        f"annotations whose area is out of range: ...{HERE}area 20000000000.0",
+        guard=AREA,
+    ),
+    DataCase(
+        "area of 0",
+        annotation(area=0),
+        "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
+        0,
+        guard=rule("not 0 <= area <= LARGEST_AREA", "not 0 < area <= LARGEST_AREA"),
+    ),
+    DataCase(
+        "iscrowd of -1",
+        annotation(iscrowd=-1),
+        f"annotations whose iscrowd is neither 0 nor 1: ...{HERE}iscrowd -1",
+        guard=rule('if annotation.get("iscrowd") not in (None, 0, 1):'),
+    ),
+    DataCase(
+        "iscrowd as text",
+        annotation(iscrowd="no"),
+        f"annotations whose iscrowd is not a number: ...{HERE}iscrowd 'no'",
+        guard=(NUMBER, rule('if annotation.get("iscrowd") not in (None, 0, 1):')),
+    ),
+    DataCase(
+        "a crowd",
+        annotation(iscrowd=1),
+        "4 images, 0 of them without objects, 7 boxes",
+        0,
+        guard=reader('[annotation for annotation in annotations if not annotation["iscrowd"]]', "annotations"),
+    ),
+    DataCase(
+        "images without objects",
+        only_first_boxes,
+        "4 images, 2 of them without objects, 4 boxes",
+        0,
+        guard=reader(".reshape(-1, 4)", ""),
+    ),
     DataCase(
         "more boxes than queries",
         many_boxes,
         "images with more boxes than queries, so that some boxes cannot be learned: 1\n"
         "    image 2: .../images/2.png has 11 boxes, there are 6 queries",
         0,
+        guard=Cut("data/validation/check.py", "if len(record.labels) > num_queries:", "if False:"),
     ),
-    DataCase("no annotation in the whole split", content(annotations=[]), "drawn: no image has an object; is it the right JSON?"),
-    DataCase("nothing but crowds", crowds_only, "drawn: no image has an object; is it the right JSON?"),
-    DataCase("no section annotations", content(annotations=None), "drawn: no image has an object; is it the right JSON?"),
-    DataCase("annotations that are no list", content(annotations={}), "set.json is not COCO: its 'annotations' are not a list"),
-    DataCase("no section categories", content(categories=None), "set.json is not COCO: it has no 'categories'"),
-    DataCase("empty categories", content(categories=[]), "set.json is not COCO: it has no 'categories'"),
-    DataCase("category id twice", repeat("categories", name="tick"), "category ids that are not unique: ...id 3"),
-    DataCase("category name twice", repeat("categories", id=4), "category names that are not unique: ...name cell"),
-    DataCase("category without name", entry("categories", name=None), "entries without a field: ...categories[0]: no 'name'"),
-    DataCase("category ids with gaps, from 0", renumber, "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes", 0),
-    DataCase("no section images", content(images=None), "set.json is not COCO: it has no 'images'"),
-    DataCase("image id twice", repeat("images"), "image ids that are not unique: ...image 1 (1.png)...image 1 (1.png)"),
-    DataCase("image ids of text", entry("images", id="one"), "ids that are not whole numbers: ...images[0]: id 'one'"),
-    DataCase("image without height", entry("images", height=None), "images[0]: no 'height'"),
-    DataCase("image of height 0", entry("images", height=0), "images[0]: image 1 (1.png) has size 0 x 60"),
-    DataCase("several faults at once", lambda d: [change(d) for change in SEVERAL], "4 faults in the data"),
-    DataCase("malformed JSON", file_of(lambda text: text[:-1]), "set.json is not JSON: "),
-    DataCase("empty JSON file", file_of(lambda text: b""), "set.json is not JSON: "),
     DataCase(
-        "JSON that is not UTF-8", file_of(lambda text: text.replace(b"cell", b"c\xe9ll")), "set.json is not JSON: 'utf-8' codec"
+        "no annotation in the whole split",
+        content(annotations=[]),
+        "drawn: no image has an object; is it the right JSON?",
+        guard=ANY_OBJECT,
     ),
-    DataCase("JSON of 100,000 nested lists", file_of(lambda text: b"[" * 100_000), "set.json is not JSON: "),
-    DataCase("JSON with a byte order mark", file_of(lambda text: b"\xef\xbb\xbf" + text), "drawn: 4 images", 0),
-    DataCase("a list instead of an object", file_of(lambda text: b"[]"), "set.json is not COCO: expected an object with images, "),
+    DataCase("nothing but crowds", crowds_only, "drawn: no image has an object; is it the right JSON?", guard=ANY_OBJECT),
+    DataCase(
+        "no section annotations",
+        content(annotations=None),
+        "drawn: no image has an object; is it the right JSON?",
+        guard=ANY_OBJECT,
+    ),
+    DataCase(
+        "annotations that are no list",
+        content(annotations={}),
+        "set.json is not COCO: its 'annotations' are not a list",
+        guard=reader('if not isinstance(content.setdefault("annotations", []), list):', 'if content.get("annotations") is None:'),
+    ),
+    DataCase("no section categories", content(categories=None), "set.json is not COCO: it has no 'categories'", guard=SECTION),
+    DataCase("empty categories", content(categories=[]), "set.json is not COCO: it has no 'categories'", guard=SECTION),
+    DataCase("category id twice", repeat("categories", name="tick"), "category ids that are not unique: ...id 3", guard=UNIQUE),
+    DataCase("category name twice", repeat("categories", id=4), "category names that are not unique: ...name cell", guard=UNIQUE),
+    DataCase(
+        "category without name",
+        entry("categories", name=None),
+        "entries without a field: ...categories[0]: no 'name'",
+        guard=rule('missing = _missing(category, ("id", "name"))', 'missing = _missing(category, ("id",))'),
+    ),
+    DataCase(
+        "category ids with gaps, from 0",
+        renumber,
+        "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
+        0,
+        guard=reader('label_of[annotation["category_id"]]', 'annotation["category_id"]'),
+        then=labels,
+    ),
+    DataCase("no section images", content(images=None), "set.json is not COCO: it has no 'images'", guard=SECTION),
+    DataCase(
+        "image id twice",
+        repeat("images"),
+        "image ids that are not unique: ...image 1 (1.png)...image 1 (1.png)",
+        guard=reader('double = _double(image["id"] for image in good)', "double = set()"),
+    ),
+    DataCase(
+        "image ids of text",
+        entry("images", id="one"),
+        "ids that are not whole numbers: ...images[0]: id 'one'",
+        guard=rule('if not is_id(image["id"]):'),
+    ),
+    DataCase(
+        "image without height",
+        entry("images", height=None),
+        "images[0]: no 'height'",
+        guard=rule('("id", "file_name", "height", "width")', '("id", "file_name", "width")'),
+    ),
+    DataCase(
+        "image of height 0",
+        entry("images", height=0),
+        "images[0]: image 1 (1.png) has size 0 x 60",
+        guard=rule('if not all(_is_side(image[side]) for side in ("height", "width")):'),
+    ),
+    DataCase(
+        "several faults at once",
+        lambda d: [change(d) for change in SEVERAL],
+        "4 faults in the data",
+        guard=Cut(
+            "data/validation/check.py",
+            'dataset.issues.add_fault(fault[0], f"image {record.image_id}: {fault[1]}")',
+            "raise DataError(fault[1])",
+        ),
+    ),
+    DataCase("malformed JSON", file_of(lambda text: text[:-1]), "set.json is not JSON: ", guard=JSON),
+    DataCase("empty JSON file", file_of(lambda text: b""), "set.json is not JSON: ", guard=JSON),
+    DataCase(
+        "JSON that is not UTF-8",
+        file_of(lambda text: text.replace(b"cell", b"c\xe9ll")),
+        "set.json is not JSON: 'utf-8' codec",
+        guard=JSON,
+    ),
+    DataCase(
+        "JSON of 100,000 nested lists",
+        file_of(lambda text: b"[" * 100_000),
+        "set.json is not JSON: ",
+        guard=reader("except (ValueError, RecursionError) as error:", "except ValueError as error:"),
+    ),
+    DataCase(
+        "JSON with a byte order mark",
+        file_of(lambda text: b"\xef\xbb\xbf" + text),
+        "drawn: 4 images",
+        0,
+        guard=reader('encoding="utf-8-sig"', 'encoding="utf-8"'),
+    ),
+    DataCase(
+        "a list instead of an object",
+        file_of(lambda text: b"[]"),
+        "set.json is not COCO: expected an object with images, ",
+        guard=reader("if not isinstance(content, dict):"),
+    ),
     DataCase(
         "an empty folder instead of the file",
         lambda d: d.files.annotations.mkdir(),
         "set.json is not a data set: expected a COCO JSON file, a YOLO folder with data.yaml",
+        guard=Cut("data/formats/reading.py", "if data_format is None:", "if False:"),
     ),
 ]
 SEVERAL = [

@@ -36,7 +36,7 @@ import torch
 from tiny import overrides
 
 from cpvt_det.checkpoint.files import checksum_of, read_checkpoint
-from faults.case import Case, Ending
+from faults.case import Case, Cut, Ending
 from faults.drawn import Drawn, call_on, draw
 
 SHORT = {"SOLVER__MAX_ITER": 2, "SOLVER__CHECKPOINT_PERIOD": 1, "DATASETS__TEST": ()}
@@ -87,19 +87,39 @@ def halve(*names: str) -> Callable[[Path], None]:
 class Code:
     """Makes a folder when it is unpickled."""
 
+    def __init__(self, folder: Path):
+        self.folder = folder
+
     def __reduce__(self):
-        return os.mkdir, ("ran",)
+        return os.mkdir, (str(self.folder),)
+
+
+def hidden_code(hide: Callable[[Path], Any], name: str) -> Callable[[Path], Ending]:
+    """Evaluate a file that contains code, and look whether it ran."""
+    evaluate = weights(hide, name=name)
+
+    def run(folder: Path) -> Ending:
+        ending = evaluate(folder)
+        assert (folder / "out" / name).is_file()
+        assert not (folder / "out" / "ran").exists(), "the file's code was run"
+        return ending
+
+    return run
 
 
 def hide_code(name: str) -> Callable[[Path], None]:
     def damage(out: Path) -> None:
-        (out / name).write_bytes(pickle.dumps({"model": Code()}, 2))
+        (out / name).write_bytes(pickle.dumps({"model": Code(out / "ran")}, 2))
 
     return damage
 
 
+def hide_code_as_torch_did(out: Path) -> None:
+    torch.save({"model": {}, "x": Code(out / "ran")}, out / "code.pth", _use_new_zipfile_serialization=False)
+
+
 def hide_code_in_zip(out: Path) -> None:
-    torch.save({"model": {"a": torch.ones(1)}, "x": Code()}, out / "code.pth")
+    torch.save({"model": {"a": torch.ones(1)}, "x": Code(out / "ran")}, out / "code.pth")
 
 
 def zip_bomb(out: Path) -> None:
@@ -152,103 +172,172 @@ def nothing(out: Path) -> None:
     pass
 
 
+def files(old: str, new: str = "if False:") -> Cut:
+    return Cut("checkpoint/files.py", old, new)
+
+
+DAMAGED = files(
+    "except Exception as error:  # what zip, pickle and file systems raise has no common base", "except ZeroDivisionError as error:"
+)
+NO_FILE = files("if not path.is_file():")
+WEIGHTS_ONLY = files('map_location="cpu", weights_only=True', 'map_location="cpu", weights_only=False')
+SHAPES = Cut("checkpoint/initial.py", 'if not CLASS_HEAD.search(name) and not name.endswith("query_embed.weight"):', "if False:")
+SKIPPED = Cut("checkpoint/resume.py", "            skipped[path.name] = str(error)\n            continue\n", "            raise\n")
+
 CASES = [
     Case(
         "one flipped bit in the weights",
         weights(flip),
         f"{FINAL}: damaged: its content does not match its checksum file {FINAL}.sha256",
+        guard=files('if beside.read_text(encoding="utf-8").split()[:1] != [_sha256(path)]:'),
     ),
     Case(
         "the same, without the file's checksum",
         weights(flip_without_checksum),
         f"{FINAL}: damaged: the checksum of its part ... is wrong",
+        guard=files("if damaged is not None:"),
     ),
-    Case("half a file", weights(halve(FINAL)), f"{FINAL}: damaged"),
-    Case("no file", weights(nothing, name="gone.pth"), "no weights file ...gone.pth"),
+    Case("half a file", weights(halve(FINAL)), f"{FINAL}: damaged", guard=(files("if not only_look:"), DAMAGED)),
+    Case("no file", weights(nothing, name="gone.pth"), "no weights file ...gone.pth", guard=NO_FILE),
     Case(
         "code in a .pkl",
-        weights(hide_code("code.pkl"), name="code.pkl"),
+        hidden_code(hide_code("code.pkl"), "code.pkl"),
         "code.pkl: refused, because it contains a Python object (...mkdir)",
+        guard=Cut(
+            "checkpoint/pickles.py",
+            "        if (module, name) not in self._makers:\n",
+            "        return super().find_class(module, name)\n        if False:\n",
+        ),
     ),
-    Case("code in a pickle named .pth", weights(hide_code("code.pth"), name="code.pth"), "code.pth: "),
+    Case(
+        "code in a pickle named .pth",
+        hidden_code(hide_code("code.pth"), "code.pth"),
+        "code.pth: refused, because it contains a Python object (...mkdir)",
+        guard=WEIGHTS_ONLY,
+    ),
+    Case(
+        "code in a .pth of torch before 1.6",
+        hidden_code(hide_code_as_torch_did, "code.pth"),
+        "code.pth: refused, because it contains a Python object (...mkdir)",
+        guard=WEIGHTS_ONLY,
+    ),
     Case(
         "code in a .pth",
-        weights(hide_code_in_zip, name="code.pth"),
+        hidden_code(hide_code_in_zip, "code.pth"),
         "code.pth: refused, because it contains a Python object (...mkdir)",
+        guard=WEIGHTS_ONLY,
     ),
     Case(
         "a .pkl of 10 bytes that asks for 64 GB",
         weights(lambda out: (out / "x.pkl").write_bytes(b"\x80\x02Nr\xff\xff\xff\xff."), name="x.pkl"),
         "x.pkl: refused, because it asks for more memory than a file of its size can need: 4294967295 objects",
+        guard=Cut("checkpoint/pickles.py", "if operation.name in ASKING and argument > size:", "if False:"),
     ),
     Case(
         "a .pth of 64 KB that unpacks to 64 MB",
         weights(zip_bomb, name="bomb.pth"),
         "bomb.pth: refused, because its ... unpack to 67",
+        guard=files("if unpacked > UNPACKED * size + SLACK:"),
     ),
-    Case("a .pkl of arrays, as in the model zoo", weights(zoo, name="zoo.pkl"), "zoo.pkl: ... tensors loaded", 0),
+    Case(
+        "a .pkl of arrays, as in the model zoo",
+        weights(zoo, name="zoo.pkl"),
+        "zoo.pkl: ... tensors loaded",
+        0,
+        guard=Cut("checkpoint/pickles.py", 'self._makers[f"{core}.multiarray", "_reconstruct"] = _Array', "pass"),
+    ),
     Case(
         "weights that fit in part, --eval-only",
         weights(nothing, MODEL__DETR__NUM_OBJECT_QUERIES=5),
         "fits only a part of the config's model, and evaluation needs all of it: "
         "...keep random values in the rest with --allow-partial",
+        guard=Cut("checkpoint/initial.py", "if for_evaluation and report.is_partial and not allow_partial:", "if False:"),
     ),
     Case(
         "the same with --allow-partial",
         weights(nothing, "--eval-only", "--allow-partial", MODEL__DETR__NUM_OBJECT_QUERIES=5),
         "1 re-initialised (query_embed.weight)",
         0,
+        guard=Cut("checkpoint/initial.py", "report.is_partial and not allow_partial:", "report.is_partial:"),
     ),
     Case(
         "weights with nothing in common, --allow-partial",
         weights(change_weights(lambda w: {"a": torch.ones(1)}), "--eval-only", "--allow-partial", name="other.pth"),
         "has no tensor that fits the model (a in the weights, ",
+        guard=Cut("checkpoint/load.py", "if not report.loaded:", "if False:"),
     ),
     Case(
         "weights with a NaN to start from",
         after_run(change_weights(spoil), MODEL__WEIGHTS="OUT/other.pth", OUTPUT_DIR="OUT/new"),
         "other.pth contains numbers that are not finite, in class_embed.bias; training cannot start from it",
+        guard=Cut("checkpoint/initial.py", 'broken = "" if for_evaluation else not_finite(detector.state_dict())', 'broken = ""'),
     ),
     Case(
         "newest checkpoint cut off, --resume",
         after_run(halve(FINAL), "--resume"),
         f"Skipped a checkpoint: ...{FINAL}: damaged...Resumed from ...model_0000001.pth",
         0,
+        guard=SKIPPED,
     ),
     Case(
         "newest checkpoint of 0 bytes, --resume",
         after_run(lambda out: os.truncate(out / FINAL, 0), "--resume"),
         f"Skipped a checkpoint: ...{FINAL}: damaged...Resumed from ...model_0000001.pth",
         0,
+        guard=SKIPPED,
     ),
     Case(
         "no checkpoint whole, --resume",
         after_run(halve(FINAL, "model_0000001.pth", "model_0000000.pth"), "--resume"),
         "all checkpoints in ... are damaged (model_",
+        guard=Cut("checkpoint/resume.py", "if chosen is None:", "if False:"),
     ),
     Case(
         "empty last_checkpoint, --resume",
         after_run(lambda out: (out / "last_checkpoint").write_text(""), "--resume"),
         f"Resumed from ...{FINAL}",
         0,
+        guard=Cut(
+            "checkpoint/resume.py",
+            "candidates, skipped = _look(folder)\n",
+            "candidates, skipped = _look(folder)\n    candidates = [one for one in candidates if one.is_tagged]\n",
+        ),
     ),
     Case(
         "checkpoints gone, --resume",
         after_run(empty, "--resume"),
         f"last_checkpoint in ... names ...{FINAL}, which does not exist; put that file back",
+        guard=Cut("checkpoint/checkpointer.py", "if self.has_checkpoint():", "if False:"),
     ),
     Case(
         "--resume in an empty folder",
         after_run(nothing, "--resume", OUTPUT_DIR="OUT/new"),
         "Nothing to resume in ...: starting at iteration 0",
         0,
+        guard=Cut("checkpoint/checkpointer.py", "if checkpoints_of(Path(self.save_dir)):", "if True:"),
     ),
     Case(
         "--resume where the run that was started last left no checkpoint",
         after_run(lambda out: (out / "run_id").write_text("another"), "--resume"),
         f"The run that was last started in ... has no undamaged checkpoint; ...{FINAL} belongs to an earlier run",
         0,
+        guard=Cut("checkpoint/resume.py", "if run_id_of(chosen[1]) != named:", "if False:"),
     ),
-    Case("disk full at a save", full_disk, "stopped: cannot write ...model_0000000.pth: File too large", 1),
-    Case("OUTPUT_DIR that is a file", file_in_the_way, "cannot write to OUTPUT_DIR ...: "),
+    Case(
+        "disk full at a save",
+        full_disk,
+        "stopped: cannot write ...model_0000000.pth: File too large",
+        1,
+        guard=files("except (OSError, RuntimeError) as error:", "except ZeroDivisionError as error:"),
+    ),
+    Case(
+        "OUTPUT_DIR that is a file",
+        file_in_the_way,
+        "cannot write to OUTPUT_DIR ...: ",
+        guard=Cut(
+            "runner/setup.py",
+            '        raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error\n    with file:',
+            "        raise\n    with file:",
+        ),
+    ),
 ]

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from faults.case import Case, Ending, call
+from faults.case import Case, Cut, Ending, call
 from faults.drawn import call_on, draw
 
 BOMB = "a0: &a0 {x: 1, y: 2}\n" + "\n".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40))
@@ -22,26 +22,55 @@ def config(text: str, words: Sequence[str] = ()):
     return run
 
 
+def reader(old: str, new: str) -> Cut:
+    return Cut("config.py", old, new)
+
+
+NEVER = "except ZeroDivisionError as error:"
+UNREAD = reader("except Exception as error:  # what YAML and file systems raise has no common base", NEVER)
+NESTED = (reader("except RecursionError as error:", NEVER), UNREAD)
+SIZE = reader('_require_size(loaded, f"config {path}")', "pass")
+TYPES = reader("except (ValueError, KeyError, AssertionError) as error:", NEVER)
+UNKNOWN_KEY = (reader("if not cfg.is_new_allowed():", "if False:"), TYPES)
+NO_CONFIG = reader(
+    'raise ConfigError(f"no config file {name!r}, neither as a path nor below {config_root()}")', "return Path(name)"
+)
+
 CASES = [
     Case(
         "YAML tag that runs code",
-        config("SEED: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{ran}']]"),
+        config("SEED: !!python/object/apply:os.mkdir ['{ran}']"),
         "run.yaml: could not determine a constructor for the tag",
+        guard=reader("str(path), allow_unsafe=False", "str(path), allow_unsafe=True"),
     ),
-    Case("code as a value", config("VERSION: 2", ["SEED", "__import__('os').getpid()"]), "Type mismatch"),
-    Case("malformed YAML", config("SEED: [1"), "cannot read config ...run.yaml: while parsing"),
-    Case("YAML that is no mapping", config("- SEED"), "run.yaml is not a YAML mapping of keys to values"),
-    Case("_BASE_ of itself", config("_BASE_: run.yaml"), "run.yaml: its _BASE_ leads back to itself"),
+    Case(
+        "code as a value",
+        config("VERSION: 2", ["SEED", "__import__('os').getpid()"]),
+        "Type mismatch",
+        guard=reader(
+            "CfgNode._decode_cfg_value(value)", "eval(value) if '__import__' in value else CfgNode._decode_cfg_value(value)"
+        ),
+    ),
+    Case("malformed YAML", config("SEED: [1"), "cannot read config ...run.yaml: while parsing", guard=UNREAD),
+    Case(
+        "YAML that is no mapping",
+        config("- SEED"),
+        "run.yaml is not a YAML mapping of keys to values",
+        guard=(reader("except (TypeError, AttributeError) as error:", NEVER), UNREAD),
+    ),
+    Case("_BASE_ of itself", config("_BASE_: run.yaml"), "run.yaml: its _BASE_ leads back to itself", guard=NESTED),
     Case(
         "40 lines of aliases that mean 2^40 parts",
         config(BOMB),
         "run.yaml has more than 100000 keys and values when its YAML aliases (*name) are expanded; remove the aliases",
+        guard=SIZE,
     ),
-    Case("an alias within what it names", config("MODEL: &a {x: *a}"), "run.yaml has more than 100000 keys and values"),
+    Case("an alias within what it names", config("MODEL: &a {x: *a}"), "run.yaml has more than 100000 keys and values", guard=SIZE),
     Case(
         "5,000 brackets",
         config("SEED: " + "[" * 5_000),
         "run.yaml: its _BASE_ leads back to itself, or it is nested too deeply",
+        guard=NESTED,
     ),
     Case(
         "key that the encoding does not take",
@@ -49,15 +78,25 @@ CASES = [
             draw(folder / "data", lambda _: None), "train", MODEL__POSITION__NAME="sine", MODEL__POSITION__KERNEL_SIZE=7
         ),
         "MODEL.POSITION.KERNEL_SIZE is 7, but the position encoding 'sine' does not take it; leave it at 3, or set",
+        guard=Cut("builders/unused.py", "for message in found.values():", "for message in ():"),
     ),
-    Case("unknown key", config("MODEL: {POSTION: {NAME: peg}}"), "'MODEL.POSTION' (did you mean 'MODEL.POSITION'?)"),
-    Case("value of another type", config("SOLVER: {BASE_LR: fast}"), "Type mismatch"),
+    Case(
+        "unknown key",
+        config("MODEL: {POSTION: {NAME: peg}}"),
+        "'MODEL.POSTION' (did you mean 'MODEL.POSITION'?)",
+        guard=UNKNOWN_KEY,
+    ),
+    Case("value of another type", config("SOLVER: {BASE_LR: fast}"), "Type mismatch", guard=TYPES),
     Case(
         "key without a value",
         config("VERSION: 2", ["SEED"]),
         "overrides must be KEY VALUE pairs, but the number of words is odd: OUTPUT_DIR",
+        guard=reader("if len(overrides) % 2:", "if False:"),
     ),
     Case(
-        "value that Python cannot read", config("VERSION: 2", ["SEED", "{[]: 1}"]), "cannot read the value of SEED: unhashable type"
+        "value that Python cannot read",
+        config("VERSION: 2", ["SEED", "{[]: 1}"]),
+        "cannot read the value of SEED: unhashable type",
+        guard=reader("except (TypeError, MemoryError, RecursionError) as error:", NEVER),
     ),
 ]

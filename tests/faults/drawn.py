@@ -11,8 +11,11 @@ import numpy as np
 from PIL import Image
 from tiny import overrides
 
+from cpvt_det import builders
+from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles
-from faults.case import Case, Ending, call
+from cpvt_det.data.coco import CocoDataset
+from faults.case import Case, Cut, Ending, call
 
 SIZES = {1: (40, 60), 2: (48, 48), 3: (56, 40), 4: (44, 64)}  # image id -> (height, width)
 
@@ -71,15 +74,44 @@ class DataCase(Case):
     """A fault of a data set, met by ``cpvt-det check-data``.
 
     Args:
-        what, says, code: as in :class:`Case`.
+        what, says, code, guard: as in :class:`Case`.
         make: changes a drawn data set.
         options: of the command.
+        then: looks at what a run then reads of the data set, and asserts it.
     """
 
-    def __init__(self, what: str, make: Callable[[Drawn], Any], says: str, code: int = 2, options: Sequence[str] = ()):
-        super().__init__(what, lambda folder: call_on(draw(folder / "data", make), "check-data", *options), says, code)
+    def __init__(
+        self,
+        what: str,
+        make: Callable[[Drawn], Any],
+        says: str,
+        code: int = 2,
+        options: Sequence[str] = (),
+        *,
+        guard: Cut | tuple[Cut, ...] | str = "",
+        then: Callable[[Drawn], None] | None = None,
+    ):
+        def run(folder: Path) -> Ending:
+            drawn = draw(folder / "data", make)
+            ending = call_on(drawn, "check-data", *options)
+            if then is not None and ending.code == code:
+                then(drawn)
+            return ending
+
+        super().__init__(what, run, says, code, guard)
         object.__setattr__(self, "make", make)
         object.__setattr__(self, "options", options)
+
+
+def read_set(drawn: Drawn) -> CocoDataset:
+    """The data set as a training reads it."""
+    return builders.load_splits(load_cfg("", overrides(drawn.files, drawn.folder)))[0][0]
+
+
+def read_pixels(drawn: Drawn) -> np.ndarray:
+    """The first image as an evaluation reads it, (H, W, 3) uint8, RGB."""
+    mapper = builders.build_test_mapper(load_cfg("", overrides(drawn.files, drawn.folder, INPUT__MIN_SIZE_TEST=0)))
+    return mapper(read_set(drawn).records[0])["image"].permute(1, 2, 0).numpy()
 
 
 def draw(folder: Path, make: Callable[[Drawn], Any]) -> Drawn:

@@ -11,26 +11,31 @@ are counted. Transparency is dropped, 16 bits keep their high byte.
 import subprocess
 import sys
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from tiny import overrides
 
-from faults.case import Case, Ending
-from faults.drawn import DataCase, Drawn, draw
+from faults.case import Case, Cut, Ending
+from faults.drawn import DataCase, Drawn, draw, read_pixels
 
 ORIENTATION = 0x0112
+LAST_BITS = 4  # two decoders of the same JPEG
 
 
 def picture(mode: str = "RGB", size: tuple[int, int] = (60, 40)) -> Image.Image:
-    """Noise, (width, height) pixels."""
+    """Noise, (width, height) pixels; half transparent where the mode has transparency."""
     values = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    return Image.fromarray(values).convert(mode)
+    drawn = Image.fromarray(values).convert(mode)
+    if mode in ("LA", "RGBA"):
+        drawn.putalpha(128)
+    return drawn
 
 
-def wide(dtype, scale: float = 257) -> Image.Image:
-    """A grey ramp of another pixel type."""
+def wide(dtype, scale: float = 1028) -> Image.Image:
+    """A grey ramp of another pixel type: ``scale`` times the column; 1028 is 4 in the high byte and in the low one."""
     return Image.fromarray((np.tile(np.arange(60), (40, 1)) * scale).astype(dtype))
 
 
@@ -39,7 +44,7 @@ def image(mode: str = "RGB", name: str = "a.png", size: tuple[int, int] = (60, 4
     return lambda drawn: drawn.replace_image(1, picture(mode, size), name, **options)
 
 
-def pixels(dtype, name: str, scale: float = 257):
+def pixels(dtype, name: str, scale: float = 1028):
     """A ramp of a pixel type in place of the first picture."""
     return lambda drawn: drawn.replace_image(1, wide(dtype, scale), name)
 
@@ -119,85 +124,186 @@ def met_by_a_worker(folder: Path) -> Ending:
     return Ending(ended.returncode, ended.stderr)
 
 
+def shows(expected: Callable[[Drawn], np.ndarray], atol: int = 0):
+    """Look at every pixel of the first image as a run reads it."""
+
+    def then(drawn: Drawn) -> None:
+        np.testing.assert_allclose(read_pixels(drawn).astype(int), expected(drawn).astype(int), atol=atol)
+
+    return then
+
+
+def noise(mode: str = "RGB", size: tuple[int, int] = (60, 40)):
+    """The drawn noise, by way of a mode that holds less of it; transparency changes nothing."""
+    return shows(lambda _: np.array(picture(mode.replace("A", ""), size).convert("RGB")))
+
+
+def ramp(step: float):
+    """The drawn ramp in 8 bits, ``step`` a column."""
+    return shows(lambda _: np.tile((np.arange(60) * step).astype(np.uint8)[None, :, None], (40, 1, 3)))
+
+
+def by_pillow(drawn: Drawn) -> np.ndarray:
+    """The file as Pillow decodes and turns it, whose decoder differs from ours by a bit or two."""
+    with Image.open(drawn.folder / "images" / drawn.content["images"][0]["file_name"]) as found:
+        return np.array(ImageOps.exif_transpose(found).convert("RGB"))
+
+
+def decoder(old: str, new: str) -> Cut:
+    return Cut("data/images.py", old, new)
+
+
+def check(old: str, new: str) -> Cut:
+    return Cut("data/validation/check.py", old, new)
+
+
 CANNOT = "image files that cannot be read: ...image 1: cannot read image .../images/"
 FINE = "drawn: 4 images, 0 of them without objects, "
+TURNED = "images turned according to EXIF; boxes are taken to be in the turned image: 1"
+REPORTED = check(  # an image that cannot be read is passed over
+    "        fault = _fault(record, found)\n",
+    "        if found.header is None:\n            continue\n        fault = _fault(record, found)\n",
+)
+ENDS = check("if decode or not header.is_whole:", "if decode:")
+DECODED = check("if decode or not header.is_whole:", "if not header.is_whole:")
+SIZES = check("if (header.width, header.height) == said:", "if True:")
+TURNS = decoder("apply_exif_orientation=True", "apply_exif_orientation=False")
+CONVERTED = decoder('_to_eight_bits(image).convert("RGB")', 'Image.new("RGB", image.size)')  # all pixels zeroed
+HIGH_BYTE = decoder("if image.mode not in SIXTEEN_BITS and not _is_wide_portable(image):", "if True:")
+KNOWN_RANGE = decoder("if image.mode not in (*SIXTEEN_BITS, *EIGHT_BITS) and not _is_wide_portable(image):", "if False:")
+ONE_PIXEL = Cut("data/validation/rules.py", "1 <= value <= LARGEST_SIDE", "2 <= value <= LARGEST_SIDE")
 
 CASES = [
     DataCase(
         "missing image",
         lambda d: d.path(1).unlink(),
         "image files that are missing: ...image 1: cannot read image ...1.png: no such file",
+        guard=REPORTED,
     ),
     DataCase(
-        "image that is a folder", folder, "image files that are missing: ...image 1: cannot read image ...1.png: it is a folder"
+        "image that is a folder",
+        folder,
+        "image files that are missing: ...image 1: cannot read image ...1.png: it is a folder",
+        guard=REPORTED,
     ),
-    DataCase("empty file", lambda d: d.path(1).write_bytes(b""), f"{CANNOT}1.png: it is empty (0 bytes)"),
-    DataCase("text in an image file", lambda d: d.path(1).write_text("no image"), f"{CANNOT}1.png: it is not an image"),
-    DataCase("half a JPEG", cut("a.jpg", 0.5), f"{CANNOT}a.jpg: Image is incomplete or truncated"),
-    DataCase("half a PNG", cut("a.png", 0.5), f"{CANNOT}a.png: "),
-    DataCase("the first 20 bytes of a PNG", lambda d: d.path(1).write_bytes(d.path(1).read_bytes()[:20]), f"{CANNOT}1.png: "),
-    DataCase("half a BMP, with --decode", cut("a.bmp", 0.5), f"{CANNOT}a.bmp: ", 2, ["--decode"]),
-    DataCase("damaged PNG, with --decode", flip_bytes, f"{CANNOT}1.png: ", 2, ["--decode"]),
-    Case("damaged PNG met by a data worker", met_by_a_worker, "error: cannot read image ...1.png: "),
+    DataCase("empty file", lambda d: d.path(1).write_bytes(b""), f"{CANNOT}1.png: it is empty (0 bytes)", guard=REPORTED),
     DataCase(
-        "other size than the JSON says", size(width=61), "image 1: .../images/1.png has 60 x 40 pixels, but 61 x 40 in the JSON"
+        "text in an image file", lambda d: d.path(1).write_text("no image"), f"{CANNOT}1.png: it is not an image", guard=REPORTED
+    ),
+    DataCase("half a JPEG", cut("a.jpg", 0.5), f"{CANNOT}a.jpg: Image is incomplete or truncated", guard=ENDS),
+    DataCase("half a PNG", cut("a.png", 0.5), f"{CANNOT}a.png: ", guard=ENDS),
+    DataCase(
+        "the first 20 bytes of a PNG",
+        lambda d: d.path(1).write_bytes(d.path(1).read_bytes()[:20]),
+        f"{CANNOT}1.png: ",
+        guard=REPORTED,
+    ),
+    DataCase("half a BMP, with --decode", cut("a.bmp", 0.5), f"{CANNOT}a.bmp: ", 2, ["--decode"], guard=DECODED),
+    DataCase("damaged PNG, with --decode", flip_bytes, f"{CANNOT}1.png: ", 2, ["--decode"], guard=DECODED),
+    Case(
+        "damaged PNG met by a data worker",
+        met_by_a_worker,
+        "error: cannot read image ...1.png: ",
+        guard=Cut("data/loader.py", "    for worker in workers:\n        worker.kill()\n", ""),
+    ),
+    DataCase(
+        "other size than the JSON says",
+        size(width=61),
+        "image 1: .../images/1.png has 60 x 40 pixels, but 61 x 40 in the JSON",
+        guard=SIZES,
     ),
     DataCase(
         "EXIF swaps the sides, the JSON does not",
         turned(6, swap=False),
         "a.jpg has 40 x 60 pixels, but 60 x 40 in the JSON; EXIF orientation 6 turns it, and the JSON contains the size before",
+        guard=SIZES,
+    ),
+    DataCase("EXIF swaps the sides, the JSON too", turned(6, swap=True), TURNED, 0, guard=TURNS, then=shows(by_pillow, LAST_BITS)),
+    DataCase("EXIF turns by 180 degrees", turned(3, swap=False), TURNED, 0, guard=TURNS, then=shows(by_pillow, LAST_BITS)),
+    DataCase(
+        "grey", image("L"), "images of mode L, converted to RGB: ...image 1: .../images/a.png", 0, guard=CONVERTED, then=noise("L")
+    ),
+    DataCase("grey with transparency", image("LA"), "images of mode LA, converted to RGB: 1", 0, guard=CONVERTED, then=noise("LA")),
+    DataCase("RGBA", image("RGBA"), "images of mode RGBA, converted to RGB: 1", 0, guard=CONVERTED, then=noise("RGBA")),
+    DataCase(
+        "CMYK JPEG",
+        image("CMYK", "a.jpg"),
+        "images of mode CMYK, converted to RGB: 1",
+        0,
+        guard=decoder("decode_image(path, ImageReadMode.RGB,", "decode_image(path, ImageReadMode.UNCHANGED,"),
+        then=shows(by_pillow, LAST_BITS),
+    ),
+    DataCase("palette", image("P"), "images of mode P, converted to RGB: 1", 0, guard=CONVERTED, then=noise("P")),
+    DataCase("1 bit", image("1"), "images of mode 1, converted to RGB: 1", 0, guard=CONVERTED, then=noise("1")),
+    DataCase(
+        "16-bit PNG", pixels(np.uint16, "a.png"), "images of mode I;16, converted to RGB: 1", 0, guard=HIGH_BYTE, then=ramp(4)
     ),
     DataCase(
-        "EXIF swaps the sides, the JSON too",
-        turned(6, swap=True),
-        "images turned according to EXIF; boxes are taken to be in the turned image: 1",
-        0,
+        "16-bit TIFF", pixels(np.uint16, "a.tiff"), "images of mode I;16, converted to RGB: 1", 0, guard=HIGH_BYTE, then=ramp(4)
     ),
     DataCase(
-        "EXIF turns by 180 degrees",
-        turned(3, swap=False),
-        "images turned according to EXIF; boxes are taken to be in the turned image: 1",
+        "16-bit TIFF, big-endian",
+        pixels(">u2", "a.tiff"),
+        "images of mode I;16B, converted to RGB: 1",
         0,
+        guard=HIGH_BYTE,
+        then=ramp(4),
     ),
-    DataCase("grey", image("L"), "images of mode L, converted to RGB: ...image 1: .../images/a.png", 0),
-    DataCase("grey with transparency", image("LA"), "images of mode LA, converted to RGB: 1", 0),
-    DataCase("RGBA", image("RGBA"), "images of mode RGBA, converted to RGB: 1", 0),
-    DataCase("CMYK JPEG", image("CMYK", "a.jpg"), "images of mode CMYK, converted to RGB: 1", 0),
-    DataCase("palette", image("P"), "images of mode P, converted to RGB: 1", 0),
-    DataCase("1 bit", image("1"), "images of mode 1, converted to RGB: 1", 0),
-    DataCase("16-bit PNG", pixels(np.uint16, "a.png"), "images of mode I;16, converted to RGB: 1", 0),
-    DataCase("16-bit TIFF", pixels(np.uint16, "a.tiff"), "images of mode I;16, converted to RGB: 1", 0),
-    DataCase("16-bit TIFF, big-endian", pixels(">u2", "a.tiff"), "images of mode I;16B, converted to RGB: 1", 0),
-    DataCase("16-bit PGM", portable, "images of mode I, converted to RGB: 1", 0),
+    DataCase(
+        "16-bit PGM",
+        portable,
+        "images of mode I, converted to RGB: 1",
+        0,
+        guard=decoder("not in SIXTEEN_BITS and not _is_wide_portable(image):", "not in SIXTEEN_BITS:"),
+        then=ramp(1000 / 256),
+    ),
     DataCase(
         "TIFF of floats",
         pixels(np.float32, "a.tiff", 0.01),
         f"{CANNOT}a.tiff: pixels of mode F have no fixed range and cannot be converted to 8-bit RGB",
+        guard=KNOWN_RANGE,
     ),
     DataCase(
         "TIFF of 32-bit integers",
         pixels(np.int32, "a.tiff"),
         f"{CANNOT}a.tiff: pixels of mode I have no fixed range and cannot be converted to 8-bit RGB",
+        guard=KNOWN_RANGE,
     ),
-    DataCase("GIF that is called .jpg", renamed("a.jpg"), "images of mode P, converted to RGB: 1", 0),
-    DataCase("1 x 1 image", image(size=(1, 1)), FINE.replace("0", "1"), 0),
-    DataCase("1 x 2000 image", image(size=(1, 2000)), FINE.replace("0", "1"), 0),
-    DataCase("2000 x 1 image", image(size=(2000, 1)), FINE.replace("0", "1"), 0),
+    DataCase(
+        "GIF that is called .jpg", renamed("a.jpg"), "images of mode P, converted to RGB: 1", 0, guard=CONVERTED, then=noise("P")
+    ),
+    DataCase("1 x 1 image", image(size=(1, 1)), FINE.replace("0", "1"), 0, guard=ONE_PIXEL, then=noise(size=(1, 1))),
+    DataCase("1 x 2000 image", image(size=(1, 2000)), FINE.replace("0", "1"), 0, guard=ONE_PIXEL, then=noise(size=(1, 2000))),
+    DataCase("2000 x 1 image", image(size=(2000, 1)), FINE.replace("0", "1"), 0, guard=ONE_PIXEL, then=noise(size=(2000, 1))),
     DataCase(
         "20,000 x 20,000 image",
         lambda d: d.replace_image(1, Image.new("1", (20_000, 20_000)), "a.png"),
         f"{CANNOT}a.png: Image size (400000000 pixels) exceeds limit",
+        guard=decoder(
+            "        with file, Image.open(file) as image:",
+            "        Image.MAX_IMAGE_PIXELS = None\n        with file, Image.open(file) as image:",
+        ),
     ),
-    DataCase("name of other letters in a subfolder", image(name="früh/图片 🪲.png"), FINE, 0),
+    DataCase(
+        "name of other letters in a subfolder",
+        image(name="früh/图片 🪲.png"),
+        FINE,
+        0,
+        guard="names are passed on unchanged",
+        then=noise(),
+    ),
     DataCase(
         "name in another Unicode form than on the disk",
         other_form,
         "file names whose Unicode form differs from that on the disk, resolved: 1",
         0,
+        guard=check("if not os.path.exists(path):", "if False:"),
+        then=noise(),
     ),
     DataCase(
         "name that no file can have",
         lambda d: d.content["images"][0].update(file_name="\0"),
         "image files that are missing: ...image 1: ",
+        guard=REPORTED,
     ),
 ]

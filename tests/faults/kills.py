@@ -19,7 +19,7 @@ import torch
 
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import read_checkpoint
-from cpvt_det.checkpoint.resume import last_checkpoint
+from cpvt_det.checkpoint.resume import checkpoints_of, last_checkpoint
 from cpvt_det.data.coco import Classes
 
 NUMBERS = 2_000_000  # in the checkpoint, 8 MB
@@ -28,12 +28,16 @@ LATEST = 0.3  # seconds after the first save: some saves later
 
 
 class Count(NamedTuple):
-    """How kills ended: in the middle of a save, without a checkpoint that loads, with one older than it had to be."""
+    """How kills ended: in the middle of a save, without a checkpoint that loads, with one older than it had to be.
+
+    ``damaged`` counts files that cannot be read under the name of a checkpoint: resuming would skip them, but none may be there.
+    """
 
     kills: int
     during_a_save: int
     lost: int
     outdated: int
+    damaged: int
 
 
 class _Iteration:
@@ -61,7 +65,7 @@ def save_for_ever(folder: str) -> None:
 
 def kill(kills: int, folder: Path, seed: int = 0) -> Count:
     """Kill a process ``kills`` times at random moments; each goes on from what the one before left."""
-    draw, during, lost, outdated = random.Random(seed), 0, 0, 0
+    draw, during, lost, outdated, damaged = random.Random(seed), 0, 0, 0, 0
     for _ in range(kills):
         child = subprocess.Popen([sys.executable, "-m", "faults.kills", str(folder)], cwd=TESTS, stdout=subprocess.PIPE, text=True)
         saved = int(child.stdout.readline())  # it is under way
@@ -71,6 +75,7 @@ def kill(kills: int, folder: Path, seed: int = 0) -> Count:
         child.wait()
         child.stdout.close()
         during += any(folder.glob(".*.tmp"))
+        damaged += sum(map(_is_damaged, checkpoints_of(folder)))
         try:
             checkpoint = read_checkpoint(last_checkpoint(folder))
             weight = checkpoint["model"]["weight"]
@@ -80,7 +85,15 @@ def kill(kills: int, folder: Path, seed: int = 0) -> Count:
             continue
         lost += not whole
         outdated += checkpoint["iteration"] < saved
-    return Count(kills, during, lost, outdated)
+    return Count(kills, during, lost, outdated, damaged)
+
+
+def _is_damaged(path: Path) -> bool:
+    try:
+        read_checkpoint(path)
+    except ValueError:
+        return True
+    return False
 
 
 if __name__ == "__main__":

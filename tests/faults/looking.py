@@ -8,7 +8,9 @@ import torch
 from PIL import Image
 from tiny import DEFORMABLE, random_config, save_random
 
-from faults.case import Case, Ending, call
+from faults.case import Case, Cut, Ending, call
+from faults.checkpoints import DAMAGED, NO_FILE, SHAPES
+from faults.configs import NEVER, NO_CONFIG, UNKNOWN_KEY
 from faults.drawn import call_on, draw
 
 
@@ -50,75 +52,154 @@ def data(*words: object, **more: object) -> Callable[[Path], Ending]:
     return lambda folder: call_on(draw(folder / "data", lambda _: None), "show", "data", "--output", folder / "out", *words, **more)
 
 
+def none_matches(option: str) -> Cut:
+    """The text of an option is taken, whatever it is."""
+    refusal = f'        raise BadInputError(f"--{option}'
+    return Cut("cli/show.py", f"    if match is None:\n{refusal}", f"    if False:\n{refusal}")
+
+
+LEVEL = Cut("visualize/forward_record.py", "if not 0 <= level < levels:", "if False:")
+
 CASES = [
-    Case("show attention: no such image", attention(image="nowhere.jpg"), "cannot read image ...nowhere.jpg: no such file"),
-    Case("show attention: no such weights", attention(weights="nowhere.pth"), "no weights file ...nowhere.pth"),
+    Case(
+        "show attention: no such image",
+        attention(image="nowhere.jpg"),
+        "cannot read image ...nowhere.jpg: no such file",
+        guard=(
+            Cut("data/images.py", "except FileNotFoundError as error:", NEVER),
+            Cut("data/images.py", "except (OSError, ValueError) as error:  # the latter: a name that no file can have", NEVER),
+        ),
+    ),
+    Case("show attention: no such weights", attention(weights="nowhere.pth"), "no weights file ...nowhere.pth", guard=NO_FILE),
     Case(
         "show attention: the config of another model",
         attention("--config-file", "coco/detr_r50_peg_50ep.yaml"),
         "model.pth has other shapes than the config's model: ",
+        guard=(SHAPES, Cut("checkpoint/trained.py", "if report.is_partial:", "if False:")),
     ),
     Case(
-        "show attention: an image for weights", attention(weights="image.png"), "image.png: damaged, incomplete or not a checkpoint"
+        "show attention: an image for weights",
+        attention(weights="image.png"),
+        "image.png: damaged, incomplete or not a checkpoint",
+        guard=DAMAGED,
     ),
     Case(
         "show attention: a checkpoint of another project",
         attention(weights="other.pth"),
         "other.pth contains no config; give its config with --config-file, for example --config-file coco/detr_r50_sine_50ep.yaml",
+        guard=Cut("checkpoint/trained.py", "if weights.config is None:", "if False:"),
     ),
     Case(
         "show attention: a point outside the image",
         attention("--points", "60,10"),
         "--points 60,10 is outside the image: x must be below 60 and y below 40 pixels",
+        guard=Cut("visualize/forward_record.py", "if not (0 <= x < width and 0 <= y < height):", "if False:"),
     ),
     Case(
         "show attention: a point that is none",
         attention("--points", "top left"),
         "--points 'top' is not X,Y in pixels, such as 120,80",
+        guard=none_matches("points"),
     ),
-    Case("show attention: a level, of DETR", attention("--level", "2"), "--level 2: this DETR has one level, 0"),
+    Case("show attention: a level, of DETR", attention("--level", "2"), "--level 2: this DETR has one level, 0", guard=LEVEL),
     Case(
         "show attention: a level too many, of Deformable-DETR",
         attention("--level", "2", **DEFORMABLE),
         "--level 2: this DeformableDETR has levels 0 to 1",
+        guard=LEVEL,
     ),
-    Case("show attention: no detections", attention("--detections", "0"), "0 is not in the range x>=1"),
+    Case(
+        "show attention: no detections",
+        attention("--detections", "0"),
+        "0 is not in the range x>=1",
+        guard=Cut(
+            "cli/show.py",
+            '"--detections", default=4, show_default=True, type=click.IntRange(min=1)',
+            '"--detections", default=4, show_default=True, type=int',
+        ),
+    ),
     Case(
         "show attention: a file where the folder should be",
         attention("--output", "{folder}/image.png/pictures"),
         "cannot write ...image.png/pictures/encoder.png: ...Not a directory",
+        guard=Cut("visualize/curves.py", "except (ValueError, OSError) as error:", NEVER),
     ),
-    Case("show position: no such config", lambda _: call("show", "position", "nowhere.yaml", "--output", "out"), "no config file"),
-    Case("show position: no model", lambda _: call("show", "position", "--output", "out"), "Missing argument"),
-    Case("show position: a size that is none", position("--size", "800"), "--size '800' is not HEIGHTxWIDTH, such as 480x640"),
+    Case(
+        "show position: no such config",
+        lambda _: call("show", "position", "nowhere.yaml", "--output", "out"),
+        "no config file",
+        guard=NO_CONFIG,
+    ),
+    Case(
+        "show position: no model",
+        lambda _: call("show", "position", "--output", "out"),
+        "Missing argument",
+        guard=Cut("cli/show.py", 'nargs=-1, required=True, metavar="CONFIG_OR_WEIGHTS..."', "nargs=-1"),
+    ),
+    Case(
+        "show position: a size that is none",
+        position("--size", "800"),
+        "--size '800' is not HEIGHTxWIDTH, such as 480x640",
+        guard=none_matches("size"),
+    ),
     Case(
         "show position: a size below one stride",
         position("--size", "7x64"),
         "--size 7x64 is too small: the smallest size for these models is 8x8",
+        guard=Cut("cli/show.py", "if min(sides) < stride:", "if False:"),
     ),
     Case(
         "show position: a size beyond a learned table",
         position("--size", "64x96", MODEL__POSITION__NAME="learned", MODEL__POSITION__TABLE_SIZE=8),
         "--size 64x96: a map of 8 x 12 tokens is beyond the learned table of 8 x 8; set MODEL.POSITION.TABLE_SIZE",
+        guard=Cut("cli/show.py", 'with config_errors(f"--size {size}"):', "if True:"),
     ),
-    Case("show position: a folder without images", position("--input", "{folder}/empty"), "there is no image in the folder"),
-    Case("show data: no data set to train on", data(DATASETS__TRAIN=()), "DATASETS.TRAIN should list data sets"),
-    Case("show data: an unknown key", data(INPUT__SIZE=3), "unknown config key (from the command line) 'INPUT.SIZE'"),
+    Case(
+        "show position: a folder without images",
+        position("--input", "{folder}/empty"),
+        "there is no image in the folder",
+        guard=Cut("data/find_images.py", "if not found:", "if False:"),
+    ),
+    Case(
+        "show data: no data set to train on",
+        data(DATASETS__TRAIN=()),
+        "DATASETS.TRAIN should list data sets",
+        guard=Cut("builders/datasets.py", "if isinstance(names, str) or not names:", "if False:"),
+    ),
+    Case(
+        "show data: an unknown key",
+        data(INPUT__SIZE=3),
+        "unknown config key (from the command line) 'INPUT.SIZE'",
+        guard=UNKNOWN_KEY,
+    ),
     Case(
         "show data: a file where the folder should be",
         data("--output", "/dev/null/pictures"),
         "cannot write /dev/null/pictures/train.png: Not a directory; give another --output",
+        guard=Cut("visualize/data.py", "except OSError as error:", NEVER),
     ),
-    Case("analyze: a size that is none", analyze("--sizes", "480,large"), "--sizes 'large' is neither a side nor HEIGHTxWIDTH"),
+    Case(
+        "analyze: a size that is none",
+        analyze("--sizes", "480,large"),
+        "--sizes 'large' is neither a side nor HEIGHTxWIDTH",
+        guard=Cut("cli/analyze.py", "if match is None:", "if False:"),
+    ),
     Case(
         "analyze: a size below one stride",
         analyze("--sizes", "64,4x80"),
         "--sizes 4x80 is too small: each side must be at least this model's stride, 8",
+        guard=Cut("cli/analyze.py", "if small:", "if False:"),
     ),
     Case(
         "analyze: a part that is not there",
         analyze("--parts", "encodr"),
         "unknown part of the model (--parts) 'encodr' (did you mean 'encoder'?)",
+        guard=Cut("visualize/costs.py", "if not any(belongs_to_part(other, name) for other in known):", "if False:"),
     ),
-    Case("analyze: no such config", lambda _: call("analyze", "--config-file", "nowhere.yaml"), "no config file 'nowhere.yaml'"),
+    Case(
+        "analyze: no such config",
+        lambda _: call("analyze", "--config-file", "nowhere.yaml"),
+        "no config file 'nowhere.yaml'",
+        guard=NO_CONFIG,
+    ),
 ]

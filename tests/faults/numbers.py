@@ -1,39 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation and numbers of objects."""
+"""Evaluation and numbers of objects.
 
+Of the trainings below every step is taken, and the figures that they print and write are those that pycocotools gives for the
+detections that they wrote. Where our detectors cannot produce a fault, because a sigmoid bounds their boxes and there are always as
+many detections as asked for, the row is a call of `CocoEvaluator` in Python, as by a detector of your own.
+"""
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from tiny import DEFORMABLE
+from torch import Tensor
 
 from cpvt_det.data.coco import load_coco
-from cpvt_det.evaluation.coco import CocoEvaluator, format_table
+from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table
 from cpvt_det.structures import Detections
-from faults.case import Case, Ending
+from faults.case import Case, Cut, Ending
 from faults.drawn import Drawn, call_on, draw
 
 
-def overflowing(folder: Path) -> Ending:
-    """Train a little, make the weights of the class head finite but huge, and evaluate."""
-    drawn = draw(folder / "data", lambda _: None)
-    trained = call_on(drawn, "train", DATASETS__TEST=(), SOLVER__MAX_ITER=1)
-    if trained.code:
-        return trained
-    checkpoint = torch.load(folder / "out/model_final.pth", weights_only=True)
-    checkpoint["model"]["class_embed.weight"].sign_().mul_(3e38)  # infinity less infinity
-    torch.save(checkpoint["model"], folder / "huge.pth")
-    return call_on(drawn, "train", "--eval-only", OUTPUT_DIR=folder / "eval", MODEL__WEIGHTS=folder / "huge.pth")
+def evaluated(name: str, spoil: Callable[[Tensor], object], **more: object) -> Callable[[Path], Ending]:
+    """Train a little, spoil a weight, and evaluate: ``cpvt-det eval``."""
+
+    def run(folder: Path) -> Ending:
+        drawn = draw(folder / "data", lambda _: None)
+        trained = call_on(drawn, "train", DATASETS__TEST=(), SOLVER__MAX_ITER=1, **more)
+        if trained.code:
+            return trained
+        weights = torch.load(folder / "out/model_final.pth", weights_only=True)["model"]
+        spoil(weights[name])
+        torch.save(weights, folder / "spoilt.pth")
+        return call_on(drawn, "eval", folder / "spoilt.pth", OUTPUT_DIR=folder / "eval", **more)
+
+    return run
 
 
-def infinite(folder: Path) -> Ending:
+def overflow(weight: Tensor) -> None:
+    """Finite, but products with it are infinite with both signs, and their sum is NaN."""
+    weight.sign_().mul_(3e38)
+
+
+def never(bias: Tensor) -> None:
     """A class that can never be found: its score is 0, and no detection shows anything."""
-    drawn = draw(folder / "data", lambda _: None)
-    trained = call_on(drawn, "train", DATASETS__TEST=(), SOLVER__MAX_ITER=1)
-    if trained.code:
-        return trained
-    weights = torch.load(folder / "out/model_final.pth", weights_only=True)["model"]
-    weights["class_embed.bias"][0] = -torch.inf
-    torch.save(weights, folder / "infinite.pth")
-    return call_on(drawn, "train", "--eval-only", OUTPUT_DIR=folder / "eval", MODEL__WEIGHTS=folder / "infinite.pth")
+    bias[0] = -torch.inf
 
 
 def detected(boxes: list, scores: list):
@@ -45,24 +61,65 @@ def detected(boxes: list, scores: list):
         try:
             evaluator.add(1, Detections(torch.tensor(boxes), torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long)))
         except ValueError as error:
-            return Ending(1, str(error))
-        return Ending(0, "")
+            return Ending(type(error).__name__, str(error))
+        return Ending("none", "")
 
     return run
 
 
 def no_detections(folder: Path) -> Ending:
-    """Evaluate a model that finds nothing, through the evaluator."""
+    """Evaluate a model that finds nothing, with either library."""
     dataset = load_coco(draw(folder / "data", lambda _: None).files)
-    evaluator = CocoEvaluator(dataset.ground_truth, dataset.classes.ids, dataset.classes.names)
-    for record in dataset.records:
-        evaluator.add(record.image_id, Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.long)))
-    return Ending(0, format_table(evaluator.evaluate()))
+    texts = []
+    for backend in BACKENDS:
+        evaluator = CocoEvaluator(dataset.ground_truth, dataset.classes.ids, dataset.classes.names, backend)
+        for record in dataset.records:
+            evaluator.add(record.image_id, Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.long)))
+        texts.append(format_table(evaluator.evaluate()))
+    assert len(set(texts)) == 1
+    return Ending("none", texts[0])
 
 
 def train(make, **more):
-    """Two epochs and an evaluation on a drawn data set after a change."""
-    return lambda folder: call_on(draw(folder / "data", make), "train", SOLVER__MAX_ITER=4, **more)
+    """Two epochs and an evaluation on a drawn data set after a change; see that all steps are taken and the figures hold."""
+
+    def run(folder: Path) -> Ending:
+        drawn = draw(folder / "data", lambda drawn: (make(drawn), centre(drawn)))
+        ending = call_on(drawn, "train", SOLVER__MAX_ITER=4, **more)
+        if ending.code == 0:
+            steps = [json.loads(line) for line in (folder / "out/metrics.json").read_text().splitlines() if "total_loss" in line]
+            assert [step["skipped"] for step in steps] == [0] * 4
+            assert all(math.isfinite(step["total_loss"]) for step in steps)
+            figures_hold(drawn, folder / "out", ending.text)
+        return ending
+
+    return run
+
+
+def centre(drawn: Drawn) -> None:
+    """Move all objects to where a detector that has learned nothing looks for them, so that not all figures are 0."""
+    size_of = {image["id"]: (image["width"], image["height"]) for image in drawn.content["images"]}
+    for entry in drawn.content["annotations"]:
+        width, height = size_of[entry["image_id"]]
+        entry |= {"bbox": [width / 4, height / 4, width / 2, height / 2], "area": width * height / 4}
+
+
+def figures_hold(drawn: Drawn, out: Path, text: str) -> None:
+    """The figures are pycocotools' own, and the text holds them."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(drawn.files.annotations)
+        evaluation = COCOeval(truth, truth.loadRes(str(out / "inference/coco_instances_results.json")), "bbox")
+        for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
+            step()
+    names = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
+    wanted = {name: math.nan if value < 0 else 100 * value for name, value in zip(names, evaluation.stats, strict=True)}
+    assert wanted["AP"] > 0 and wanted["AR100"] > 0, wanted
+    written = json.loads((out / "results.json").read_text())["bbox"]
+    for name, value in wanted.items():
+        assert written[name] is None if math.isnan(value) else math.isclose(written[name], value, abs_tol=1e-9), name
+    for part in (names[:6], names[6:]):
+        row = [("n/a" if math.isnan(wanted[name]) else f"{wanted[name]:.3f}") for name in part]
+        assert row in [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()], (row, text)
 
 
 def objects_in(*image_ids: int):
@@ -85,23 +142,76 @@ def thin(drawn: Drawn) -> None:
         drawn.replace_image(image_id, picture(size=size), f"{image_id}_thin.png")
 
 
-TABLE = "Evaluation on drawn:"
+TABLE = "Evaluation on drawn:...AR100"
+FINITE = Cut("evaluation/checks.py", "if bad:", "if False:")
+NOT_FINITE = "the detections of image id 1: ...{} are not finite; the weights are probably broken"
 
 CASES = [
-    Case("scores that overflow", overflowing, "the detections of image id 1: ... scores are not finite", 1),
-    Case("a weight that is infinite", infinite, "stopped: the weights are not finite (class_embed.bias) and are not evaluated", 1),
-    Case("a score that is NaN", detected([[0.0, 0, 9, 9]], [float("nan")]), "image id 1: 1 of 1 scores are not finite", 1),
-    Case("a box that is NaN", detected([[0, 0, float("nan"), 9]], [0.5]), "image id 1: 1 of 1 boxes are not finite", 1),
-    Case("an infinite box", detected([[0, 0, float("inf"), 9]], [0.5]), "image id 1: 1 of 1 boxes are not finite", 1),
+    Case("scores that overflow", evaluated("class_embed.weight", overflow), NOT_FINITE.format("scores"), 1, FINITE),
     Case(
-        "a box whose right lies before its left",
+        "scores that overflow, of a sigmoid",
+        evaluated("class_embed.1.weight", overflow, **DEFORMABLE),
+        NOT_FINITE.format("scores"),
+        1,
+        FINITE,
+    ),
+    Case("boxes that overflow", evaluated("bbox_embed.layers.0.weight", overflow), NOT_FINITE.format("boxes"), 1, FINITE),
+    Case(
+        "a weight that is infinite",
+        evaluated("class_embed.bias", never),
+        "stopped: the weights are not finite (class_embed.bias) and are not evaluated",
+        1,
+        Cut("runner/evaluate.py", "if broken:", "if False:"),
+    ),
+    Case(
+        "`CocoEvaluator.add`: an infinite box",
+        detected([[0, 0, float("inf"), 9]], [0.5]),
+        "image id 1: 1 of 1 boxes are not finite",
+        "ValueError",
+        FINITE,
+    ),
+    Case(
+        "`CocoEvaluator.add`: a box whose right lies before its left",
         detected([[9.0, 0, 0, 9]], [0.5]),
         "image id 1: box [9.0, 0.0, 0.0, 9.0] is not xyxy",
-        1,
+        "ValueError",
+        Cut("evaluation/checks.py", "if len(inverted):", "if False:"),
     ),
-    Case("no detections at all", no_detections, "0.000", 0),
-    Case("batches without any object", train(objects_in(1)), TABLE, 0),
-    Case("one object an image", train(one_object), TABLE, 0),
-    Case("two objects an image, one query", train(objects_in(1, 2, 3, 4), MODEL__DETR__NUM_OBJECT_QUERIES=1), TABLE, 0),
-    Case("images of 1 x 1, 1 x 2000 and 2000 x 1 pixels", train(thin), TABLE, 0),
+    Case(
+        "`CocoEvaluator.evaluate`: no detections at all",
+        no_detections,
+        "0.000",
+        "none",
+        Cut(
+            "evaluation/coco.py",
+            "            side = coco_class()\n",
+            "            side = coco_class()\n            if sides:\n                side = sides[0].loadRes(annotations)\n",
+        ),
+    ),
+    Case(
+        "batches without any object",
+        train(objects_in(1)),
+        TABLE,
+        0,
+        Cut("losses/criterion.py", "total_boxes = total_boxes.clamp(min=1)", "pass"),
+    ),
+    Case("one object an image", train(one_object), TABLE, 0, "one object goes the way of several"),
+    Case(
+        "two objects an image, one query",
+        train(objects_in(1, 2, 3, 4), MODEL__DETR__NUM_OBJECT_QUERIES=1),
+        TABLE,
+        0,
+        "the assignment pairs as many as there are on the shorter side, whichever it is",
+    ),
+    Case(
+        "images of 1 x 1, 1 x 2000 and 2000 x 1 pixels",
+        train(thin),
+        TABLE,
+        0,
+        Cut(
+            "data/mapper.py",
+            "[max(1, round(height * scale)), max(1, round(width * scale))]",
+            "[round(height * scale), round(width * scale)]",
+        ),
+    ),
 ]

@@ -25,7 +25,7 @@ from unittest import mock
 
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.solver.step import TrainStep
-from faults.case import Case, Ending
+from faults.case import Case, Cut, Ending
 from faults.checkpoints import SHORT
 from faults.drawn import call_on, draw
 
@@ -57,7 +57,10 @@ def killed_run(folder: Path) -> Ending:
     first.stdout.readline()
     first.kill()
     first.communicate()
-    return call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
+    assert (folder / "out/.lock").read_text() == str(first.pid), "the killed run left no trace"
+    ending = call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
+    assert ending.code or (folder / "out/model_final.pth").is_file()
+    return ending
 
 
 def dead_worker(folder: Path) -> Ending:
@@ -93,19 +96,41 @@ def dead_worker_between_steps(folder: Path) -> Ending:
         return call_on(draw(folder / "data", lambda _: None), "train", **words)
 
 
+LOCK = "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+STALE = """file.seek(0)
+            if file.read():  # a lock that is a file, and outlives its process
+                raise OSError"""
+
 CASES = [
-    Case("a second run in the folder of one that lives", second_run, "another run, process ..., is using OUTPUT_DIR "),
-    Case("a run in the folder of one that was killed", killed_run, "", 0),
+    Case(
+        "a second run in the folder of one that lives",
+        second_run,
+        "another run, process ..., is using OUTPUT_DIR ",
+        guard=Cut("runner/setup.py", LOCK, "pass"),
+    ),
+    Case(
+        "a run in the folder of one that was killed",
+        killed_run,
+        "Seed 11: iterations 0 to 2 of DETR",
+        0,
+        guard=Cut("runner/setup.py", LOCK, STALE),
+    ),
     Case(
         "a data worker killed",
         dead_worker,
         "stopped: a data worker (process ...) died while reading .../3.png; --resume continues from the last checkpoint",
         1,
+        guard=Cut("data/loader.py", "        if match is None:\n            raise\n", "        raise\n"),
     ),
     Case(
         "a data worker killed between two steps",
         dead_worker_between_steps,
         "Iteration 1 is saved; --resume continues after it...stopped: a data worker (process ...) died while reading ",
         1,
+        guard=Cut(
+            "runner/guard.py",
+            "whole = isinstance(error, DeadWorkerError) or not isinstance(error, RunStoppedError)",
+            "whole = not isinstance(error, RunStoppedError)",
+        ),
     ),
 ]

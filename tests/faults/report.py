@@ -16,8 +16,15 @@ HEAD = """\
 # Failure handling: what goes wrong, its exit code and message
 
 Every row is a test: `tests/whole/test_faults.py` makes the fault, runs the command and looks for exit code and message; "..."
-replaces what differs between machines. Exit code 0 is a run that works, 2 is bad input that the user can fix, reported without a
-traceback. This file is written by `PYTHONPATH=tests python -m faults.report` from the tables in `tests/faults/`.
+replaces what differs between machines. Rows of images, boxes and figures also compare what is then read or written with what was
+drawn. Exit code 0 is a run that works, 2 is bad input that the user can fix, reported without a traceback. A row that begins with
+the name of a function is a call in Python, with its exception in place of an exit code.
+
+Every row that refuses or repairs something names the guard that does it. `PYTHONPATH=tests python -m faults.mutate` takes each
+guard out of a copy of the package, and the row has to fail there: {killed} of {guarded} do
+([survivors.md](../tests/faults/survivors.md) has the rest, with reasons).
+
+This file is written by `PYTHONPATH=tests python -m faults.report` from the tables in `tests/faults/`.
 """
 
 
@@ -40,7 +47,9 @@ def section(area: ModuleType) -> str:
 
 def report() -> str:
     """The whole document."""
-    return "\n\n".join([HEAD.strip(), *map(section, areas())]) + "\n"
+    guarded = [case for area in areas() for case in area.CASES if case.cuts]
+    head = HEAD.format(guarded=len(guarded), killed=sum(not case.survives for case in guarded))
+    return "\n\n".join([head.strip(), *map(section, areas())]) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tiny import overrides
 
-from faults.case import Case, Ending, call
+from faults.case import Case, Cut, Ending, call
 from faults.checkpoints import SHORT
 from faults.drawn import call_on, draw
 
@@ -48,6 +48,10 @@ def nan_bound(folder: Path) -> Ending:
     return call("train", "--config-file", folder / "run.yaml", "--runner", "builtin", *words)
 
 
+SKIPPED = Cut(
+    "solver/bad_steps.py", "bad = ~grad_norm.isfinite() | (self.in_a_row >= self.limit)", "bad = torch.zeros_like(grad_norm).bool()"
+)
+
 CASES = [
     Case(
         "learning rate of 1e30",
@@ -55,8 +59,15 @@ CASES = [
         "is skipped: the predictions are not finite for images ...stopped: 3 steps in a row were not finite "
         "(SOLVER.MAX_BAD_STEPS 3; the log names their images); the last checkpoint, of iteration 0, is good: check these images",
         1,
+        guard=SKIPPED,
     ),
-    Case("weights that overflow", train(SOLVER__BASE_LR=1e39), "stopped: the weights are not finite (...) and are not saved", 1),
+    Case(
+        "weights that overflow",
+        train(SOLVER__BASE_LR=1e39),
+        "stopped: the weights are not finite (...) and are not saved",
+        1,
+        guard=Cut("checkpoint/checkpointer.py", "if broken:", "if False:"),
+    ),
     Case(
         "images divided by zero",
         train(MODEL__PIXEL_STD=[0.0, 1.0, 1.0]),
@@ -64,13 +75,25 @@ CASES = [
         "(SOLVER.MAX_BAD_STEPS 3; the log names their images); there is no checkpoint yet: check these images and "
         "MODEL.PIXEL_STD, and train again with a lower SOLVER.BASE_LR",
         1,
+        guard=SKIPPED,
     ),
     Case(
         "a checkpoint of finite weights that give NaN, --resume",
         resume_spoilt,
         "all steps since --resume were bad: check these ...; or remove the last checkpoint, which may be bad, and --resume again",
         1,
+        guard=Cut("runner/guard.py", "if self._iteration - self._start < self.step.bad_steps.in_a_row:", "if False:"),
     ),
-    Case("NaN as a bound of gradients", nan_bound, "SOLVER.CLIP_NORM must be a finite number, got nan"),
-    Case("MAX_BAD_STEPS of 0", train(SOLVER__MAX_BAD_STEPS=0), "SOLVER.MAX_BAD_STEPS must be at least 1, got 0"),
+    Case(
+        "NaN as a bound of gradients",
+        nan_bound,
+        "SOLVER.CLIP_NORM must be a finite number, got nan",
+        guard=Cut("builders/training.py", "elif isinstance(value, float) and not math.isfinite(value):", "elif False:"),
+    ),
+    Case(
+        "MAX_BAD_STEPS of 0",
+        train(SOLVER__MAX_BAD_STEPS=0),
+        "SOLVER.MAX_BAD_STEPS must be at least 1, got 0",
+        guard=Cut("builders/training.py", "if solver[key] < 1:", "if False:"),
+    ),
 ]

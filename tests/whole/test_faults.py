@@ -20,9 +20,7 @@ ROWS = [pytest.param(case, id=f"{area.__name__.split('.')[-1]}: {case.what}") fo
 
 @pytest.mark.parametrize("case", ROWS)
 def test_fault_ends_as_its_row_says(case: Case, tmp_path):
-    ending = case.run(tmp_path)
-    assert ending.code == case.code, ending.text
-    assert says(case, ending.text), ending.text
+    assert not case.contradiction(case.run(tmp_path))
 
 
 def test_the_readme_counts_the_rows():
@@ -54,8 +52,7 @@ def data_rows(*codes):
 def test_training_and_evaluation_stop_at_the_same_faults(case: DataCase, tmp_path, words, runner):
     """Before anything is written down."""
     ending = call_on(draw(tmp_path / "data", case.make), *words, runner=runner)
-    assert ending.code == 2, ending.text
-    assert says(case, ending.text), ending.text
+    assert not case.contradiction(ending)
     assert not (tmp_path / "out" / "log.txt").exists()
 
 
@@ -88,11 +85,6 @@ FATAL = re.compile(
     "not COCO|not JSON|not in pixels|is not a data set|no image has an object|category (ids|names)|without a field: ...categories"
 )
 """What no image or box can be left out for."""
-
-
-def says(case: Case, text: str) -> bool:
-    """Whether a text holds what a row says."""
-    return re.search(".*".join(map(re.escape, case.says.split("..."))), text, re.DOTALL) is not None
 
 
 @pytest.mark.parametrize("runner", ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)])

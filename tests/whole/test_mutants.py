@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of ``tests/faults/`` depend on guards of the package: where these are, and that a row fails without its own."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults import mutate
+from faults.case import Case, Cut
+from faults.mutate import DOCUMENT, PACKAGE, all_rows, cut_text, document, judge, without
+
+ROWS = [pytest.param(case, id=row) for row, case in all_rows().items()]
+TRIED = ["classes: unknown DATASETS.ON_BAD", "images: palette"]
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_row_names_its_guard_where_it_stands(case: Case):
+    """A row that refuses something cannot do without; the text of each guard occurs exactly once, and the rest is still Python."""
+    assert case.guard
+    assert case.cuts or case.code in (0, "none")
+    texts = {cut.file: (PACKAGE / cut.file).read_text(encoding="utf-8") for cut in case.cuts}
+    for cut in case.cuts:
+        texts[cut.file] = cut_text(texts[cut.file], cut)
+        assert cut.old != cut.new
+    for text in texts.values():
+        ast.parse(text)
+
+
+def test_rows_without_a_guard_and_survivors_are_written_down():
+    """After a change to a row: ``PYTHONPATH=tests python -m faults.mutate``, which takes some minutes."""
+    assert DOCUMENT.read_text(encoding="utf-8") == document(all_rows())
+
+
+@pytest.mark.timeout(600)
+def test_rows_fail_without_their_guards():
+    """Two of them; the script takes all."""
+    words = [word for row in TRIED for word in ("--row", row)]
+    command = [sys.executable, "-m", "faults.mutate", *words]
+    result = subprocess.run(command, cwd=Path(mutate.__file__).parents[1], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 rows, 2 with a guard, 2 as they should be" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("with_guard", "without_guard", "survives", "verdict"),
+    [
+        ("", "ended with 0, not 2", "", "killed"),
+        ("", "", "", "survives, unexplained"),
+        ("", "", "another guard", "survives: another guard"),
+        ("", "ended with 0, not 2", "another guard", "was killed, though it explains why not"),
+        ("", "NameError: name 'x' is not defined", "", "the mutant does not run"),
+        ("ended with 0, not 2", "", "", "fails with its guard"),
+    ],
+)
+def test_only_a_row_that_fails_for_want_of_its_guard_is_killed(tmp_path, monkeypatch, with_guard, without_guard, survives, verdict):
+    cut = Cut("errors.py", "class ConfigError(BadInputError):", "class ConfigError(ValueError):")
+    case = Case("a row", lambda folder: None, "", guard=cut, survives=survives)
+    (tmp_path / "cpvt_det").mkdir()
+    copy = tmp_path / "cpvt_det" / cut.file
+    copy.write_bytes((PACKAGE / cut.file).read_bytes())
+
+    def meet_apart(row: str, root: Path) -> str:
+        return without_guard if cut.new in copy.read_text(encoding="utf-8") else with_guard
+
+    monkeypatch.setattr(mutate, "meet_apart", meet_apart)
+    result = judge("area: a row", case, tmp_path)
+    assert result.verdict == verdict
+    assert mutate.is_good(result) == (verdict == "killed" or verdict.startswith("survives: "))
+    assert copy.read_bytes() == (PACKAGE / cut.file).read_bytes()
+
+
+def test_a_guard_that_has_gone_is_an_error(tmp_path):
+    (tmp_path / "cpvt_det").mkdir()
+    (tmp_path / "cpvt_det/errors.py").write_bytes((PACKAGE / "errors.py").read_bytes())
+    with pytest.raises(ValueError, match="contains 0 times, not once: gone"), without([Cut("errors.py", "gone", "")], tmp_path):
+        pass
