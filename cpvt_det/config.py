@@ -255,6 +255,18 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
     return cfg
 
 
+class _WithBases(CfgNode):
+    """YAML whose ``_BASE_`` is a path from the file's folder, or if there is no such file, a name below the package's configs."""
+
+    @classmethod
+    def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> Any:
+        """fvcore's, which calls itself with the file's folder and ``_BASE_`` joined."""
+        path = Path(filename)
+        names = [Path(*path.parts[start:]) for start in range(1, len(path.parts))]
+        found = next((config_root() / name for name in names if (config_root() / name).is_file()), path)
+        return super().load_yaml_with_base(str(path if path.is_file() else found), allow_unsafe)
+
+
 def read_config(config_file: str) -> CfgNode:
     """The keys of a YAML file and of its ``_BASE_`` files, without defaults. No YAML tag runs code.
 
@@ -263,7 +275,7 @@ def read_config(config_file: str) -> CfgNode:
     """
     path = find_config(config_file)
     try:
-        loaded = CfgNode.load_yaml_with_base(str(path), allow_unsafe=False)
+        loaded = _WithBases.load_yaml_with_base(str(path), allow_unsafe=False)
         _require_size(loaded, f"config {path}")
         return CfgNode(loaded)
     except ConfigError:

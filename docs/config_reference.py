@@ -18,10 +18,11 @@ DOCUMENT = Path(__file__).resolve().parent / "config.md"
 HEAD = """\
 # Every config key
 
-A config is YAML; `_BASE_` names a file that it starts from, and KEY VALUE pairs on the command line override it. Names and
-meanings are detectron2's where detectron2 has the key. A key that cannot apply to what the config chooses, such as `FOCAL_ALPHA`
-under softmax, is refused unless it has its default; in the config of an earlier run or model it is ignored, with a warning. This
-page is written by `python docs/config_reference.py` from `cpvt_det/config.py`.
+A config is YAML; `_BASE_` names a file that it starts from, by its path from this one or by its name among the package's, and
+KEY VALUE pairs on the command line override it. Names and meanings are detectron2's where detectron2 has the key. A key that
+cannot apply to what the config chooses, such as `FOCAL_ALPHA` under softmax, is refused unless it has its default (those of our
+ResNets are ignored by another backbone, with a warning); in the config of an earlier run or model it is ignored, with a
+warning. This page is written by `python docs/config_reference.py` from `cpvt_det/config.py`.
 """
 
 

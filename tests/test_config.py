@@ -125,6 +125,16 @@ def test_base_is_read_first_and_overridden(tmp_path):
     assert "_BASE_" not in cfg
 
 
+def test_a_base_may_be_a_name_of_the_package(tmp_path):
+    cfg = load_cfg(write(tmp_path, "_BASE_: quickstart/deformable_peg.yaml\nSEED: 7"))
+    expected = load_cfg("quickstart/deformable_peg.yaml")
+    expected.SEED = 7
+    assert cfg == expected
+    (tmp_path / "quickstart").mkdir()
+    write(tmp_path / "quickstart", "SOLVER: {BASE_LR: 0.5}", "deformable_peg.yaml")
+    assert load_cfg(str(tmp_path / "run.yaml")).SOLVER.BASE_LR == 0.5  # a file comes before a name
+
+
 def test_file_comes_over_defaults_and_overrides_over_the_file(tmp_path):
     path = write(tmp_path, "SEED: 1\nOUTPUT_DIR: here")
     cfg = load_cfg(path, ["SEED", "2"])

@@ -262,7 +262,7 @@ def _clean(annotation: dict, number: int, size: Size, issues: Issues) -> dict | 
         issues.add_info(why, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     if box is None:
         return None
-    if min(box[2:]) < 1:
+    if min(box[2:]) < 1 and max(size) > 1:  # a file that cannot be read counts as 1 x 1
         issues.add_info(THIN, f"{_where(annotation, number)}: bbox {annotation['bbox']}")
     area, crowd = annotation.get("area"), annotation.get("iscrowd")
     if (area is None or crowd is None) and "source" not in annotation:  # other formats have neither of them
