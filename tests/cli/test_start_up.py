@@ -58,7 +58,7 @@ def test_what_imports_bring_is_never_looked_through_again(tmp_path, monkeypatch)
         before = gc.get_freeze_count()
         with quick_imports():
             import many_lists
-        assert gc.get_freeze_count() == before  # nothing came
+        assert gc.get_freeze_count() <= before  # nothing came; a thread may have let something go
     finally:
         gc.unfreeze()
         monkeypatch.delitem(sys.modules, "many_lists", raising=False)

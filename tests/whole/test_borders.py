@@ -28,7 +28,7 @@ ALLOWED = {
     "position": {"errors", "structures", "registry", "layers", "defaults"},
     "models": {"defaults", "errors", "structures", "boxes", "registry", "ops", "layers", "position"},
     "losses": {"defaults", "errors", "structures", "boxes", "registry", "distributed"},
-    "data": {"errors", "structures", "boxes", "registry", "distributed", "garbage"},
+    "data": {"errors", "files", "structures", "boxes", "registry", "distributed", "garbage"},
     "evaluation": {"errors", "structures", "boxes", "layers", "data", "distributed", "files", "garbage"},
     "inference.py": {"errors", "structures", "boxes", "layers", "losses"},
 }
