@@ -258,7 +258,7 @@ def valid_sizes(padding_mask: Tensor) -> list[Size] | None:
     valid = ~padding_mask
     rows, columns = valid.any(2), valid.any(1)
     sizes = torch.stack((rows.sum(1), columns.sum(1)), dim=1)
-    places = [torch.arange(count) < size[:, None] for count, size in zip(valid.shape[1:], sizes.T, strict=True)]
+    places = [torch.arange(count, device=size.device) < size[:, None] for count, size in zip(valid.shape[1:], sizes.T, strict=True)]
     is_corner = torch.equal(places[0][:, :, None] & places[1][:, None, :], valid)
     return [tuple(size) for size in sizes.tolist()] if is_corner else None
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions that take the fastest of a CPU's ways, with a frozen norm folded into their weight.
 
-On one thread torch gives 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, by a fifth with AVX2 and
-twice on AMD's processors with AVX-512: so they are dilated here, which on a kernel of one cell means nothing.
+On one thread torch gives 1x1 convolutions to MKL, unless they are strided or dilated. oneDNN is faster, most of all on AMD's
+processors with AVX-512: so they are dilated here, which on a kernel of one cell means nothing.
 """
 
 from collections.abc import Sequence
@@ -42,13 +42,15 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
     """
     weight, bias = _folded(convolution, norm)
     stride, padding, dilation, groups = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
+    if x.dim() != 4 or isinstance(padding, str):
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     if winograd.is_for(x, weight, stride, padding, dilation, groups):
         return winograd.convolve_3x3(x, weight, bias)
     if convolution.kernel_size == (1, 1):
         if padding == (0, 0) and x.shape[1] < NARROW:
             x, stride = x[:, :, :: stride[0], :: stride[1]], (1, 1)
         if padding == (0, 0) and groups == 1:
-            return convolve_1x1(x, weight, bias, stride)
+            return _convolve_1x1(x, weight, bias, stride)
     is_strided = convolution.kernel_size == (3, 3) and (stride, dilation, groups) == ((2, 2), (1, 1), 1)
     if is_strided and _learns(x, weight) and x[:, 0, ::2, ::2].numel() * weight.numel() >= SMALL_PRODUCT:
         return _ByRows.apply(x, weight, bias, stride, padding, dilation)
@@ -56,10 +58,16 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
 
 
 def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None, residual: Tensor) -> Tensor:
-    """``residual + norm(convolution(x))``, in the memory of ``residual`` where no gradient needs that.
+    """``residual + norm(convolution(x))``; ``residual`` is overwritten where gradients are off.
 
-    Then by blocks of cells: a convolved block stays in the cache, and no further map is made, whose new pages of memory take longer
-    than the sum.
+    In that case by blocks of cells: a convolved block stays in the cache, and no further map is made, whose new pages of memory
+    take longer than the sum.
+
+    Args:
+        convolution: convolution that pads with zeros.
+        x: (B, C, H, W) float.
+        norm: frozen norm of the convolution's output; ``None``: no norm.
+        residual: (B, C', H', W') float, which the caller needs no more.
     """
     is_1x1 = (convolution.kernel_size, convolution.stride, convolution.padding, convolution.groups) == ((1, 1), (1, 1), (0, 0), 1)
     cells = residual.permute(0, 2, 3, 1)
@@ -68,7 +76,7 @@ def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | N
     weight, bias = _folded(convolution, norm)
     rows, sums = x.permute(0, 2, 3, 1).flatten(0, 2), cells.flatten(0, 2)  # (B, C, H, W) -> (B * H * W, C)
     for some, total in zip(rows.split(BLOCK // len(weight)), sums.split(BLOCK // len(weight)), strict=True):
-        total += convolve_1x1(some.T[None, :, :, None], weight, bias)[0, :, :, 0].T
+        total += _convolve_1x1(some.T[None, :, :, None], weight, bias)[0, :, :, 0].T
     return residual
 
 
@@ -82,8 +90,8 @@ def _folded(convolution: nn.Conv2d, norm: FrozenBatchNorm2d | None) -> tuple[Ten
     return weight * scale[:, None, None, None], shift if bias is None else shift + bias * scale
 
 
-def convolve_1x1(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1)) -> Tensor:
-    """The product of every ``stride``-th cell of (B, C, H, W) float with (C', C, 1, 1) -> (B, C', H', W')."""
+def _convolve_1x1(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1)) -> Tensor:
+    """The product of every ``stride``-th cell of (B, C, H, W) float with (C', C, 1, 1), and the bias -> (B, C', H', W')."""
     if not routes.takes("pointwise", x):
         return F.conv2d(x, weight, bias, stride)
     cells = x[:, 0, :: stride[0], :: stride[1]].numel()
@@ -120,7 +128,8 @@ class _ByRows(torch.autograd.Function):
             form = (stride, padding, dilation, False, (0, 0), 1, (True, False, False))
             of_x = torch.ops.aten.convolution_backward(grad, x, weight, None, *form)[0]
         if ctx.needs_input_grad[1]:
-            of_weight = _weight_gradient(x, grad, weight.shape[2], stride, padding)
+            with torch.autocast("cpu", enabled=False):
+                of_weight = _weight_gradient(x, grad, weight.shape[2], stride, padding)
         if ctx.needs_input_grad[2]:
             of_bias = grad.sum((0, 2, 3))
         return of_x, of_weight, of_bias, None, None, None

@@ -84,15 +84,15 @@ class _ReluDropout(torch.autograd.Function):
 def _kernel_seed(x: Tensor, probability: float, training: bool) -> int | None:
     """The seed of a draw by the kernel, from torch's generator; ``None`` where the draw is torch's own."""
     is_plain = x.device.type == "cpu" and x.dtype in FLOATS and type(x) in (Tensor, nn.Parameter)
-    if not training or not is_plain or not 0 < probability < MOST or torch.compiler.is_compiling() or _kernel() is None:
+    if not training or not is_plain or not 0 < probability < MOST or torch.compiler.is_compiling():
+        return None
+    if not routes.is_on("dropout") or _kernel() is None:
         return None
     return int(torch.randint(1 << 62, ()))
 
 
 @functools.cache
 def _kernel() -> ModuleType | None:
-    if not routes.is_on("dropout"):
-        return None
     try:
         return importlib.import_module("cpvt_det.ops.dropout_numba")
     except (ImportError, OSError):  # deformable attention, which loses more by it, warns of it

@@ -8,7 +8,7 @@ import functools
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from cpvt_det.errors import ConfigError
@@ -44,13 +44,23 @@ def is_on(route: str) -> bool:
     for name in left_out:
         if name not in ROUTES:
             raise ConfigError(f"{SWITCH} names the unknown way {name!r}; known: {', '.join(ROUTES)}")
-    instructions = torch.backends.cpu.get_cpu_capability()
-    return route not in left_out and instructions.startswith(ROUTES[route])
+    has_library = route == "dropout" or torch.backends.mkldnn.is_available()
+    return route not in left_out and has_library and torch.backends.cpu.get_cpu_capability().startswith(ROUTES[route])
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor on a CPU is torch's own, and is neither traced, nor compiled, nor transformed by ``torch.func``."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
+        return False
+    return not torch.jit.is_tracing() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def takes(route: str, x: Tensor) -> bool:
-    """Whether a way is taken for ``x``: a plain float32 tensor on a CPU, without autocast, and neither traced nor counted."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() == 0:
+    """Whether a way of float32 is taken for ``x``: plain, not empty, without autocast, and while nobody counts or fakes what runs.
+
+    ``torch.backends.mkldnn.enabled = False`` switches all of them off.
+    """
+    if not is_plain(x) or x.dtype != torch.float32 or x.numel() == 0:
         return False
     is_watched = torch.is_autocast_enabled("cpu") or _get_current_dispatch_mode() is not None
     return torch.backends.mkldnn.enabled and not is_watched and is_on(route)

@@ -2,8 +2,8 @@
 """3x3 convolutions on a CPU with 4 of 9 multiplications, by Winograd's minimal filtering.
 
 A tile of 2 x 2 outputs takes 16 products per pair of channels in place of 36: products of matrices, 16 for a block of tiles, with
-cheap sums around them. In float32 the error is that of the direct sum, about half to twice as large by the kernel that one compares
-with; larger tiles would save more and lose digits.
+cheap sums around them. In float32 the error is between half and twice that of a direct convolution, depending on the kernel that it
+is compared with; larger tiles would save more and lose digits.
 
 Source: arXiv 1509.09308, section 4.1, F(2x2, 3x3).
 """
@@ -25,7 +25,8 @@ NARROW = 32  # channels below which the sums around the products take longer tha
 def is_for(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
     """Whether a convolution of ``x`` goes this way on this machine."""
     is_fit = weight.shape[2:] == (3, 3) and (stride, padding, dilation, groups) == ((1, 1), (1, 1), (1, 1), 1)
-    return is_fit and min(weight.shape[:2]) >= NARROW and routes.takes("winograd", x) and _kernels() is not None
+    is_whole = x.dim() == 4 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype  # otherwise torch says what is wrong
+    return is_fit and is_whole and min(weight.shape[:2]) >= NARROW and routes.takes("winograd", x) and _kernels() is not None
 
 
 def convolve_3x3(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cpvt_det.ops.numba_threads import Kernel, cut, inlined, run
 
+MOST_SUMS = 1 << 26  # numbers that all threads together may hold as sums of gradients: each has its own
 BLOCK = 1 << 20  # numbers of a block's tiles, before and after the products, which stay in the cache in between
 
 
@@ -30,7 +31,8 @@ def convolve_back(grad: Tensor, weight: Tensor) -> Tensor:
 def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     """The gradient of the kernels (C', C, 3, 3) from input (B, C, H, W) and gradient (B, C', H, W), channels last."""
     channels, out_channels = x.shape[1], grad.shape[1]
-    sums = run(_correlate_rows, (_rows(x), _rows(grad), channels, out_channels), _pieces(x, out_channels))
+    most = max(1, MOST_SUMS // (16 * channels * out_channels))
+    sums = run(_correlate_rows, (_rows(x), _rows(grad), channels, out_channels), _pieces(x, out_channels, most))
     total = functools.reduce(Tensor.add_, sums)
     weight = x.new_empty(out_channels, 3, 3, channels)
     run(_tiles_to_filters, (total.numpy(), weight.numpy()), cut(out_channels, total.numel()))
@@ -50,7 +52,7 @@ def _convolve(x: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
     batch, _, height, width = x.shape
     channels = filters.shape[2]
     bias = x.new_zeros(channels) if bias is None else bias.detach()
-    out = torch.empty((batch, channels, height, width), dtype=x.dtype, memory_format=torch.channels_last)
+    out = torch.empty((batch, channels, height, width), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     run(_convolve_rows, (_rows(x), filters, bias.numpy(), _rows(out)), _pieces(x, channels))
     return out
 
@@ -58,8 +60,7 @@ def _convolve(x: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
 def _convolve_rows(x: Tensor, filters: Tensor, bias, out: Tensor, start: int, stop: int) -> None:
     _, channels, out_channels = filters.shape
     columns = -(-x.shape[2] // channels // 2)
-    step = max(1, min(BLOCK // (16 * (channels + out_channels) * columns), stop - start))
-    before, after = (x.new_empty(16 * step * columns * count) for count in (channels, out_channels))
+    step, before, after = _buffers(columns, channels, out_channels, stop - start)
     source, target = x.numpy(), out.numpy()
     for first in range(start, stop, step):
         last = min(first + step, stop)
@@ -74,8 +75,7 @@ def _convolve_rows(x: Tensor, filters: Tensor, bias, out: Tensor, start: int, st
 def _correlate_rows(x: Tensor, grad: Tensor, channels: int, out_channels: int, start: int, stop: int) -> Tensor:
     """(16, C', C): over the tiles, gradients times inputs."""
     columns = -(-x.shape[2] // channels // 2)
-    step = max(1, min(BLOCK // (16 * (channels + out_channels) * columns), stop - start))
-    before, after = (x.new_empty(16 * step * columns * count) for count in (channels, out_channels))
+    step, before, after = _buffers(columns, channels, out_channels, stop - start)
     total = x.new_zeros(16, out_channels, channels)
     of_x, of_grad = x.numpy(), grad.numpy()
     for first in range(start, stop, step):
@@ -89,14 +89,25 @@ def _correlate_rows(x: Tensor, grad: Tensor, channels: int, out_channels: int, s
     return total
 
 
+def _buffers(columns: int, channels: int, out_channels: int, rows: int) -> tuple[int, Tensor, Tensor]:
+    """The rows of tiles of a block, and memory for its tiles before and after the products."""
+    step = max(1, min(BLOCK // (16 * (channels + out_channels) * columns), rows))
+    before, after = (
+        torch.empty(16 * step * columns * count, dtype=torch.float32, device="cpu") for count in (channels, out_channels)
+    )
+    return step, before, after
+
+
 def _rows(x: Tensor) -> Tensor:
     """(B, C, H, W), channels last -> (B, H, W * C), the same memory."""
     return x.detach().permute(0, 2, 3, 1).flatten(2)
 
 
-def _pieces(x: Tensor, out_channels: int) -> list[tuple[int, int]]:
-    """The rows of tiles, cut for threads."""
-    return cut(x.shape[0] * -(-x.shape[2] // 2), 4 * x.numel() * out_channels)
+def _pieces(x: Tensor, out_channels: int, most: int = 1 << 30) -> list[tuple[int, int]]:
+    """The rows of tiles, cut for threads into ``most`` pieces at most."""
+    rows = x.shape[0] * -(-x.shape[2] // 2)
+    pieces = cut(rows, 4 * x.numel() * out_channels)
+    return pieces if len(pieces) <= most else [(rows * i // most, rows * (i + 1) // most) for i in range(most)]
 
 
 @Kernel

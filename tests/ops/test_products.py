@@ -90,18 +90,61 @@ def test_a_convolution_with_its_norm_is_torch_s(library, kernel, stride, padding
     torch.testing.assert_close(convolve(convolution, x, norm), before + 1)  # no folded weight was kept
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
+LAYOUTS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(1, 1, 0), (1, 2, 0), (1, 1, 1), (3, 1, 1)])
 @pytest.mark.parametrize("has_gradient", [False, True], ids=["inference", "training"])
-def test_a_residual_is_added_to_a_convolution(library, kernel, has_gradient, monkeypatch):
+@pytest.mark.parametrize("layout_of_x", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_residual_is_added_to_a_convolution(library, kernel, stride, padding, has_gradient, layout_of_x, layout, monkeypatch):
     monkeypatch.setattr("cpvt_det.ops.convolution.BLOCK", 32 * 10)  # blocks of ten cells
-    convolution, norm = nn.Conv2d(40, 32, kernel, padding=kernel // 2, bias=False), FrozenBatchNorm2d(32)
+    convolution, norm = nn.Conv2d(40, 32, kernel, stride, padding), FrozenBatchNorm2d(32)
     norm.running_var.uniform_(0.5, 1.5)
-    x, residual = (torch.randn(2, channels, 9, 7).to(memory_format=torch.channels_last) for channels in (40, 32))
-    expected = residual + norm(convolution(x))
+    x = torch.randn(2, 40, 9, 7).to(memory_format=LAYOUTS[layout_of_x])
+    convolved = norm(convolution(x))
+    residual = torch.randn(convolved.shape).to(memory_format=LAYOUTS[layout])
+    expected = residual + convolved
     with torch.set_grad_enabled(has_gradient):
         found = add_convolved(convolution, x, norm, residual)
     assert_near([found], [expected])
-    assert (found is residual) == (not has_gradient and kernel == 1 and "blocks" in library)
+    is_in_place = not has_gradient and (kernel, stride, padding, layout) == (1, 1, 0, "channels last") and "blocks" in library
+    assert (found is residual) == is_in_place
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(1, (2, 3), (0, 0)), (3, (2, 2), (0, 0)), (3, (2, 2), (1, 0)), (3, (2, 2), (0, 1))]
+)
+def test_gradients_of_strides_and_paddings_that_differ(library, kernel, stride, padding):
+    convolution = nn.Conv2d(16, 24, kernel, stride, padding)
+    x = torch.randn(2, 16, 9, 7).to(memory_format=torch.channels_last)
+
+    def call(x, weight, bias):
+        return F.conv2d(x, weight, bias, stride, padding)
+
+    out = convolve(convolution, x.requires_grad_())
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    found = torch.autograd.grad((out * weights).sum(), [x, convolution.weight, convolution.bias])
+    assert_near([out, *found], gradients(call, x, convolution.weight, convolution.bias))
+
+
+@pytest.mark.parametrize("channels", [32, 96])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_convolution_of_other_channels_is_torch_s_error(library, channels, kernel):
+    with pytest.raises(RuntimeError, match="channels"):
+        convolve(nn.Conv2d(64, 64, kernel, padding=kernel // 2), torch.randn(1, channels, 6, 5))
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_one_image_without_a_batch_is_convolved_too(library, kernel):
+    convolution, x = nn.Conv2d(32, 32, kernel, padding=kernel // 2), torch.randn(32, 6, 5)
+    torch.testing.assert_close(convolve(convolution, x), convolution(x))
+
+
+def test_padding_by_name_is_torch_s(library):
+    convolution, x = nn.Conv2d(32, 32, 3, stride=2, padding="valid"), torch.randn(1, 32, 6, 5)
+    convolve(convolution, x).sum().backward()
+    torch.testing.assert_close(convolve(convolution, x), convolution(x))
 
 
 NARROW = """

@@ -87,6 +87,24 @@ def test_threads_share_the_rows():
             torch.testing.assert_close(other, one, rtol=0, atol=1e-6 * one.abs().max().item())
 
 
+def test_threads_hold_few_sums(monkeypatch):
+    inputs, grad = drawn(2, 64, 64, 23, 18)
+    expected = differentiated(convolve_3x3, inputs, grad, torch.float32)
+    monkeypatch.setattr(winograd_numba, "MOST_SUMS", 2 * 16 * 64 * 64)
+    pieces = winograd_numba._pieces(inputs[0], 64, 2)
+    monkeypatch.setattr(winograd_numba, "cut", lambda length, work: [(i, i + 1) for i in range(length)])
+    assert winograd_numba._pieces(inputs[0], 64, 2) == [(0, 12), (12, 24)] and pieces[-1][1] == 24
+    found = differentiated(convolve_3x3, inputs, grad, torch.float32)
+    torch.testing.assert_close(found[2], expected[2], rtol=0, atol=1e-6 * expected[2].abs().max().item())
+
+
+def test_inference_mode_and_another_default_device():
+    inputs, _ = drawn(2, 32, 32, 6, 5)
+    with torch.inference_mode(), torch.device("meta"):
+        found = convolve_3x3(*inputs)
+    torch.testing.assert_close(found, direct(*inputs), rtol=0, atol=1e-4)
+
+
 def test_nan_and_infinity_reach_the_output():
     inputs, _ = drawn(1, 32, 32, 6, 6)
     for value in (float("nan"), float("inf")):
@@ -110,6 +128,8 @@ def test_other_convolutions_are_torch_s(form, monkeypatch):
     assert winograd.is_for(x, weight, (1, 1), (1, 1), (1, 1), 1)
     assert not winograd.is_for(x, weight, *form)
     assert not winograd.is_for(x, torch.ones(64, 64, 1, 1), (1, 1), (1, 1), (1, 1), 1)
+    assert not winograd.is_for(x[:, :16], torch.ones(64, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    assert not winograd.is_for(x, weight.double(), (1, 1), (1, 1), (1, 1), 1)
     assert not winograd.is_for(x, torch.ones(16, 64, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     monkeypatch.setattr(winograd, "_kernels", lambda: None)  # numba is not there
     assert not winograd.is_for(x, weight, (1, 1), (1, 1), (1, 1), 1)

@@ -19,6 +19,7 @@ from cpvt_det.errors import UnknownNameError, WeightsError, first_line
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import BACKBONE_NORMS, NORM_LAYERS
 from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.ops import routes
 from cpvt_det.ops.convolution import add_convolved, convolve
 from cpvt_det.structures import Size, has_padding, level_padding_mask, valid_sizes
 
@@ -135,7 +136,9 @@ class ResNetBackbone(nn.Module):
         valid = _ValidCells(padding_mask if is_masked else None, images.dtype)
         body = self.body
         x = valid.rectify(valid.convolve(body.conv1, body.bn1, images, 2), 2)
-        x = valid.rectify(body.maxpool(x), 4)  # the first padded cells' windows reach back into the image
+        x = body.maxpool(x)
+        if is_masked:  # the first padded cells' windows reach back into the image
+            x = valid.rectify(x, 4)
         run_block = partial(recomputed, _run_block) if self.checkpointing else _run_block
         stride, features = 4, []
         for stage in range(2, self.stages[-1] + 1):
@@ -199,11 +202,10 @@ class _ValidCells:
 
     def rectify(self, x: Tensor, stride: int) -> Tensor:
         """The ReLU of ``x`` (B, C, H, W), in place, with zeros under the padding."""
-        valid = self.at(stride)
-        if valid is None:
+        if self._padding_mask is None:
             return x.relu_()
-        if self._sizes is None:
-            return x.mul_(valid.to(x.dtype)).relu_()
+        if self._sizes is None or not routes.is_plain(x):
+            return x.mul_(self.at(stride).to(x.dtype)).relu_()
         return _RectifyValid.apply(x, [tuple(-(-side // stride) for side in size) for size in self._sizes])
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
