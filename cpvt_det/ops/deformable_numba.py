@@ -14,7 +14,6 @@ Long for one file, because numba compares the time of this file alone to decide 
 import functools
 from collections.abc import Sequence
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -22,7 +21,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from cpvt_det.ops.numba_threads import Kernel, cut, run
+from cpvt_det.ops.numba_threads import Kernel, cut, inlined, run
 
 QUERY_BLOCK = 64  # queries that one head serves before the next does: their samples overlap, and still lie in the cache
 SUMS = ("contract", "reassoc", "nsz")  # sums over channels may be reordered to fill a register; NaN and infinity are kept
@@ -35,9 +34,6 @@ def _record(context, builder, pointer_type, pointer, index):
     data = builder.bitcast(pointer, vector.element.as_pointer())
     first = builder.gep(data, [builder.mul(index, index.type(channels.shape[0]))])
     return builder.bitcast(first, vector.as_pointer()), vector, channels.dtype.bitwidth // 8
-
-
-_inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 
 
 @intrinsic
@@ -100,7 +96,7 @@ def _dot(typing, xs, row, values, other):
     return xs.dtype.fields["channels"].type.dtype(xs, row, values, other), generate
 
 
-@_inlined
+@inlined
 def _pull(out, row, value, a, right, down, inside, x, y, weight, one):
     """out[row] += weight * the sample between the records a, a + right, a + down and a + down + right, as far as inside."""
     w0, w1 = (one - y) * weight, y * weight
@@ -118,7 +114,7 @@ def _pull(out, row, value, a, right, down, inside, x, y, weight, one):
         _add(out, row, value, (a + down + right,), (x * w1,))
 
 
-@_inlined
+@inlined
 def _push(grad, row, value, grad_value, a, right, down, inside, x, y, weight, one):
     """Add to the gradient of the records around a sample; returns grad[row] times each of them, and zero for one outside."""
     w0, w1 = (one - y) * weight, y * weight
