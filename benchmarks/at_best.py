@@ -71,7 +71,7 @@ def compiled(model: Model) -> Model:
 
 
 def at_best(
-    name: str, plain: Model, build: Callable[[], Model], make: Callable[..., Contender], everything: bool
+    name: str, plain: Model, build: Callable[[], Model], make: Callable[..., Contender], everything: bool, bf16: bool
 ) -> list[Contender]:
     """A peer with the switches of torch that it does not set itself, each alone and together; and under autocast, without and with.
 
@@ -81,6 +81,7 @@ def at_best(
         build: function that makes another such model.
         make: function that makes a contender.
         everything: True: compiled too, which takes minutes.
+        bf16: True: under autocast too.
     """
     best = channels_last(build())
     found = [make(f"{name}, channels last", best, peer=True)]
@@ -90,6 +91,7 @@ def at_best(
         found.append(make(f"{name} at its best", best, peer=True))
     if everything:
         found.append(replace(make(f"{name}, compiled", compiled(build()), peer=True), attempt=True))
-    found.append(make(f"{name} bf16", plain, bf16=True, other_work=ROUNDED))
-    found.append(make(f"{name} at its best bf16", best, bf16=True, other_work=ROUNDED))
+    if bf16:
+        found.append(make(f"{name} bf16", plain, bf16=True, other_work=ROUNDED))
+        found.append(make(f"{name} at its best bf16", best, bf16=True, other_work=ROUNDED))
     return found

@@ -232,7 +232,9 @@ def make_work(shape: Shape, options: Options) -> Work:
     contenders = [make(name, model, peer=True) for name, model in peers.items()]
     if shape.padding <= MUCH:
         for name, model in peers.items():
-            contenders += at_best(name, model, builds[name], make, options.size == "all")
+            contenders += at_best(name, model, builds[name], make, options.size == "all", has_bf16(options.device))
+    if not has_bf16(options.device):
+        left_out["bf16"] = "the processor's instructions, as far as torch uses them, have no products of bf16"
     return Work([*contenders, *our_contenders(shape, same, make, options)], tolerance(shape.passes, options.device), left_out)
 
 
@@ -252,13 +254,18 @@ def our_contenders(shape: Shape, same: Model, make: Callable[..., Contender], op
     if shape.padding > 0:
         found.append(make("cpvt_det, padding masked", our_model(shape.recipe, options.device), other_work=MASKED))
     found.append(make("cpvt_det PEG", peg, other_work=PEG))
-    if shape.padding <= MUCH:
+    if shape.padding <= MUCH and has_bf16(options.device):
         found.append(make("cpvt_det bf16", same, bf16=True, other_work=rounded))
         found.append(make("cpvt_det PEG bf16", peg, bf16=True, other_work=PEG))
     if shape.passes == PASSES[1] and not shape.sizes:
         frugal = our_model(shape.recipe, options.device, "peg", checkpointing=True)
         found.append(make("cpvt_det PEG, checkpointing", frugal, other_work=PEG))
     return found
+
+
+def has_bf16(device: str) -> bool:
+    """Whether bf16 may save time; with AVX2 alone its convolutions take minutes."""
+    return device != "cpu" or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def tolerance(passes: str, device: str) -> float:

@@ -148,13 +148,14 @@ def test_rows_of_a_peer_at_its_best(monkeypatch):
         module = Attentive()
         return models.Model(module, lambda batch: module(batch.images), None)
 
-    for everything in (False, True):
+    for everything, bf16 in ((False, True), (True, True), (True, False)):
+        compiled.clear()
         make = functools.partial(model.make_contender, shape, *model.make_inputs(shape, "cpu"))
-        found = at_best.at_best("official", build(), build, make, everything)
+        found = at_best.at_best("official", build(), build, make, everything, bf16)
         names = ["official, channels last", "official, fused attention", "official at its best"]
         names += ["official, compiled"] * everything
         assert [one.name for one in found if one.peer] == names
-        assert [one.name for one in found if not one.peer] == ["official bf16", "official at its best bf16"]
+        assert [one.name for one in found if not one.peer] == ["official bf16", "official at its best bf16"] * bf16
         assert [one.name for one in found if one.attempt] == ["official, compiled"] * everything
         assert len(compiled) == everything
 
