@@ -5,6 +5,8 @@
 Norms have random statistics and class heads large weights, so that scores differ between queries.
 """
 
+import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,12 +16,16 @@ from click.testing import CliRunner
 from tabulate import tabulate
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
+
+from benchmarks.machine import machine, versions
 from cpvt_det import builders
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli import main as cpvt_det
 from cpvt_det.config import load_cfg
 from cpvt_det.export.files import FORMATS
+from cpvt_det.study.origin import commit_of
 
 ENCODINGS = {"DETR": ("none", "sine", "learned", "peg"), "Deformable-DETR": ("none", "sine_offset", "learned", "peg")}
 SMALL = {"DETR": "quickstart/detr_peg.yaml", "Deformable-DETR": "quickstart/deformable_peg.yaml"}
@@ -58,10 +64,11 @@ def export(path: Path, format: str, words: list[str]) -> list[list[str]]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--r50", is_flag=True, help="Export R50 models, one per encoding, instead of the quickstart's models.")
 @click.option("--format", "formats", multiple=True, type=click.Choice(FORMATS), default=FORMATS, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for a JSON with the table.")
 @click.argument("words", nargs=-1)
 @common_options
 @report_errors
-def main(r50: bool, formats: tuple[str, ...], words: tuple[str, ...]) -> None:
+def main(r50: bool, formats: tuple[str, ...], output: Path | None, words: tuple[str, ...]) -> None:
     """Print the table; WORDS go to cpvt-det export, after two dashes: -- --half."""
     torch.set_num_threads(1)
     rows = []
@@ -75,6 +82,17 @@ def main(r50: bool, formats: tuple[str, ...], words: tuple[str, ...]) -> None:
                         rows.append([model, encoding or Path(config).stem, format, *cells])
                         click.echo(rows[-1], err=True)
     click.echo(tabulate(rows, HEADER, tablefmt="github", disable_numparse=True))
+    if output:
+        chosen = [*["--r50"] * r50, *(f"--format {name}" for name in formats), *(["--", *words] if words else [])]
+        record = {
+            "command": " ".join(["python benchmarks/export_table.py", *chosen]),
+            "commit": commit_of(Path(__file__).parent, short=True),
+        }
+        record |= {"machine": machine("cpu"), "versions": versions(), "head": HEADER, "rows": rows}
+        output.mkdir(parents=True, exist_ok=True)
+        path = output / f"exported_cpu{'_r50' * r50}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        click.echo(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -15,16 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.clocks import clock_of
+from cpvt_det.study.origin import WITHOUT, cpu_model, instructions, read_lines
 
 LIBRARIES = ("torch", "torchvision", "numpy", "scipy", "numba", "triton", "pillow", "pycocotools", "faster-coco-eval")
 COPIES = {"copy_in_cache_gb_per_s": 4, "copy_in_memory_gb_per_s": 512}
 """Megabytes of source and copy together: one that fits into the cache of any current processor and GPU, and one that does not."""
-FLAGS = re.compile(r"avx2|fma|avx512\w*")
-"""Instructions of /proc/cpuinfo that matter to products and convolutions."""
-LIMITING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-"""Environment variables that limit the instructions of torch, oneDNN and MKL."""
-WITHOUT = "CPVT_DET_WITHOUT"
-"""The environment variable that leaves out our own ways of computing."""
 SECONDS = 0.3  # length of each measurement
 SIDES = {"cpu": 2048, "cuda": 4096}  # rows and columns of the matrices that are multiplied
 
@@ -48,7 +43,7 @@ def machine(device: str, load_average: float | None = None) -> dict[str, Any]:
         device: ``cpu`` or ``cuda``.
         load_average: load average before the run; ``None``: the present one.
     """
-    found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_model(), "cores": os.cpu_count()}
+    found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cpu": cpu_model(), "cores": os.cpu_count()}
     found |= instructions()
     found |= {"caches": _caches(), "memory_gib": round(_memory_bytes() / 2**30, 1)}
     if hasattr(os, "getloadavg"):
@@ -59,13 +54,6 @@ def machine(device: str, load_average: float | None = None) -> dict[str, Any]:
         found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
         found["gpu_multiprocessors"] = properties.multi_processor_count
     return found
-
-
-def instructions() -> dict[str, Any]:
-    """What torch uses of the processor's instructions, what there is of them, and the environment variables that leave some out."""
-    found: dict[str, Any] = {"instruction_set": torch.backends.cpu.get_cpu_capability(), "flags": _flags()}
-    limited = {name: os.environ[name] for name in (*LIMITING, WITHOUT) if os.environ.get(name)}
-    return found | ({"limited_by": limited} if limited else {})
 
 
 def name_of_instructions(found: dict[str, Any]) -> str:
@@ -85,18 +73,11 @@ def name_of_instructions(found: dict[str, Any]) -> str:
     return "".join(f"_{word}" for word in [*words, *["without"] * bool(left_out), *left_out])
 
 
-def _flags() -> str:
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("flags"):
-            return " ".join(word for word in line.partition(":")[2].split() if FLAGS.fullmatch(word)) or "none of avx2, fma, avx512"
-    return "unknown"
-
-
 def free_bytes(device: str) -> int:
     """Memory that is still available to a contender, in bytes."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    for line in _lines(Path("/proc/meminfo")):
+    for line in read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return _memory_bytes()
@@ -130,17 +111,10 @@ def _best(call: Callable[[], Any], device: str) -> float:
     return min(samples)
 
 
-def _cpu_model() -> str:
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
 def _caches() -> dict[str, str]:
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size = ("".join(_lines(folder / name)) for name in ("level", "type", "size"))
+        level, kind, size = ("".join(read_lines(folder / name)) for name in ("level", "type", "size"))
         if kind != "Instruction":
             found[f"L{level}"] = size
     return found
@@ -148,10 +122,3 @@ def _caches() -> dict[str, str]:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

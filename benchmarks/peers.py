@@ -9,7 +9,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ import torchvision
 
 import cpvt_det
 from cpvt_det.errors import BadInputError, UnknownNameError
+from cpvt_det.study.origin import commit_of
 
 CHECKOUTS = {
     "deformable_detr": ("fundamentalvision/Deformable-DETR", "models/ops/functions/ms_deform_attn_func.py"),
@@ -29,8 +29,6 @@ CHECKOUTS = {
 }
 """Name -> public repository, and a file that identifies a checkout of it."""
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = "benchmarks/results"
-"""The folder of this tree that a run itself changes."""
 IMPORTED = ("transformers", "detectron2")
 """Libraries that take part if they are installed; for detectron2 a checkout is possible too, without its compiled parts."""
 
@@ -81,19 +79,6 @@ def peer_versions(peers: dict[str, Path | None]) -> dict[str, str]:
         else:
             found[name] = f"{CHECKOUTS[name][0]} {commit_of(folder)}"
     return found
-
-
-def commit_of(folder: Path, short: bool = False) -> str:
-    """The commit of a checkout, ``+changes`` if tracked files in the folder differ from it, but for the results of benchmarks."""
-    commit = _git(folder, "rev-parse", *["--short"] * short, "HEAD")
-    watched = (".", f":(top,exclude){RESULTS}")
-    changes = "+changes" if commit and _git(folder, "status", "--porcelain", "--untracked-files=no", "--", *watched) else ""
-    return f"{commit or 'of unknown commit'}{changes}"
-
-
-def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 PACKAGES = ("models", "util", "datasets")

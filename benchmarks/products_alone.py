@@ -107,7 +107,8 @@ def main(detectors: tuple[str, ...], threads: int, rounds: int, output: Path | N
     os.environ.update(thread_environment(threads))
     from benchmarks.harness import Plan
     from benchmarks.machine import machine, versions
-    from benchmarks.peers import ROOT, commit_of
+    from benchmarks.peers import ROOT
+    from cpvt_det.study.origin import commit_of
 
     command = f"python benchmarks/products_alone.py --threads {threads} --rounds {rounds}{' --busy' * busy}"
     about = {"command": " ".join([command, *(f"--detector {name}" for name in detectors)]), "threads": threads, "busy": busy}

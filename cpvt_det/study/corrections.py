@@ -21,8 +21,8 @@ class Comparison:
         variant: ``group/variant`` of the one.
         baseline: ``group/variant`` of the other.
         data: name of the data set, "" for the one of the training.
-        values: seed -> AP of the variant.
-        others: seed -> AP of the baseline.
+        values: seed -> main figure of the variant.
+        others: seed -> main figure of the baseline.
     """
 
     variant: str
@@ -50,8 +50,8 @@ def corrected_over_sweeps(plan: Plan, group: Group, by_axis: Mapping[str, Curves
     return sentences
 
 
-def corrected_over_levels(group: Group, reached: Curves) -> list[str]:
-    """For each baseline, the differences of iterations to an AP that remain significant after correction, paired and unpaired."""
+def corrected_over_levels(group: Group, reached: Curves, main: str) -> list[str]:
+    """For each baseline, the differences of iterations that remain significant after correction, paired and unpaired."""
     sentences = []
     for baseline in (name for name in group.baselines if name in reached):
         pairs = {
@@ -62,7 +62,7 @@ def corrected_over_levels(group: Group, reached: Curves) -> list[str]:
         }
         sentences += _remaining(
             {name: paired(*pair)[2] for name, pair in pairs.items()},
-            f"differences to {baseline} of the iterations to an AP",
+            f"differences to {baseline} of the iterations to reach {main}",
             {name: unpaired(*pair) for name, pair in pairs.items()},
         )
     return sentences
@@ -86,11 +86,11 @@ def _names_after_holm(p_values: Mapping[str, float]) -> str:
 
 
 def all_comparisons(plan: Plan, groups: Groups) -> tuple[list[Comparison], list[Comparison]]:
-    """All comparisons that the report contains: of AP, and of AP on the sweeps' data sets.
+    """All comparisons that the report contains: of the main figure, and of it on the sweeps' data sets.
 
     A pair of variants counts once, whichever of them is the baseline and in however many groups they stand, with the most seeds.
     """
-    of_ap = (_compare(group, groups[group.name], "", ["AP"]) for group in plan.groups)
+    of_ap = (_compare(group, groups[group.name], "", [plan.figures_of(group)[0]]) for group in plan.groups)
     on_sweeps = (
         _compare(group, groups[group.name], name, ["measured", "sweeps", sweep, name])
         for group in plan.groups

@@ -25,7 +25,7 @@ def draw_figure(plan: Plan, group: Group, axis: str, curves: Curves) -> Path:
         ticks = list(next(iter(curves.values())))
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
         axes.minorticks_off()
-    axes.set(xlabel=axis, ylabel="AP", ylim=(0, None), title=f"{group.name}: mean of the seeds, 95 % band")
+    axes.set(xlabel=axis, ylabel=plan.figures_of(group)[0], ylim=(0, None), title=f"{group.name}: mean of the seeds, 95 % band")
     axes.grid(alpha=0.3)
     axes.legend()
     path = plan.folder / "figures" / f"{group.name}_{axis}.png"
@@ -37,7 +37,7 @@ def draw_bars(plan: Plan, group: Group, bars: dict[str, dict[str, Values]]) -> P
     """Draw a cluster of bars per data set, a bar per variant: means with 95 % intervals; returns the path.
 
     Args:
-        bars: label of the data set -> variant -> AP by seed.
+        bars: label of the data set -> variant -> main figure by seed.
     """
     figure = new_figure(8, 4)
     axes = figure.subplots()
@@ -49,11 +49,13 @@ def draw_bars(plan: Plan, group: Group, bars: dict[str, dict[str, Values]]) -> P
         ]
         places, means, halves = np.array(known).T
         at = places + (number - (len(variants) - 1) / 2) * width
-        below = np.minimum(np.nan_to_num(halves), means)  # no AP is below 0
+        below = np.minimum(np.nan_to_num(halves), means)  # no figure is below 0
         error = (below, np.nan_to_num(halves))
         axes.bar(at, means, width * 0.95, yerr=error, color=f"C{number % 10}", label=variant, error_kw={"elinewidth": 0.8})
     axes.set_xticks(range(len(bars)), list(bars))
-    axes.set(ylabel="AP", ylim=(0, None), title=f"{group.title or group.name}: mean of the seeds, 95 % interval")
+    axes.set(
+        ylabel=plan.figures_of(group)[0], ylim=(0, None), title=f"{group.title or group.name}: mean of the seeds, 95 % interval"
+    )
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     axes.legend(ncols=2)

@@ -18,6 +18,7 @@ from cpvt_det.data.shapes.dataset import describe
 from cpvt_det.data.shapes.scene import ShapesSpec
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors, first_line
 from cpvt_det.study.probes import VERSIONS
+from cpvt_det.tasks.registry import build_task
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Plan:
     sweeps: Mapping[str, Mapping[str, float]]
     groups: Sequence[Group]
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    _figures: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def runs(self) -> Iterator[Run]:
         """All runs, group after group."""
@@ -166,6 +168,12 @@ class Plan:
         if group.backbone:
             cfg.MODEL.BACKBONE.WEIGHTS = str(self.output_of(group.backbone) / "backbone.pth")
         return cfg
+
+    def figures_of(self, group: Group) -> tuple[str, ...]:
+        """The figures that a record of the group has, by the task of its config; the main one first."""
+        if group.name not in self._figures:
+            self._figures[group.name] = tuple(build_task(self.config_of(next(group.runs()))).figures)
+        return self._figures[group.name]
 
     def registration(self, name: str) -> list[str]:
         """The entry of ``DATASETS.REGISTER`` for a drawn data set."""

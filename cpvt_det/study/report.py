@@ -23,7 +23,7 @@ from cpvt_det.study.corrections import (
 )
 from cpvt_det.study.figures import draw_bars, draw_figure
 from cpvt_det.study.plan import Group, Plan, load_plan
-from cpvt_det.study.run import FIGURES, Record, is_done, read_record
+from cpvt_det.study.run import Record, is_done, read_record
 from cpvt_det.study.statistics import Curves, holm, interval, paired, unpaired
 
 
@@ -43,15 +43,20 @@ def write_report(path: Path) -> list[Path]:
         records = groups[group.name]
         if not records.keys() & group.variants.keys():
             continue
-        parts += [f"## {group.name}", results_table(records)]
-        parts += [f"paired by seed:\n\n{differences_table(group, records)}"] if records.keys() & set(group.baselines) else []
+        figures = plan.figures_of(group)
+        parts += [f"## {group.name}", results_table(records, figures)]
+        parts += (
+            [f"paired by seed:\n\n{differences_table(group, records, figures[0])}"] if records.keys() & set(group.baselines) else []
+        )
         by_axis = curves_of(plan, group, records)
         for axis, curves in by_axis.items():
-            parts.append(f"### AP by {axis}\n\n{curve_tables(group, curves)}")
+            parts.append(f"### {figures[0]} by {axis}\n\n{curve_tables(group, curves)}")
             files.append(draw_figure(plan, group, axis, curves))
             if axis == "iteration" and (reached := iterations_to(curves)):
-                parts.append(f"### iterations to an AP\n\n{curve_tables(group, reached, functools.partial(_text, digits=0))}")
-                parts += corrected_over_levels(group, reached)
+                parts.append(
+                    f"### iterations to reach {figures[0]}\n\n{curve_tables(group, reached, functools.partial(_text, digits=0))}"
+                )
+                parts += corrected_over_levels(group, reached, figures[0])
         if sentences := corrected_over_sweeps(plan, group, by_axis):
             parts += ["### all sweeps", *sentences]
         if group.bars:
@@ -103,12 +108,12 @@ def _three_digits(mean: float, half: float, sign: str = "") -> str:
     return f"{mean:{sign}.3g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
 
 
-def results_table(records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row per variant: CPU time of a training, and the COCO metrics in the records.
+def results_table(records: Mapping[str, Mapping[int, Record]], figures: Sequence[str]) -> str:
+    """A row per variant: CPU time of a training, and the figures that are in the records.
 
     The time is a median, since what a killed attempt used is in no record.
     """
-    known = [key for key in FIGURES if any(run[key] is not None for runs in records.values() for run in runs.values())]
+    known = [key for key in figures if any(run[key] is not None for runs in records.values() for run in runs.values())]
     rows = []
     for variant, runs in records.items():
         seconds = f"{np.median([run['cpu_seconds'] for run in runs.values()]):.0f}"
@@ -116,23 +121,24 @@ def results_table(records: Mapping[str, Mapping[int, Record]]) -> str:
     return _table(rows, ["encoding", "seeds", "CPU s per run", *known])
 
 
-def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]]) -> str:
-    """A row per variant; per baseline the difference of AP, its p, p by Holm's correction over all variants, and Welch's p."""
-    aps = {variant: {seed: run["AP"] for seed, run in runs.items()} for variant, runs in records.items()}
-    rows, head = {variant: [variant] for variant in aps}, ["encoding"]
-    for baseline in (name for name in group.baselines if name in aps):
-        found = {variant: paired(values, aps[baseline]) for variant, values in aps.items() if variant != baseline}
+def differences_table(group: Group, records: Mapping[str, Mapping[int, Record]], main: str) -> str:
+    """A row per variant; per baseline the difference of the main figure, its p, p by Holm's correction over all variants, and
+    Welch's p."""
+    of = {variant: {seed: run[main] for seed, run in runs.items()} for variant, runs in records.items()}
+    rows, head = {variant: [variant] for variant in of}, ["encoding"]
+    for baseline in (name for name in group.baselines if name in of):
+        found = {variant: paired(values, of[baseline]) for variant, values in of.items() if variant != baseline}
         by_holm = dict(zip(found, holm([p for *_, p in found.values()]), strict=True))
-        head += [f"AP less {baseline}'s", "p", "p, Holm", "p, unpaired"]
+        head += [f"{main} less {baseline}'s", "p", "p, Holm", "p, unpaired"]
         rows[baseline] += [""] * 4
         for variant, (mean, half, p) in found.items():
-            values = (p, by_holm[variant], unpaired(aps[variant], aps[baseline]))
+            values = (p, by_holm[variant], unpaired(of[variant], of[baseline]))
             rows[variant] += [_text(mean, half, sign="+"), *("n/a" if math.isnan(value) else f"{value:.3f}" for value in values)]
     return _table(list(rows.values()), head)
 
 
 def curves_of(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Record]]) -> dict[str, Curves]:
-    """AP by iteration, if there are several, and by each of the group's sweeps, without those that were not evaluated."""
+    """The main figure by iteration, if there are several, and by each sweep of the group that was evaluated."""
     own = [run for variant in group.variants for run in records.get(variant, {}).values()]
     iterations = sorted({int(at) for run in own for at in run["curve"]})
     curves = {"iteration": _curves(records, {at: ("curve", str(at)) for at in iterations})} if len(iterations) > 1 else {}
@@ -156,8 +162,8 @@ def _bars(plan: Plan, group: Group, records: Mapping[str, Mapping[int, Record]])
 
 def whole_study(plan: Plan, groups: Groups) -> list[str]:
     """What remains significant when all comparisons of the study are corrected together; nothing for fewer than two comparisons."""
-    parts = []
-    for what, found in zip(("AP", "AP on the sweeps' data sets"), all_comparisons(plan, groups), strict=True):
+    parts, main = [], " and ".join(dict.fromkeys(plan.figures_of(group)[0] for group in plan.groups))
+    for what, found in zip((main, f"{main} on the sweeps' data sets"), all_comparisons(plan, groups), strict=True):
         if len(found) > 1:
             without_zero = sum(paired(one.values, one.others)[2] < 0.05 for one in found)
             rows = [_row(*one) for one in corrected(found) if min(one[1:]) < 0.05]
@@ -176,7 +182,7 @@ def _row(one: Comparison, by_seed: float, by_welch: float) -> list[str]:
 
 
 def iterations_to(curves: Curves) -> Curves:
-    """Iterations by variant and AP, for the last five multiples of 5 that every run reaches; interpolated between evaluations."""
+    """Iterations by variant and main figure, for the last five multiples of 5 that every run reaches; interpolated."""
     runs: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for variant, along in curves.items():
         for iteration, values in along.items():

@@ -25,12 +25,12 @@ from cpvt_det.own_modules import import_inherited
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.setup import describe_environment, stop_log
 from cpvt_det.runner.train import run as train
+from cpvt_det.study.origin import describe_origin
 from cpvt_det.study.plan import Plan, Run, load_plan
 from cpvt_det.study.probes import PROBES
 from cpvt_det.tasks.registry import build_task, flatten, main_value
 from cpvt_det.visualize.curves import read_metrics
 
-FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 WEIGHTS, BACKBONE, ATTEMPT = "model_final.pth", "backbone.pth", "attempt.json"
 FAILED = "failed"
 Record = dict[str, Any]
@@ -117,10 +117,12 @@ def _outcome_of(path: Path, name: str) -> str:
     try:
         import_inherited()
         with contextlib.redirect_stderr(io.StringIO()):  # mixed from several runs; each run's log.txt has its own
-            record = execute(load_plan(path), name)
+            plan = load_plan(path)
+            record = execute(plan, name)
     except (Exception, KeyboardInterrupt) as error:
         return f"{FAILED}: {type(error).__name__}: {first_line(error)}"
-    return f"AP {record['AP']:.1f}, {record['cpu_seconds']:.0f} s"
+    main = plan.figures_of(plan.run(name).group)[0]
+    return f"{main} {record[main]:.1f}, {record['cpu_seconds']:.0f} s"
 
 
 def execute(plan: Plan, name: str) -> Record:
@@ -138,10 +140,12 @@ def execute(plan: Plan, name: str) -> Record:
     record = read_record(plan, run)
     if not is_trained(plan, run):
         trained = _train(plan, run)
-        if record is not None and any(trained[figure] != record[figure] for figure in FIGURES):
+        figures = plan.figures_of(run.group)
+        if record is not None and any(trained[figure] != record[figure] for figure in figures):
             shutil.rmtree(plan.output_of(name))  # no run may start from it
             raise RunStoppedError(
-                f"trained again, its AP is {trained['AP']}, but {record['AP']} in its record: the code or the machine has changed; "
+                f"trained again, its {figures[0]} is {trained[figures[0]]}, but {record[figures[0]]} in its record: "
+                "the code or the machine has changed; "
                 "runs that start from it could not be compared with earlier ones; remove its record and theirs to start again"
             )
         record = trained
@@ -171,7 +175,6 @@ def _train(plan: Plan, run: Run) -> Record:
         write_json(earlier, attempt)
     metrics = read_metrics(output / "metrics.json")
     main = build_task(cfg).main_figure
-    group = main.partition("/")[0]
     if any(group.backbone == run.name for group in plan.groups):
         body = load_trained(output / WEIGHTS).detector.backbone.body
         torch.save(body.state_dict(), output / BACKBONE)  # as MODEL.BACKBONE.WEIGHTS takes it
@@ -179,7 +182,8 @@ def _train(plan: Plan, run: Run) -> Record:
         "run": run.name,
         "fingerprint": fingerprint,
         "environment": describe_environment(),
-        **{key: _or_none(results[f"{group}/{key}"]) for key in FIGURES},
+        **describe_origin(),
+        **{figure: _or_none(results[f"{main.rpartition('/')[0]}/{figure}"]) for figure in plan.figures_of(run.group)},
         "iterations": max(metrics) + 1,
         "ms_per_step": round(1000 * float(np.median([line["time"] for line in metrics.values() if "time" in line])), 2),
         "cpu_seconds": round(earlier["cpu_seconds"], 1),  # over all attempts, with evaluations
@@ -201,7 +205,7 @@ def _measure(plan: Plan, run: Run) -> Record:
 
 
 def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[str, float | None]:
-    """AP on every data set of a sweep; ``None`` where the encoding refuses images of that size.
+    """The main figure on every data set of a sweep; ``None`` where the encoding refuses images of that size.
 
     Raises:
         BadInputError: data that cannot be read.

@@ -38,6 +38,7 @@ class DetectionTask:
     """
 
     main_figure = "bbox/AP"
+    figures = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 
     def __init__(self, cfg: CfgNode):
         self.cfg = cfg

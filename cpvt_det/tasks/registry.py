@@ -18,6 +18,7 @@ The contract of a task, that of :class:`cpvt_det.tasks.DetectionTask`:
 - ``main_figure``: name in the metrics of the figure that decides which checkpoint is the best, higher is better: ``group/name``, as
   :func:`flatten` makes it of the results. Curves and comparisons draw the first two names of every group, in alphabetical order:
   the main figure comes first;
+- ``figures``: names in the group of ``main_figure`` of the figures that a study records, the main one first;
 - read: ``load_splits``, ``load_tests``, ``training_records``. A data set has ``name``, ``classes`` (ids and names), ``records`` and
   ``issues`` (what a check found);
 - feed: ``build_train_loader``, ``build_test_loader``: batches of samples, dicts with ``image`` and ``image_id``, in training also

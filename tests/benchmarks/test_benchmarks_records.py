@@ -15,6 +15,7 @@ from benchmarks.harness import ROUNDS, Contender, Plan, Work, without_failures
 from benchmarks.run import main
 from benchmarks.suites import Options, find_suite, known_suites, op
 from cpvt_det.errors import BadInputError
+from cpvt_det.study import origin
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 
@@ -42,43 +43,44 @@ def test_names_of_files_differ_by_instructions(found, name):
 
 
 def test_instructions_are_those_of_torch_and_the_environment_that_limits_them(monkeypatch):
-    for name in (*machine.LIMITING, machine.WITHOUT):
+    for name in (*origin.LIMITING, origin.WITHOUT):
         monkeypatch.delenv(name, raising=False)
-    assert machine.instructions().keys() == {"instruction_set", "flags"}
+    assert origin.instructions().keys() == {"instruction_set", "flags"}
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.setenv("CPVT_DET_WITHOUT", "winograd")
-    assert machine.instructions()["limited_by"] == {"ONEDNN_MAX_CPU_ISA": "AVX2", "CPVT_DET_WITHOUT": "winograd"}
-    assert machine.instructions()["instruction_set"] == torch.backends.cpu.get_cpu_capability()
+    assert origin.instructions()["limited_by"] == {"ONEDNN_MAX_CPU_ISA": "AVX2", "CPVT_DET_WITHOUT": "winograd"}
+    assert origin.instructions()["instruction_set"] == torch.backends.cpu.get_cpu_capability()
 
 
 def test_flags_are_those_of_products(monkeypatch):
     lines = ["model name\t: some", "flags\t\t: fpu fma sse4_2 avx avx2 avx512f avx512_bf16 aes"]
-    monkeypatch.setattr(machine, "_lines", lambda path: lines)
-    assert machine.instructions()["flags"] == "fma avx2 avx512f avx512_bf16"
+    monkeypatch.setattr(origin, "read_lines", lambda path: lines)
+    assert origin.instructions()["flags"] == "fma avx2 avx512f avx512_bf16"
     lines[1] = "flags\t\t: fpu"
-    assert machine.instructions()["flags"] == "none of avx2, fma, avx512"
+    assert origin.instructions()["flags"] == "none of avx2, fma, avx512"
     lines.pop()
-    assert machine.instructions()["flags"] == "unknown"
+    assert origin.instructions()["flags"] == "unknown"
 
 
 def test_a_commit_says_what_differs_but_for_results(tmp_path):
     def git(*words):
         subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
 
-    files = [tmp_path / "code.py", tmp_path / peers.RESULTS / "a.json"]
+    files = [tmp_path / name for name in ("code.py", "benchmarks/results/a.json", "studies/one/results/group/peg/0.json")]
     git("init", "-q")
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("1")
     git("add", ".")
     git("commit", "-qm", "one")
-    commit = peers.commit_of(tmp_path)
+    commit = origin.commit_of(tmp_path)
     assert len(commit) == 40
-    files[1].write_text("2")
-    assert peers.commit_of(tmp_path) == commit
+    for file in files[1:]:
+        file.write_text("2")
+    assert origin.commit_of(tmp_path) == commit
     files[0].write_text("2")
-    assert peers.commit_of(tmp_path) == f"{commit}+changes"
-    short = peers.commit_of(tmp_path, short=True)
+    assert origin.commit_of(tmp_path) == f"{commit}+changes"
+    short = origin.commit_of(tmp_path, short=True)
     assert commit.startswith(short.removesuffix("+changes"))
     assert len(short) < 20
 
@@ -111,7 +113,7 @@ def test_busy_and_the_load_at_the_start_are_in_the_record_and_the_table(tiny_op,
     content = json.loads((tmp_path / "op_cpu_avx2.json").read_text())
     assert (content["busy"], content["machine"]["load_average"]) == (True, 1.5)
     assert content["command"].endswith("--busy --no-memory")
-    assert content["commit"] == peers.commit_of(peers.ROOT, short=True)
+    assert content["commit"] == origin.commit_of(peers.ROOT, short=True)
     table = (tmp_path / "op_cpu_avx2.md").read_text()
     for text in (f"Commit: {content['commit']}.", "load average 1.5", "instruction set AVX2", report.BESIDE_OTHER_WORK):
         assert text in table

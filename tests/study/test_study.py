@@ -115,6 +115,7 @@ def test_every_run_of_the_plan_has_a_record(done):
         assert kept["run"] == name and kept["iterations"] == (2 if name.startswith("tuned") else 4)
         assert kept["APl"] is None  # there are no large objects
         assert "1 threads" in kept["environment"]
+        assert kept["commit"] and kept["cpu"] and kept["instruction_set"] and kept["flags"]
 
 
 def test_a_record_is_what_the_run_s_own_files_say(done):
@@ -411,8 +412,8 @@ def test_iterations_to_an_ap_are_corrected_together_by_hand(tmp_path):
     group = load_plan(plan_of(tmp_path / "study")).group("main")
     learned = {5.0: dict.fromkeys(range(3), 100.0), 10.0: dict.fromkeys(range(3), 100.0)}
     peg = {5.0: {seed: 101.0 + seed for seed in range(3)}, 10.0: {seed: 110.1 + seed / 10 for seed in range(3)}}
-    (said,) = corrected_over_levels(group, {"learned": learned, "peg": peg})
-    assert said.startswith("Of 2 differences to learned of the iterations to an AP, 1 have intervals without 0; ")
+    (said,) = corrected_over_levels(group, {"learned": learned, "peg": peg}, "AP")
+    assert said.startswith("Of 2 differences to learned of the iterations to reach AP, 1 have intervals without 0; ")
     assert said.endswith("remain: peg to 10 (0.000); unpaired (Welch): peg to 10 (0.000).")
 
 

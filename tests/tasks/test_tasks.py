@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tiny import overrides
 
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.coco import CocoEvaluator
 from cpvt_det.runner.train import run
+from cpvt_det.study.plan import load_plan
+from cpvt_det.study.report import write_report
+from cpvt_det.study.run import execute
 from cpvt_det.tasks import TASK_REGISTRY, DetectionTask, build_task, flatten, main_value
 from cpvt_det.visualize.curves import main_figures, read_metrics
 
@@ -28,6 +32,7 @@ class CountEvaluator(CocoEvaluator):
 
 class CountTask(DetectionTask):
     main_figure = "count/a_score"
+    figures = ("a_score", "b_other")
     evaluations = 0
 
     def build_evaluator(self, dataset):
@@ -59,6 +64,26 @@ def test_a_task_of_ones_own_chooses_the_best_checkpoint_and_what_is_drawn(drawn_
     records = read_metrics(tmp_path / "metrics.json")
     assert main_figures(records) == [["count/a_score", "count/b_other"]]
     assert [record["count/a_score"] for record in records.values() if "count/a_score" in record] == [9.0, 8.0, 7.0]
+
+
+def test_a_study_records_and_compares_the_figures_of_a_task_of_ones_own(drawn_coco, tmp_path):
+    TASK_REGISTRY.register_as("count")(CountTask)
+    CountTask.evaluations = 0
+    try:
+        cfg = load_cfg("", overrides(drawn_coco.files, tmp_path, TASK="count", TEST__EVAL_PERIOD=2, MODEL__POSITION__NAME="peg"))
+        (tmp_path / "tiny.yaml").write_text(cfg.dump(), encoding="utf-8")
+        group = {"config": "tiny.yaml", "seeds": 2, "baselines": ["peg"], "variants": {"peg": {}, "slow": {"SOLVER.BASE_LR": 1e-5}}}
+        content = {"output": str(tmp_path / "output"), "groups": {"main": group}}
+        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        plan = load_plan(tmp_path / "plan.yaml")
+        records = [execute(plan, one.name) for one in plan.runs()]
+        report, *_ = write_report(tmp_path / "plan.yaml")
+    finally:
+        del TASK_REGISTRY._obj_map["count"]
+    assert [record["a_score"] for record in records] == [10.0 - 3 * n for n in range(1, 5)]
+    assert all(record["b_other"] == 1.0 and "AP" not in record and record["commit"] for record in records)
+    text = report.read_text(encoding="utf-8")
+    assert "a_score less peg's" in text and "### a_score by iteration" in text
 
 
 def test_options_of_a_task_are_keys_of_their_node():

@@ -1,0 +1,150 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""The time of ``make quickstart``: its step with one thread and with two, and with ``--whole`` its training and evaluation.
+
+``cpvt-det shapes datasets/shapes``, then ``python benchmarks/quickstart_time.py``. One step is what a run does between two reads of
+the loader: forward, losses, backward, clipping and the optimiser. Blocks of steps with one thread and with two take turns.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
+
+from benchmarks.load import check_load
+from cpvt_det.cli import common_options, report_errors
+
+CONFIG = "quickstart/deformable_peg.yaml"
+THREADS = (1, 2)
+WARM_UP = 20  # steps
+
+
+def one_step(config: str) -> Callable[[], float]:
+    """A function that trains for one step and returns its wall time in seconds, without that of the loader."""
+    import torch
+
+    from cpvt_det import builders
+    from cpvt_det.config import load_cfg
+    from cpvt_det.tasks.registry import build_task
+
+    cfg = load_cfg(config)
+    torch.manual_seed(0)
+    task = build_task(cfg)
+    records = task.training_records(task.load_splits()[0])
+    detector = builders.build_detector(cfg)
+    model, optimizer = task.build_training_model(detector), builders.build_optimizer(cfg, detector)
+    schedule = builders.build_schedule(cfg, len(records))
+    step = builders.build_step(cfg, model, optimizer, schedule, 0, builders.build_ema(cfg, detector))
+    model.train()
+    return _timed(step, _endless(lambda: task.build_train_loader(records, 0)))
+
+
+def _endless(build: Callable[[], Any]) -> Iterator[Any]:
+    while True:
+        yield from build()
+
+
+def _timed(step: Callable[[Any, int], Any], batches: Iterator[Any]) -> Callable[[], float]:
+    number = 0
+
+    def run() -> float:
+        nonlocal number
+        samples = next(batches)
+        begin = time.perf_counter()
+        step(samples, number)
+        number += 1
+        return time.perf_counter() - begin
+
+    return run
+
+
+def step_times(run: Callable[[], float], rounds: int, steps: int) -> dict[int, list[float]]:
+    """Threads -> mean time of a step in each round, in seconds.
+
+    Args:
+        run: outcome of :func:`one_step`.
+        rounds: number of blocks per number of threads.
+        steps: number of steps in a block.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    found: dict[int, list[float]] = {threads: [] for threads in THREADS}
+    try:
+        for _ in range(WARM_UP if steps > 1 else 1):
+            run()
+        for _ in range(rounds):
+            for threads, times in found.items():
+                torch.set_num_threads(threads)
+                run()  # the first one with other threads
+                times.append(sum(run() for _ in range(steps)) / steps)
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def whole_run(config: str) -> dict[str, float]:
+    """The quickstart's training and evaluation with all threads, in a folder that is not kept: minutes, and figures in percent."""
+    from cpvt_det.config import load_cfg
+    from cpvt_det.runner.train import run
+    from cpvt_det.tasks.registry import flatten
+
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = load_cfg(config)
+        cfg.OUTPUT_DIR = folder
+        begin = time.perf_counter()
+        results = flatten(run(cfg, resume=False))
+        minutes = (time.perf_counter() - begin) / 60
+    return {"minutes": round(minutes, 2), **{name: round(results[f"bbox/{name}"], 2) for name in ("AP", "AP50")}}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps in a block.")
+@click.option("--whole", is_flag=True, help="Also train and evaluate to the end, with all threads.")
+@click.option("--config-file", "config", default=CONFIG, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for a JSON.")
+@click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
+@common_options
+@report_errors
+def main(rounds: int, steps: int, whole: bool, config: str, output: Path | None, busy: bool) -> None:
+    """Print the time of the quickstart's training step with one thread and with two, and how many times as fast two are."""
+    load_average = check_load(busy)
+    from benchmarks.harness import Spread
+    from benchmarks.machine import machine, versions
+    from benchmarks.report import file_stem
+    from cpvt_det.study.origin import commit_of
+
+    words = " ".join([f"--rounds {rounds}", f"--steps {steps}", *["--whole"] * whole, *["--busy"] * busy])
+    record: dict[str, Any] = {"command": f"python benchmarks/quickstart_time.py {words}", "config": config, "busy": busy}
+    record |= {
+        "commit": commit_of(Path(__file__).parent, short=True),
+        "machine": machine("cpu", load_average),
+        "versions": versions(),
+    }
+    times = step_times(one_step(config), rounds, steps)
+    record["ms"] = {threads: [round(1000 * value, 2) for value in values] for threads, values in times.items()}
+    ratio = Spread.of([one / two for one, two in zip(times[1], times[2], strict=True)])
+    record["times_as_fast"] = {"median": round(ratio.median, 3), "q1": round(ratio.q1, 3), "q3": round(ratio.q3, 3)}
+    for threads, values in times.items():
+        click.echo(f"{threads} thread(s): {1000 * Spread.of(values).median:.1f} ms per step")
+    click.echo(f"two threads are {ratio.median:.2f} ({ratio.q1:.2f}-{ratio.q3:.2f}) times as fast as one; {rounds} rounds")
+    if whole:
+        record["whole"] = whole_run(config)
+        click.echo(f"training and evaluation: {json.dumps(record['whole'])}")
+    if output:
+        output.mkdir(parents=True, exist_ok=True)
+        path = output / f"{file_stem('quickstart_time', 'cpu', 1, record['machine'])}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        click.echo(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
