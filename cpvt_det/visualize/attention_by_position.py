@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.models import DETR
 from cpvt_det.structures import Size
 from cpvt_det.visualize.curves import save_figure
 from cpvt_det.visualize.figures import new_grid
@@ -76,7 +75,7 @@ def _distances(shape: Size) -> Tensor:
 
 def dense_models(models: Sequence[NamedDetector]) -> list[NamedDetector]:
     """The models whose encoder has layers, and attends to all tokens."""
-    return [model for model in models if isinstance(model.detector, DETR) and attention_layers(model.detector)["encoder"]]
+    return [model for model in models if not model.detector.needs_references and attention_layers(model.detector)["encoder"]]
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import BadInputError
 from cpvt_det.losses.classification import Classification
-from cpvt_det.models import DETR
 from cpvt_det.structures import Size
 from cpvt_det.visualize.recording import record_inputs
 
@@ -62,7 +61,7 @@ class ForwardRecord:
     @property
     def is_dense(self) -> bool:
         """Whether queries attend to all tokens, not to sampling points."""
-        return isinstance(self.detector, DETR)
+        return not self.detector.needs_references
 
     @property
     def strides(self) -> list[int]:
@@ -83,7 +82,7 @@ class ForwardRecord:
 def attention_layers(detector: nn.Module) -> dict[str, list[nn.Module]]:
     """The layers that attend to the image's tokens, by "encoder" and "decoder"."""
     transformer = detector.transformer
-    cross = "multihead_attn" if isinstance(detector, DETR) else "cross_attn"
+    cross = "cross_attn" if detector.needs_references else "multihead_attn"
     return {
         "encoder": [layer.self_attn for layer in transformer.encoder.layers],
         "decoder": [getattr(layer, cross) for layer in transformer.decoder.layers],
