@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every figure of the documents has a record: tables are written from the records, rows are those of a report, and what
+decimals prose has are in the records that its document names. The first screens are in ``test_headlines.py``, word for word."""
+
+import bisect
+import json
+import re
+from pathlib import Path
+
+import pytest
+import record_tables
+from click.testing import CliRunner
+
+from cpvt_det.cli import main as cpvt_det
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+)
+DECIMAL = re.compile(r"(?<![\w.,-])\d+\.\d+(?![\w.]*\d)")
+
+ENCODINGS = ["studies/position_encodings"]
+RECORDS = {
+    "README.md": ["studies/quickstart/results/encodings/peg"],
+    "docs/results.md": ["studies/quickstart", "studies/photographs", "studies/position_encodings/results/bccd/peg"],
+    "docs/tutorial.md": ["studies/photographs", "studies/position_encodings/results/bccd/peg"],
+    "docs/encodings.md": ENCODINGS,
+    "docs/position_encodings.md": ENCODINGS,
+    "docs/position_encodings_parts.md": ENCODINGS,
+    "docs/scaling.md": [
+        "benchmarks/results/scaling_cpu.json",
+        "benchmarks/results/scaling_cpu.md",
+        "benchmarks/results/processes_cpu.json",
+    ],
+}
+"""Document -> where its figures come from; the others have none but constants."""
+ELSEWHERE = {"docs/config.md", "docs/parity.md", "docs/reliability.md"}
+"""Documents that are written from code or records as a whole, and compared with them by tests of their own."""
+
+
+def constants(document):
+    """Decimals of a document that are no figures of ours: settings, versions, and what a cited source says."""
+    return {
+        "README.md": {"3.10"},
+        "docs/comparison.md": {"5.23"},
+        "docs/detectron2.md": {"41.5", "23.5"},  # detectron2's own scripts print them; tests/d2 runs these
+        "docs/encodings.md": {"0.875", "0.100", "32.8"},  # of the paper
+        "docs/look.md": {"0.05"},  # a setting
+        "docs/plug.md": {"2.15"},
+        "docs/results.md": {"59.0", "60.9", "61.0", "63.3"},  # of records that were made again, before 1649921
+        "docs/processors.md": {"3.7", "3.12", "2.9", "2.14", "2.15"},
+        "docs/position_encodings.md": {"0.875", "0.100", "32.8"},  # of the paper
+        "docs/position_encodings_parts.md": {"68.6", "70.5", "70.6", "71.3", "72.4", "72.5", "73.4"},  # of the paper
+        "docs/scaling.md": {"5.9", "8.6", "4.7", "9.5", "4.8"},  # counted on paper by benchmarks/budget.py
+        "docs/train.md": {"32.8", "33.7", "33.9", "0.2"},  # the paper's, and settings
+        "docs/tutorial.md": {"0.5"},  # a setting
+        "docs/use.md": {"0.5"},  # a setting
+    }.get(document, set())
+
+
+def operations(document):
+    """What ``cpvt-det analyze`` prints, for the document that shows it."""
+    if document != "docs/look.md":
+        return set()
+    words = ["analyze", "--config-file", "coco/detr_r50_peg_50ep.yaml", "--sizes", "480x480,800x1216", "MODEL.DEVICE", "cpu"]
+    return set(DECIMAL.findall(CliRunner().invoke(cpvt_det, words).output))
+
+
+def prose(text):
+    """The text without tables that are written from records, code, and addresses."""
+    for pattern in (r"<!-- table: .*?<!-- end -->", r"^ *```.*?^ *```", r"`[^`\n]*`", r"(?<=\])\([^)]*\)"):
+        text = re.sub(pattern, "", text, flags=re.DOTALL | re.MULTILINE)
+    return text
+
+
+def numbers_of(value):
+    """All numbers of a record's JSON."""
+    if isinstance(value, dict):
+        return [number for part in value.values() for number in numbers_of(part)]
+    if isinstance(value, list):
+        return [number for part in value for number in numbers_of(part)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def pool(names):
+    """All numbers of files, and of the records and the report in folders, in order."""
+    files = [path for name in names for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))]
+    found = []
+    for path in files:
+        if path.suffix == ".json":
+            found += numbers_of(json.loads(path.read_text(encoding="utf-8")))
+        elif path.suffix in (".md", ".py", ".yaml"):
+            found += [float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", path.read_text(encoding="utf-8"))]
+    return sorted([*found, *(number / 1000 for number in found)])  # MB are written as GB
+
+
+def is_rounded_from(decimal, known):
+    """Whether one of the numbers, in order, rounds to a decimal as it is written."""
+    half = 0.5 * 10.0 ** -len(decimal.partition(".")[2]) + 1e-9
+    at = bisect.bisect_left(known, float(decimal) - half)
+    return at < len(known) and known[at] <= float(decimal) + half
+
+
+@pytest.mark.parametrize("document", [document for document in DOCUMENTS if document not in ELSEWHERE])
+def test_decimals_of_prose_are_in_the_records(document):
+    text = prose((ROOT / document).read_text(encoding="utf-8"))
+    known = pool(RECORDS.get(document, []))
+    unknown = {decimal for decimal in DECIMAL.findall(text) if not is_rounded_from(decimal, known)}
+    assert unknown - constants(document) - operations(document) == set()
+
+
+@pytest.mark.parametrize("document", record_tables.DOCUMENTS, ids=lambda path: path.name)
+def test_tables_are_those_of_the_records(document):
+    text = document.read_text(encoding="utf-8")
+    assert record_tables.TABLE.search(text)
+    assert record_tables.with_tables(text) == text, "out of date: python docs/record_tables.py"
+
+
+def rows_of(path):
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|") and re.search(r"\d", line)
+    ]
+
+
+def is_part_of(cells, row):
+    """Whether cells stand in a row in the same order."""
+    rest = iter(row)
+    return all(cell in rest for cell in cells)
+
+
+def test_rows_of_the_study_s_page_are_those_of_its_report():
+    report = rows_of("studies/position_encodings/report.md")
+    rows = [row for row in rows_of("docs/position_encodings.md") if any(DECIMAL.search(cell) for cell in row[1:])]
+    strange = [row for row in rows if not any(is_part_of([row[0].strip("`"), *filter(None, row[1:])], known) for known in report)]
+    assert len(rows) > 40
+    assert not strange
+
+
+def test_a_figure_that_no_record_has_is_found():
+    assert DECIMAL.findall(prose("AP 61.5, `1e-4` and `2.5` ([x](a/3.5.md))\n```\n9.9\n```\n| 7.25 |")) == ["61.5", "7.25"]
+    assert is_rounded_from("61.5", [1.0, 61.46, 70.0])
+    assert not is_rounded_from("61.5", [1.0, 61.44, 61.56])
+    assert not is_part_of(["a", "2", "1"], ["a", "1", "2"])
