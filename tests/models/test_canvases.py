@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpvt_det.models.backbones import ResNetBackbone, resnet
+from cpvt_det.models.backbones import ResNetBackbone
 from cpvt_det.models.backbones.canvases import Part, in_parts, parts_of
 from cpvt_det.structures import level_padding_mask
 
@@ -41,15 +41,14 @@ def parts_seen(monkeypatch, made, images, mask):
 
 
 def test_images_of_one_canvas_are_a_part_in_the_order_of_the_batch():
-    assert parts_of((96, 128), SIZES, 32, lambda size: 9) == IN_PARTS
-    assert parts_of((96, 128), SIZES, 32, lambda size: 1) == [Part((0,), (96, 64)), Part((2,), (96, 64)), IN_PARTS[1]]
+    assert parts_of((96, 128), SIZES, 32) == IN_PARTS
 
 
 def test_a_little_padding_is_computed_with_the_rest():
     """96x128 and 96x96 are 7/8 of two canvases; 96x128 and 96x128 all of it, though 20 columns of the second are padded."""
-    assert parts_of((96, 128), ((96, 128), (96, 96)), 32, lambda size: 9) == [Part((0,), (96, 128)), Part((1,), (96, 96))]
-    assert parts_of((96, 128), ((96, 128), (96, 108)), 32, lambda size: 9) == [Part((0, 1), (96, 128))]
-    assert parts_of((320, 320), ((320, 320), (300, 280)), 32, lambda size: 9) == [Part((0, 1), (320, 320))]  # 0.95 of it
+    assert parts_of((96, 128), ((96, 128), (96, 96)), 32) == [Part((0,), (96, 128)), Part((1,), (96, 96))]
+    assert parts_of((96, 128), ((96, 128), (96, 108)), 32) == [Part((0, 1), (96, 128))]
+    assert parts_of((320, 320), ((320, 320), (300, 280)), 32) == [Part((0, 1), (320, 320))]  # 0.95 of it
 
 
 def test_maps_of_parts_lie_where_those_of_the_batch_do():
@@ -87,10 +86,8 @@ def test_features_and_gradients_are_those_of_the_whole_batch(monkeypatch, name, 
 
 
 def test_an_image_without_a_cell_has_a_canvas_too():
-    made = backbone()
-    images, mask = batch([(96, 128), (0, 0)])
-    assert made._parts(images, [(96, 128), (0, 0)]) == [Part((0,), (96, 128)), Part((1,), (32, 32))]
-    maps = made(images, mask)
+    assert parts_of((96, 128), [(96, 128), (0, 0)], 32) == [Part((0,), (96, 128)), Part((1,), (32, 32))]
+    maps = backbone()(*batch([(96, 128), (0, 0)]))
     assert all(x.isfinite().all() and not x[1].any() for x in maps)
 
 
@@ -108,17 +105,6 @@ def test_padding_that_is_not_masked_is_computed(monkeypatch):
     """Its features reach into the image, as in the official code."""
     seen, _ = parts_seen(monkeypatch, backbone(mask_padding=False), *batch())
     assert seen == [(3, 96, 128)]
-
-
-def test_large_maps_are_computed_image_by_image(monkeypatch):
-    """A stem of 8 channels at stride 2 takes 8 / 4 x 4 bytes per pixel: 8 x 96 x 128 per image."""
-    monkeypatch.setattr(resnet, "KEPT_BLOCK", 2 * 8 * 96 * 128)
-    made = backbone().float()
-    images, mask = batch([(96, 128)] * 3, dtype=torch.float32)
-    seen, maps = parts_seen(monkeypatch, made, images, mask)
-    assert seen == [(2, 96, 128), (1, 96, 128)]
-    for one, other in zip(maps, made._extract(images, mask), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_program_of_any_size_is_not_cut(monkeypatch):

@@ -31,24 +31,18 @@ class Part:
     canvas: Size
 
 
-def parts_of(canvas: Size, sizes: Sequence[Size], divisor: int, most: Callable[[Size], int]) -> list[Part]:
+def parts_of(canvas: Size, sizes: Sequence[Size], divisor: int) -> list[Part]:
     """Cut a batch into parts: images of one canvas together, in the order of the batch.
 
     Args:
         canvas: (height, width) of the batch.
         sizes: (height, width) of each image.
         divisor: number that the sides of canvases are multiples of.
-        most: canvas -> largest number of images of a part.
     """
     own = [tuple(max(1, -(-side // divisor)) * divisor for side in size) for size in sizes]
     if sum(height * width for height, width in own) > (1 - LEAST_SAVING) * len(own) * canvas[0] * canvas[1]:
         own = [canvas] * len(own)
-    found = []
-    for size in dict.fromkeys(own):
-        images = [index for index, other in enumerate(own) if other == size]
-        count = most(size)
-        found += [Part(tuple(images[at : at + count]), size) for at in range(0, len(images), count)]
-    return found
+    return [Part(tuple(index for index, other in enumerate(own) if other == size), size) for size in dict.fromkeys(own)]
 
 
 def in_parts(

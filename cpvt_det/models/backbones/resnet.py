@@ -18,15 +18,13 @@ from torchvision.ops import FrozenBatchNorm2d
 from cpvt_det.errors import UnknownNameError, WeightsError, first_line
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import BACKBONE_NORMS, NORM_LAYERS
-from cpvt_det.models.backbones.canvases import Part, in_parts, parts_of
+from cpvt_det.models.backbones.canvases import in_parts, parts_of
 from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.ops import routes
 from cpvt_det.ops.convolution import add_convolved, convolve
 from cpvt_det.structures import Size, has_padding, level_padding_mask, valid_sizes
 
 STEM_WIDTH = 64
-KEPT_BLOCK = 32 << 20
-"""Bytes: glibc returns a larger block to the kernel, which zeroes every page of it again when it is next used."""
 DEPTHS = {
     "resnet10": (BasicBlock, (1, 1, 1, 1)),  # for small images on CPUs; torchvision has no weights for it
     "resnet18": (BasicBlock, (2, 2, 2, 2)),
@@ -135,25 +133,17 @@ class ResNetBackbone(nn.Module):
         Returns:
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
-        is_masked = self.mask_padding and has_padding(padding_mask)
-        parts = self._parts(images, valid_sizes(padding_mask) if is_masked else None)
-        if parts is None:
+        sizes = valid_sizes(padding_mask) if self.mask_padding and has_padding(padding_mask) else None
+        if sizes is None or not self._keeps_images_apart() or not routes.is_plain(images):
+            return self._extract(images, padding_mask)
+        parts = parts_of(tuple(images.shape[2:]), sizes, self.size_divisibility)
+        if len(parts) == 1 and parts[0].canvas == tuple(images.shape[2:]):
             return self._extract(images, padding_mask)
         return in_parts(self._extract, images, padding_mask, parts, self.strides)
 
-    def _parts(self, images: Tensor, sizes: Sequence[Size] | None) -> list[Part] | None:
-        """Images of one canvas together; ``None``: the whole batch at once, also where norms count it."""
-        is_counted = any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
-        if is_counted or not routes.is_plain(images):
-            return None
-        canvas = tuple(images.shape[2:])
-        parts = parts_of(canvas, sizes or [canvas] * len(images), self.size_divisibility, self._images_at_once)
-        return None if parts == [Part(tuple(range(len(images))), canvas)] else parts
-
-    def _images_at_once(self, canvas: Size) -> int:
-        """The number of images whose widest maps, those of the stem, are blocks that the C library keeps."""
-        width = self.body.conv1.out_channels
-        return max(1, KEPT_BLOCK // (canvas[0] * canvas[1] * width))
+    def _keeps_images_apart(self) -> bool:
+        """Whether no norm counts the batch."""
+        return not any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
 
     def _extract(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """The maps of a batch that is computed at once."""
