@@ -29,6 +29,8 @@ from cpvt_det.models import (
 from cpvt_det.position import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.registry import PartRegistry
 
+OF_PROPOSALS = ("proposals", "mixed")
+"""The query sources that start from the encoder's proposals."""
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
 """``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
 arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
@@ -109,10 +111,11 @@ def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
 @register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER"])
 def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     deformable, source = cfg.MODEL.DEFORMABLE, cfg.MODEL.QUERIES.NAME
-    if source in ("learned", "proposals") and (source == "proposals") != deformable.TWO_STAGE:
+    if source in ("learned", *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
+        leave = "leave the name empty: TWO_STAGE chooses between 'learned' and 'proposals'"
         raise ConfigError(
-            f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; leave the name empty: "
-            "TWO_STAGE chooses between 'learned' and 'proposals'"
+            f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; "
+            f"{'set it to True' if source == 'mixed' else leave}"
         )
     return {
         **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
@@ -173,11 +176,11 @@ def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) 
     if cfg.MODEL.NECK.NAME:
         arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, facts, _own_options(cfg, "NECK"))
     source, two_stage = cfg.MODEL.QUERIES.NAME, facts["needs_references"] and cfg.MODEL.DEFORMABLE.TWO_STAGE
-    if (source == "proposals" or (two_stage and not source)) and classification.prior_probability is None:
-        key = "MODEL.QUERIES.NAME 'proposals'" if source else "MODEL.DEFORMABLE.TWO_STAGE"
+    if (source in OF_PROPOSALS or (two_stage and not source)) and classification.prior_probability is None:
+        key = f"MODEL.QUERIES.NAME {source!r}" if source else "MODEL.DEFORMABLE.TWO_STAGE"
         raise ConfigError(f"{key} ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION to focal")
-    if cfg.MODEL.QUERIES.NAME:
-        arguments["queries"] = QUERY_REGISTRY.build(cfg.MODEL.QUERIES.NAME, facts, _own_options(cfg, "QUERIES"))
+    if source:
+        arguments["queries"] = QUERY_REGISTRY.build(source, facts, _options(cfg, "QUERIES", QUERY_REGISTRY, source))
     return arguments
 
 

@@ -115,11 +115,10 @@ class SetCriterion:
         return Normalizers(total_boxes / share, classes / share)
 
     def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> dict[str, Tensor]:
-        """The weighted losses of proposals, in which all objects are of one class, each ``proposal_matches`` times."""
+        """The weighted losses of proposals, each object ``proposal_matches`` times; all are of one class, or of their own."""
         times = self.proposal_matches
-        objects = [
-            Targets(torch.full_like(t.labels, PROPOSAL_LABEL).repeat(times), t.boxes_cxcywh.repeat(times, 1)) for t in targets
-        ]
+        labels = [t.labels if proposals.by_class else torch.full_like(t.labels, PROPOSAL_LABEL) for t in targets]
+        objects = [Targets(own.repeat(times), t.boxes_cxcywh.repeat(times, 1)) for own, t in zip(labels, targets, strict=True)]
         padded = PaddedTargets.from_targets(objects, proposals.boxes.dtype)
         shares = Normalizers(normalizers.boxes * times, normalizers.classes * times)
         return self._weighted(proposals, padded, self.matcher(proposals, padded), shares, "loss_proposal_")

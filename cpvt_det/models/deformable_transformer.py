@@ -192,13 +192,14 @@ class DeformableDecoder(nn.Module):
         Returns:
             Logits (D, B, Q, K') and boxes (D, B, Q, 4).
         """
-        decoded, references, outputs = queries.content, queries.references, []
+        decoded, positions, references, outputs = queries.content, queries.positions, queries.references, []
         for index, layer in enumerate(self.layers):
-            points = levels.to_level_coordinates(references)
-            decoded = layer(decoded, queries.positions, points, memory.tokens, levels, queries.attention_mask)
-            outputs.append(heads(decoded, references, index))
-            if heads.refine:
+            if index and heads.refine:
                 references = self.refine(outputs[-1].boxes)
+                positions = positions if queries.place is None else queries.place(references)
+            points = levels.to_level_coordinates(references)
+            decoded = layer(decoded, positions, points, memory.tokens, levels, queries.attention_mask)
+            outputs.append(heads(decoded, references, index))
         return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
 
     def refine(self, boxes: Tensor) -> Tensor:

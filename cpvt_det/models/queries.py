@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query sources: what the decoder starts from. Learned, or the encoder's best proposals (two stages).
+"""Query sources: what the decoder starts from. Learned, the encoder's best proposals (two stages), or the boxes of these alone.
 
 On the road of one image: after the encoder, before the decoder.
 
-Source: arXiv 2005.12872, section 3.2; arXiv 2010.04159, sections 4.1, 4.2 and A.4; names of parameters as in the official code.
+Source: arXiv 2005.12872, section 3.2; arXiv 2010.04159, sections 4.1, 4.2 and A.4; arXiv 2203.03605, section 3.4; names of
+parameters as in the official code.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.layers.heads import box_head, class_head, full_precision
+from cpvt_det.layers.heads import MLP, box_head, class_head, full_precision
 from cpvt_det.ops.linear import Linear
 from cpvt_det.ops.nms import nms_topk
 from cpvt_det.position.sine import sines
@@ -44,7 +45,10 @@ class Queries:
         positions: (B, Q, C) float.
         references: (B, Q, 2) points or (B, Q, 4) boxes, cxcywh, in [0, 1] of the unpadded image; ``None`` where the decoder
             attends to all tokens.
-        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, where the queries were chosen from them.
+        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, where the queries were chosen from them, or of the
+            chosen tokens alone.
+        place: function from (B, Q, 4) boxes, as corrected by a decoder layer, to the (B, Q, C) positions in the next layer;
+            ``None``: positions stay.
         attention_mask: (Q, Q) float, added to the scores of the queries' self-attention, -inf where one must not see another;
             ``None``: all see all.
         num_denoising: number of queries, the first ones, that exist in training only and that only the loss sees.
@@ -56,6 +60,7 @@ class Queries:
     positions: Tensor
     references: Tensor | None = None
     proposals: Predictions | None = None
+    place: Callable[[Tensor], Tensor] | None = None
     attention_mask: Tensor | None = None
     num_denoising: int = 0
     objects: Tensor | None = None
@@ -143,21 +148,31 @@ class ProposedQueries(nn.Module):
         prior_probability: probability of an object at the start.
         nms_threshold: proposals that overlap a better one by a larger intersection over union are chosen after all others
             (as in arXiv 2212.06137); 1 for none.
+        class_proposals: proposals have classes, of which the best decides which are chosen, and the loss sees the chosen ones
+            alone, as in DINO's code.
 
     Raises:
         ValueError: channels that are no multiple of 4, or a threshold outside (0, 1].
     """
 
     def __init__(
-        self, channels: int, num_queries: int, num_logits: int, prior_probability: float | None, nms_threshold: float = 1.0
+        self,
+        channels: int,
+        num_queries: int,
+        num_logits: int,
+        prior_probability: float | None,
+        nms_threshold: float = 1.0,
+        class_proposals: bool = False,
     ):
         super().__init__()
         if not 0 < nms_threshold <= 1:
             raise ValueError(f"the NMS threshold of proposals must be above 0 and at most 1, got {nms_threshold}")
         if channels % 4:
             raise ValueError(f"two stages need channels in multiples of 4, for the sines of a box's four numbers; got {channels}")
+        self.channels = channels
         self.num_queries = _at_least_one(num_queries)
         self.nms_threshold = nms_threshold
+        self.class_proposals = class_proposals
         self.enc_output = Linear(channels, channels)
         self.enc_output_norm = nn.LayerNorm(channels)
         self.class_embed = class_head(channels, num_logits, prior_probability)
@@ -180,14 +195,25 @@ class ProposedQueries(nn.Module):
         """
         proposals = self._propose(memory, levels)
         chosen = self._choose(proposals)
-        references = proposals.boxes[0].gather(1, chosen[..., None].expand(-1, -1, 4)).detach()
-        embedded = sines(references * (2 * math.pi), memory.shape[-1] // 2).flatten(-2)  # (B, Q, 4, C / 2) -> (B, Q, 2 C)
-        positions, content = self.pos_trans_norm(self.pos_trans(embedded)).chunk(2, dim=-1)
+        references = _pick(proposals.boxes[0], chosen).detach()
+        if self.class_proposals:
+            logits, boxes = (_pick(part[0], chosen)[None] for part in (proposals.logits, proposals.boxes))
+            proposals = Predictions(logits, boxes, by_class=True)
+        return self._queries(references, proposals)
+
+    def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
+        """Queries at (B, Q, 4) boxes."""
+        positions, content = self._transform(references).chunk(2, dim=-1)
         return Queries(content, positions, references, proposals)
+
+    def _transform(self, boxes: Tensor) -> Tensor:
+        """(B, Q, 4) boxes -> (B, Q, 2 C): positions, and contents, of queries there."""
+        return self.pos_trans_norm(self.pos_trans(_sines_of(boxes, self.channels // 2)))
 
     def _choose(self, proposals: Predictions) -> Tensor:
         """(B, Q) tokens, the best first."""
-        scores = proposals.logits[0, ..., PROPOSAL_LABEL].detach()
+        logits = proposals.logits[0].detach()
+        scores = logits.amax(-1) if self.class_proposals else logits[..., PROPOSAL_LABEL]
         if self.nms_threshold == 1:
             return scores.topk(self.num_queries, dim=1).indices
         boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
@@ -210,6 +236,76 @@ class ProposedQueries(nn.Module):
             start = anchors.masked_fill(~usable, 0.5).logit().masked_fill(~usable, math.inf)
             boxes = (self.bbox_embed(tokens) + start).sigmoid()
         return Predictions(logits[None], boxes[None])
+
+
+@QUERY_REGISTRY.register_as("mixed")
+class MixedQueries(ProposedQueries):
+    """Boxes of the encoder's best proposals, with contents that are learned and the same for every image.
+
+    A proposal's token may show a part of an object, or several; so its place is taken and its features are not.
+
+    Args:
+        channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals: as in :class:`ProposedQueries`.
+        shared_content: one content for all queries, so that a trained model may be given another number of queries; ``False``: one
+            per query, the first for the best proposal.
+        refined_positions: the positions of queries follow their boxes from decoder layer to decoder layer, by a network of the
+            boxes' sines; ``False``: they stay those of the proposals.
+
+    The positions are those in the unpadded image. DINO's code takes them in the padded map of the finest level instead, so that an
+    answer depends on the batch; where there is no padding, both are the same.
+
+    Raises:
+        ValueError: as in :class:`ProposedQueries`.
+
+    Source: arXiv 2203.03605, section 3.4, and IDEA-Research/DINO ``deformable_transformer.py``; without refined positions
+    HDETR/H-Deformable-DETR; the refined positions from arXiv 2201.12329, section 4.2.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_queries: int,
+        num_logits: int,
+        prior_probability: float | None,
+        nms_threshold: float = 1.0,
+        class_proposals: bool = False,
+        shared_content: bool = False,
+        refined_positions: bool = False,
+    ):
+        super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals)
+        self.query_embed = nn.Embedding(1 if shared_content else num_queries, channels)
+        self.refined_positions = refined_positions
+        if refined_positions:
+            del self.pos_trans, self.pos_trans_norm
+            self.ref_point_head = MLP(2 * channels, channels, channels)
+
+    def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
+        content = self.query_embed.weight.expand(*references.shape[:2], -1)
+        return Queries(content, self.place(references), references, proposals, self.place if self.refined_positions else None)
+
+    def place(self, boxes: Tensor) -> Tensor:
+        """The positions of queries.
+
+        Args:
+            boxes: (B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
+
+        Returns:
+            (B, Q, C).
+        """
+        if not self.refined_positions:
+            return self._transform(boxes).chunk(2, dim=-1)[0]
+        x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
+        return self.ref_point_head(_sines_of(torch.stack((y, x, width, height), -1), self.channels // 2))
+
+
+def _sines_of(boxes: Tensor, channels: int) -> Tensor:
+    """(B, Q, 4) boxes -> (B, Q, 4 ``channels``), one number after another."""
+    return sines(boxes * (2 * math.pi), channels).flatten(-2)
+
+
+def _pick(values: Tensor, tokens: Tensor) -> Tensor:
+    """(B, N, C) values and (B, Q) indices of tokens -> (B, Q, C)."""
+    return values.gather(1, tokens[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def _at_least_one(num_queries: int) -> int:

@@ -45,6 +45,7 @@ CONFIGS = {
     "one stage": {**ONE_STAGE, "MODEL__CRITERION__CLASSIFICATION": "softmax"},
     "one stage, focal": ONE_STAGE,
     "two stages": DEFORMABLE,
+    "mixed queries": {**DEFORMABLE, "MODEL__QUERIES__NAME": "mixed"},
 }
 OTHER = {
     "MODEL.FREEZE": ["decoder"],
@@ -212,7 +213,7 @@ def test_a_key_of_an_encoding_changes_it_or_is_refused(name, config):
         (
             {"MODEL__QUERIES__NAME": "fixed"},
             "MODEL.DETR.NUM_OBJECT_QUERIES is 6, but the query source 'fixed' does not take it; leave it at 100, or set "
-            "MODEL.QUERIES.NAME to learned, proposals",
+            "MODEL.QUERIES.NAME to learned, proposals, mixed",
         ),
         (
             {"MODEL__NECK__WIDTH": 3},
