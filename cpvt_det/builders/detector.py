@@ -125,6 +125,8 @@ def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict
             encoder_points=deformable.ENC_POINTS,
             decoder_points=deformable.DEC_POINTS,
             implementation=deformable.IMPLEMENTATION,
+            look_forward_twice=deformable.LOOK_FORWARD_TWICE,
+            final_norm=deformable.FINAL_NORM,
         ),
         "num_levels": deformable.NUM_LEVELS,
         "box_refinement": deformable.BOX_REFINEMENT,

@@ -107,6 +107,9 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
             yield f"MODEL.BACKBONE.{key}", "backbones of detectron2 do not take it", "set MODEL.BACKBONE.NAME to one of cpvt_det"
     if 5 not in model.BACKBONE.STAGES:
         yield "MODEL.BACKBONE.DC5", "MODEL.BACKBONE.STAGES has no stage 5", "add 5 to MODEL.BACKBONE.STAGES"
+    if detector in UNUSED_BY and "MODEL.DEFORMABLE.BOX_REFINEMENT" not in of_detector and not model.DEFORMABLE.BOX_REFINEMENT:
+        key, refine = "MODEL.DEFORMABLE.LOOK_FORWARD_TWICE", "set MODEL.DEFORMABLE.BOX_REFINEMENT to True"
+        yield key, "MODEL.DEFORMABLE.BOX_REFINEMENT is False", refine
     if not model.NECK.NAME:
         for key in sorted(model.NECK.keys() - {"NAME"}):
             yield f"MODEL.NECK.{key}", "MODEL.NECK.NAME is empty", "name the part that takes it there"

@@ -181,3 +181,67 @@ def test_detr_takes_mixed_queries_too():
     predictions = detector(batch.images, batch.padding_mask)
     nothing = Targets(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4))
     assert "loss_proposal_class" in criterion(predictions, [nothing, nothing]).losses
+
+
+# The decoder
+
+
+TWICE, NORM = "DEFORMABLE__LOOK_FORWARD_TWICE", "DEFORMABLE__FINAL_NORM"
+
+
+def decode(model, images):
+    """Predictions, and the inputs of every decoder layer's call."""
+    inputs = []
+    for layer in model.transformer.decoder.layers:
+        layer.register_forward_hook(lambda _, given, made: inputs.append((given, made)))
+    return detect(model, images, 64), inputs
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_layer_s_loss_corrects_its_own_boxes_and_with_look_forward_twice_those_before(twice, norm):
+    """The box heads that the boxes of each of three layers have a gradient for."""
+    model = build(**MIXED, **{TWICE: twice, NORM: norm}).train()
+    boxes = detect(model, draw_images(), 64).boxes
+    heads = [head.layers[-1].weight for head in model.bbox_embed]
+    for layer in range(3):
+        gradients = torch.autograd.grad(boxes[layer].square().sum(), heads, retain_graph=True, allow_unused=True)
+        reached = [gradient is not None and bool(gradient.any()) for gradient in gradients]
+        assert reached == [number == layer or (twice and number == layer - 1) for number in range(3)]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_look_forward_twice_changes_gradients_and_no_answer(norm):
+    """In training too; dropout off."""
+    answers = []
+    for twice in (False, True):
+        model = build(**MIXED, **{TWICE: twice, NORM: norm, "DETR__DROPOUT": 0.0, "BACKBONE__NORM": "FrozenBN"}).train()
+        predictions = detect(model, draw_images(), 64)
+        answers.append((predictions.logits, predictions.boxes))
+        assert predictions.boxes.requires_grad
+    assert all(torch.equal(first, second) for first, second in zip(*answers, strict=True))
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_final_norm_stands_before_the_heads_and_not_between_the_layers(twice):
+    """Layer by layer from the inputs and outputs of each: the loss's boxes are made after the norm, the next layer's before."""
+    model = build(**MIXED, **{TWICE: twice, NORM: True}).train()
+    norm = model.transformer.decoder.norm
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    (predictions, calls), refined = decode(model, draw_images()), []
+    for layer, (given, made) in enumerate(calls):
+        queries, _, points, _, levels, _ = given
+        place = points[:, :, 0] / levels.valid_ratios[:, :1].repeat(1, 1, 2)  # of the first level's padded map -> of the image
+        if layer:
+            assert torch.equal(queries, calls[layer - 1][1])
+            torch.testing.assert_close(place, refined[-1], atol=1e-12, rtol=0)
+        box_head, start = model.bbox_embed[layer], torch.log(place / (1 - place))
+        torch.testing.assert_close(predictions.logits[layer], model.class_embed[layer](norm(made)), atol=1e-10, rtol=0)
+        torch.testing.assert_close(predictions.boxes[layer], (box_head(norm(made)) + start).sigmoid(), atol=1e-9, rtol=0)
+        refined.append((box_head(made) + start).sigmoid())
+
+
+def test_look_forward_twice_needs_refinement():
+    config = {**TINY, "MODEL__DEFORMABLE__TWO_STAGE": False, "MODEL__DEFORMABLE__BOX_REFINEMENT": False}
+    with pytest.raises(ConfigError, match=r"LOOK_FORWARD_TWICE is True, but MODEL\.DEFORMABLE\.BOX_REFINEMENT is False; leave it"):
+        build_detector(random_config(**config, MODEL__DEFORMABLE__LOOK_FORWARD_TWICE=True))
