@@ -113,6 +113,7 @@ def _add_transformer(model: CfgNode) -> None:
     model.QUERIES = CfgNode(new_allowed=True)
     model.QUERIES.NAME = ""  # learned, proposals or mixed; empty: the detector's default: learned, or proposals if TWO_STAGE
     model.QUERIES.CLASS_PROPOSALS = False  # proposals, mixed: True: proposals have classes (DINO); False: they are objects or not
+    model.QUERIES.HYBRID = 0  # proposals, mixed: queries of training alone, matched with each object HYBRID_MATCHES times (H-DETR)
     model.QUERIES.SHARED_CONTENT = False  # mixed: True: all queries share one learned vector, so their number can change later
     model.QUERIES.REFINED_POSITIONS = False  # mixed: True: positions follow the boxes from decoder layer to decoder layer (DINO)
 
@@ -131,6 +132,7 @@ def _add_criterion(model: CfgNode) -> None:
     model.CRITERION.L1_COST = defaults.L1_WEIGHT  # weight of the L1 cost of the boxes in the matching
     model.CRITERION.GIOU_COST = defaults.GIOU_WEIGHT  # weight of the GIoU cost in the matching
     model.CRITERION.PROPOSAL_MATCHES = 1  # two-stage: proposals matched with each object; more than 1, as in H-DETR, trains faster
+    model.CRITERION.HYBRID_MATCHES = defaults.HYBRID_MATCHES  # queries of MODEL.QUERIES.HYBRID matched with each object
 
 
 def _add_data(cfg: CfgNode) -> None:

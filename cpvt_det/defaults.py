@@ -17,3 +17,5 @@ FOCAL_ALPHA, FOCAL_GAMMA = 0.25, 2.0
 LEVELS = 4
 POINTS = 4
 """Sampling points per head and level of Deformable-DETR, arXiv 2010.04159."""
+HYBRID_MATCHES = 6
+"""Queries of the hybrid branch per object, arXiv 2207.13080."""

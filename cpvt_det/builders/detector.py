@@ -260,7 +260,7 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
     losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
     weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
-        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses)
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES)
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:

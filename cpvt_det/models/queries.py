@@ -7,6 +7,7 @@ Source: arXiv 2005.12872, section 3.2; arXiv 2010.04159, sections 4.1, 4.2 and A
 parameters as in the official code.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Queries:
             ``None``: positions stay.
         attention_mask: (Q, Q) float, added to the scores of the queries' self-attention, -inf where one must not see another;
             ``None``: all see all.
+        num_hybrid: number of queries, the last ones, that exist in training only and that the loss matches with every object
+            several times.
         num_denoising: number of queries, the first ones, that exist in training only and that only the loss sees.
         objects: (B, ``num_denoising``) int64, index of the target that each of these stands for; -1: none, as for a negative.
         groups: number of times that each target is among ``objects``.
@@ -65,6 +68,7 @@ class Queries:
     num_denoising: int = 0
     objects: Tensor | None = None
     groups: int = 1
+    num_hybrid: int = 0
 
     def split(self, predictions: Predictions) -> Predictions:
         """The decoder's predictions (D, B, Q, ...), with the groups that only the loss sees beside them.
@@ -72,13 +76,22 @@ class Queries:
         Raises:
             ValueError: denoising queries without their objects.
         """
-        logits, boxes, count = predictions.logits, predictions.boxes, self.num_denoising
-        if not count:
-            return Predictions(logits, boxes, self.proposals)
-        if self.objects is None or self.objects.shape != (logits.shape[1], count):
-            raise ValueError(f"{count} denoising queries need objects of shape {(logits.shape[1], count)}: targets' indices, or -1")
-        denoising = Predictions(logits[:, :, :count], boxes[:, :, :count], objects=self.objects, groups=self.groups)
-        return Predictions(logits[:, :, count:], boxes[:, :, count:], self.proposals, denoising)
+        if self.objects is None and not self.num_denoising + self.num_hybrid:
+            return Predictions(predictions.logits, predictions.boxes, self.proposals)
+        return Predictions(
+            *_part(predictions, self.num_denoising, -self.num_hybrid or None),
+            self.proposals,
+            denoising=self._denoising(predictions),
+            hybrid=Predictions(*_part(predictions, -self.num_hybrid, None)) if self.num_hybrid else None,
+        )
+
+    def _denoising(self, predictions: Predictions) -> Predictions | None:
+        expected = (predictions.logits.shape[1], self.num_denoising)
+        if self.num_denoising and (self.objects is None or self.objects.shape != expected):
+            raise ValueError(f"{self.num_denoising} denoising queries need objects of shape {expected}: targets' indices, or -1")
+        if self.objects is None:
+            return None
+        return Predictions(*_part(predictions, 0, self.num_denoising), objects=self.objects, groups=self.groups)
 
 
 class QueryEmbedding(nn.Embedding):
@@ -150,9 +163,11 @@ class ProposedQueries(nn.Module):
             (as in arXiv 2212.06137); 1 for none.
         class_proposals: proposals have classes, of which the best decides which are chosen, and the loss sees the chosen ones
             alone, as in DINO's code.
+        hybrid: number of queries beside the Q, from the next best proposals, that exist in training only: the loss matches them
+            with every object several times. The two groups do not see each other (arXiv 2207.13080, section 3.3).
 
     Raises:
-        ValueError: channels that are no multiple of 4, or a threshold outside (0, 1].
+        ValueError: channels that are no multiple of 4, a threshold outside (0, 1], or fewer queries than none.
     """
 
     def __init__(
@@ -163,8 +178,11 @@ class ProposedQueries(nn.Module):
         prior_probability: float | None,
         nms_threshold: float = 1.0,
         class_proposals: bool = False,
+        hybrid: int = 0,
     ):
         super().__init__()
+        if hybrid < 0:
+            raise ValueError(f"the number of queries of the hybrid branch must be at least 0, got {hybrid}")
         if not 0 < nms_threshold <= 1:
             raise ValueError(f"the NMS threshold of proposals must be above 0 and at most 1, got {nms_threshold}")
         if channels % 4:
@@ -173,6 +191,7 @@ class ProposedQueries(nn.Module):
         self.num_queries = _at_least_one(num_queries)
         self.nms_threshold = nms_threshold
         self.class_proposals = class_proposals
+        self.hybrid = hybrid
         self.enc_output = Linear(channels, channels)
         self.enc_output_norm = nn.LayerNorm(channels)
         self.class_embed = class_head(channels, num_logits, prior_probability)
@@ -188,18 +207,21 @@ class ProposedQueries(nn.Module):
         Args:
             memory: (B, N, C) float.
             levels: layout of the tokens.
-            targets: no effect here.
+            targets: targets of the B images, in training; without them there are no queries for training alone.
 
         Returns:
-            Q queries per image, whatever N is: an image of fewer tokens gets empty ones beside them.
+            Q queries per image, whatever N is: an image of fewer tokens gets empty ones beside them. In training those of the
+            hybrid branch after them.
         """
-        proposals = self._propose(memory, levels)
-        chosen = self._choose(proposals)
+        hybrid = self.hybrid if self.training and targets is not None else 0
+        proposals = self._propose(memory, levels, self.num_queries + hybrid)
+        chosen = self._choose(proposals, self.num_queries + hybrid)
         references = _pick(proposals.boxes[0], chosen).detach()
         if self.class_proposals:
             logits, boxes = (_pick(part[0], chosen)[None] for part in (proposals.logits, proposals.boxes))
             proposals = Predictions(logits, boxes, by_class=True)
-        return self._queries(references, proposals)
+        queries = self._queries(references, proposals)
+        return _with_hybrid(queries, hybrid) if hybrid else queries
 
     def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
         """Queries at (B, Q, 4) boxes."""
@@ -210,18 +232,18 @@ class ProposedQueries(nn.Module):
         """(B, Q, 4) boxes -> (B, Q, 2 C): positions, and contents, of queries there."""
         return self.pos_trans_norm(self.pos_trans(_sines_of(boxes, self.channels // 2)))
 
-    def _choose(self, proposals: Predictions) -> Tensor:
-        """(B, Q) tokens, the best first."""
+    def _choose(self, proposals: Predictions, count: int) -> Tensor:
+        """(B, ``count``) tokens, the best first."""
         logits = proposals.logits[0].detach()
         scores = logits.amax(-1) if self.class_proposals else logits[..., PROPOSAL_LABEL]
         if self.nms_threshold == 1:
-            return scores.topk(self.num_queries, dim=1).indices
+            return scores.topk(count, dim=1).indices
         boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
-        return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, self.num_queries)
+        return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, count)
 
-    def _propose(self, memory: Tensor, levels: Levels) -> Predictions:
-        """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, Q) for a choice of Q."""
-        missing = self.num_queries - memory.shape[1]
+    def _propose(self, memory: Tensor, levels: Levels, count: int) -> Predictions:
+        """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, ``count``) for a choice of as many."""
+        missing = count - memory.shape[1]
         # An exported program takes any number of tokens; of plain numbers torch 2.9 compiles no sym_max.
         missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
         memory = F.pad(memory, (0, 0, 0, missing))
@@ -245,7 +267,8 @@ class MixedQueries(ProposedQueries):
     A proposal's token may show a part of an object, or several; so its place is taken and its features are not.
 
     Args:
-        channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals: as in :class:`ProposedQueries`.
+        channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid: as in
+            :class:`ProposedQueries`.
         shared_content: one content for all queries, so that a trained model may be given another number of queries; ``False``: one
             per query, the first for the best proposal.
         refined_positions: the positions of queries follow their boxes from decoder layer to decoder layer, by a network of the
@@ -269,18 +292,20 @@ class MixedQueries(ProposedQueries):
         prior_probability: float | None,
         nms_threshold: float = 1.0,
         class_proposals: bool = False,
+        hybrid: int = 0,
         shared_content: bool = False,
         refined_positions: bool = False,
     ):
-        super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals)
-        self.query_embed = nn.Embedding(1 if shared_content else num_queries, channels)
+        super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid)
+        self.query_embed = nn.Embedding(1 if shared_content else num_queries + hybrid, channels)
         self.refined_positions = refined_positions
         if refined_positions:
             del self.pos_trans, self.pos_trans_norm
             self.ref_point_head = MLP(2 * channels, channels, channels)
 
     def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
-        content = self.query_embed.weight.expand(*references.shape[:2], -1)
+        batch, count = references.shape[:2]
+        content = self.query_embed.weight[:count].expand(batch, count, -1)
         return Queries(content, self.place(references), references, proposals, self.place if self.refined_positions else None)
 
     def place(self, boxes: Tensor) -> Tensor:
@@ -296,6 +321,19 @@ class MixedQueries(ProposedQueries):
             return self._transform(boxes).chunk(2, dim=-1)[0]
         x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
         return self.ref_point_head(_sines_of(torch.stack((y, x, width, height), -1), self.channels // 2))
+
+
+def _with_hybrid(queries: Queries, count: int) -> Queries:
+    """The queries, of which the last ``count`` are the hybrid branch: no query of one group sees one of the other."""
+    total = queries.content.shape[1]
+    mask = queries.content.new_zeros(total, total)
+    mask[-count:, :-count] = mask[:-count, -count:] = -math.inf
+    return dataclasses.replace(queries, attention_mask=mask, num_hybrid=count)
+
+
+def _part(predictions: Predictions, start: int, end: int | None) -> tuple[Tensor, Tensor]:
+    """Logits and boxes of the queries from ``start`` on, before ``end``."""
+    return predictions.logits[:, :, start:end], predictions.boxes[:, :, start:end]
 
 
 def _sines_of(boxes: Tensor, channels: int) -> Tensor:

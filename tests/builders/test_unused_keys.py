@@ -46,6 +46,7 @@ CONFIGS = {
     "one stage, focal": ONE_STAGE,
     "two stages": DEFORMABLE,
     "mixed queries": {**DEFORMABLE, "MODEL__QUERIES__NAME": "mixed"},
+    "hybrid": {**DEFORMABLE, "MODEL__QUERIES__NAME": "proposals", "MODEL__QUERIES__HYBRID": 4},
 }
 OTHER = {
     "MODEL.FREEZE": ["decoder"],
