@@ -114,6 +114,9 @@ def _add_transformer(model: CfgNode) -> None:
     model.QUERIES.NAME = ""  # learned, proposals or mixed; empty: the detector's default: learned, or proposals if TWO_STAGE
     model.QUERIES.CLASS_PROPOSALS = False  # proposals, mixed: True: proposals have classes (DINO); False: they are objects or not
     model.QUERIES.HYBRID = 0  # proposals, mixed: queries of training alone, matched with each object HYBRID_MATCHES times (H-DETR)
+    model.QUERIES.DENOISING = 0  # proposals, mixed: pairs of noised objects per image, in training; 0: no denoising (DINO: 100)
+    model.QUERIES.LABEL_NOISE = 0.5  # denoising: twice the probability that an object's class is replaced by a random one
+    model.QUERIES.BOX_NOISE = 1.0  # denoising: how far corners move, of at most half a side for positives and one for negatives
     model.QUERIES.SHARED_CONTENT = False  # mixed: True: all queries share one learned vector, so their number can change later
     model.QUERIES.REFINED_POSITIONS = False  # mixed: True: positions follow the boxes from decoder layer to decoder layer (DINO)
 

@@ -26,6 +26,7 @@ from cpvt_det.models import (
     Detector,
     Transformer,
 )
+from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.position import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.registry import PartRegistry
 
@@ -182,8 +183,18 @@ def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) 
         key = f"MODEL.QUERIES.NAME {source!r}" if source else "MODEL.DEFORMABLE.TWO_STAGE"
         raise ConfigError(f"{key} ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION to focal")
     if source:
-        arguments["queries"] = QUERY_REGISTRY.build(source, facts, _options(cfg, "QUERIES", QUERY_REGISTRY, source))
+        arguments["queries"] = QUERY_REGISTRY.build(source, facts, _query_options(cfg))
     return arguments
+
+
+def _query_options(cfg: CfgNode) -> dict[str, Any]:
+    """The keys of ``MODEL.QUERIES`` that its source takes; those of denoising as a module."""
+    node = cfg.MODEL.QUERIES
+    options = _options(cfg, "QUERIES", QUERY_REGISTRY, node.NAME)
+    if "denoising" in options:
+        arguments = (cfg.MODEL.DETR.HIDDEN_DIM, cfg.MODEL.NUM_CLASSES, node.DENOISING, node.LABEL_NOISE, node.BOX_NOISE)
+        options["denoising"] = ContrastiveDenoising(*arguments) if node.DENOISING else None
+    return options
 
 
 def build_backbone(cfg: CfgNode) -> nn.Module:

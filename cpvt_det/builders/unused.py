@@ -22,7 +22,7 @@ logger = logging.getLogger("cpvt_det")
 KEYWORDS = {"DC5": "dilation", "FOCAL_ALPHA": "alpha", "FOCAL_GAMMA": "gamma"}
 """Keys -> keywords of the parts that take them; of other keys the keyword is the key in lower case."""
 CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA")
-QUERY_KEYS = ("CLASS_PROPOSALS", "HYBRID", "SHARED_CONTENT", "REFINED_POSITIONS")
+QUERY_KEYS = ("CLASS_PROPOSALS", "HYBRID", "DENOISING", "SHARED_CONTENT", "REFINED_POSITIONS")
 BACKBONE_KEYS = ("NORM", "WIDTH", "STAGES", "DC5", "FREEZE_AT")  # MASK_PADDING is the neck's too
 UNUSED_BY: dict[str, Sequence[str]] = {}
 """Detector -> the keys that it does not take; filled by ``register_detector``. Where ``MODEL.QUERIES.NAME`` is empty, their query
@@ -140,6 +140,9 @@ def _of_queries(model: CfgNode, of_detector: Collection[str], is_known: bool) ->
         yield "MODEL.DETR.NUM_OBJECT_QUERIES", f"{queries} does not take it", f"set MODEL.QUERIES.NAME to {', '.join(takers)}"
     if source == "learned":
         yield "MODEL.CRITERION.PROPOSAL_MATCHES", f"{queries} makes no proposals", propose
+    if not model.QUERIES.DENOISING:
+        for key in ("LABEL_NOISE", "BOX_NOISE"):
+            yield f"MODEL.QUERIES.{key}", "MODEL.QUERIES.DENOISING is 0", "set MODEL.QUERIES.DENOISING to a number of pairs"
     if source in ("learned", "proposals", "mixed") and not model.QUERIES.HYBRID:
         yield "MODEL.CRITERION.HYBRID_MATCHES", "MODEL.QUERIES.HYBRID is 0", "set MODEL.QUERIES.HYBRID to a number of queries"
     if "MODEL.DEFORMABLE.BOX_REFINEMENT" in of_detector:

@@ -165,6 +165,8 @@ class ProposedQueries(nn.Module):
             alone, as in DINO's code.
         hybrid: number of queries beside the Q, from the next best proposals, that exist in training only: the loss matches them
             with every object several times. The two groups do not see each other (arXiv 2207.13080, section 3.3).
+        denoising: module that puts further queries of training before the others, as
+            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: none.
 
     Raises:
         ValueError: channels that are no multiple of 4, a threshold outside (0, 1], or fewer queries than none.
@@ -179,6 +181,7 @@ class ProposedQueries(nn.Module):
         nms_threshold: float = 1.0,
         class_proposals: bool = False,
         hybrid: int = 0,
+        denoising: nn.Module | None = None,
     ):
         super().__init__()
         if hybrid < 0:
@@ -200,6 +203,7 @@ class ProposedQueries(nn.Module):
         self.pos_trans_norm = nn.LayerNorm(2 * channels)
         for layer in (self.enc_output, self.pos_trans):
             nn.init.xavier_uniform_(layer.weight)
+        self.denoising = denoising
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
         """Propose and choose.
@@ -211,9 +215,10 @@ class ProposedQueries(nn.Module):
 
         Returns:
             Q queries per image, whatever N is: an image of fewer tokens gets empty ones beside them. In training those of the
-            hybrid branch after them.
+            hybrid branch after them, and those of denoising before.
         """
-        hybrid = self.hybrid if self.training and targets is not None else 0
+        learning = self.training and targets is not None
+        hybrid = self.hybrid if learning else 0
         proposals = self._propose(memory, levels, self.num_queries + hybrid)
         chosen = self._choose(proposals, self.num_queries + hybrid)
         references = _pick(proposals.boxes[0], chosen).detach()
@@ -221,7 +226,19 @@ class ProposedQueries(nn.Module):
             logits, boxes = (_pick(part[0], chosen)[None] for part in (proposals.logits, proposals.boxes))
             proposals = Predictions(logits, boxes, by_class=True)
         queries = self._queries(references, proposals)
-        return _with_hybrid(queries, hybrid) if hybrid else queries
+        queries = _with_hybrid(queries, hybrid) if hybrid else queries
+        return self.denoising(queries, targets, self.place) if learning and self.denoising is not None else queries
+
+    def place(self, boxes: Tensor) -> Tensor:
+        """The positions of queries.
+
+        Args:
+            boxes: (B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
+
+        Returns:
+            (B, Q, C).
+        """
+        return self._transform(boxes).chunk(2, dim=-1)[0]
 
     def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
         """Queries at (B, Q, 4) boxes."""
@@ -267,8 +284,8 @@ class MixedQueries(ProposedQueries):
     A proposal's token may show a part of an object, or several; so its place is taken and its features are not.
 
     Args:
-        channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid: as in
-            :class:`ProposedQueries`.
+        channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising: as
+            in :class:`ProposedQueries`.
         shared_content: one content for all queries, so that a trained model may be given another number of queries; ``False``: one
             per query, the first for the best proposal.
         refined_positions: the positions of queries follow their boxes from decoder layer to decoder layer, by a network of the
@@ -293,10 +310,11 @@ class MixedQueries(ProposedQueries):
         nms_threshold: float = 1.0,
         class_proposals: bool = False,
         hybrid: int = 0,
+        denoising: nn.Module | None = None,
         shared_content: bool = False,
         refined_positions: bool = False,
     ):
-        super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid)
+        super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising)
         self.query_embed = nn.Embedding(1 if shared_content else num_queries + hybrid, channels)
         self.refined_positions = refined_positions
         if refined_positions:
@@ -309,16 +327,8 @@ class MixedQueries(ProposedQueries):
         return Queries(content, self.place(references), references, proposals, self.place if self.refined_positions else None)
 
     def place(self, boxes: Tensor) -> Tensor:
-        """The positions of queries.
-
-        Args:
-            boxes: (B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
-
-        Returns:
-            (B, Q, C).
-        """
         if not self.refined_positions:
-            return self._transform(boxes).chunk(2, dim=-1)[0]
+            return super().place(boxes)
         x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
         return self.ref_point_head(_sines_of(torch.stack((y, x, width, height), -1), self.channels // 2))
 

@@ -47,6 +47,7 @@ CONFIGS = {
     "two stages": DEFORMABLE,
     "mixed queries": {**DEFORMABLE, "MODEL__QUERIES__NAME": "mixed"},
     "hybrid": {**DEFORMABLE, "MODEL__QUERIES__NAME": "proposals", "MODEL__QUERIES__HYBRID": 4},
+    "denoising": {**DEFORMABLE, "MODEL__QUERIES__NAME": "proposals", "MODEL__QUERIES__DENOISING": 4},
 }
 OTHER = {
     "MODEL.FREEZE": ["decoder"],
@@ -67,6 +68,8 @@ OTHER = {
     "MODEL.DEFORMABLE.NUM_LEVELS": 3,
     "MODEL.DEFORMABLE.PROPOSAL_NMS": 0.5,
     "MODEL.DEFORMABLE.IMPLEMENTATION": "eager",
+    "MODEL.QUERIES.LABEL_NOISE": 0.25,
+    "MODEL.QUERIES.BOX_NOISE": 0.5,
     "MODEL.CRITERION.LOSSES": [["l1_again", 1.0]],
 }
 """A value of each key that neither its default nor the test's config has; of other keys :func:`other_value`."""
