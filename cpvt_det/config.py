@@ -123,10 +123,11 @@ def _add_transformer(model: CfgNode) -> None:
 
 def _add_criterion(model: CfgNode) -> None:
     model.CRITERION = CfgNode(new_allowed=True)
-    model.CRITERION.CLASSIFICATION = "softmax"  # softmax or focal
+    model.CRITERION.CLASSIFICATION = "softmax"  # softmax, focal, or mal: sigmoids that learn how well a box fits (DEIM)
     model.CRITERION.BACKGROUND_WEIGHT = defaults.BACKGROUND_WEIGHT  # softmax: weight of the class "no object"
     model.CRITERION.FOCAL_ALPHA = defaults.FOCAL_ALPHA  # focal: weight of objects against background
     model.CRITERION.FOCAL_GAMMA = defaults.FOCAL_GAMMA  # focal: focusing parameter; a higher value gives easy examples less weight
+    model.CRITERION.MAL_GAMMA = defaults.MAL_GAMMA  # mal: power of overlaps and scores
     model.CRITERION.CLASS_WEIGHT = defaults.CLASS_WEIGHT  # weight of loss_class in the total loss; 0 leaves it out
     model.CRITERION.L1_WEIGHT = defaults.L1_WEIGHT  # weight of loss_l1 in the total loss; 0 leaves it out
     model.CRITERION.GIOU_WEIGHT = defaults.GIOU_WEIGHT  # weight of loss_giou in the total loss; 0 leaves it out

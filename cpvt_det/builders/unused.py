@@ -21,7 +21,7 @@ from cpvt_det.registry import PartRegistry
 logger = logging.getLogger("cpvt_det")
 KEYWORDS = {"DC5": "dilation", "FOCAL_ALPHA": "alpha", "FOCAL_GAMMA": "gamma"}
 """Keys -> keywords of the parts that take them; of other keys the keyword is the key in lower case."""
-CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA")
+CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA", "MAL_GAMMA")
 QUERY_KEYS = ("CLASS_PROPOSALS", "HYBRID", "DENOISING", "SHARED_CONTENT", "REFINED_POSITIONS")
 BACKBONE_KEYS = ("NORM", "WIDTH", "STAGES", "DC5", "FREEZE_AT")  # MASK_PADDING is the neck's too
 UNUSED_BY: dict[str, Sequence[str]] = {}
