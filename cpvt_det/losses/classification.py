@@ -192,7 +192,7 @@ class MatchabilityClassification(SigmoidClassification):
         num_classes: K.
         mal_gamma: gamma.
 
-    Source: arXiv 2412.04234 (DEIM), section 3.2. The matching cost, of which the paper says nothing new, is made as the focal one
+    Source: arXiv 2412.04234 (DEIM), section 3. The matching cost, of which the paper says nothing new, is made as the focal one
     of arXiv 2010.04159: the loss of a pair as a positive less that as a negative.
     """
 

@@ -164,7 +164,7 @@ class ProposedQueries(nn.Module):
         class_proposals: proposals have classes, of which the best decides which are chosen, and the loss sees the chosen ones
             alone, as in DINO's code.
         hybrid: number of queries beside the Q, from the next best proposals, that exist in training only: the loss matches them
-            with every object several times. The two groups do not see each other (arXiv 2207.13080, section 3.3).
+            with every object several times. The two groups do not see each other (arXiv 2207.13080, section 3).
         denoising: module that puts further queries of training before the others, as
             :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: none.
 
