@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query sources: what the decoder starts from. Learned, the encoder's best proposals (two stages), or the boxes of these alone.
+"""Query sources: what the decoder starts from. Learned, or the encoder's best proposals (two stages).
 
 On the road of one image: after the encoder, before the decoder.
 
-Source: arXiv 2005.12872, section 3.2; arXiv 2010.04159, sections 4.1, 4.2 and A.4; arXiv 2203.03605, section 3.4; names of
-parameters as in the official code.
+Source: arXiv 2005.12872, section 3.2; arXiv 2010.04159, sections 4.1, 4.2 and A.4; names of parameters as in the official code.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.layers.heads import MLP, box_head, class_head, full_precision
+from cpvt_det.layers.heads import box_head, class_head, full_precision
 from cpvt_det.ops.linear import Linear
 from cpvt_det.ops.nms import nms_topk
 from cpvt_det.position.sine import sines
@@ -247,7 +246,7 @@ class ProposedQueries(nn.Module):
 
     def _transform(self, boxes: Tensor) -> Tensor:
         """(B, Q, 4) boxes -> (B, Q, 2 C): positions, and contents, of queries there."""
-        return self.pos_trans_norm(self.pos_trans(_sines_of(boxes, self.channels // 2)))
+        return self.pos_trans_norm(self.pos_trans(sines_of_boxes(boxes, self.channels // 2)))
 
     def _choose(self, proposals: Predictions, count: int) -> Tensor:
         """(B, ``count``) tokens, the best first."""
@@ -277,60 +276,17 @@ class ProposedQueries(nn.Module):
         return Predictions(logits[None], boxes[None])
 
 
-@QUERY_REGISTRY.register_as("mixed")
-class MixedQueries(ProposedQueries):
-    """Boxes of the encoder's best proposals, with contents that are learned and the same for every image.
-
-    A proposal's token may show a part of an object, or several; so its place is taken and its features are not.
+def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:
+    """The sines and cosines of the numbers of boxes.
 
     Args:
-        channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising: as
-            in :class:`ProposedQueries`.
-        shared_content: one content for all queries, so that a trained model may be given another number of queries; ``False``: one
-            per query, the first for the best proposal.
-        refined_positions: the positions of queries follow their boxes from decoder layer to decoder layer, by a network of the
-            boxes' sines; ``False``: they stay those of the proposals.
+        boxes: (..., 4) float in [0, 1].
+        channels: number of them per number of a box, even.
 
-    The positions are those in the unpadded image. DINO's code takes them in the padded map of the finest level instead, so that an
-    answer depends on the batch; where there is no padding, both are the same.
-
-    Raises:
-        ValueError: as in :class:`ProposedQueries`.
-
-    Source: arXiv 2203.03605, section 3.4, and IDEA-Research/DINO ``deformable_transformer.py``; without refined positions
-    HDETR/H-Deformable-DETR; the refined positions from arXiv 2201.12329, section 4.2.
+    Returns:
+        (..., 4 ``channels``), one number after another.
     """
-
-    def __init__(
-        self,
-        channels: int,
-        num_queries: int,
-        num_logits: int,
-        prior_probability: float | None,
-        nms_threshold: float = 1.0,
-        class_proposals: bool = False,
-        hybrid: int = 0,
-        denoising: nn.Module | None = None,
-        shared_content: bool = False,
-        refined_positions: bool = False,
-    ):
-        super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising)
-        self.query_embed = nn.Embedding(1 if shared_content else num_queries + hybrid, channels)
-        self.refined_positions = refined_positions
-        if refined_positions:
-            del self.pos_trans, self.pos_trans_norm
-            self.ref_point_head = MLP(2 * channels, channels, channels)
-
-    def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
-        batch, count = references.shape[:2]
-        content = self.query_embed.weight[:count].expand(batch, count, -1)
-        return Queries(content, self.place(references), references, proposals, self.place if self.refined_positions else None)
-
-    def place(self, boxes: Tensor) -> Tensor:
-        if not self.refined_positions:
-            return super().place(boxes)
-        x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
-        return self.ref_point_head(_sines_of(torch.stack((y, x, width, height), -1), self.channels // 2))
+    return sines(boxes * (2 * math.pi), channels).flatten(-2)
 
 
 def _with_hybrid(queries: Queries, count: int) -> Queries:
@@ -344,11 +300,6 @@ def _with_hybrid(queries: Queries, count: int) -> Queries:
 def _part(predictions: Predictions, start: int, end: int | None) -> tuple[Tensor, Tensor]:
     """Logits and boxes of the queries from ``start`` on, before ``end``."""
     return predictions.logits[:, :, start:end], predictions.boxes[:, :, start:end]
-
-
-def _sines_of(boxes: Tensor, channels: int) -> Tensor:
-    """(B, Q, 4) boxes -> (B, Q, 4 ``channels``), one number after another."""
-    return sines(boxes * (2 * math.pi), channels).flatten(-2)
 
 
 def _pick(values: Tensor, tokens: Tensor) -> Tensor:

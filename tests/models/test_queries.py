@@ -15,7 +15,8 @@ from torch import nn
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.errors import ConfigError
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion
-from cpvt_det.models.queries import MixedQueries, ProposedQueries
+from cpvt_det.models.mixed_queries import MixedQueries
+from cpvt_det.models.queries import ProposedQueries
 from cpvt_det.structures import Predictions, Targets
 
 MIXED = {**DEFORMABLE, **VARIANTS["two_stage"], "QUERIES__NAME": "mixed"}

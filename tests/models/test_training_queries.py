@@ -17,7 +17,8 @@ from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.errors import ConfigError
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion
 from cpvt_det.models.denoising import ContrastiveDenoising
-from cpvt_det.models.queries import MixedQueries, ProposedQueries, Queries
+from cpvt_det.models.mixed_queries import MixedQueries
+from cpvt_det.models.queries import ProposedQueries, Queries
 from cpvt_det.structures import PaddedBatch, Predictions, Targets
 
 SIZES = [(70, 45), (33, 90), (50, 64)]
