@@ -76,6 +76,23 @@ def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def intersection_over_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
+    """Intersection over union without a gradient, elementwise over broadcast leading dimensions; 0 where both have no area.
+
+    Args:
+        boxes1_xyxy: (..., 4) float, xyxy, no side below 0.
+        boxes2_xyxy: (..., 4) float, xyxy in the same unit.
+
+    Returns:
+        (...) float in [0, 1].
+    """
+    low, high = torch.max(boxes1_xyxy[..., :2], boxes2_xyxy[..., :2]), torch.min(boxes1_xyxy[..., 2:], boxes2_xyxy[..., 2:])
+    intersection = (high - low).clamp(min=0).prod(-1)
+    areas = [(boxes[..., 2:] - boxes[..., :2]).prod(-1) for boxes in (boxes1_xyxy, boxes2_xyxy)]
+    return _quotient(intersection, areas[0] + areas[1] - intersection)
+
+
+@torch.no_grad()
 def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
     """:func:`generalized_iou` of all pairs, without a gradient; three times as fast, for costs.
 

@@ -104,20 +104,30 @@ def _add_transformer(model: CfgNode) -> None:
     model.DEFORMABLE.ENC_POINTS = defaults.POINTS  # encoder: sampling points per head and level
     model.DEFORMABLE.DEC_POINTS = defaults.POINTS  # decoder: sampling points per head and level
     model.DEFORMABLE.BOX_REFINEMENT = False  # True: every decoder layer corrects the boxes of the previous layer
+    model.DEFORMABLE.LOOK_FORWARD_TWICE = False  # True: a layer's loss corrects the previous boxes too (DINO)
+    model.DEFORMABLE.FINAL_NORM = False  # True: one norm between the decoder's layers and their heads (DINO)
     model.DEFORMABLE.TWO_STAGE = False  # True: queries come from the encoder's best proposals; needs BOX_REFINEMENT
     model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two-stage: proposals above this IoU with a better one are chosen last (DETA); 1: no NMS
     model.DEFORMABLE.IMPLEMENTATION = "auto"  # kernel of deformable attention: auto, numba, triton, eager, export or grid_sample
 
     model.QUERIES = CfgNode(new_allowed=True)
-    model.QUERIES.NAME = ""  # name of the query source; empty: the detector's default: learned, or proposals if TWO_STAGE
+    model.QUERIES.NAME = ""  # learned, proposals or mixed; empty: the detector's default: learned, or proposals if TWO_STAGE
+    model.QUERIES.CLASS_PROPOSALS = False  # proposals, mixed: True: proposals have classes (DINO); False: they are objects or not
+    model.QUERIES.HYBRID = 0  # proposals, mixed: queries of training alone, matched with each object HYBRID_MATCHES times (H-DETR)
+    model.QUERIES.DENOISING = 0  # proposals, mixed: pairs of noised objects per image, in training; 0: no denoising (DINO: 100)
+    model.QUERIES.LABEL_NOISE = 0.5  # denoising: twice the probability that an object's class is replaced by a random one
+    model.QUERIES.BOX_NOISE = 1.0  # denoising: how far corners move, of at most half a side for positives and one for negatives
+    model.QUERIES.SHARED_CONTENT = False  # mixed: True: all queries share one learned vector, so their number can change later
+    model.QUERIES.REFINED_POSITIONS = False  # mixed: True: positions follow the boxes from decoder layer to decoder layer (DINO)
 
 
 def _add_criterion(model: CfgNode) -> None:
     model.CRITERION = CfgNode(new_allowed=True)
-    model.CRITERION.CLASSIFICATION = "softmax"  # softmax or focal
+    model.CRITERION.CLASSIFICATION = "softmax"  # softmax, focal, or mal: sigmoids that learn how well a box fits (DEIM)
     model.CRITERION.BACKGROUND_WEIGHT = defaults.BACKGROUND_WEIGHT  # softmax: weight of the class "no object"
     model.CRITERION.FOCAL_ALPHA = defaults.FOCAL_ALPHA  # focal: weight of objects against background
     model.CRITERION.FOCAL_GAMMA = defaults.FOCAL_GAMMA  # focal: focusing parameter; a higher value gives easy examples less weight
+    model.CRITERION.MAL_GAMMA = defaults.MAL_GAMMA  # mal: power of overlaps and scores
     model.CRITERION.CLASS_WEIGHT = defaults.CLASS_WEIGHT  # weight of loss_class in the total loss; 0 leaves it out
     model.CRITERION.L1_WEIGHT = defaults.L1_WEIGHT  # weight of loss_l1 in the total loss; 0 leaves it out
     model.CRITERION.GIOU_WEIGHT = defaults.GIOU_WEIGHT  # weight of loss_giou in the total loss; 0 leaves it out
@@ -126,6 +136,7 @@ def _add_criterion(model: CfgNode) -> None:
     model.CRITERION.L1_COST = defaults.L1_WEIGHT  # weight of the L1 cost of the boxes in the matching
     model.CRITERION.GIOU_COST = defaults.GIOU_WEIGHT  # weight of the GIoU cost in the matching
     model.CRITERION.PROPOSAL_MATCHES = 1  # two-stage: proposals matched with each object; more than 1, as in H-DETR, trains faster
+    model.CRITERION.HYBRID_MATCHES = defaults.HYBRID_MATCHES  # queries of MODEL.QUERIES.HYBRID matched with each object
 
 
 def _add_data(cfg: CfgNode) -> None:

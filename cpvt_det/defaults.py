@@ -14,6 +14,9 @@ CLASS_WEIGHT, L1_WEIGHT, GIOU_WEIGHT = 1.0, 5.0, 2.0
 """Weights of the losses, and of the costs of matching."""
 BACKGROUND_WEIGHT = 0.1
 FOCAL_ALPHA, FOCAL_GAMMA = 0.25, 2.0
+MAL_GAMMA = 1.5
 LEVELS = 4
 POINTS = 4
 """Sampling points per head and level of Deformable-DETR, arXiv 2010.04159."""
+HYBRID_MATCHES = 6
+"""Queries of the hybrid branch per object, arXiv 2207.13080."""

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).with_name("solver")))
 import torch
 import torch.distributed as dist
 from test_solver import tiny_cfg
-from tiny import DETECTORS
+from tiny import DETECTORS, DINO
 
 from cpvt_det import builders, distributed
 from cpvt_det.layers.norm import MaskedSyncBatchNorm2d
@@ -52,7 +52,7 @@ def take_steps(folder, detector, spoilt):
         SOLVER__EMA__ENABLED=True,
         SOLVER__EMA__DECAY=0.5,
         SOLVER__BASE_LR=1e-3,
-        **DETECTORS[detector],
+        **{**DETECTORS, "dino": DINO}[detector],
     )
     torch.manual_seed(0)
     model = builders.build_detector(cfg).double()
@@ -70,7 +70,10 @@ def take_steps(folder, detector, spoilt):
         if spoilt and iteration == 1:
             samples[3]["image"][0, 2, 2] = torch.nan
         own = samples[distributed.rank() * share : (distributed.rank() + 1) * share]
-        totals.append(distributed.all_reduce_mean(step(own, iteration)["total_loss"]))
+        record = step(own, iteration)
+        totals.append(distributed.all_reduce_mean(record["total_loss"]))
+        names = distributed.gather_objects(sorted(record))
+        assert all(found == names[0] for found in names), names
     step.bad_steps.report()
     if distributed.rank() == 0:
         result = {"losses": torch.stack(totals), "model": model.state_dict(), "ema": ema.state_dict()}

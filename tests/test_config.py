@@ -6,7 +6,7 @@ import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det import config
-from cpvt_det.builders import build_criterion, build_detector, build_device, build_postprocessor
+from cpvt_det.builders import build_criterion, build_detector, build_device, build_postprocessor, build_schedule
 from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.config import config_root, find_config, get_cfg, load_cfg, merge_overrides, read_config
 from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
@@ -16,6 +16,11 @@ OURS = [name for name in CONFIGS if not name.startswith("plug/")]  # those are o
 TABLE = [
     *(f"coco/detr_r50_{encoding}_50ep.yaml" for encoding in ("none", "sine", "learned", "peg", "sine+peg")),
     *(f"coco/deformable_detr_r50_{encoding}_50ep.yaml" for encoding in ("none", "sine_offset", "peg", "sine_offset+peg")),
+]
+RECIPES = [
+    f"coco/{model}_{encoding}_12ep.yaml"
+    for model in ("deformable_detr_r50_pp", "dino_r50_4scale")
+    for encoding in ("sine_offset", "peg", "sine_offset+peg")
 ]
 OFFICIAL = ["_single_scale", "_single_scale_dc5", "_refine", "_two_stage"]
 
@@ -65,6 +70,23 @@ def test_configs_of_the_table_differ_in_one_key(name):
     assert (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY) == (1e-4, 2e-5, 1e-4)
     assert solver.CLIP_NORM == 0.1
     assert tuple(cfg.DATASETS.TRAIN) == ("coco_2017_train",)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipes_of_12_epochs_differ_in_the_encoding_alone(name):
+    """What DINO has beside Deformable-DETR++: positions, denoising, a norm, classes of proposals, 900 queries, other rates."""
+    model, encoding = name.removeprefix("coco/").removesuffix("_12ep.yaml").split("_4scale_" if "dino" in name else "_pp_")
+    own = [line.strip() for line in find_config(name).read_text().splitlines()]
+    assert own[0].startswith("_BASE_: _base_") and own[1:] == ["MODEL:", "POSITION:", f"NAME: {encoding}"]
+    cfg = load_cfg(name)
+    queries, solver, is_dino = cfg.MODEL.QUERIES, cfg.SOLVER, model == "dino_r50"
+    assert (queries.NAME, queries.REFINED_POSITIONS, queries.DENOISING > 0, queries.HYBRID) == ("mixed", is_dino, is_dino, 0)
+    assert cfg.MODEL.DEFORMABLE.LOOK_FORWARD_TWICE and is_dino == cfg.MODEL.DEFORMABLE.FINAL_NORM
+    assert (900 if is_dino else 300) == cfg.MODEL.DETR.NUM_OBJECT_QUERIES
+    assert (solver.EPOCHS, tuple(solver.STEP_EPOCHS), solver.IMS_PER_BATCH) == (12, (11,), 16)
+    assert ((1e-4, 1e-5) if is_dino else (2e-4, 2e-5)) == (solver.BASE_LR, solver.BACKBONE_LR)
+    length = build_schedule(cfg, 118_287)
+    assert (solver.MAX_ITER, tuple(solver.STEPS)) == (length.max_iter, length.steps)
 
 
 def test_official_deformable_recipe_is_the_authors():

@@ -31,6 +31,17 @@ DEFORMABLE = {
     "MODEL__DEFORMABLE__TWO_STAGE": True,
     "MODEL__CRITERION__CLASSIFICATION": "focal",
 }
+# The same with all that training can add.
+DINO = {
+    **DEFORMABLE,
+    "MODEL__DEFORMABLE__LOOK_FORWARD_TWICE": True,
+    "MODEL__DEFORMABLE__FINAL_NORM": True,
+    "MODEL__QUERIES__NAME": "mixed",
+    "MODEL__QUERIES__CLASS_PROPOSALS": True,
+    "MODEL__QUERIES__REFINED_POSITIONS": True,
+    "MODEL__QUERIES__DENOISING": 4,
+    "MODEL__QUERIES__HYBRID": 5,
+}
 DETECTORS = {"detr": {}, "deformable": DEFORMABLE}
 SMALL_WORDS = [
     word

@@ -26,9 +26,12 @@ from cpvt_det.models import (
     Detector,
     Transformer,
 )
+from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.position import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.registry import PartRegistry
 
+OF_PROPOSALS = ("proposals", "mixed")
+"""The query sources that start from the encoder's proposals."""
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
 """``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
 arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
@@ -109,10 +112,11 @@ def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
 @register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER"])
 def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     deformable, source = cfg.MODEL.DEFORMABLE, cfg.MODEL.QUERIES.NAME
-    if source in ("learned", "proposals") and (source == "proposals") != deformable.TWO_STAGE:
+    if source in ("learned", *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
+        leave = "leave the name empty: TWO_STAGE chooses between 'learned' and 'proposals'"
         raise ConfigError(
-            f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; leave the name empty: "
-            "TWO_STAGE chooses between 'learned' and 'proposals'"
+            f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; "
+            f"{'set it to True' if source == 'mixed' else leave}"
         )
     return {
         **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
@@ -122,6 +126,8 @@ def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict
             encoder_points=deformable.ENC_POINTS,
             decoder_points=deformable.DEC_POINTS,
             implementation=deformable.IMPLEMENTATION,
+            look_forward_twice=deformable.LOOK_FORWARD_TWICE,
+            final_norm=deformable.FINAL_NORM,
         ),
         "num_levels": deformable.NUM_LEVELS,
         "box_refinement": deformable.BOX_REFINEMENT,
@@ -173,12 +179,22 @@ def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) 
     if cfg.MODEL.NECK.NAME:
         arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, facts, _own_options(cfg, "NECK"))
     source, two_stage = cfg.MODEL.QUERIES.NAME, facts["needs_references"] and cfg.MODEL.DEFORMABLE.TWO_STAGE
-    if (source == "proposals" or (two_stage and not source)) and classification.prior_probability is None:
-        key = "MODEL.QUERIES.NAME 'proposals'" if source else "MODEL.DEFORMABLE.TWO_STAGE"
+    if (source in OF_PROPOSALS or (two_stage and not source)) and classification.prior_probability is None:
+        key = f"MODEL.QUERIES.NAME {source!r}" if source else "MODEL.DEFORMABLE.TWO_STAGE"
         raise ConfigError(f"{key} ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION to focal")
-    if cfg.MODEL.QUERIES.NAME:
-        arguments["queries"] = QUERY_REGISTRY.build(cfg.MODEL.QUERIES.NAME, facts, _own_options(cfg, "QUERIES"))
+    if source:
+        arguments["queries"] = QUERY_REGISTRY.build(source, facts, _query_options(cfg))
     return arguments
+
+
+def _query_options(cfg: CfgNode) -> dict[str, Any]:
+    """The keys of ``MODEL.QUERIES`` that its source takes; those of denoising as a module."""
+    node = cfg.MODEL.QUERIES
+    options = _options(cfg, "QUERIES", QUERY_REGISTRY, node.NAME)
+    if "denoising" in options:
+        arguments = (cfg.MODEL.DETR.HIDDEN_DIM, cfg.MODEL.NUM_CLASSES, node.DENOISING, node.LABEL_NOISE, node.BOX_NOISE)
+        options["denoising"] = ContrastiveDenoising(*arguments) if node.DENOISING else None
+    return options
 
 
 def build_backbone(cfg: CfgNode) -> nn.Module:
@@ -255,7 +271,7 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
     losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
     weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
-        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses)
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES)
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:

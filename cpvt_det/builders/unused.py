@@ -6,7 +6,7 @@ the same, with a warning. The registries know what a part takes; a detector's re
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from fvcore.common.config import CfgNode
 
@@ -21,7 +21,8 @@ from cpvt_det.registry import PartRegistry
 logger = logging.getLogger("cpvt_det")
 KEYWORDS = {"DC5": "dilation", "FOCAL_ALPHA": "alpha", "FOCAL_GAMMA": "gamma"}
 """Keys -> keywords of the parts that take them; of other keys the keyword is the key in lower case."""
-CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA")
+CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA", "MAL_GAMMA")
+QUERY_KEYS = ("CLASS_PROPOSALS", "HYBRID", "DENOISING", "SHARED_CONTENT", "REFINED_POSITIONS")
 BACKBONE_KEYS = ("NORM", "WIDTH", "STAGES", "DC5", "FREEZE_AT")  # MASK_PADDING is the neck's too
 UNUSED_BY: dict[str, Sequence[str]] = {}
 """Detector -> the keys that it does not take; filled by ``register_detector``. Where ``MODEL.QUERIES.NAME`` is empty, their query
@@ -106,30 +107,47 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
             yield f"MODEL.BACKBONE.{key}", "backbones of detectron2 do not take it", "set MODEL.BACKBONE.NAME to one of cpvt_det"
     if 5 not in model.BACKBONE.STAGES:
         yield "MODEL.BACKBONE.DC5", "MODEL.BACKBONE.STAGES has no stage 5", "add 5 to MODEL.BACKBONE.STAGES"
-    for node in ("NECK", "QUERIES"):
-        for key in model[node].keys() - {"NAME"} if not model[node].NAME else ():
-            yield f"MODEL.{node}.{key}", f"MODEL.{node}.NAME is empty", "name the part that takes it there"
-
-    has_stages = "MODEL.DEFORMABLE.TWO_STAGE" not in of_detector
-    source = model.QUERIES.NAME or (
-        ("proposals" if has_stages and model.DEFORMABLE.TWO_STAGE else "learned") if detector in UNUSED_BY else ""
-    )
-    taken = QUERY_REGISTRY.parameters(source) if source in QUERY_REGISTRY else {"nms_threshold", "num_queries"}
-    queries = f"the query source {source!r}"
-    propose = "set MODEL.DEFORMABLE.TWO_STAGE to True" if has_stages else "set MODEL.QUERIES.NAME to proposals"
-    if "nms_threshold" not in taken:
-        yield "MODEL.DEFORMABLE.PROPOSAL_NMS", f"{queries} does not take it", propose
-    if "num_queries" not in taken:
-        yield "MODEL.DETR.NUM_OBJECT_QUERIES", f"{queries} does not take it", "set MODEL.QUERIES.NAME to learned, proposals"
-    if source == "learned":
-        yield "MODEL.CRITERION.PROPOSAL_MATCHES", f"{queries} makes no proposals", propose
-
+    if detector in UNUSED_BY and "MODEL.DEFORMABLE.BOX_REFINEMENT" not in of_detector and not model.DEFORMABLE.BOX_REFINEMENT:
+        key, refine = "MODEL.DEFORMABLE.LOOK_FORWARD_TWICE", "set MODEL.DEFORMABLE.BOX_REFINEMENT to True"
+        yield key, "MODEL.DEFORMABLE.BOX_REFINEMENT is False", refine
+    if not model.NECK.NAME:
+        for key in sorted(model.NECK.keys() - {"NAME"}):
+            yield f"MODEL.NECK.{key}", "MODEL.NECK.NAME is empty", "name the part that takes it there"
+    yield from _of_queries(model, of_detector, detector in UNUSED_BY)
     if model.POSITION.NAME in ("none", "sine", "sine_offset", "learned"):
         reason = f"the position encoding {model.POSITION.NAME!r} has no PEG"
         yield "SOLVER.WEIGHT_DECAY_PEG", reason, "set MODEL.POSITION.NAME to peg"
     if solver.SCHEDULE == "cosine":
         for key in ("GAMMA", "STEP_EPOCHS") if solver.STEP_EPOCHS else ("GAMMA",):  # no steps are what a cosine has
             yield f"SOLVER.{key}", "the schedule 'cosine' has no steps", "set SOLVER.SCHEDULE to step"
+
+
+def _of_queries(model: CfgNode, of_detector: Collection[str], is_known: bool) -> Iterator[tuple[str, str, str]]:
+    """The keys that the query source does not take; ``is_known``: it is known which one an empty name stands for."""
+    name, has_stages = model.QUERIES.NAME, "MODEL.DEFORMABLE.TWO_STAGE" not in of_detector
+    for key in sorted(model.QUERIES.keys() - {"NAME"}) if not name else ():
+        yield f"MODEL.QUERIES.{key}", "MODEL.QUERIES.NAME is empty", "name the part that takes it there"
+    yield from _untaken("QUERIES.NAME", QUERY_REGISTRY, name, QUERY_KEYS)
+
+    source = name or (("proposals" if has_stages and model.DEFORMABLE.TWO_STAGE else "learned") if is_known else "")
+    taken = QUERY_REGISTRY.parameters(source) if source in QUERY_REGISTRY else {"nms_threshold", "num_queries"}
+    queries = f"the query source {source!r}"
+    propose = "set MODEL.DEFORMABLE.TWO_STAGE to True" if has_stages else "set MODEL.QUERIES.NAME to proposals"
+    if "nms_threshold" not in taken:
+        yield "MODEL.DEFORMABLE.PROPOSAL_NMS", f"{queries} does not take it", propose
+    if "num_queries" not in taken:
+        takers = [other for other in QUERY_REGISTRY.names if "num_queries" in QUERY_REGISTRY.parameters(other)]
+        yield "MODEL.DETR.NUM_OBJECT_QUERIES", f"{queries} does not take it", f"set MODEL.QUERIES.NAME to {', '.join(takers)}"
+    if source == "learned":
+        yield "MODEL.CRITERION.PROPOSAL_MATCHES", f"{queries} makes no proposals", propose
+    if not model.QUERIES.DENOISING:
+        for key in ("LABEL_NOISE", "BOX_NOISE"):
+            yield f"MODEL.QUERIES.{key}", "MODEL.QUERIES.DENOISING is 0", "set MODEL.QUERIES.DENOISING to a number of pairs"
+    if source in ("learned", "proposals", "mixed") and not model.QUERIES.HYBRID:
+        yield "MODEL.CRITERION.HYBRID_MATCHES", "MODEL.QUERIES.HYBRID is 0", "set MODEL.QUERIES.HYBRID to a number of queries"
+    if "MODEL.DEFORMABLE.BOX_REFINEMENT" in of_detector:
+        refine = "set MODEL.META_ARCHITECTURE to CPVTDeformableDetr"
+        yield "MODEL.QUERIES.REFINED_POSITIONS", f"the detector {model.META_ARCHITECTURE!r} does not refine boxes", refine
 
 
 def _untaken(chooser: str, registry: PartRegistry, name: str, keys: Iterable[str]) -> Iterator[tuple[str, str, str]]:

@@ -40,19 +40,26 @@ class Heads:
         Returns:
             Logits (..., Q, K') and boxes (..., Q, 4), in float32 at least.
         """
-        class_head, box_head = (
-            heads[min(layer, len(heads) - 1)] if isinstance(heads, nn.ModuleList) else heads
-            for heads in (self.class_embed, self.bbox_embed)
-        )
+        decoded = full_precision(decoded)
+        boxes = self.boxes(decoded, references, layer)
         with torch.autocast(decoded.device.type, enabled=False):
-            decoded = full_precision(decoded)
-            boxes = box_head(decoded)
+            return Predictions(_of_layer(self.class_embed, layer)(decoded), boxes)
+
+    def boxes(self, decoded: Tensor, references: Tensor | None = None, layer: int = 0) -> Tensor:
+        """The boxes alone; arguments and shape as in a call."""
+        with torch.autocast(decoded.device.type, enabled=False):
+            boxes = _of_layer(self.bbox_embed, layer)(full_precision(decoded))
             if references is not None:
                 start = inverse_sigmoid(full_precision(references))
                 if references.shape[-1] == 2:  # a point has no size yet
                     start = torch.cat((start, torch.zeros_like(start)), dim=-1)
                 boxes = boxes + start
-            return Predictions(class_head(decoded), boxes.sigmoid())
+            return boxes.sigmoid()
+
+
+def _of_layer(heads: nn.Module, layer: int) -> nn.Module:
+    """The head of a layer, where each may have its own."""
+    return heads[min(layer, len(heads) - 1)] if isinstance(heads, nn.ModuleList) else heads
 
 
 class MLP(nn.Module):

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions and targets -> losses."""
 
-from cpvt_det.losses.classification import CLASSIFICATION_REGISTRY, FocalClassification, SoftmaxClassification, make_classification
+from cpvt_det.losses.classification import (
+    CLASSIFICATION_REGISTRY,
+    FocalClassification,
+    MatchabilityClassification,
+    SoftmaxClassification,
+    make_classification,
+)
 from cpvt_det.losses.criterion import Losses, SetCriterion
 from cpvt_det.losses.matcher import HungarianMatcher
 from cpvt_det.losses.terms import LOSS_REGISTRY, Matched, Normalizers
@@ -12,6 +18,7 @@ __all__ = [
     "FocalClassification",
     "HungarianMatcher",
     "Losses",
+    "MatchabilityClassification",
     "Matched",
     "Normalizers",
     "SetCriterion",

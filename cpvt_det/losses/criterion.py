@@ -38,6 +38,7 @@ class SetCriterion:
         matcher: matcher of predictions and targets; its classification is the loss's too.
         class_weight, l1_weight, giou_weight: weights of the three losses of DETR, the same in every layer; 0 leaves one out.
         proposal_matches: proposals that each object is matched with; more than one give every object more to learn from.
+        hybrid_matches: queries of the hybrid branch that each object is matched with.
         losses: further losses, name -> (weight, function); the contract is that of :data:`LOSS_REGISTRY`.
 
     Raises:
@@ -54,10 +55,13 @@ class SetCriterion:
         giou_weight: float = defaults.GIOU_WEIGHT,
         proposal_matches: int = 1,
         losses: Mapping[str, tuple[float, Loss]] | None = None,
+        hybrid_matches: int = defaults.HYBRID_MATCHES,
     ):
-        if proposal_matches < 1:
-            raise ValueError(f"proposal_matches must be at least 1, got {proposal_matches}")
+        for name, matches in (("proposal_matches", proposal_matches), ("hybrid_matches", hybrid_matches)):
+            if matches < 1:
+                raise ValueError(f"{name} must be at least 1, got {matches}")
         self.proposal_matches = proposal_matches
+        self.hybrid_matches = hybrid_matches
         self.matcher = matcher
         self.classification = matcher.classification
         self.weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
@@ -79,7 +83,7 @@ class SetCriterion:
         Returns:
             ``loss_class``, ``loss_l1``, ``loss_giou`` and further ones; of proposals, where there are any,
             ``loss_proposal_class`` and so on, with one class for every object; of denoising queries ``loss_denoising_class`` and so
-            on; and ``metric_class_error`` (percent of matched
+            on, of the hybrid branch ``loss_hybrid_class``; and ``metric_class_error`` (percent of matched
             queries with the wrong class), ``metric_cardinality_error`` (mean difference of the counts of objects), both of the
             last layer.
         """
@@ -92,6 +96,9 @@ class SetCriterion:
         if predictions.proposals is not None:
             losses |= self._of_proposals(predictions.proposals, targets, normalizers)
             finite = finite & _finite_images(predictions.proposals)
+        if predictions.hybrid is not None:
+            losses |= self._of_repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches, "loss_hybrid_")
+            finite = finite & _finite_images(predictions.hybrid)
         if predictions.denoising is not None:
             losses |= self._of_denoising(predictions.denoising, padded, normalizers)
             finite = finite & _finite_images(predictions.denoising)
@@ -115,14 +122,19 @@ class SetCriterion:
         return Normalizers(total_boxes / share, classes / share)
 
     def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> dict[str, Tensor]:
-        """The weighted losses of proposals, in which all objects are of one class, each ``proposal_matches`` times."""
-        times = self.proposal_matches
-        objects = [
-            Targets(torch.full_like(t.labels, PROPOSAL_LABEL).repeat(times), t.boxes_cxcywh.repeat(times, 1)) for t in targets
-        ]
-        padded = PaddedTargets.from_targets(objects, proposals.boxes.dtype)
+        """The weighted losses of proposals; all objects are of one class, or of their own."""
+        if not proposals.by_class:
+            targets = [Targets(torch.full_like(target.labels, PROPOSAL_LABEL), target.boxes_cxcywh) for target in targets]
+        return self._of_repeated(proposals, targets, normalizers, self.proposal_matches, "loss_proposal_")
+
+    def _of_repeated(
+        self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers, times: int, prefix: str
+    ) -> dict[str, Tensor]:
+        """The weighted losses of predictions that each object is matched with ``times`` times."""
+        objects = [Targets(target.labels.repeat(times), target.boxes_cxcywh.repeat(times, 1)) for target in targets]
+        padded = PaddedTargets.from_targets(objects, predictions.boxes.dtype)
         shares = Normalizers(normalizers.boxes * times, normalizers.classes * times)
-        return self._weighted(proposals, padded, self.matcher(proposals, padded), shares, "loss_proposal_")
+        return self._weighted(predictions, padded, self.matcher(predictions, padded), shares, prefix)
 
     def _of_denoising(self, denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> dict[str, Tensor]:
         """The weighted losses of denoising queries, whose objects are known: there is nothing to match."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from cpvt_det import defaults
-from cpvt_det.boxes import cxcywh_to_xyxy, pairwise_generalized_iou
-from cpvt_det.losses.classification import Classification
+from cpvt_det.boxes import cxcywh_to_xyxy, intersection_over_union, pairwise_generalized_iou
+from cpvt_det.losses.classification import Classification, uses_overlaps
 from cpvt_det.structures import Predictions, Targets
 
 
@@ -101,6 +101,10 @@ class HungarianMatcher:
     def cost(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
         """(D, B, T, Q) float, as the solver is faster with the short side first; rows beyond an image's count mean nothing."""
         boxes, wanted = predictions.boxes, targets.boxes_cxcywh
-        cost = self.class_cost * self.classification.cost(predictions.logits, targets.labels)
+        corners, wanted_corners = cxcywh_to_xyxy(boxes), cxcywh_to_xyxy(wanted)[None]
+        arguments = (predictions.logits, targets.labels)
+        if uses_overlaps(self.classification):
+            arguments += (intersection_over_union(wanted_corners[..., None, :], corners[:, :, None]),)
+        cost = self.class_cost * self.classification.cost(*arguments)
         cost.add_(torch.cdist(wanted[None], boxes, p=1), alpha=self.l1_cost)
-        return cost.sub_(pairwise_generalized_iou(cxcywh_to_xyxy(wanted)[None], cxcywh_to_xyxy(boxes)), alpha=self.giou_cost)
+        return cost.sub_(pairwise_generalized_iou(wanted_corners, corners), alpha=self.giou_cost)

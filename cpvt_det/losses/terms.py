@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou
-from cpvt_det.losses.classification import Classification
+from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou, intersection_over_union
+from cpvt_det.losses.classification import Classification, uses_overlaps
 from cpvt_det.losses.matcher import Matches, PaddedTargets
 from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import Predictions
@@ -64,6 +64,14 @@ class Matched:
         classes[matches.layer, matches.image, matches.query] = self.targets.labels[matches.image, matches.target]
         return classes
 
+    @functools.cached_property
+    def overlaps(self) -> Tensor:
+        """(D, B, Q) float without gradient: intersection over union of every query's box with its target's, 0 for no object."""
+        matches, overlaps = self.matches, torch.zeros_like(self.predictions.logits[..., 0])
+        pairs = intersection_over_union(cxcywh_to_xyxy(self.boxes), cxcywh_to_xyxy(self.target_boxes))
+        overlaps[matches.layer, matches.image, matches.query] = pairs
+        return overlaps
+
     def mean_over_boxes(self, values: Tensor) -> Tensor:
         """(P,) losses of pairs -> (D,), their sums per layer over the number of boxes."""
         sums = self.predictions.boxes.new_zeros(len(self.predictions.logits)).index_add(0, self.matches.layer, values)
@@ -81,7 +89,8 @@ Loss = Callable[[Matched], Tensor]
 @LOSS_REGISTRY.register_as("class")
 def class_loss(matched: Matched) -> Tensor:
     """(D,): the classification's loss over all queries."""
-    losses = matched.classification.loss(matched.predictions.logits, matched.classes)
+    overlaps = (matched.overlaps,) if uses_overlaps(matched.classification) else ()
+    losses = matched.classification.loss(matched.predictions.logits, matched.classes, *overlaps)
     return losses / matched.normalizers.classes.to(losses.dtype)
 
 

@@ -6,6 +6,7 @@ from cpvt_det.models.deformable_detr import DeformableDETR
 from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector
 from cpvt_det.models.detr import DETR
+from cpvt_det.models.mixed_queries import MixedQueries
 from cpvt_det.models.necks import NECK_REGISTRY
 from cpvt_det.models.queries import QUERY_REGISTRY
 from cpvt_det.models.transformer import Transformer
@@ -18,6 +19,7 @@ __all__ = [
     "DeformableDETR",
     "DeformableTransformer",
     "Detector",
+    "MixedQueries",
     "ResNetBackbone",
     "Transformer",
 ]

@@ -169,16 +169,21 @@ class DeformableDecoder(nn.Module):
     Args:
         num_layers: D, at least 1.
         layer: arguments of :class:`DeformableDecoderLayer`.
+        look_forward_twice: the loss of a layer also corrects the boxes of the layer before, which it starts from (arXiv
+            2203.03605, section 3.5); ``False``: those of its own alone. No effect without box refinement.
+        final_norm: one norm for all layers before the heads, as in DINO. What a layer hands on, queries and boxes, is made without.
 
     Raises:
         ValueError: no layer.
     """
 
-    def __init__(self, num_layers: int, *layer):
+    def __init__(self, num_layers: int, *layer, look_forward_twice: bool = False, final_norm: bool = False):
         super().__init__()
         if num_layers < 1:
             raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
         self.layers = nn.ModuleList(DeformableDecoderLayer(*layer) for _ in range(num_layers))
+        self.look_forward_twice = look_forward_twice
+        self.norm = nn.LayerNorm(layer[0]) if final_norm else None
 
     def forward(self, queries: Queries, memory: Memory, levels: Levels, heads: Heads) -> Predictions:
         """Decode.
@@ -192,18 +197,31 @@ class DeformableDecoder(nn.Module):
         Returns:
             Logits (D, B, Q, K') and boxes (D, B, Q, 4).
         """
-        decoded, references, outputs = queries.content, queries.references, []
+        decoded, positions, outputs = queries.content, queries.positions, []
+        references = start = queries.references  # where a layer looks; what its boxes correct
         for index, layer in enumerate(self.layers):
+            if index and heads.refine:
+                start = self.refine(decoded, references, outputs[-1].boxes, heads, index - 1)
+                references = start.detach()
+                positions = positions if queries.place is None else queries.place(references)
             points = levels.to_level_coordinates(references)
-            decoded = layer(decoded, queries.positions, points, memory.tokens, levels, queries.attention_mask)
-            outputs.append(heads(decoded, references, index))
-            if heads.refine:
-                references = self.refine(outputs[-1].boxes)
+            decoded = layer(decoded, positions, points, memory.tokens, levels, queries.attention_mask)
+            outputs.append(heads(decoded if self.norm is None else self.norm(decoded), start, index))
         return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
 
-    def refine(self, boxes: Tensor) -> Tensor:
-        """(B, Q, 4) boxes of a layer -> the references of the next: its loss does not reach this layer through them."""
-        return boxes.detach()
+    def refine(self, decoded: Tensor, references: Tensor, boxes: Tensor, heads: Heads, layer: int) -> Tensor:
+        """What the boxes of the next layer start from: (B, Q, 4), with a gradient only to correct this layer's.
+
+        Args:
+            decoded: (B, Q, C) queries after a layer.
+            references: (B, Q, 2 or 4) points or boxes that it looked around, without gradient.
+            boxes: (B, Q, 4) its boxes for the loss.
+            heads: heads of every layer.
+            layer: index of the layer.
+        """
+        twice = self.look_forward_twice and self.training
+        refined = boxes if self.norm is None and not twice else heads.boxes(decoded, references, layer)
+        return refined if twice else refined.detach()
 
 
 class DeformableTransformer(nn.Module):
@@ -215,6 +233,7 @@ class DeformableTransformer(nn.Module):
         channels, num_heads, ffn_channels, dropout, num_levels, implementation: as in :class:`DeformableEncoderLayer`.
         encoder_points, decoder_points: P of each.
         checkpointing: recomputation in the encoder, as in :class:`DeformableEncoder`.
+        look_forward_twice, final_norm: as in :class:`DeformableDecoder`.
     """
 
     def __init__(
@@ -230,11 +249,14 @@ class DeformableTransformer(nn.Module):
         decoder_points: int = defaults.POINTS,
         implementation: str = "auto",
         checkpointing: bool = False,
+        look_forward_twice: bool = False,
+        final_norm: bool = False,
     ):
         super().__init__()
         shared = (channels, num_heads, ffn_channels, dropout, num_levels)
         self.encoder = DeformableEncoder(encoder_layers, *shared, encoder_points, implementation, checkpointing=checkpointing)
-        self.decoder = DeformableDecoder(decoder_layers, *shared, decoder_points, implementation)
+        decoder = (decoder_layers, *shared, decoder_points, implementation)
+        self.decoder = DeformableDecoder(*decoder, look_forward_twice=look_forward_twice, final_norm=final_norm)
         self.level_embed = nn.Parameter(torch.empty(num_levels, channels))
         nn.init.normal_(self.level_embed)
         for module in self.modules():

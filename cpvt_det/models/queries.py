@@ -6,8 +6,9 @@ On the road of one image: after the encoder, before the decoder.
 Source: arXiv 2005.12872, section 3.2; arXiv 2010.04159, sections 4.1, 4.2 and A.4; names of parameters as in the official code.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,9 +45,14 @@ class Queries:
         positions: (B, Q, C) float.
         references: (B, Q, 2) points or (B, Q, 4) boxes, cxcywh, in [0, 1] of the unpadded image; ``None`` where the decoder
             attends to all tokens.
-        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, where the queries were chosen from them.
+        proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, where the queries were chosen from them, or of the
+            chosen tokens alone.
+        place: function from (B, Q, 4) boxes, as corrected by a decoder layer, to the (B, Q, C) positions in the next layer;
+            ``None``: positions stay.
         attention_mask: (Q, Q) float, added to the scores of the queries' self-attention, -inf where one must not see another;
             ``None``: all see all.
+        num_hybrid: number of queries, the last ones, that exist in training only and that the loss matches with every object
+            several times.
         num_denoising: number of queries, the first ones, that exist in training only and that only the loss sees.
         objects: (B, ``num_denoising``) int64, index of the target that each of these stands for; -1: none, as for a negative.
         groups: number of times that each target is among ``objects``.
@@ -56,10 +62,12 @@ class Queries:
     positions: Tensor
     references: Tensor | None = None
     proposals: Predictions | None = None
+    place: Callable[[Tensor], Tensor] | None = None
     attention_mask: Tensor | None = None
     num_denoising: int = 0
     objects: Tensor | None = None
     groups: int = 1
+    num_hybrid: int = 0
 
     def split(self, predictions: Predictions) -> Predictions:
         """The decoder's predictions (D, B, Q, ...), with the groups that only the loss sees beside them.
@@ -67,13 +75,22 @@ class Queries:
         Raises:
             ValueError: denoising queries without their objects.
         """
-        logits, boxes, count = predictions.logits, predictions.boxes, self.num_denoising
-        if not count:
-            return Predictions(logits, boxes, self.proposals)
-        if self.objects is None or self.objects.shape != (logits.shape[1], count):
-            raise ValueError(f"{count} denoising queries need objects of shape {(logits.shape[1], count)}: targets' indices, or -1")
-        denoising = Predictions(logits[:, :, :count], boxes[:, :, :count], objects=self.objects, groups=self.groups)
-        return Predictions(logits[:, :, count:], boxes[:, :, count:], self.proposals, denoising)
+        if self.objects is None and not self.num_denoising + self.num_hybrid:
+            return Predictions(predictions.logits, predictions.boxes, self.proposals)
+        return Predictions(
+            *_part(predictions, self.num_denoising, -self.num_hybrid or None),
+            self.proposals,
+            denoising=self._denoising(predictions),
+            hybrid=Predictions(*_part(predictions, -self.num_hybrid, None)) if self.num_hybrid else None,
+        )
+
+    def _denoising(self, predictions: Predictions) -> Predictions | None:
+        expected = (predictions.logits.shape[1], self.num_denoising)
+        if self.num_denoising and (self.objects is None or self.objects.shape != expected):
+            raise ValueError(f"{self.num_denoising} denoising queries need objects of shape {expected}: targets' indices, or -1")
+        if self.objects is None:
+            return None
+        return Predictions(*_part(predictions, 0, self.num_denoising), objects=self.objects, groups=self.groups)
 
 
 class QueryEmbedding(nn.Embedding):
@@ -143,21 +160,40 @@ class ProposedQueries(nn.Module):
         prior_probability: probability of an object at the start.
         nms_threshold: proposals that overlap a better one by a larger intersection over union are chosen after all others
             (as in arXiv 2212.06137); 1 for none.
+        class_proposals: proposals have classes, of which the best decides which are chosen, and the loss sees the chosen ones
+            alone, as in DINO's code.
+        hybrid: number of queries beside the Q, from the next best proposals, that exist in training only: the loss matches them
+            with every object several times. The two groups do not see each other (arXiv 2207.13080, section 3).
+        denoising: module that puts further queries of training before the others, as
+            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: none.
 
     Raises:
-        ValueError: channels that are no multiple of 4, or a threshold outside (0, 1].
+        ValueError: channels that are no multiple of 4, a threshold outside (0, 1], or fewer queries than none.
     """
 
     def __init__(
-        self, channels: int, num_queries: int, num_logits: int, prior_probability: float | None, nms_threshold: float = 1.0
+        self,
+        channels: int,
+        num_queries: int,
+        num_logits: int,
+        prior_probability: float | None,
+        nms_threshold: float = 1.0,
+        class_proposals: bool = False,
+        hybrid: int = 0,
+        denoising: nn.Module | None = None,
     ):
         super().__init__()
+        if hybrid < 0:
+            raise ValueError(f"the number of queries of the hybrid branch must be at least 0, got {hybrid}")
         if not 0 < nms_threshold <= 1:
             raise ValueError(f"the NMS threshold of proposals must be above 0 and at most 1, got {nms_threshold}")
         if channels % 4:
             raise ValueError(f"two stages need channels in multiples of 4, for the sines of a box's four numbers; got {channels}")
+        self.channels = channels
         self.num_queries = _at_least_one(num_queries)
         self.nms_threshold = nms_threshold
+        self.class_proposals = class_proposals
+        self.hybrid = hybrid
         self.enc_output = Linear(channels, channels)
         self.enc_output_norm = nn.LayerNorm(channels)
         self.class_embed = class_head(channels, num_logits, prior_probability)
@@ -166,6 +202,7 @@ class ProposedQueries(nn.Module):
         self.pos_trans_norm = nn.LayerNorm(2 * channels)
         for layer in (self.enc_output, self.pos_trans):
             nn.init.xavier_uniform_(layer.weight)
+        self.denoising = denoising
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
         """Propose and choose.
@@ -173,29 +210,56 @@ class ProposedQueries(nn.Module):
         Args:
             memory: (B, N, C) float.
             levels: layout of the tokens.
-            targets: no effect here.
+            targets: targets of the B images, in training; without them there are no queries for training alone.
 
         Returns:
-            Q queries per image, whatever N is: an image of fewer tokens gets empty ones beside them.
+            Q queries per image, whatever N is: an image of fewer tokens gets empty ones beside them. In training those of the
+            hybrid branch after them, and those of denoising before.
         """
-        proposals = self._propose(memory, levels)
-        chosen = self._choose(proposals)
-        references = proposals.boxes[0].gather(1, chosen[..., None].expand(-1, -1, 4)).detach()
-        embedded = sines(references * (2 * math.pi), memory.shape[-1] // 2).flatten(-2)  # (B, Q, 4, C / 2) -> (B, Q, 2 C)
-        positions, content = self.pos_trans_norm(self.pos_trans(embedded)).chunk(2, dim=-1)
+        learning = self.training and targets is not None
+        hybrid = self.hybrid if learning else 0
+        proposals = self._propose(memory, levels, self.num_queries + hybrid)
+        chosen = self._choose(proposals, self.num_queries + hybrid)
+        references = _pick(proposals.boxes[0], chosen).detach()
+        if self.class_proposals:
+            logits, boxes = (_pick(part[0], chosen)[None] for part in (proposals.logits, proposals.boxes))
+            proposals = Predictions(logits, boxes, by_class=True)
+        queries = self._queries(references, proposals)
+        queries = _with_hybrid(queries, hybrid) if hybrid else queries
+        return self.denoising(queries, targets, self.place) if learning and self.denoising is not None else queries
+
+    def place(self, boxes: Tensor) -> Tensor:
+        """The positions of queries.
+
+        Args:
+            boxes: (B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
+
+        Returns:
+            (B, Q, C).
+        """
+        return self._transform(boxes).chunk(2, dim=-1)[0]
+
+    def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
+        """Queries at (B, Q, 4) boxes."""
+        positions, content = self._transform(references).chunk(2, dim=-1)
         return Queries(content, positions, references, proposals)
 
-    def _choose(self, proposals: Predictions) -> Tensor:
-        """(B, Q) tokens, the best first."""
-        scores = proposals.logits[0, ..., PROPOSAL_LABEL].detach()
-        if self.nms_threshold == 1:
-            return scores.topk(self.num_queries, dim=1).indices
-        boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
-        return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, self.num_queries)
+    def _transform(self, boxes: Tensor) -> Tensor:
+        """(B, Q, 4) boxes -> (B, Q, 2 C): positions, and contents, of queries there."""
+        return self.pos_trans_norm(self.pos_trans(sines_of_boxes(boxes, self.channels // 2)))
 
-    def _propose(self, memory: Tensor, levels: Levels) -> Predictions:
-        """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, Q) for a choice of Q."""
-        missing = self.num_queries - memory.shape[1]
+    def _choose(self, proposals: Predictions, count: int) -> Tensor:
+        """(B, ``count``) tokens, the best first."""
+        logits = proposals.logits[0].detach()
+        scores = logits.amax(-1) if self.class_proposals else logits[..., PROPOSAL_LABEL]
+        if self.nms_threshold == 1:
+            return scores.topk(count, dim=1).indices
+        boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
+        return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, count)
+
+    def _propose(self, memory: Tensor, levels: Levels, count: int) -> Predictions:
+        """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, ``count``) for a choice of as many."""
+        missing = count - memory.shape[1]
         # An exported program takes any number of tokens; of plain numbers torch 2.9 compiles no sym_max.
         missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
         memory = F.pad(memory, (0, 0, 0, missing))
@@ -210,6 +274,37 @@ class ProposedQueries(nn.Module):
             start = anchors.masked_fill(~usable, 0.5).logit().masked_fill(~usable, math.inf)
             boxes = (self.bbox_embed(tokens) + start).sigmoid()
         return Predictions(logits[None], boxes[None])
+
+
+def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:
+    """The sines and cosines of the numbers of boxes.
+
+    Args:
+        boxes: (..., 4) float in [0, 1].
+        channels: number of them per number of a box, even.
+
+    Returns:
+        (..., 4 ``channels``), one number after another.
+    """
+    return sines(boxes * (2 * math.pi), channels).flatten(-2)
+
+
+def _with_hybrid(queries: Queries, count: int) -> Queries:
+    """The queries, of which the last ``count`` are the hybrid branch: no query of one group sees one of the other."""
+    total = queries.content.shape[1]
+    mask = queries.content.new_zeros(total, total)
+    mask[-count:, :-count] = mask[:-count, -count:] = -math.inf
+    return dataclasses.replace(queries, attention_mask=mask, num_hybrid=count)
+
+
+def _part(predictions: Predictions, start: int, end: int | None) -> tuple[Tensor, Tensor]:
+    """Logits and boxes of the queries from ``start`` on, before ``end``."""
+    return predictions.logits[:, :, start:end], predictions.boxes[:, :, start:end]
+
+
+def _pick(values: Tensor, tokens: Tensor) -> Tensor:
+    """(B, N, C) values and (B, Q) indices of tokens -> (B, Q, C)."""
+    return values.gather(1, tokens[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def _at_least_one(num_queries: int) -> int:

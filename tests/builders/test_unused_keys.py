@@ -45,6 +45,9 @@ CONFIGS = {
     "one stage": {**ONE_STAGE, "MODEL__CRITERION__CLASSIFICATION": "softmax"},
     "one stage, focal": ONE_STAGE,
     "two stages": DEFORMABLE,
+    "mixed queries": {**DEFORMABLE, "MODEL__QUERIES__NAME": "mixed"},
+    "hybrid": {**DEFORMABLE, "MODEL__QUERIES__NAME": "proposals", "MODEL__QUERIES__HYBRID": 4},
+    "denoising": {**DEFORMABLE, "MODEL__QUERIES__NAME": "proposals", "MODEL__QUERIES__DENOISING": 4},
 }
 OTHER = {
     "MODEL.FREEZE": ["decoder"],
@@ -65,6 +68,8 @@ OTHER = {
     "MODEL.DEFORMABLE.NUM_LEVELS": 3,
     "MODEL.DEFORMABLE.PROPOSAL_NMS": 0.5,
     "MODEL.DEFORMABLE.IMPLEMENTATION": "eager",
+    "MODEL.QUERIES.LABEL_NOISE": 0.25,
+    "MODEL.QUERIES.BOX_NOISE": 0.5,
     "MODEL.CRITERION.LOSSES": [["l1_again", 1.0]],
 }
 """A value of each key that neither its default nor the test's config has; of other keys :func:`other_value`."""
@@ -212,7 +217,7 @@ def test_a_key_of_an_encoding_changes_it_or_is_refused(name, config):
         (
             {"MODEL__QUERIES__NAME": "fixed"},
             "MODEL.DETR.NUM_OBJECT_QUERIES is 6, but the query source 'fixed' does not take it; leave it at 100, or set "
-            "MODEL.QUERIES.NAME to learned, proposals",
+            "MODEL.QUERIES.NAME to learned, proposals, mixed",
         ),
         (
             {"MODEL__NECK__WIDTH": 3},

@@ -21,10 +21,10 @@ from cpvt_det.errors import ConfigError, WeightsError
 
 pytestmark = pytest.mark.detectron2
 LAZY = sorted(path.name for path in (config_root() / "lazy").glob("*.py"))
-COCO = sorted(path.stem for path in (config_root() / "coco").glob("*_r50_*.yaml") if not path.stem.startswith("_"))
+COCO = sorted(path.stem for path in (config_root() / "coco").glob("*_r50_*_50ep.yaml") if not path.stem.startswith("_"))
 
 
-def test_every_coco_yaml_has_its_lazy_config():
+def test_every_coco_yaml_of_50_epochs_has_its_lazy_config():
     assert [Path(name).stem for name in LAZY] == COCO and len(COCO) == 14
 
 

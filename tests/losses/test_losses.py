@@ -467,7 +467,7 @@ def test_criterion_of_the_config_takes_its_weights():
 
 def test_unknown_classification_lists_the_known():
     with pytest.raises(
-        UnknownNameError, match=r"unknown classification 'sofmax' \(did you mean 'softmax'\?\); known: focal, softmax"
+        UnknownNameError, match=r"unknown classification 'sofmax' \(did you mean 'softmax'\?\); known: focal, mal, softmax"
     ):
         make_classification("sofmax", K)
 

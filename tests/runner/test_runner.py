@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from tiny import DETECTORS, overrides
+from tiny import DETECTORS, DINO, overrides
 
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import BadInputError, ConfigError, DataError, WeightsError, first_line
@@ -92,11 +92,11 @@ def test_classes_and_config_travel_in_the_checkpoint(train):
     assert "resnet10" in node["config"]
 
 
-@pytest.mark.parametrize(("detector", "stop"), [("detr", 2), ("detr", 3), ("detr", 5), ("deformable", 3)])
+@pytest.mark.parametrize(("detector", "stop"), [("detr", 2), ("detr", 3), ("detr", 5), ("deformable", 3), ("dino", 2)])
 def test_a_resumed_run_is_the_run_never_interrupted(train, detector, stop):
-    """Stopped inside an epoch and after one, with dropout, augmentation, accumulation and a moving average."""
+    """Stopped inside an epoch and after one, with dropout, augmentation, denoising, accumulation and a moving average."""
     same = {
-        **DETECTORS[detector],
+        **{**DETECTORS, "dino": DINO}[detector],
         "MODEL__DETR__DROPOUT": 0.3,
         "SOLVER__EMA__ENABLED": True,
         "SOLVER__EMA__DECAY": 0.5,

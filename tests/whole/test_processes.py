@@ -44,6 +44,14 @@ def test_two_processes_are_one_in_float64(tmp_path, detector):
         assert largest_difference(one[part], two[part]) <= 1e-10
 
 
+def test_with_denoising_a_process_without_objects_trains_on_with_the_others(tmp_path):
+    """20 steps with all objects in one process: the same losses are there in both, and the loss falls."""
+    two, _ = take_steps("steps", tmp_path, "dino", 2)
+    assert two["skipped"] == 0 and two["losses"].isfinite().all()
+    assert two["losses"][-5:].mean() < two["losses"][:5].mean() - 0.1
+    assert "queries.denoising.label_enc.weight" in two["model"]
+
+
 def test_a_bad_step_in_one_process_is_skipped_in_all(tmp_path):
     two, told = take_steps("spoilt", tmp_path, "detr", 2)
     one, _ = take_steps("spoilt", tmp_path, "detr", 1)

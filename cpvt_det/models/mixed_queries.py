@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed query selection: the encoder's best proposals say where queries look, and what they look for is learned.
+
+On the road of one image: after the encoder, before the decoder; a query source as those of ``models/queries.py``.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.layers.heads import MLP
+from cpvt_det.models.queries import QUERY_REGISTRY, ProposedQueries, Queries, sines_of_boxes
+from cpvt_det.structures import Predictions
+
+
+@QUERY_REGISTRY.register_as("mixed")
+class MixedQueries(ProposedQueries):
+    """Boxes of the encoder's best proposals, with contents that are learned and the same for every image.
+
+    A proposal's token may show a part of an object, or several; so its place is taken and its features are not.
+
+    Args:
+        channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising: as
+            in :class:`ProposedQueries`.
+        shared_content: one content for all queries, so that a trained model may be given another number of queries; ``False``: one
+            per query, the first for the best proposal.
+        refined_positions: the positions of queries follow their boxes from decoder layer to decoder layer, by a network of the
+            boxes' sines; ``False``: they stay those of the proposals.
+
+    The positions are those in the unpadded image. DINO's code takes them in the padded map of the finest level instead, so that an
+    answer depends on the batch; where there is no padding, both are the same.
+
+    Raises:
+        ValueError: as in :class:`ProposedQueries`.
+
+    Source: arXiv 2203.03605, section 3.4, and IDEA-Research/DINO ``deformable_transformer.py``; without refined positions
+    HDETR/H-Deformable-DETR; the refined positions from arXiv 2201.12329, section 4.2.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_queries: int,
+        num_logits: int,
+        prior_probability: float | None,
+        nms_threshold: float = 1.0,
+        class_proposals: bool = False,
+        hybrid: int = 0,
+        denoising: nn.Module | None = None,
+        shared_content: bool = False,
+        refined_positions: bool = False,
+    ):
+        super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising)
+        self.query_embed = nn.Embedding(1 if shared_content else num_queries + hybrid, channels)
+        self.refined_positions = refined_positions
+        if refined_positions:
+            del self.pos_trans, self.pos_trans_norm
+            self.ref_point_head = MLP(2 * channels, channels, channels)
+
+    def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
+        batch, count = references.shape[:2]
+        content = self.query_embed.weight[:count].expand(batch, count, -1)
+        return Queries(content, self.place(references), references, proposals, self.place if self.refined_positions else None)
+
+    def place(self, boxes: Tensor) -> Tensor:
+        if not self.refined_positions:
+            return super().place(boxes)
+        x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
+        return self.ref_point_head(sines_of_boxes(torch.stack((y, x, width, height), -1), self.channels // 2))
