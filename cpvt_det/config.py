@@ -14,6 +14,8 @@ from cpvt_det.errors import ConfigError, UnknownNameError, first_line
 
 LARGEST_CONFIG = 100_000
 """The most keys and values that a config file may have; ours have about 150."""
+NAMES_OF_SETS = ("DATASETS.TRAIN", "DATASETS.TEST")
+"""Keys that take a single name without brackets."""
 
 
 def get_cfg() -> CfgNode:
@@ -375,6 +377,8 @@ def _check_keys(cfg: CfgNode, other: CfgNode, source: str, prefix: str) -> None:
             _check_keys(cfg[key], value, source, f"{prefix}{key}.")
         elif isinstance(cfg[key], float) and type(value) is int:
             other[key] = float(value)
+        elif prefix + key in NAMES_OF_SETS and isinstance(value, str):
+            other[key] = (value,)
         elif value is None and cfg[key] is not None:  # merging would let it pass
             expected = type(cfg[key]).__name__
             raise ConfigError(f"{source}: {prefix}{key} has no value, expected type {expected}; write one or remove the key")
