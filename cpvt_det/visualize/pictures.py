@@ -19,6 +19,7 @@ from cpvt_det.structures import Detections
 
 MIN_SIDE = 384  # pixels: images with a smaller short side are enlarged, so that labels fit in them
 MAX_SIDE = 2048  # pixels: limit of the long side of an enlarged image
+FEW = 3  # detections that are drawn where none passes the threshold
 GAP = 8  # white pixels between pictures
 
 Color = tuple[int, int, int]
@@ -59,13 +60,16 @@ def draw_comparison(
 ) -> Tensor:
     """One image twice, side by side: with its detections, and with its ground truth.
 
+    Where no detection passes the threshold, the best three are drawn, and the title says so; except beside a ground truth without
+    objects, where no detection is right.
+
     Args:
         image: (3, H, W) uint8, RGB. It is enlarged by the whole number that makes its short side at least 384,
             or less where the long side would exceed 2048.
         truth: ground truth, whose scores are ignored; ``None`` for a single panel.
         detections: boxes in pixels of ``image``.
         class_names: the name of each class.
-        score_threshold: lowest score of the drawn detections.
+        score_threshold: lowest score of the drawn detections, which may be in any order.
 
     Returns:
         (3, H', W') uint8, the panels on white, each under its title.
@@ -76,8 +80,12 @@ def draw_comparison(
     """
     detections = detections.cpu()
     keep = detections.scores >= score_threshold
+    count = int(keep.sum())
+    title = f"detections ({count} with score >= {score_threshold:.3g})"
+    if count == 0 and len(keep) and (truth is None or len(truth.labels)):
+        keep = detections.scores.argsort(descending=True)[:FEW]
+        title = f"best {len(keep)} detections (none with score >= {score_threshold:.3g})"
     detections = Detections(detections.boxes_xyxy[keep], detections.scores[keep], detections.labels[keep])
-    title = f"detections ({len(detections.scores)} with score >= {score_threshold:g})"
     panels = [_draw_panel(image, detections, class_names, title, scored=True)]
     if truth is not None:
         title = f"ground truth ({len(truth.labels)})"

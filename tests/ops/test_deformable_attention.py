@@ -544,8 +544,7 @@ print("served")
     [
         (
             WITHOUT_NUMBA,
-            "implementation 'numba' needs numba, which cannot be imported "
-            "(No module named 'numba'); use 'auto' or 'eager'",
+            "implementation 'numba' needs numba, which cannot be imported (No module named 'numba'); use 'auto' or 'eager'",
         ),
         (WITHOUT_A_CACHE_FOLDER, "served"),
     ],

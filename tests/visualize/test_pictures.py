@@ -90,6 +90,26 @@ def test_detections_below_the_threshold_are_left_out():
     assert coverage(panel, class_color(1)) == 0
 
 
+def test_where_none_passes_the_best_three_are_drawn():
+    """Four of class 0 to 3 below the threshold, the best last; class 0 has the lowest score."""
+    box = (40, 50, 100, 110)
+    detections = objects((0, 0.1, *box), (1, 0.2, 5, 5, 30, 30), (2, 0.3, 100, 5, 150, 40), (3, 0.4, 5, 60, 30, 120))
+    names = ["a", "b", "c", "d"]
+    (panel,) = panels_of(draw_comparison(grey_image(128, 160), None, detections, names, 0.5), 384, 480, count=1)
+    assert [coverage(panel, class_color(label)) > 0 for label in range(4)] == [False, True, True, True]
+    (panel,) = panels_of(draw_comparison(grey_image(128, 160), None, detections, names, 0.35), 384, 480, count=1)
+    assert [coverage(panel, class_color(label)) > 0 for label in range(4)] == [False, False, False, True]
+
+
+def test_on_an_image_without_objects_nothing_below_the_threshold_is_drawn():
+    """Nothing is the right answer there."""
+    low = objects((0, 0.4, 40, 50, 100, 110))
+    left, _ = panels_of(draw_comparison(grey_image(128, 160), objects(), low, NAMES, 0.5), 384, 480)
+    assert coverage(left, class_color(0)) == 0
+    left, _ = panels_of(draw_comparison(grey_image(128, 160), objects((1, 1, 0, 0, 9, 9)), low, NAMES, 0.5), 384, 480)
+    assert coverage(left, class_color(0)) > 0
+
+
 def test_scores_of_the_ground_truth_do_not_matter():
     picture = draw_comparison(grey_image(128, 160), objects((0, 0, 40, 50, 100, 110)), objects(), NAMES, 0.5)
     left, right = panels_of(picture, 384, 480)
