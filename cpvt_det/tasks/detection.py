@@ -24,7 +24,7 @@ from cpvt_det.inference import PostProcessor, detect, evaluation_mode
 from cpvt_det.solver.step import TrainingModel
 from cpvt_det.structures import Detections
 from cpvt_det.tasks.registry import TASK_REGISTRY, Results, flatten, place_of
-from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet
+from cpvt_det.visualize.pictures import Compared, save_comparisons
 from cpvt_det.visualize.report import truth_of, write_report
 
 logger = logging.getLogger("cpvt_det")
@@ -128,16 +128,15 @@ class DetectionTask:
         count = min(self.cfg.TEST.PICTURES, len(dataset.records))
         if count < 1:
             return
-        mapper, panels, scores, threshold = builders.build_test_mapper(self.cfg), [], [], self.cfg.TEST.PICTURE_THRESHOLD
+        mapper, compared, threshold = builders.build_test_mapper(self.cfg), [], self.cfg.TEST.PICTURE_THRESHOLD
         with evaluation_mode(detector):
             for number in range(count):
                 record = dataset.records[number * len(dataset.records) // count]
                 (found,) = self.infer(detector, [mapper(record)])
-                image, names = read_image(record.file_name), dataset.classes.names
-                panels.append(draw_comparison(image, truth_of(record), found, names, threshold))
-                scores += found.scores.tolist()
-        save_contact_sheet(panels, path)
+                compared.append(Compared(read_image(record.file_name), truth_of(record), found))
+        save_comparisons(compared, dataset.classes.names, threshold, path)
         logger.info("Pictures: %s", path)
+        scores = [score for one in compared for score in one.detections.scores.tolist()]
         _warn_of_low(scores, threshold, "in these pictures, which show the best few instead")
 
 
