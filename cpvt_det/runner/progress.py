@@ -92,12 +92,13 @@ class RunEvaluations:
 
 def _check_settings(cfg: CfgNode, tests: Sequence[Any]) -> None:
     patience, test = cfg.SOLVER.EARLY_STOPPING, cfg.TEST
+    by_epochs = cfg.SOLVER.EPOCHS > 0 and test.EVAL_EPOCHS > 0  # else EVAL_EPOCHS is not used
     if patience < 0:
         raise ConfigError(f"SOLVER.EARLY_STOPPING must be at least 0 (0 for no early stopping), got {patience}")
     for key, value in (("SOLVER.EARLY_STOPPING", patience), ("TEST.BEST_FIGURE", test.BEST_FIGURE)):
         if value and not tests:
             raise ConfigError(f"{key} is {value}, but nothing is evaluated: name a test set in DATASETS.TEST, or leave the key out")
-    if patience and not (test.EVAL_PERIOD > 0 or test.EVAL_EPOCHS > 0):
+    if patience and not (test.EVAL_PERIOD > 0 or by_epochs):
         raise ConfigError(
             f"SOLVER.EARLY_STOPPING is {patience}, but the run is evaluated at its end only; set TEST.EVAL_EPOCHS or EVAL_PERIOD"
         )

@@ -119,7 +119,7 @@ CASES = [
         "early stopping without evaluations during the run",
         train(SOLVER__EARLY_STOPPING=3),
         "SOLVER.EARLY_STOPPING is 3, but the run is evaluated at its end only; set TEST.EVAL_EPOCHS or EVAL_PERIOD",
-        guard=progress("if patience and not (test.EVAL_PERIOD > 0 or test.EVAL_EPOCHS > 0):"),
+        guard=progress("if patience and not (test.EVAL_PERIOD > 0 or by_epochs):"),
     ),
     Case(
         "early stopping without a test set",

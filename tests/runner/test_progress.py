@@ -267,6 +267,7 @@ def test_a_figure_has_its_name_of_the_metrics_or_the_end_of_it(train, name):
         ({"TEST__BEST_FIGURE": "AP", "DATASETS__TEST": ()}, ConfigError, r"BEST_FIGURE is AP, but nothing is evaluated"),
         ({"SOLVER__EARLY_STOPPING": 2, "DATASETS__TEST": ()}, ConfigError, r"EARLY_STOPPING is 2, but nothing is evaluated"),
         ({"SOLVER__EARLY_STOPPING": 2}, ConfigError, r"evaluated at its end only; set TEST.EVAL_EPOCHS or EVAL_PERIOD"),
+        ({"SOLVER__EARLY_STOPPING": 2, "TEST__EVAL_EPOCHS": 1.0}, ConfigError, r"at its end only"),
         ({"SOLVER__EARLY_STOPPING": -1}, ConfigError, r"EARLY_STOPPING must be at least 0 \(0 for no early stopping\), got -1"),
         ({"TEST__PICTURE_THRESHOLD": 1.5}, ConfigError, r"PICTURE_THRESHOLD must be a score from 0 to 1, or None .*, got 1.5"),
         ({"TEST__PICTURE_THRESHOLD": "high"}, ConfigError, r"PICTURE_THRESHOLD must be a score from 0 to 1, or None .*'high'"),
