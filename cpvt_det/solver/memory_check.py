@@ -91,7 +91,7 @@ def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
     def pack(tensor: Tensor) -> Tensor:
         if _storage(tensor) not in own:
             kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # an output that kept itself would never be freed
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function(*args)  # until here nothing that is kept is freed, so that no place in memory is used twice

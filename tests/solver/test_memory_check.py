@@ -50,7 +50,7 @@ def judge(each, images, count, available):
 def test_only_what_is_clearly_too_much_is_refused(caplog):
     """32 images of 0.8 GB each keep 25.6 GB: too much for 23 GB, not for 24; from 38.4 GB on nothing is said."""
     with pytest.raises(
-        ConfigError, match=r"images keep 25.6 GB for .*, and 23 GB of memory are available; set SOLVER.ACCUMULATE 3,"
+        ConfigError, match=r"images keep 25.6 GB for .*, and 23 GB of memory are available; set SOLVER.ACCUMULATE 2,"
     ):
         judge(0.8, 32, 32, 23)
     package, messages = logging.getLogger("cpvt_det"), []
@@ -60,14 +60,15 @@ def test_only_what_is_clearly_too_much_is_refused(caplog):
     try:
         judge(0.8, 32, 32, 24)
         judge(0.8, 32, 32, 38.3)
-        assert [message[:37] for message in messages] == ["The first step may not fit into memory"[:37]] * 2
+        assert len(messages) == 2
+        assert all(message.startswith("The first step may not fit into memory: images keep 25.6 GB") for message in messages)
         judge(0.8, 32, 32, 38.5)
         assert len(messages) == 2
     finally:
         package.removeHandler(handler)
 
 
-@pytest.mark.parametrize(("available", "parts"), [(23, 3), (13, 4), (4, 11), (1.3, 32)])
+@pytest.mark.parametrize(("available", "parts"), [(23, 2), (13, 4), (4, 11), (1.3, 32)])
 def test_the_advised_parts_fit_with_room(available, parts):
     """ceil(32 / parts) x 0.8 GB x 1.5 is within what is available, and with a part less it is not."""
     assert -(-32 // parts) * 1.2 <= available < -(-32 // (parts - 1)) * 1.2
