@@ -106,7 +106,7 @@ CASES = [
     Case(
         "TEST.BEST_FIGURE that no evaluation has",
         train(TEST__BEST_FIGURE="mAP"),
-        "unknown figure of the evaluation (TEST.BEST_FIGURE) 'mAP'; known: bbox/AP, bbox/AP-cell, ",
+        "unknown figure of the evaluation (TEST.BEST_FIGURE) 'mAP'; known: bbox/AP, bbox/AP-cell",
         guard=progress("if cfg.TEST.BEST_FIGURE:"),
     ),
     Case(
