@@ -160,8 +160,8 @@ class Trainer(DefaultTrainer):
         watched = dead_workers_named(self._trainer.data_loader.dataset)
         with EventStorage(self.start_iter) as self.storage, self.guard, watched:  # the guard saves after all news of a worker
             self.before_train()
-            due = self.start_iter < self.max_iter and is_due(self.start_iter - 1, self._length)
-            if self.tests and self.start_iter > 0 and (due or self.evaluations.is_over):
+            due = is_due(self.start_iter - 1, self._length) or self.evaluations.is_over
+            if self.tests and 0 < self.start_iter < self.max_iter and due:
                 missed = self._test_and_keep_best(self.start_iter - 1)  # the checkpoint is older than its evaluation
                 self.storage.put_scalars(**flatten(missed), smoothing_hint=False)
             while self.iter < self.max_iter:
