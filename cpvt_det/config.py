@@ -14,6 +14,8 @@ from cpvt_det.errors import ConfigError, UnknownNameError, first_line
 
 LARGEST_CONFIG = 100_000
 """The most keys and values that a config file may have; ours have about 150."""
+NAMES_OF_SETS = ("DATASETS.TRAIN", "DATASETS.TEST")
+"""Keys that take a single name without brackets."""
 
 
 def get_cfg() -> CfgNode:
@@ -37,8 +39,9 @@ def get_cfg() -> CfgNode:
     cfg.TEST.IMS_PER_BATCH = 1  # evaluation batch size over all processes; every process takes at least one image
     cfg.TEST.DETECTIONS_PER_IMAGE = 100  # maximum number of detections per image
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference
+    cfg.TEST.BEST_FIGURE = ""  # figure that decides which checkpoint is the best, as AP50 or AP-cat; empty: the task's main one, AP
     cfg.TEST.PICTURES = 8  # number of images drawn beside their ground truth after the last evaluation
-    cfg.TEST.PICTURE_THRESHOLD = 0.5  # lowest score that is drawn, and that counts in the report
+    cfg.TEST.PICTURE_THRESHOLD = None  # lowest score that is drawn and that the report counts; None: that of the best F1 kept
     cfg.TEST.REPORT = False  # True: after the last evaluation write curves, confusion matrix, thresholds, worst images to report/
     return cfg
 
@@ -193,12 +196,13 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.MAX_BAD_STEPS = 10  # a step with a NaN or an infinity is skipped; this many in a row stop the run
     solver.CHECKPOINT_PERIOD = 5000  # iterations between checkpoints
     solver.CHECKPOINT_KEEP = 3  # number of newest periodic checkpoints that are kept, beside the best and the final one
+    solver.EARLY_STOPPING = 0  # evaluations in a row without a new best one after which the run ends; 0: no early stopping
     solver.LOG_PERIOD = 20  # iterations between log lines
 
 
 SAME_RUN = re.compile(
     r"VERSION$|OUTPUT_DIR$|MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|TEST\.|"
-    r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER)$|SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS)$"
+    r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER)$|SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING)$"
 )
 """Keys that may change when a run is resumed: they do not change its steps."""
 
@@ -365,7 +369,7 @@ def merge_checked(cfg: CfgNode, other: CfgNode, source: str) -> None:
 
     Raises:
         ConfigError: an unknown key, with the most similar known one; a value of another type than the default's. A whole number is
-            accepted for a float.
+            accepted for a float, and one name for a list of data sets.
     """
     other = other.clone()
     _check_keys(cfg, other, source, prefix="")
@@ -386,6 +390,8 @@ def _check_keys(cfg: CfgNode, other: CfgNode, source: str, prefix: str) -> None:
             _check_keys(cfg[key], value, source, f"{prefix}{key}.")
         elif isinstance(cfg[key], float) and type(value) is int:
             other[key] = float(value)
+        elif prefix + key in NAMES_OF_SETS and isinstance(value, str):
+            other[key] = (value,)
         elif value is None and cfg[key] is not None:  # merging would let it pass
             expected = type(cfg[key]).__name__
             raise ConfigError(f"{source}: {prefix}{key} has no value, expected type {expected}; write one or remove the key")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Current and peak memory of this process."""
+"""Current and peak memory of this process, and what it may still take."""
 
 import contextlib
 import ctypes
@@ -10,6 +10,9 @@ try:
     import resource
 except ImportError:  # on Windows
     resource = None
+
+
+GROUPS = Path("/sys/fs/cgroup")
 
 
 def trim_heap() -> None:
@@ -33,6 +36,42 @@ def peak() -> int:
 def resident() -> int:
     """Current memory in bytes; the peak where the system reports nothing else."""
     return _status("VmRSS:") or peak()
+
+
+def available() -> int | None:
+    """Bytes that this process can still take: memory that is free or can be freed, and free swap, within the limit of its control
+    group; ``None`` where the system does not report it."""
+    found = _read_numbers(Path("/proc/meminfo"))
+    if "MemAvailable:" not in found:
+        return None
+    free = 1024 * (found["MemAvailable:"] + found.get("SwapFree:", 0))
+    rooms = (room_in(group) for group in _groups())
+    return max(0, min([free, *(room for room in rooms if room is not None)]))
+
+
+def room_in(group: Path) -> int | None:
+    """Bytes up to the limit of a control group of version 2, caches of files counted as free; ``None`` if it has no limit."""
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int((group / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        return limit - used + _read_numbers(group / "memory.stat").get("inactive_file", 0)
+    return None
+
+
+def _groups() -> list[Path]:
+    """The control group of this process, and those around it."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+        folder = GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+        return [folder, *folder.parents]
+    return []
+
+
+def _read_numbers(path: Path) -> dict[str, int]:
+    """The lines "name number" of a file; none of a file that does not exist."""
+    with contextlib.suppress(OSError):
+        rows = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+    return {}
 
 
 def _status(key: str) -> int | None:

@@ -240,7 +240,7 @@ def test_unknown_key_is_told_with_its_neighbour(tmp_path, text, message):
         ("SOLVER.IMS_PER_BATCH", "2.5", r"Type mismatch .*SOLVER\.IMS_PER_BATCH"),
         ("SOLVER.AMP.ENABLED", "1", r"Type mismatch .*SOLVER\.AMP\.ENABLED"),
         ("SOLVER.BASE_LR", "True", r"Type mismatch .*SOLVER\.BASE_LR"),
-        ("DATASETS.TRAIN", "coco_2017_train", r"Type mismatch .*DATASETS\.TRAIN"),
+        ("DATASETS.TRAIN", "2017", r"Type mismatch .*DATASETS\.TRAIN"),
         ("SOLVER.BASE_LR", "None", r"SOLVER\.BASE_LR has no value, expected type float; write one"),
         ("MODEL.POSITION", "peg", r"MODEL\.POSITION is a group of keys, got 'peg'; set one of NAME, DECODER"),
         ("MODEL.NAME.OTHER", "x", r"unknown config key \(from the command line\) 'MODEL\.NAME'"),
@@ -251,6 +251,21 @@ def test_value_that_does_not_fit_is_told_by_key(key, value, message):
         load_cfg("", [key, value])
     assert "the command line" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["DATASETS.TRAIN", "DATASETS.TEST"])
+def test_one_data_set_needs_no_brackets(tmp_path, key):
+    group, name = key.split(".")
+    for words in ([key, "mine"], [key, "('mine',)"], [key, "['mine']"]):
+        assert load_cfg("", words).DATASETS[name] == ("mine",)
+    assert load_cfg(write(tmp_path, f"{group}: {{{name}: mine}}")).DATASETS[name] == ("mine",)
+
+
+def test_the_packages_configs_of_photographs_take_a_gpu_where_there_is_one():
+    """The tutorial's among them; detectron2's own trainer keeps its own default."""
+    for path in sorted((config_root() / "bccd").glob("*.yaml")):
+        assert load_cfg(str(path)).MODEL.DEVICE == "auto"
+        assert "DEVICE" not in path.read_text()
 
 
 def test_empty_value_in_a_file_is_told_by_key(tmp_path):

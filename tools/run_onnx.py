@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detections of an exported detector on a picture, without cpvt_det: ``python run_onnx.py detector.onnx picture.jpg``."""
 
+import argparse
 import json
 import sys
 
@@ -9,16 +10,46 @@ import numpy as np
 import onnxruntime
 from PIL import Image, ImageOps
 
-session = onnxruntime.InferenceSession(sys.argv[1])
-facts = json.loads(session.get_modelmeta().custom_metadata_map["cpvt_det"])
-picture = ImageOps.exif_transpose(Image.open(sys.argv[2])).convert("RGB")
-scale = min(facts["min_size"] / min(picture.size), facts["max_size"] / max(picture.size)) or 1  # 0: no resize
-pixels = np.asarray(picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BILINEAR))
-height, width = pixels.shape[:2]
-canvas = [-(-side // facts["stride"]) * facts["stride"] for side in (height, width)]
-images, padding_mask = np.zeros((1, 3, *canvas), np.float32), np.ones((1, *canvas), bool)
-images[0, :, :height, :width], padding_mask[0, :height, :width] = pixels.transpose(2, 0, 1), False
-boxes, scores, labels = session.run(None, {"images": images, "padding_mask": padding_mask})
-for box, score, label in zip(boxes[0] * (picture.size * 2), scores[0], labels[0], strict=True):
-    if score >= 0.5:
-        print(facts["class_names"][label], f"{score:.3f}", *box.round(1))
+DEFAULT_THRESHOLD = 0.5  # of a file without one
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Print class, score and box (x1 y1 x2 y2, in pixels) of each detection.")
+    parser.add_argument("detector", help="ONNX file of cpvt-det export")
+    parser.add_argument("picture", help="image file")
+    parser.add_argument(
+        "--threshold",
+        type=float,
+        metavar="SCORE",
+        help="lowest score to print, from 0 to 1 (default: that of the best F1, which the file contains; else 0.5)",
+    )
+    arguments = parser.parse_args()
+    if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
+        parser.error(f"--threshold must be a score from 0 to 1, got {arguments.threshold:g}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    session = onnxruntime.InferenceSession(arguments.detector)
+    facts = json.loads(session.get_modelmeta().custom_metadata_map["cpvt_det"])
+    picture = ImageOps.exif_transpose(Image.open(arguments.picture)).convert("RGB")
+    scale = min(facts["min_size"] / min(picture.size), facts["max_size"] / max(picture.size)) or 1  # 0: no resize
+    pixels = np.asarray(picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BILINEAR))
+    height, width = pixels.shape[:2]
+    canvas = [-(-side // facts["stride"]) * facts["stride"] for side in (height, width)]
+    images, padding_mask = np.zeros((1, 3, *canvas), np.float32), np.ones((1, *canvas), bool)
+    images[0, :, :height, :width], padding_mask[0, :height, :width] = pixels.transpose(2, 0, 1), False
+    boxes, scores, labels = (answer[0] for answer in session.run(None, {"images": images, "padding_mask": padding_mask}))
+    given = (arguments.threshold, facts.get("threshold"), DEFAULT_THRESHOLD)
+    threshold = next(score for score in given if score is not None)
+    for box, score, label in zip(boxes * (picture.size * 2), scores, labels, strict=True):
+        if score >= threshold:
+            print(facts["class_names"][label], f"{score:.3f}", *box.round(1))
+    if scores.max() < threshold:
+        best = f"{scores.max():.3g} ({facts['class_names'][labels[scores.argmax()]]})"
+        print(f"no detection has a score of {threshold:.3g}; the best has {best}: --threshold sets a lower one", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

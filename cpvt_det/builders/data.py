@@ -107,9 +107,12 @@ def check_evaluation(cfg: CfgNode) -> None:
     """Refuse settings of the evaluation before the training that would come first.
 
     Raises:
-        ConfigError: an unknown evaluator, or a number of detections below 1.
+        ConfigError: an unknown evaluator, a number of detections below 1, or a threshold that is not a score.
     """
     build_postprocessor(cfg)
+    threshold = cfg.TEST.PICTURE_THRESHOLD
+    if threshold is not None and not (type(threshold) in (int, float) and 0 <= threshold <= 1):
+        raise ConfigError(f"TEST.PICTURE_THRESHOLD must be a score from 0 to 1, or None for that of the best F1, got {threshold!r}")
     if cfg.TEST.EVALUATOR not in BACKENDS:
         raise UnknownNameError("evaluator (TEST.EVALUATOR)", cfg.TEST.EVALUATOR, BACKENDS)
 

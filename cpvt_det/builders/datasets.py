@@ -62,7 +62,7 @@ def require_names(cfg: CfgNode, split: str) -> None:
     """
     names = cfg.DATASETS[split]
     if isinstance(names, str) or not names:
-        raise ConfigError(f"DATASETS.{split} should list data sets, as in DATASETS.{split} \"('coco_2017_train',)\"; got {names!r}")
+        raise ConfigError(f"DATASETS.{split} should list data sets, as in DATASETS.{split} coco_2017_train; got {names!r}")
 
 
 def set_classes(cfg: CfgNode, classes: Classes, source: str = "the data") -> None:

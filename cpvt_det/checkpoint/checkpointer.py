@@ -15,6 +15,7 @@ from torch import nn
 
 from cpvt_det import distributed
 from cpvt_det.builders.unused import inapplicable_keys
+from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.files import (
     not_finite,
     read_checkpoint,
@@ -26,6 +27,7 @@ from cpvt_det.checkpoint.resume import NUMBERED, TAG, checkpoints_of, choose_of_
 from cpvt_det.config import changed_keys
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError
+from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.files import remove_unfinished
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.step import TrainStep
@@ -44,13 +46,22 @@ class RunState:
         run_id: id of the run; a resumed run keeps it.
         data: description of the training data, from :func:`cpvt_det.data.coco.describe_records`.
         ema: moving average of the weights; ``None`` if the run keeps none.
+        best_figure: name of the figure that decides which checkpoint is the best.
 
     Attributes:
-        best: the task's main figure at its highest so far; ``None`` before the first evaluation.
+        best: the best evaluation so far.
+        thresholds: score thresholds of the last evaluation; ``None`` before the first, and for a task that has none.
     """
 
     def __init__(
-        self, classes: Classes, config: str, seed: int, run_id: str, data: dict[str, Any], ema: MovingAverage | None = None
+        self,
+        classes: Classes,
+        config: str,
+        seed: int,
+        run_id: str,
+        data: dict[str, Any],
+        ema: MovingAverage | None = None,
+        best_figure: str = "",
     ):
         self.classes = classes
         self.config = config
@@ -58,7 +69,8 @@ class RunState:
         self.run_id = run_id
         self.data = data
         self.ema = ema
-        self.best: float | None = None
+        self.best = BestSoFar(best_figure)
+        self.thresholds: Thresholds | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, which load with ``weights_only=True``."""
@@ -68,12 +80,13 @@ class RunState:
             "seed": self.seed,
             "run_id": self.run_id,
             "data": self.data,
-            "best": self.best,
+            **self.best.state_dict(),
+            "thresholds": None if self.thresholds is None else self.thresholds.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take seed, id, best AP and average from a checkpoint; log what has changed since it was written.
+        """Take seed, id, best evaluation, thresholds and average from a checkpoint; log what has changed since it was written.
 
         Raises:
             WeightsError: a checkpoint with other classes.
@@ -94,7 +107,9 @@ class RunState:
                 before["images"],
                 self.data["images"],
             )
-        self.seed, self.best, self.run_id = state["seed"], state["best"], run_id_of({"cpvt_det": state})
+        self.seed, self.run_id = state["seed"], run_id_of({"cpvt_det": state})
+        self.best.load_state_dict(state)
+        self.thresholds = state.get("thresholds") and Thresholds.from_state_dict(state["thresholds"], len(names))
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
 
@@ -216,27 +231,36 @@ class RunCheckpointer(Checkpointer):
         state: RunState = self.checkpointables["cpvt_det"]
         if state.ema is not None and not checkpoint["cpvt_det"]["ema"]:  # SOLVER.EMA was enabled after it was written
             state.ema.module.load_state_dict(checkpoint["model"])
-        state.best = self._best_on_disk(state.run_id)
+        self._take_best(state)
         logger.info("Resumed from %s", path)
 
     def keep_best(self, figure: float, iteration: int) -> None:
-        """Save ``model_best.pth`` where the task's main figure is higher than ever."""
+        """Save ``model_best.pth`` where the deciding figure is higher than ever."""
         state: RunState = self.checkpointables["cpvt_det"]
-        if state.best is None or figure > state.best:
-            state.best = figure
+        if state.best.take(figure, iteration):
             self.save(BEST, iteration)
 
-    def _best_on_disk(self, run_id: str) -> float | None:
-        """The main figure of this run's ``model_best.pth``; the last checkpoint is written before its own evaluation."""
+    def _take_best(self, state: RunState) -> None:
+        """The best evaluation of this run is that of ``model_best.pth``: the last checkpoint is older than its own evaluation."""
+        best, state.best.figure, state.best.iteration = self._read_best(), None, -1
+        if best is None or run_id_of(best) != state.run_id:
+            return
+        node, name = best["cpvt_det"], state.best.name
+        if node.get("best_figure", name) != name:
+            before = f"by {node['best_figure']}, and the next evaluation decides by {name} (TEST.BEST_FIGURE)"
+            logger.warning("The best checkpoint so far was chosen %s: it will be replaced", before)
+            return
+        state.best.figure, state.best.iteration = node["best"], node.get("best_iteration", best["iteration"])
+
+    def _read_best(self) -> dict[str, Any] | None:
         path = Path(self.save_dir) / f"{BEST}.pth"
         if not path.is_file():
             return None
         try:
-            best = read_checkpoint(path)
+            return read_checkpoint(path)
         except WeightsError as error:
             logger.warning("The best checkpoint cannot be read; the next evaluation writes a new one: %s", error)
             return None
-        return best["cpvt_det"]["best"] if run_id_of(best) == run_id else None
 
 
 def _numbered(folder: Path, up_to: int) -> list[Path]:

@@ -12,13 +12,14 @@ from cpvt_det.checkpoint.load import WeightsReport, load_backbone_weights, load_
 from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import WeightsError
+from cpvt_det.evaluation.thresholds import Thresholds
 
 logger = logging.getLogger("cpvt_det")
 
 
 def load_initial_weights(
     cfg: CfgNode, detector: nn.Module, classes: Classes, for_evaluation: bool = False, allow_partial: bool = False
-) -> None:
+) -> Thresholds | None:
     """Load ``MODEL.WEIGHTS``, or else ``MODEL.BACKBONE.WEIGHTS``, and log which tensors were loaded.
 
     Args:
@@ -27,6 +28,9 @@ def load_initial_weights(
         classes: classes that the detector's labels stand for.
         for_evaluation: True: every weight of the model must be loaded.
         allow_partial: True: in evaluation too, a part of the model may keep its random weights.
+
+    Returns:
+        The score thresholds that ``MODEL.WEIGHTS`` came with; ``None`` if they came with none.
 
     Raises:
         WeightsError: weights that cannot be read, or with other shapes than the model's (class heads and queries may differ); in
@@ -48,9 +52,10 @@ def load_initial_weights(
                 f"{cfg.MODEL.WEIGHTS} fits only a part of the config's model, and evaluation needs all of it: {report}; set the "
                 "keys of MODEL that it was trained with, or keep random values in the rest with --allow-partial"
             )
-    elif for_evaluation:
+        return report.thresholds
+    if for_evaluation:
         raise WeightsError("evaluation needs weights: set MODEL.WEIGHTS to a checkpoint, or use --resume for the run in OUTPUT_DIR")
-    elif backbone.WEIGHTS:
+    if backbone.WEIGHTS:
         load_backbone_weights(detector.backbone, backbone.WEIGHTS, backbone.NAME)
         logger.info("Backbone weights: %s", backbone.WEIGHTS)
     elif _starts_frozen(cfg):
@@ -58,6 +63,7 @@ def load_initial_weights(
             "The backbone starts from random weights, and with MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 a part of it is never "
             "trained; set MODEL.BACKBONE.WEIGHTS, or to train from scratch set NORM BN and FREEZE_AT 0"
         )
+    return None
 
 
 def _starts_frozen(cfg: CfgNode) -> bool:

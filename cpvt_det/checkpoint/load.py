@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.weights import CLASS_HEAD, PROPOSALS_HEAD, Weights, read_weights
 from cpvt_det.errors import WeightsError
+from cpvt_det.evaluation.thresholds import Thresholds
 
 
 @dataclass
@@ -31,6 +32,7 @@ class WeightsReport:
         first_row_only: names among ``loaded`` of which only row 0 was loaded: class heads of proposals, whose row 0 means "an
             object"; the other rows stand for no class and were only trained to give low scores.
         source: source of the names that the weights had, a key of ``CONVERSIONS``; ``None`` for our names.
+        thresholds: score thresholds that the weights came with, of their own classes; ``None`` if they came with none.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -40,6 +42,7 @@ class WeightsReport:
     rows_by_name: dict[str, int | None] = field(default_factory=dict)
     first_row_only: list[str] = field(default_factory=list)
     source: str | None = None
+    thresholds: Thresholds | None = None
 
     @property
     def is_partial(self) -> bool:
@@ -108,6 +111,7 @@ def load_weights(
         rows_by_name=rows,
         first_row_only=[name for name in chosen if PROPOSALS_HEAD.search(name) and (rows or len(shared[name]) != len(own[name]))],
         source=read.source,
+        thresholds=read.thresholds,
     )
     if not report.loaded:
         example = f"{next(iter(read.state_dict), 'nothing')} in the weights, {next(iter(own), 'nothing')} in the model"

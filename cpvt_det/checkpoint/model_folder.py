@@ -2,6 +2,7 @@
 """A trained model as a folder: ``config.yaml``, ``model.safetensors`` and ``classes.json``, each readable without this package.
 
 ``classes.json`` is ``[{"id": 1, "name": "circle"}, ...]``, the categories of the data; the index in the list is the label.
+Where its score thresholds are known, there is ``thresholds.json`` too: ``{"overall": 0.31, "classes": [0.29, ...]}``.
 """
 
 import json
@@ -14,19 +15,27 @@ from torch import Tensor
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import WeightsError, first_line
-from cpvt_det.files import atomic_file
+from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.files import atomic_file, write_json
 
-CONFIG, WEIGHTS, CLASSES = "config.yaml", "model.safetensors", "classes.json"
+CONFIG, WEIGHTS, CLASSES, THRESHOLDS = "config.yaml", "model.safetensors", "classes.json", "thresholds.json"
 
 
-def save_model(folder: str | Path, state_dict: Mapping[str, Tensor], classes: Classes, config: str) -> None:
-    """Write a model folder; if one of the three files cannot be written, the old ones are kept.
+def save_model(
+    folder: str | Path,
+    state_dict: Mapping[str, Tensor],
+    classes: Classes,
+    config: str,
+    thresholds: Thresholds | None = None,
+) -> None:
+    """Write a model folder; if config, weights or classes cannot be written, the old files are kept.
 
     Args:
         folder: path of the folder; it is created if it does not exist.
         state_dict: tensors under our names, on any device.
         classes: classes that the labels stand for.
         config: config of the model, as YAML.
+        thresholds: score thresholds of the model, if they are known.
 
     Raises:
         WeightsError: a folder that cannot be created or written to.
@@ -42,6 +51,9 @@ def save_model(folder: str | Path, state_dict: Mapping[str, Tensor], classes: Cl
             config_file.write(config.encode())
             classes_file.write((json.dumps(categories, indent=1, ensure_ascii=False) + "\n").encode())
             write_checkpoint(tensors, folder / WEIGHTS)
+        (folder / THRESHOLDS).unlink(missing_ok=True)  # those of another model
+        if thresholds is not None:
+            write_json(thresholds.state_dict(), folder / THRESHOLDS, indent=1)
     except OSError as error:
         raise WeightsError(f"cannot write the model folder {folder}: {error.strerror}") from error
 
@@ -61,10 +73,16 @@ def read_node(folder: Path) -> dict[str, Any]:
     try:
         categories = json.loads(classes.read_text(encoding="utf-8"))
         node = {"ids": [category["id"] for category in categories], "names": [category["name"] for category in categories]}
-        return {"classes": node, "config": config.read_text(encoding="utf-8")}
+        found = {"classes": node, "config": config.read_text(encoding="utf-8")}
     except FileNotFoundError as error:
         raise WeightsError(f"the model folder {folder} has no {Path(error.filename).name}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise WeightsError(f"cannot read the model folder {folder}: {first_line(error)}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(f'{classes} must be a JSON list of classes such as [{{"id": 1, "name": "circle"}}, ...]') from error
+    try:
+        return {**found, "thresholds": json.loads((folder / THRESHOLDS).read_text(encoding="utf-8"))}
+    except FileNotFoundError:
+        return found
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(f"cannot read {folder / THRESHOLDS}: {first_line(error)}; remove it to go without") from error

@@ -19,6 +19,7 @@ from cpvt_det.checkpoint.weights import Weights, read_weights
 from cpvt_det.config import get_cfg, merge_checked, merge_overrides, parse_config
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.evaluation.thresholds import Thresholds
 
 
 @dataclass
@@ -29,11 +30,13 @@ class Trained:
         cfg: config of the detector.
         detector: detector in evaluation mode, on its device.
         classes: classes that its labels stand for.
+        thresholds: score thresholds of its last evaluation; ``None`` if its file keeps none.
     """
 
     cfg: CfgNode
     detector: nn.Module
     classes: Classes
+    thresholds: Thresholds | None = None
 
 
 def load_trained(
@@ -76,7 +79,7 @@ def load_trained(
         raise WeightsError(
             f"{path} fits only a part of the config's model: {report}; set the keys of MODEL that it was trained with"
         )
-    return Trained(cfg, detector.to(target).eval(), weights.classes)
+    return Trained(cfg, detector.to(target).eval(), weights.classes, weights.thresholds)
 
 
 def _config_of(weights: Weights) -> CfgNode:

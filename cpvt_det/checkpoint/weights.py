@@ -16,6 +16,7 @@ from cpvt_det.checkpoint.model_folder import is_in_folder, read_node
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
 from cpvt_det.errors import WeightsError
+from cpvt_det.evaluation.thresholds import Thresholds
 
 CLASS_HEAD = re.compile(r"^class_embed\.(\d+\.)?(weight|bias)$")
 PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")  # row 0 means "an object", the other rows stand for no class
@@ -33,6 +34,7 @@ class Weights:
         source: source of the names that they had, a key of ``CONVERSIONS``; ``None`` for our names.
         origin: name of the weights in messages.
         config: config of the model that they were trained in, as YAML; ``None`` if it is unknown.
+        thresholds: score thresholds of their last evaluation; ``None`` if they were not kept.
     """
 
     state_dict: dict[str, Tensor]
@@ -40,12 +42,15 @@ class Weights:
     source: str | None
     origin: str
     config: str | None = None
+    thresholds: Thresholds | None = None
 
     def as_checkpoint(self) -> dict[str, Any]:
-        """The weights in the layout of our checkpoints, with the classes and the config if they are known."""
+        """The weights in the layout of our checkpoints, with the classes, the config and the thresholds if they are known."""
         node: dict[str, Any] = {} if self.config is None else {"config": self.config}
         if self.classes is not None:
             node["classes"] = {"ids": list(self.classes.ids), "names": list(self.classes.names)}
+        if self.thresholds is not None:
+            node["thresholds"] = self.thresholds.state_dict()
         return {"model": self.state_dict, "cpvt_det": node} if node else {"model": self.state_dict}
 
 
@@ -89,7 +94,8 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
     if classes is None and found == "detrex_deformable_detr" and rows == len(COCO_CLASSES):
         classes = COCO_CLASSES
     config = node.get("config")
-    return Weights(state_dict, classes, found, origin, config if isinstance(config, str) else None)
+    thresholds = None if classes is None else _stored_thresholds(node.get("thresholds"), len(classes), origin)
+    return Weights(state_dict, classes, found, origin, config if isinstance(config, str) else None, thresholds)
 
 
 def _file_of(path: Path) -> Path:
@@ -114,6 +120,16 @@ def _stored_classes(node: Any, rows: int, origin: str) -> Classes | None:
     if len(ids) != len(names) or rows - len(ids) not in (0, 1) or len(set(names)) != len(names):
         raise WeightsError(f"{origin}: a class head with {rows} rows does not match {len(ids)} class ids and {len(names)} names")
     return Classes(ids, names)
+
+
+def _stored_thresholds(node: Any, num_classes: int, origin: str) -> Thresholds | None:
+    """The score thresholds that our checkpoints and model folders contain; older ones have none."""
+    if node is None:
+        return None
+    try:
+        return Thresholds.from_state_dict(node, num_classes)
+    except ValueError as error:
+        raise WeightsError(f"{origin}: {error}") from error
 
 
 def _config_classes(config: Path, count: int) -> Classes | None:

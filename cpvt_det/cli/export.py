@@ -133,8 +133,10 @@ def _whole_strides(size: Size, detector: Detector) -> Size:
 
 
 def _metadata(trained: Trained) -> dict[str, Any]:
-    """The metadata that a script needs to run the program."""
+    """The metadata that a script needs to run the program; without thresholds where the weights keep none."""
+    kept = trained.thresholds
     return {
+        **({} if kept is None else {"threshold": kept.overall, "class_thresholds": list(kept.classes)}),
         "stride": trained.detector.size_divisibility,
         "min_size": trained.cfg.INPUT.MIN_SIZE_TEST,
         "max_size": trained.cfg.INPUT.MAX_SIZE_TEST,

@@ -20,7 +20,11 @@ from cpvt_det.predict.files import check_files, predict_files
 @click.argument("weights", metavar="WEIGHTS")
 @click.option("--input", "source", required=True, metavar="FILE|FOLDER|GLOB", help="Images; put a glob in quotes.")
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder to write to.")
-@click.option("--threshold", default=0.5, show_default=True, help="Lowest score to draw and write, from 0 to 1.")
+@click.option(
+    "--threshold",
+    type=float,
+    help="Lowest score to draw and write, from 0 to 1.  [default: that of the best F1 in the last evaluation of WEIGHTS]",
+)
 @click.option("--batch", default=1, show_default=True, help="Images per batch; larger batches are faster on a GPU.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'.")
@@ -33,7 +37,7 @@ def predict(
     weights: str,
     source: str,
     output: Path,
-    threshold: float,
+    threshold: float | None,
     batch: int,
     device: str | None,
     config_file: str,
@@ -49,7 +53,7 @@ def predict(
       cpvt-det predict output/model_best.pth --input photos --output found
       cpvt-det predict output/model_best.pth --input 'photos/**/*.jpg' --output found --threshold 0.3 INPUT.MIN_SIZE_TEST 480
     """
-    if not 0 <= threshold <= 1:
+    if threshold is not None and not 0 <= threshold <= 1:
         raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
     if batch < 1:
         raise BadInputError(f"--batch must be 1 or more images, got {batch}")
@@ -62,7 +66,25 @@ def predict(
     files, issues = check_files(paths, source, on_bad)
     for line in issues.lines(issues.faults):
         click.echo(line, err=True)
+    if threshold is None:
+        threshold = predictor.threshold
+        click.echo(_origin(predictor, weights), err=True)
     start = time.perf_counter()
-    images, detections = predict_files(predictor, files, output, threshold, batch, on_bad)
-    speed = images / (time.perf_counter() - start)
-    click.echo(f"{output}: {images} images, {detections} detections with score >= {threshold:g}, {speed:.1f} images/s")
+    found = predict_files(predictor, files, output, threshold, batch, on_bad)
+    speed = found.images / (time.perf_counter() - start)
+    click.echo(
+        f"{output}: {found.images} images, {found.detections} detections with score >= {threshold:.3g}, {speed:.1f} images/s"
+    )
+    if found.best is not None and not found.detections:
+        click.echo(f"No score is as high: the best is {found.best:.3g}, {found.best_name}; --threshold sets a lower one", err=True)
+
+
+def _origin(predictor: Predictor, weights: str) -> str:
+    """Where a threshold comes from that was not given."""
+    if predictor.thresholds is None:
+        why = f"{weights} keeps none of an evaluation"
+    elif predictor.thresholds.overall is None:
+        why = f"in the last evaluation of {weights} no detection was right"
+    else:
+        why = f"the best F1 in the last evaluation of {weights}"
+    return f"Threshold {predictor.threshold:.3g}: {why}; --threshold sets another"

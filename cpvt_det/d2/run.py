@@ -16,8 +16,8 @@ from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector
 from cpvt_det.data.validation.check import log_data
-from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import draw_run, evaluate
+from cpvt_det.runner.advice import log_advice, log_next_steps
+from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
 from cpvt_det.tasks.registry import Results, build_task
 
@@ -47,9 +47,10 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> Results:
         describe_classes(dataset)
     log_data(tests)
     model = build_detector(cfg)
-    load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
+    kept = load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     write_config(without_untouched(cfg), replace=False)
     results = evaluate(task, model, tests, output)
+    choose_threshold(cfg, kept)
     task.show_results(model, tests, results, output)
     return results
 
@@ -79,7 +80,9 @@ def _train(cfg: CfgNode, resume: bool) -> Results:
     if distributed.rank() == 0:
         draw_run(output)
     if tests:
+        choose_threshold(cfg, trainer.state.thresholds)
         task.show_results(trainer.evaluated, tests, results, output)
+    log_next_steps(cfg, trainer.state, output)
     return results
 
 

@@ -24,11 +24,11 @@ from cpvt_det.d2.meta_arch import register_detectors
 from cpvt_det.data.loader import TrainLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import config_errors
-from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.guard import RunGuard
+from cpvt_det.runner.progress import LossWatch, RunEvaluations
 from cpvt_det.runner.train import is_due
 from cpvt_det.solver.step import TrainStep, wrap_for_processes
-from cpvt_det.tasks.registry import Results, flatten, main_value
+from cpvt_det.tasks.registry import Results, flatten
 
 
 def build_detector(cfg: CfgNode) -> nn.Module:
@@ -104,7 +104,8 @@ class Trainer(DefaultTrainer):
         torch.manual_seed(seed)
         detector = build_detector(cfg)
         config, data = without_untouched(cfg).dump(), task.describe(self._records)
-        self.state = RunState(datasets[0].classes, config, seed, run_id, data, builders.build_ema(cfg, detector))
+        ema, best_figure = builders.build_ema(cfg, detector), cfg.TEST.BEST_FIGURE or task.main_figure
+        self.state = RunState(datasets[0].classes, config, seed, run_id, data, ema, best_figure)
         model = wrap_for_processes(task.build_training_model(detector))
         optimizer = builders.build_optimizer(cfg, detector)
         step = builders.build_step(cfg, model, optimizer, length, seed, self.state.ema)
@@ -112,6 +113,8 @@ class Trainer(DefaultTrainer):
         self.checkpointer = RunCheckpointer(
             detector, cfg.OUTPUT_DIR, cfg.SOLVER.CHECKPOINT_KEEP, trainer=weakref.proxy(self), cpvt_det=self.state
         )
+        self.evaluations = RunEvaluations(cfg, task, self._records, tests, self.checkpointer)
+        self.losses = LossWatch()
         self.register_hooks(self.build_hooks())
 
     @property
@@ -139,6 +142,7 @@ class Trainer(DefaultTrainer):
         return [
             hooks.IterationTimer(),
             hooks.CallbackHook(after_step=lambda trainer: trainer.guard.after_step(trainer.iter)),
+            hooks.CallbackHook(after_step=lambda trainer: trainer.losses.put(trainer.iter, _latest(trainer.storage))),
             hooks.EvalHook(self._length.eval_period, self._test_and_keep_best) if self.tests else None,
             hooks.PeriodicWriter(self.build_writers(), period=period) if main else None,
         ]
@@ -156,10 +160,14 @@ class Trainer(DefaultTrainer):
         watched = dead_workers_named(self._trainer.data_loader.dataset)
         with EventStorage(self.start_iter) as self.storage, self.guard, watched:  # the guard saves after all news of a worker
             self.before_train()
-            if self.tests and 0 < self.start_iter < self.max_iter and is_due(self.start_iter - 1, self._length):
-                missed = self._test_and_keep_best()  # the checkpoint is older than its evaluation
+            due = is_due(self.start_iter - 1, self._length) or self.evaluations.is_over
+            if self.tests and 0 < self.start_iter < self.max_iter and due:
+                missed = self._test_and_keep_best(self.start_iter - 1)  # the checkpoint is older than its evaluation
                 self.storage.put_scalars(**flatten(missed), smoothing_hint=False)
             while self.iter < self.max_iter:
+                if self.evaluations.is_over:
+                    self.iter -= 1  # the last step that was taken, which hooks look at
+                    break
                 self.before_step()
                 self.run_step()
                 self.after_step()
@@ -168,12 +176,21 @@ class Trainer(DefaultTrainer):
             self.after_train()
         return self.results
 
-    def _test_and_keep_best(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "iteration": min(self.iter, self.max_iter - 1)}  # after training it is one more
+
+    def _test_and_keep_best(self, done: int | None = None) -> dict[str, Any]:
+        done = min(self.iter, self.max_iter - 1) if done is None else done
         with self.guard.evaluation():
-            self.results = evaluate(self.task, self.evaluated, self.tests, Path(self.cfg.OUTPUT_DIR))
-        done = min(self.iter, self.max_iter - 1)  # after training it is one more
-        self.checkpointer.keep_best(main_value(self.task, self.results), done)
+            self.results = self.evaluations.evaluate(self.evaluated, done, Path(self.cfg.OUTPUT_DIR))
+        if done + 1 == self.max_iter or self.evaluations.is_over:
+            self.guard.save_final(done)
         return _without_nan(self.results)  # metrics.json would not be JSON
+
+
+def _latest(storage: EventStorage) -> dict[str, float]:
+    """The scalars of the last step; none for one that was skipped."""
+    return {name: value for name, (value, iteration) in storage.latest().items() if iteration == storage.iter}
 
 
 def _without_nan(results: dict[str, Any]) -> dict[str, Any]:

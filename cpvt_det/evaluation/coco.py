@@ -20,6 +20,9 @@ from tabulate import tabulate
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.checks import check_classes, check_form, check_values
+from cpvt_det.evaluation.matching import pair_images
+from cpvt_det.evaluation.precision_recall import best_thresholds, class_curve
+from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.files import write_json
 from cpvt_det.garbage import no_garbage_collection
 from cpvt_det.structures import Detections
@@ -155,6 +158,12 @@ class CocoEvaluator:
             ]
             precision, recall = _match(self.backend, self._ground_truth, detected, self.max_detections)
         return {"bbox": _figures(precision, recall, self.class_ids, self.class_names, self.max_detections)}
+
+    def thresholds(self) -> Thresholds:
+        """The score thresholds of the highest F1, of each class and of all together."""
+        with no_garbage_collection():
+            images = pair_images(self._ground_truth, self.coco_results(), self.class_ids)
+            return best_thresholds([class_curve(images, label) for label in range(len(self.class_ids))])
 
     def _check_new(self, image_id: int) -> None:
         if image_id not in self._image_ids:

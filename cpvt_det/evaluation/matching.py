@@ -7,6 +7,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,11 @@ class ScoredImage:
     found: np.ndarray
     found_labels: np.ndarray
     scores: np.ndarray
+
+    @cached_property
+    def labels(self) -> frozenset[int]:
+        """The classes of its objects and detections."""
+        return frozenset((*self.object_labels.tolist(), *self.found_labels.tolist()))
 
     def of_class(self, label: int, limit: int = 100) -> "ScoredImage":
         """The image with the objects of one class and its best detections, as many as COCO counts per image."""

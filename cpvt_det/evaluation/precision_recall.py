@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpvt_det.evaluation.matching import IOU, ScoredImage
+from cpvt_det.evaluation.thresholds import Thresholds
 
 RECALLS = np.linspace(0, 1, 101)
 """Recall values at which COCO samples the precision."""
@@ -75,7 +76,7 @@ class Curve:
 def class_curve(images: Sequence[ScoredImage], label: int, iou: float = IOU) -> Curve:
     """The curve of one class; at most 100 detections per image count."""
     scores, right, num_objects = [np.zeros(0)], [np.zeros(0, dtype=bool)], 0
-    for image in (image.of_class(label) for image in images):
+    for image in (image.of_class(label) for image in images if label in image.labels):
         matched = image.match(iou)
         ignored = (matched >= 0) & image.crowd[matched] if len(image.crowd) else np.zeros(len(matched), dtype=bool)
         scores.append(image.scores[~ignored])
@@ -88,6 +89,12 @@ def pooled_curve(curves: Sequence[Curve]) -> Curve:
     """The curve of all classes together, for a common threshold."""
     parts = [np.concatenate(values) for values in zip(*((curve.scores, curve.right) for curve in curves), strict=True)]
     return _sorted_curve(sum(curve.num_objects for curve in curves), *parts)
+
+
+def best_thresholds(curves: Sequence[Curve]) -> Thresholds:
+    """The thresholds of the highest F1, from the curve of each class."""
+    overall, *classes = (curve.best() for curve in (pooled_curve(curves), *curves))
+    return Thresholds(overall and overall.threshold, tuple(best and best.threshold for best in classes))
 
 
 def _sorted_curve(num_objects: int, scores: np.ndarray, right: np.ndarray) -> Curve:

@@ -21,6 +21,30 @@ from cpvt_det.predict.predictor import Predictor
 
 
 @dataclass
+class Found:
+    """What was found in all images.
+
+    Attributes:
+        images: number of images.
+        detections: number of detections that passed the threshold.
+        best: highest score of all detections; ``None`` if there are none.
+        best_name: class of that detection, and name of its image.
+    """
+
+    images: int = 0
+    detections: int = 0
+    best: float | None = None
+    best_name: str = ""
+
+    def add(self, name: str, found: ImageDetections, passed: int) -> None:
+        """Count an image, of which ``passed`` detections passed the threshold."""
+        self.images += 1
+        self.detections += passed
+        if len(found) and (self.best is None or found.scores[0] > self.best):
+            self.best, self.best_name = found.scores[0].item(), f"{found.names[0]} in {name}"
+
+
+@dataclass
 class InputFile:
     """An image file to detect objects in.
 
@@ -69,7 +93,7 @@ def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[I
 
 def predict_files(
     predictor: Predictor, files: Sequence[InputFile], output: Path, threshold: float, batch_size: int, on_bad: str
-) -> tuple[int, int]:
+) -> Found:
     """Detect; write ``pictures/``, ``detections.json`` (COCO's results) and ``images.json`` (a COCO data set without annotations).
 
     Args:
@@ -81,7 +105,7 @@ def predict_files(
         on_bad: policy for images whose damage only decoding finds, as in :func:`check_files`.
 
     Returns:
-        The number of images and the number of detections.
+        How many images and detections, and the best score.
 
     Raises:
         BadInputError: a folder that cannot be written to.
@@ -90,12 +114,15 @@ def predict_files(
     pictures = picture_names([file.name for file in files])
     results: list[dict[str, Any]] = []
     done: list[InputFile] = []
+    total = Found()
     try:
         (output / "pictures").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInputError(f"cannot write to {output}: {error.strerror}; choose another folder") from error
     with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
-        for file, found in _predict_each(predictor, files, threshold, batch_size, on_bad, bar):
+        for file, everything in _predict_each(predictor, files, batch_size, on_bad, bar):
+            found = everything.above(threshold)
+            total.add(file.name, everything, len(found))
             picture = output / "pictures" / pictures[file.name]
             picture.parent.mkdir(parents=True, exist_ok=True)
             found.draw().save(picture, quality=92)
@@ -108,7 +135,7 @@ def predict_files(
     categories = [{"id": class_id, "name": name} for class_id, name in zip(classes.ids, classes.names, strict=True)]
     write_json({"images": images, "annotations": [], "categories": categories}, output / "images.json")
     write_json(results, output / "detections.json")
-    return len(done), len(results)
+    return total
 
 
 def picture_names(names: Sequence[str]) -> dict[str, str]:
@@ -120,7 +147,7 @@ def picture_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _predict_each(
-    predictor: Predictor, files: Sequence[InputFile], threshold: float, batch_size: int, on_bad: str, bar: tqdm
+    predictor: Predictor, files: Sequence[InputFile], batch_size: int, on_bad: str, bar: tqdm
 ) -> Iterator[tuple[InputFile, ImageDetections]]:
     for start in range(0, len(files), batch_size):
         read = []
@@ -133,5 +160,5 @@ def _predict_each(
                 bar.write(f"left out: {error}", file=sys.stderr)
         found = predictor([image for _, image in read], batch_size=batch_size)
         for (file, _), one in zip(read, found, strict=True):
-            yield file, one.above(threshold)
+            yield file, one
         bar.update(len(files[start : start + batch_size]))

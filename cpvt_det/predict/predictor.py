@@ -18,6 +18,7 @@ from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.errors import DataError
+from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.inference import PostProcessor, detect
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.inputs import ImageInput, read_input
@@ -32,14 +33,24 @@ class Predictor:
         mapper: mapper that prepares an image.
         classes: ids and names of the labels.
         config: config of the detector as YAML, for :meth:`save`.
+        thresholds: score thresholds of the detector's last evaluation; ``None`` if they are not known.
     """
 
-    def __init__(self, detector: nn.Module, postprocess: PostProcessor, mapper: Mapper, classes: Classes, config: str):
+    def __init__(
+        self,
+        detector: nn.Module,
+        postprocess: PostProcessor,
+        mapper: Mapper,
+        classes: Classes,
+        config: str,
+        thresholds: Thresholds | None = None,
+    ):
         self.detector = detector.eval()
         self.postprocess = postprocess
         self.mapper = mapper
         self.classes = classes
         self.config = config
+        self.thresholds = thresholds
 
     @classmethod
     def from_checkpoint(
@@ -63,7 +74,12 @@ class Predictor:
         """
         trained = load_trained(path, device, config_file, overrides)
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
-        return cls(trained.detector, *parts, trained.classes, trained.cfg.dump())
+        return cls(trained.detector, *parts, trained.classes, trained.cfg.dump(), trained.thresholds)
+
+    @property
+    def threshold(self) -> float:
+        """The score threshold of the highest F1 in the last evaluation; 0.5 if the weights keep none."""
+        return DEFAULT_THRESHOLD if self.thresholds is None or self.thresholds.overall is None else self.thresholds.overall
 
     @overload
     def __call__(
@@ -106,7 +122,7 @@ class Predictor:
             WeightsError: a folder that cannot be created or written to.
             RunStoppedError: weights that cannot be written, for example because the disk is full.
         """
-        save_model(Path(folder), self.detector.state_dict(), self.classes, self.config)
+        save_model(Path(folder), self.detector.state_dict(), self.classes, self.config, self.thresholds)
 
     def _predict_batch(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageDetections]:
         """The detections of one batch; pixels are (3, H, W) uint8 each."""

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings before the first iteration of a run whose settings are valid but unlikely to work well."""
+"""Advice around a run: warnings before one whose settings are valid but unlikely to work well, and the commands that follow it."""
 
 import logging
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from fvcore.common.config import CfgNode
 
+from cpvt_det.checkpoint.checkpointer import BEST, RunState
+from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.solver.schedule import TrainingSchedule
 
@@ -40,3 +44,32 @@ def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[Image
             most,
             queries,
         )
+
+
+def log_next_steps(cfg: CfgNode, state: RunState, output: Path) -> None:
+    """Log the best checkpoint of a finished run, its iteration, and the commands that come next.
+
+    Args:
+        cfg: config of the run.
+        state: state of the run, with its best evaluation.
+        output: ``OUTPUT_DIR``.
+    """
+    best = state.best
+    if best.figure is None:
+        weights, which = output / f"{FINAL}.pth", "Final checkpoint (nothing was evaluated)"
+    else:
+        weights, which = output / f"{BEST}.pth", f"Best checkpoint, of iteration {best.iteration} ({best.name} {best.figure:.4g})"
+    config = output / "config.yaml"
+    longer = f"SOLVER.EPOCHS {2 * cfg.SOLVER.EPOCHS:g}" if cfg.SOLVER.EPOCHS > 0 else f"SOLVER.MAX_ITER {2 * cfg.SOLVER.MAX_ITER}"
+    if 0 < cfg.SOLVER.EARLY_STOPPING <= best.waited:
+        longer += " SOLVER.EARLY_STOPPING 0"
+    commands = [
+        f"cpvt-det predict {_quoted(weights)} --input IMAGES --output found",
+        f"cpvt-det eval {_quoted(weights)} --config-file {_quoted(config)} --report OUTPUT_DIR {_quoted(output / 'eval')}",
+        f"cpvt-det train --config-file {_quoted(config)} --resume {longer}",
+    ]
+    logger.info("%s: %s. Next: find objects, report on them, train longer:\n  %s", which, weights, "\n  ".join(commands))
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

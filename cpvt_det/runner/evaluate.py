@@ -5,8 +5,9 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from fvcore.common.config import CfgNode
 from torch import nn
 from tqdm import tqdm
 
@@ -15,6 +16,7 @@ from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.errors import DataError, RunStoppedError
 from cpvt_det.evaluation.coco import write_results
+from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.files import remove_unfinished
 from cpvt_det.inference import evaluation_mode
 from cpvt_det.tasks.registry import Results, place_of
@@ -23,7 +25,24 @@ from cpvt_det.visualize.curves import draw_curves
 logger = logging.getLogger("cpvt_det")
 
 
+class Measured(NamedTuple):
+    """What evaluations found.
+
+    Attributes:
+        results: figures, as :func:`evaluate` returns them.
+        thresholds: score thresholds on the first test set; ``None`` for a task that has none.
+    """
+
+    results: Results
+    thresholds: Thresholds | None
+
+
 def evaluate(task: Any, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Results:
+    """The figures of :func:`measure`."""
+    return measure(task, detector, datasets, output).results
+
+
+def measure(task: Any, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Measured:
     """Evaluate on every test set and write ``results.json`` and, in ``inference/``, what the task writes of its outputs.
 
     Args:
@@ -33,26 +52,41 @@ def evaluate(task: Any, detector: nn.Module, datasets: Sequence[Any], output: Pa
         output: ``OUTPUT_DIR``.
 
     Returns:
-        The figures of one data set, ``{"bbox": {"AP": ..., ...}}`` in percent for detection; ``{name: figures}`` for several.
+        The figures of one data set, ``{"bbox": {"AP": ..., ...}}`` in percent for detection; ``{name: figures}`` for several. And
+        the thresholds.
 
     Raises:
         RunStoppedError: weights that are not finite.
     """
     _require_finite(detector)
     distributed.share_buffers(detector)
-    results = {}
+    results, first = {}, None
     for dataset in datasets:
         folder = place_of(dataset, datasets, output / "inference")
         if distributed.rank() == 0:
             remove_unfinished(folder)  # of an evaluation that was killed; the folder is this run's alone
-        results[dataset.name] = _evaluate_one(task, detector, dataset, folder)
+        results[dataset.name], evaluator = _evaluate_one(task, detector, dataset, folder)
+        first = evaluator if first is None else first
     merged = results[datasets[0].name] if len(datasets) == 1 else results
     if distributed.rank() == 0:
         write_results(merged, output / "results.json")
-    return merged
+    thresholds = first.thresholds() if hasattr(first, "thresholds") else None
+    if thresholds is not None:
+        logger.info("Score threshold of the best F1: %s", thresholds.describe(datasets[0].classes.names))
+    return Measured(merged, thresholds)
 
 
-def _evaluate_one(task: Any, detector: nn.Module, dataset: Any, folder: Path) -> Results:
+def choose_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> None:
+    """Set ``TEST.PICTURE_THRESHOLD``, unless the config gives one: that of the best F1, else 0.5; the log says which."""
+    if cfg.TEST.PICTURE_THRESHOLD is not None:
+        return
+    kept = None if thresholds is None else thresholds.overall
+    cfg.TEST.PICTURE_THRESHOLD = DEFAULT_THRESHOLD if kept is None else kept
+    why = "the best F1" if kept is not None else "no threshold is kept" if thresholds is None else "no detection was right"
+    logger.info("Pictures and report: scores from %.3g (%s; TEST.PICTURE_THRESHOLD sets another)", cfg.TEST.PICTURE_THRESHOLD, why)
+
+
+def _evaluate_one(task: Any, detector: nn.Module, dataset: Any, folder: Path) -> tuple[Results, Any]:
     evaluator, loader = task.build_evaluator(dataset), task.build_test_loader(dataset)
     is_first, total = distributed.rank() == 0, len(loader.dataset)
     bar = tqdm(total=total, desc="evaluating", unit="img", leave=False, disable=not is_first, mininterval=1.0, file=sys.stderr)
@@ -68,7 +102,7 @@ def _evaluate_one(task: Any, detector: nn.Module, dataset: Any, folder: Path) ->
     if is_first:
         task.write_outputs(evaluator, folder)
         logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
-    return results
+    return results, evaluator
 
 
 def _require_finite(detector: nn.Module) -> None:

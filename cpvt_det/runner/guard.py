@@ -66,8 +66,12 @@ class RunGuard:
         if self._is_due and not self.step.bad_steps.in_a_row:
             self._save()
         if is_last:
-            self.checkpointer.save(FINAL, iteration)
-            self._saved = iteration
+            self.save_final(iteration)
+
+    def save_final(self, iteration: int) -> None:
+        """Save ``model_final.pth`` after the last evaluation, with its thresholds; it may have been saved before it too."""
+        self.checkpointer.save(FINAL, iteration)
+        self._saved = iteration
 
     def obey_signals(self) -> None:
         """End the run if a signal was received, after all work of a step is done.

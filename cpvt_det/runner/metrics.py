@@ -46,8 +46,9 @@ class MetricsWriter:
             interval = 0.5 if sys.stderr.isatty() else 20.0
             self.bar = tqdm(total=max_iter, initial=start_iter, desc="training", unit="it", mininterval=interval, file=sys.stderr)
 
-    def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> None:
-        """Collect the scalars of one iteration, and write a line if one is due."""
+    def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> dict[str, float] | None:
+        """Collect the scalars of one iteration; write a line if one is due, and return what it contains."""
+        scalars = None
         self._records.append(record)
         if (iteration + 1) % self.period == 0 or iteration + 1 == self.max_iter:
             scalars = self._summary()
@@ -62,6 +63,7 @@ class MetricsWriter:
                 self.bar.set_postfix({**shown, "lr": f"{lr:.1e}", "img/s": f"{scalars['images_per_second']:.0f}"}, refresh=False)
         if self._writes:
             self.bar.update()
+        return scalars
 
     def write(self, iteration: int, scalars: dict[str, float]) -> None:
         """Write scalars of an iteration; NaN and infinities become null in JSON."""

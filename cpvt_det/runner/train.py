@@ -12,14 +12,15 @@ from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.validation.check import log_data
-from cpvt_det.runner.advice import log_advice
-from cpvt_det.runner.evaluate import draw_run, evaluate
+from cpvt_det.runner.advice import log_advice, log_next_steps
+from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
+from cpvt_det.runner.progress import LossWatch, RunEvaluations
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
-from cpvt_det.tasks.registry import Results, build_task, flatten, main_value
+from cpvt_det.tasks.registry import Results, build_task, flatten
 
 logger = logging.getLogger("cpvt_det")
 
@@ -54,9 +55,10 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
     output = setup_run(cfg)
     log_data(tests)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
-    load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
+    kept = load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     write_config(cfg, replace=False)
     results = evaluate(task, detector, tests, output)
+    choose_threshold(cfg, kept)
     task.show_results(detector, tests, results, output)
     return results
 
@@ -72,7 +74,8 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
 
-    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(), task.describe(records))
+    best_figure = cfg.TEST.BEST_FIGURE or task.main_figure
+    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(), task.describe(records), best_figure=best_figure)
     torch.manual_seed(state.seed)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     model = wrap_for_processes(task.build_training_model(detector))
@@ -80,6 +83,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), length, state.seed, state.ema)
     trainer = TrainerState(step)
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
+    evaluations, losses = RunEvaluations(cfg, task, records, tests, checkpointer), LossWatch()
     start = checkpointer.begin(resume)
     if start == 0:
         load_initial_weights(cfg, detector, classes)
@@ -99,16 +103,21 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
 
         def evaluate_after(iteration: int) -> Results:
             with writer.clock_stopped(), guard.evaluation():
-                results = evaluate(task, evaluated, tests, output)
+                results = evaluations.evaluate(evaluated, iteration, output)
                 writer.write(iteration, flatten(results))
-                checkpointer.keep_best(main_value(task, results), iteration)
+            if iteration + 1 == length.max_iter or evaluations.is_over:
+                guard.save_final(iteration)
             return results
 
-        if tests and start > 0 and is_due(start - 1, length):  # the checkpoint is older than its evaluation
+        if tests and start > 0 and (is_due(start - 1, length) or evaluations.is_over):  # a checkpoint is older than its evaluation
             results = evaluate_after(start - 1)
         for iteration, samples in zip(range(start, length.max_iter), loader, strict=False):
+            if evaluations.is_over:
+                break
             trainer.iteration = iteration
-            writer.put(iteration, step(samples, iteration), step.lr)
+            scalars = writer.put(iteration, step(samples, iteration), step.lr)
+            if scalars:
+                losses.put(iteration, scalars)
             guard.after_step(iteration)
             guard.obey_signals()
             if tests and is_due(iteration, length):
@@ -116,7 +125,9 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     if distributed.rank() == 0:
         draw_run(output)
     if tests:
+        choose_threshold(cfg, state.thresholds)
         task.show_results(evaluated, tests, results, output)
+    log_next_steps(cfg, state, output)
     return results
 
 

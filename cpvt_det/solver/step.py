@@ -24,6 +24,7 @@ from cpvt_det.data.mapper import Sample
 from cpvt_det.losses import Losses, Normalizers, SetCriterion
 from cpvt_det.solver.bad_steps import NonFiniteGuard
 from cpvt_det.solver.ema import MovingAverage
+from cpvt_det.solver.memory_check import require_memory
 from cpvt_det.solver.schedule import LRSchedule
 from cpvt_det.structures import Targets
 
@@ -126,6 +127,7 @@ class TrainStep:
         self.bad_steps = NonFiniteGuard(options.max_bad_steps, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp_dtype == torch.float16)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self._fits = False
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser and scaler, under detectron2's names, and the count of bad steps."""
@@ -158,9 +160,14 @@ class TrainStep:
         Returns:
             ``total_loss``, every loss, every metric, ``grad_norm``, and ``skipped``, 1 for a step that was not taken: detached
             scalars on the device, of this process.
+
+        Raises:
+            ConfigError: a first step that memory cannot hold.
         """
         self.done = None
         self.model.train()
+        if not self._fits:
+            self._require_memory(samples)
         torch.manual_seed(mix_seed(self.seed, iteration, distributed.rank()))
         factor = self.learning_rate.factor(iteration)
         for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -178,6 +185,11 @@ class TrainStep:
             self.ema.update_parameters(self.training_model.detector, ~bad)
         self.done = iteration
         return {**record, "skipped": bad.float()}
+
+    def _require_memory(self, samples: Sequence[Sample]) -> None:
+        largest = max(split_samples(samples, self.options.accumulate), key=len)
+        require_memory(self.training_model.detector, largest, len(samples), self.options.amp_dtype)
+        self._fits = True
 
     def _update(self, bad: Tensor) -> None:
         """New weights; the old ones after a bad step, which also halves the scale of float16 losses."""

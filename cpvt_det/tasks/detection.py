@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from fvcore.common.config import CfgNode
 from torch import nn
 from torch.utils.data import DataLoader
@@ -18,11 +19,12 @@ from cpvt_det.data.images import read_image
 from cpvt_det.data.loader import TrainLoader
 from cpvt_det.data.mapper import Sample
 from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_detections
+from cpvt_det.evaluation.constant import constant_detections
 from cpvt_det.inference import PostProcessor, detect, evaluation_mode
 from cpvt_det.solver.step import TrainingModel
 from cpvt_det.structures import Detections
-from cpvt_det.tasks.registry import TASK_REGISTRY, Results, place_of
-from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet
+from cpvt_det.tasks.registry import TASK_REGISTRY, Results, flatten, place_of
+from cpvt_det.visualize.pictures import Compared, save_comparisons
 from cpvt_det.visualize.report import truth_of, write_report
 
 logger = logging.getLogger("cpvt_det")
@@ -75,6 +77,15 @@ class DetectionTask:
         """The evaluator of a test set; the first key of what it returns is the group of :attr:`main_figure`."""
         return builders.build_evaluator(self.cfg, dataset)
 
+    def baseline(self, records: Sequence[ImageRecord], dataset: CocoDataset) -> dict[str, float]:
+        """AP and AP50 of the constant box, :func:`cpvt_det.evaluation.constant.constant_detections`, on a test set."""
+        constant, evaluator = constant_detections(records), builders.build_evaluator(self.cfg, dataset)
+        for record in dataset.records:
+            sides = torch.tensor([record.width, record.height, record.width, record.height])
+            evaluator.add(record.image_id, Detections(constant.boxes_xyxy * sides, constant.scores, constant.labels))
+        figures = flatten(evaluator.evaluate())
+        return {name: figures[name] for name in (self.main_figure, f"{self.main_figure}50") if name in figures}
+
     @cached_property
     def postprocessor(self) -> PostProcessor:
         """Predictions -> detections."""
@@ -111,18 +122,31 @@ class DetectionTask:
             folder = place_of(dataset, datasets, output / "report")
             write_report(dataset, detections, figures, folder, test.PICTURE_THRESHOLD, test.PICTURES)
             logger.info("Report: %s", folder / "report.md")
+            _warn_of_low([found["score"] for found in detections], test.PICTURE_THRESHOLD, f"on {dataset.name}")
 
     def _draw_pictures(self, detector: nn.Module, dataset: CocoDataset, path: Path) -> None:
         """Draw detections over ``TEST.PICTURES`` images, spread over the data set, beside their ground truth."""
         count = min(self.cfg.TEST.PICTURES, len(dataset.records))
         if count < 1:
             return
-        mapper, panels = builders.build_test_mapper(self.cfg), []
+        mapper, compared, threshold = builders.build_test_mapper(self.cfg), [], self.cfg.TEST.PICTURE_THRESHOLD
         with evaluation_mode(detector):
             for number in range(count):
                 record = dataset.records[number * len(dataset.records) // count]
                 (found,) = self.infer(detector, [mapper(record)])
-                image, names = read_image(record.file_name), dataset.classes.names
-                panels.append(draw_comparison(image, truth_of(record), found, names, self.cfg.TEST.PICTURE_THRESHOLD))
-        save_contact_sheet(panels, path)
+                compared.append(Compared(read_image(record.file_name), truth_of(record), found))
+        save_comparisons(compared, dataset.classes.names, threshold, path)
         logger.info("Pictures: %s", path)
+        scores = [score for one in compared for score in one.detections.scores.tolist()]
+        _warn_of_low(scores, threshold, "in these pictures, which show the best few instead")
+
+
+def _warn_of_low(scores: Sequence[float], threshold: float, where: str) -> None:
+    """Warn if no score passes the threshold."""
+    if scores and max(scores) < threshold:
+        logger.warning(
+            "No detection has a score of %.3g (TEST.PICTURE_THRESHOLD) or more %s; the best score is %.3g",
+            threshold,
+            where,
+            max(scores),
+        )

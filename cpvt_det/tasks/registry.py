@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a task, and the registry of tasks."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fvcore.common.config import CfgNode
 
+from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.registry import PartRegistry
 
 TASK_REGISTRY = PartRegistry("TASK", "task")
@@ -26,7 +28,9 @@ The contract of a task, that of :class:`cpvt_det.tasks.DetectionTask`:
 - compare: ``build_training_model``: a module with ``detector``, called with samples, that returns :class:`cpvt_det.losses.Losses`;
 - measure: ``build_evaluator`` (with ``add``, ``state``, ``merge`` and ``evaluate``), ``infer``, ``format_results`` and
   ``write_outputs``;
-- show: ``describe``, ``show_results``.
+- show: ``describe``, ``show_results``;
+- optional: ``baseline(records, dataset)``: figures by name, as in the metrics, of an answer that is the same for every image; a run
+  below it is warned. ``thresholds()`` of the evaluator: :class:`cpvt_det.evaluation.thresholds.Thresholds`, which checkpoints keep.
 """
 
 Results = dict[str, Any]
@@ -57,11 +61,36 @@ def main_value(task: Any, results: Results) -> float:
     Raises:
         KeyError: results without it; the best checkpoint could not be chosen.
     """
+    try:
+        return figure_of(task.main_figure, results)
+    except UnknownNameError as error:
+        names = ", ".join(flatten(results))
+        raise KeyError(f"the results have no {task.main_figure!r}, the task's main figure; they have {names}") from error
+
+
+def figure_of(figure: str, results: Results) -> float:
+    """A figure by its name in the metrics, or by the end of that: ``AP50`` is ``bbox/AP50``, of the first test set.
+
+    Raises:
+        UnknownNameError: results without it.
+    """
     scalars = flatten(results)
     for name, value in scalars.items():
-        if f"/{name}".endswith(f"/{task.main_figure}"):
+        if f"/{name}".endswith(f"/{figure}"):
             return value
-    raise KeyError(f"the results have no {task.main_figure!r}, the task's main figure; they have {', '.join(scalars)}")
+    raise UnknownNameError("figure of the evaluation (TEST.BEST_FIGURE)", figure, scalars)
+
+
+def require_figure(figure: str, task: Any, datasets: Sequence[Any]) -> None:
+    """Refuse a figure that evaluations will not have: those of no answers at all have the same names.
+
+    Raises:
+        UnknownNameError: a name that no evaluation has.
+        ConfigError: a figure that is not defined, because the test set has no objects for it.
+    """
+    results = {dataset.name: task.build_evaluator(dataset).evaluate() for dataset in datasets}
+    if math.isnan(figure_of(figure, results[datasets[0].name] if len(datasets) == 1 else results)):
+        raise ConfigError(f"TEST.BEST_FIGURE {figure}: {datasets[0].name} has no objects that it measures; choose another figure")
 
 
 def place_of(dataset: Any, datasets: Sequence[Any], folder: Path) -> Path:

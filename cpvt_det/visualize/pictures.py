@@ -5,24 +5,37 @@ On the road of one image: after ``inference.py``, beside ``evaluation/coco.py``.
 """
 
 import colorsys
+import itertools
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from cpvt_det.structures import Detections
+from cpvt_det.structures import Detections, Size
 
 MIN_SIDE = 384  # pixels: images with a smaller short side are enlarged, so that labels fit in them
 MAX_SIDE = 2048  # pixels: limit of the long side of an enlarged image
+FEW = 3  # detections that are drawn where none passes the threshold
 GAP = 8  # white pixels between pictures
+SHEET_WIDTH = 1600  # pixels: width of a sheet of comparisons, so that its labels can be read where it fills a screen
+SHEET_HEIGHT = 640  # pixels: largest height of an image on it
 
 Color = tuple[int, int, int]
 Corners = tuple[int, int, int, int]
+
+
+class Compared(NamedTuple):
+    """An image to draw beside its ground truth; arguments of :func:`draw_comparison`."""
+
+    image: Tensor
+    truth: Detections | None
+    detections: Detections
 
 
 def class_color(label: int) -> Color:
@@ -56,8 +69,12 @@ def draw_comparison(
     detections: Detections,
     class_names: Sequence[str],
     score_threshold: float,
+    height: int | None = None,
 ) -> Tensor:
     """One image twice, side by side: with its detections, and with its ground truth.
+
+    Where no detection passes the threshold, the best three are drawn, and the title says so; except beside a ground truth without
+    objects, where no detection is right.
 
     Args:
         image: (3, H, W) uint8, RGB. It is enlarged by the whole number that makes its short side at least 384,
@@ -65,7 +82,8 @@ def draw_comparison(
         truth: ground truth, whose scores are ignored; ``None`` for a single panel.
         detections: boxes in pixels of ``image``.
         class_names: the name of each class.
-        score_threshold: lowest score of the drawn detections.
+        score_threshold: lowest score of the drawn detections, which may be in any order.
+        height: height that the image is resized to, instead of being enlarged.
 
     Returns:
         (3, H', W') uint8, the panels on white, each under its title.
@@ -76,17 +94,26 @@ def draw_comparison(
     """
     detections = detections.cpu()
     keep = detections.scores >= score_threshold
+    count = int(keep.sum())
+    title = f"detections ({count} with score >= {score_threshold:.3g})"
+    if count == 0 and len(keep) and (truth is None or len(truth.labels)):
+        keep = detections.scores.argsort(descending=True)[:FEW]
+        title = f"best {len(keep)} detections (none with score >= {score_threshold:.3g})"
     detections = Detections(detections.boxes_xyxy[keep], detections.scores[keep], detections.labels[keep])
-    title = f"detections ({len(detections.scores)} with score >= {score_threshold:g})"
-    panels = [_draw_panel(image, detections, class_names, title, scored=True)]
+    panels = [_draw_panel(image, detections, class_names, title, scored=True, height=height)]
     if truth is not None:
         title = f"ground truth ({len(truth.labels)})"
-        panels.append(_draw_panel(image, truth.cpu(), class_names, title, scored=False))
+        panels.append(_draw_panel(image, truth.cpu(), class_names, title, scored=False, height=height))
     return _to_tensor(_arrange(panels, columns=2))
 
 
 def draw_objects(
-    image: Tensor, objects: Detections, class_names: Sequence[str], scored: bool = True, what: str = "the picture"
+    image: Tensor,
+    objects: Detections,
+    class_names: Sequence[str],
+    scored: bool = True,
+    what: str = "the picture",
+    height: int | None = None,
 ) -> Image.Image:
     """An image with labelled boxes.
 
@@ -96,10 +123,35 @@ def draw_objects(
         class_names: the name of each class.
         scored: write scores beside the names.
         what: name of the picture in error messages.
+        height: height that the image is resized to, instead of being enlarged.
 
     Raises:
         TypeError, ValueError: as :func:`draw_comparison`.
     """
+    _check(image, objects, class_names, what)
+    if height is None:
+        scale: float = max(1, min(-(-MIN_SIDE // min(image.shape[1:])), MAX_SIDE // max(image.shape[1:])))
+        picture = _to_picture(image.cpu().repeat_interleave(scale, 1).repeat_interleave(scale, 2))
+        font_size = max(14, min(picture.size) // 36)
+    else:
+        scale = height / image.shape[1]
+        picture = _to_picture(image).resize((max(1, round(image.shape[2] * scale)), height), Image.Resampling.LANCZOS)
+        font_size = max(15, height // 30)
+    line = max(2, min(picture.size) // 200)
+    font = ImageFont.load_default(font_size)
+    boxes = [_corners(box, scale, picture.size) for box in objects.boxes_xyxy.tolist()]
+    draw = ImageDraw.Draw(picture)
+    for box, label in zip(boxes, objects.labels.tolist(), strict=True):
+        draw.rectangle(box, outline=class_color(label), width=line)
+    taken: list[Corners] = []
+    for box, label, score in zip(boxes, objects.labels.tolist(), objects.scores.tolist(), strict=True):
+        text = f"{class_names[label]} {score:.2f}" if scored else class_names[label]
+        _draw_label(draw, text, box, class_color(label), font, picture.size, taken)
+    return picture
+
+
+def _check(image: Tensor, objects: Detections, class_names: Sequence[str], what: str) -> None:
+    """Refuse what cannot be drawn."""
     if image.dtype != torch.uint8:
         raise TypeError(f"expected an image of dtype uint8, got {image.dtype}; use (255 * image).byte() for [0, 1]")
     if image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
@@ -109,19 +161,44 @@ def draw_objects(
     unnamed = [label for label in objects.labels.tolist() if not 0 <= label < len(class_names)]
     if unnamed:
         raise ValueError(f"label {unnamed[0]} has no name among {len(class_names)} classes, in {what!r}")
-    scale = max(1, min(-(-MIN_SIDE // min(image.shape[1:])), MAX_SIDE // max(image.shape[1:])))
-    picture = _to_picture(image.cpu().repeat_interleave(scale, 1).repeat_interleave(scale, 2))
-    short_side = min(picture.size)
-    font = ImageFont.load_default(max(14, short_side // 36))
-    boxes = [_corners(box, scale, picture.size) for box in objects.boxes_xyxy.tolist()]
-    draw = ImageDraw.Draw(picture)
-    for box, label in zip(boxes, objects.labels.tolist(), strict=True):
-        draw.rectangle(box, outline=class_color(label), width=max(2, short_side // 200))
-    taken: list[Corners] = []
-    for box, label, score in zip(boxes, objects.labels.tolist(), objects.scores.tolist(), strict=True):
-        text = f"{class_names[label]} {score:.2f}" if scored else class_names[label]
-        _draw_label(draw, text, box, class_color(label), font, picture.size, taken)
-    return picture
+
+
+def save_comparisons(
+    compared: Sequence[Compared], class_names: Sequence[str], score_threshold: float, path: str | os.PathLike[str]
+) -> None:
+    """Write comparisons as one PNG whose rows they fill from side to side, as :func:`sheet_rows` lays them out.
+
+    Args:
+        compared: images with their ground truth and detections; at least one.
+        class_names, score_threshold: as of :func:`draw_comparison`.
+        path: path of the PNG; missing folders are created.
+    """
+    rows, left = [], iter(compared)
+    for count, height in sheet_rows([tuple(one.image.shape[1:]) for one in compared]):
+        panels = [draw_comparison(*one, class_names, score_threshold, height) for one in itertools.islice(left, count)]
+        rows.append(_arrange([_to_picture(panel) for panel in panels], count))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    _arrange(rows, columns=1).save(path, format="PNG")
+
+
+def sheet_rows(sizes: Sequence[Size]) -> list[tuple[int, int]]:
+    """Lay out comparisons in rows of one width, without space beside them.
+
+    Args:
+        sizes: (h, w) of each image; a comparison is twice as wide.
+
+    Returns:
+        For each row the number of its comparisons, and the height of their images: the one that fills ``SHEET_WIDTH``; in the last
+        row at most ``SHEET_HEIGHT``.
+    """
+    rows, count, aspect = [], 0, 0.0
+    for place, (height, width) in enumerate(sizes, start=1):
+        count, aspect = count + 1, aspect + 2 * width / height
+        fitting = (SHEET_WIDTH - (2 * count - 1) * GAP) / aspect
+        if fitting <= SHEET_HEIGHT or place == len(sizes):
+            rows.append((count, max(1, round(min(fitting, SHEET_HEIGHT)))))
+            count, aspect = 0, 0.0
+    return rows
 
 
 def save_contact_sheet(panels: Sequence[Tensor], path: str | os.PathLike[str], columns: int = 2) -> None:
@@ -142,17 +219,19 @@ def save_contact_sheet(panels: Sequence[Tensor], path: str | os.PathLike[str], c
     sheet.save(path, format="PNG")
 
 
-def _draw_panel(image: Tensor, objects: Detections, names: Sequence[str], title: str, scored: bool) -> Image.Image:
-    return _with_title(draw_objects(image, objects, names, scored, title), title)
+def _draw_panel(
+    image: Tensor, objects: Detections, names: Sequence[str], title: str, scored: bool, height: int | None = None
+) -> Image.Image:
+    return _with_title(draw_objects(image, objects, names, scored, title, height), title)
 
 
-def _pixels(low: float, high: float, scale: int, side: int) -> tuple[int, int]:
+def _pixels(low: float, high: float, scale: float, side: int) -> tuple[int, int]:
     """First and last pixel of an interval in an enlarged image of ``side`` pixels; inside the image, and at least one pixel."""
     first = min(max(math.floor(low * scale), 0), side - 1)
     return first, min(max(math.ceil(high * scale) - 1, first), side - 1)
 
 
-def _corners(box_xyxy: list[float], scale: int, size: tuple[int, int]) -> Corners:
+def _corners(box_xyxy: list[float], scale: float, size: tuple[int, int]) -> Corners:
     (left, right), (top, bottom) = (_pixels(box_xyxy[i], box_xyxy[i + 2], scale, size[i]) for i in (0, 1))
     return left, top, right, bottom
 

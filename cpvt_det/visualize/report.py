@@ -62,6 +62,7 @@ def write_report(
     _write_matrix(matrix, names, folder / "confusion.csv")
     drawn = _draw_worst(dataset, images, worst, folder, threshold)
     content = _content(dataset, curves, matrix, worst, threshold)
+    content["best_score"] = max((result["score"] for result in results), default=None)
     write_json(content, folder / "report.json", indent=2)
     (folder / "report.md").write_text(_page(content, figures, curves, drawn), encoding="utf-8")
 
@@ -208,15 +209,23 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
         _thresholds(content["classes"]),
         "![Precision and recall](precision_recall.png)",
         "## Confusion",
-        f"Detections with a score of at least {threshold:g} (`TEST.PICTURE_THRESHOLD`), matched at IoU {IOU} whatever their class. "
-        "Rows are the true classes; the last column counts missed objects, the last row detections on no object. "
-        "Counts: confusion.csv.",
+        f"Detections with a score of at least {threshold:.3g} (`TEST.PICTURE_THRESHOLD`), matched at IoU {IOU}, whatever their "
+        "class. Rows are the true classes; the last column counts missed objects, the last row detections on no object. "
+        "Counts: confusion.csv." + _nothing_passes(content),
         "![Confusion matrix](confusion.png)",
         "## Worst images",
-        f"Images with most missed objects and false detections, matched per class, at a score of at least {threshold:g}.",
+        f"Images with most missed objects and false detections, matched per class, at a score of at least {threshold:.3g}.",
         *(worst or ["No image has a mistake."]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _nothing_passes(content: dict[str, Any]) -> str:
+    """A sentence where no detection passes the threshold; empty elsewhere."""
+    best = content["best_score"]
+    if best is not None and best >= content["score_threshold"]:
+        return ""
+    return " **No detection has so high a score" + (".**" if best is None else f": the best score is {best:.3g}.**")
 
 
 def _thresholds(classes: Sequence[dict[str, Any]]) -> str:

@@ -19,6 +19,7 @@ import torch
 from test_checkpoint import Payload, detector, same
 
 from cpvt_det.checkpoint import load_weights, pickles
+from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
 from cpvt_det.checkpoint.resume import last_checkpoint
@@ -276,12 +277,12 @@ def test_checkpoints_of_before_there_were_ids_are_resumed_by_their_seeds(tmp_pat
             keeper.save(f"model_{iteration:07d}", iteration)
             rewrite(tmp_path / f"model_{iteration:07d}.pth", seed)
     for seed, best in ((7, None), (1, 5.0)):
-        keeper.checkpointables["cpvt_det"].best = None
+        keeper.checkpointables["cpvt_det"].best = BestSoFar()
         keeper.keep_best(5.0, 4)
         rewrite(tmp_path / "model_best.pth", seed)
         again = checkpointer(tmp_path)
         assert again.begin(resume=True) == 5
-        assert again.checkpointables["cpvt_det"].best == best
+        assert again.checkpointables["cpvt_det"].best.figure == best
         assert again.checkpointables["cpvt_det"].run_id == "1"
         (tmp_path / "run_id").unlink()
 
@@ -304,6 +305,23 @@ def test_the_best_of_an_earlier_run_with_the_same_seed_is_replaced(tmp_path):
     assert read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]["best"] == 3.0
 
 
+def test_a_best_of_another_figure_is_replaced_and_that_is_told(tmp_path, caplog):
+    """The figures of two names cannot be compared."""
+    keeper = begin(tmp_path, "a")
+    keeper.checkpointables["cpvt_det"].best = BestSoFar("bbox/AP")
+    keeper.keep_best(50.0, 1)
+    keeper.save("model_0000002", 2)
+    again = checkpointer(tmp_path)
+    again.checkpointables["cpvt_det"].best = BestSoFar("AP50")
+    again.begin(resume=True)
+    assert again.checkpointables["cpvt_det"].best == BestSoFar("AP50")
+    told = "The best checkpoint so far was chosen by bbox/AP, and the next evaluation decides by AP50 (TEST.BEST_FIGURE)"
+    assert told in caplog.text
+    again.keep_best(3.0, 4)
+    node = read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]
+    assert (node["best"], node["best_figure"], node["best_iteration"]) == (3.0, "AP50", 4)
+
+
 def test_other_training_data_are_told_at_a_resume(tmp_path, caplog):
     begin(tmp_path, "a").save("model_0000001", 1)
     again = checkpointer(tmp_path)
@@ -320,7 +338,7 @@ def test_a_damaged_best_checkpoint_is_forgotten(tmp_path, caplog):
     os.truncate(tmp_path / "model_best.pth", 5)
     again = checkpointer(tmp_path)
     again.begin(resume=True)
-    assert again.checkpointables["cpvt_det"].best is None
+    assert again.checkpointables["cpvt_det"].best.figure is None
     assert "The best checkpoint cannot be read; the next evaluation writes a new one" in caplog.text
 
 

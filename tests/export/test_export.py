@@ -158,6 +158,47 @@ def test_the_script_without_this_package_sees_what_the_model_sees(shipped, tmp_p
         assert [float(number) for number in numbers] == pytest.approx([float(score), *box.tolist()], abs=1.5)
 
 
+def run_onnx(*words, **options):
+    script = [sys.executable, ROOT / "tools/run_onnx.py", *words]
+    return subprocess.run([str(word) for word in script], capture_output=True, text=True, **options)
+
+
+def test_the_script_takes_the_threshold_of_the_file_unless_another_is_given(shipped, tmp_path):
+    """The file's threshold is in the widest gap between two of twelve scores; where none passes, the best is named."""
+    import onnx
+
+    model = onnx.load(shipped[2])
+    (facts,) = (entry for entry in model.metadata_props if entry.key == "cpvt_det")
+    Image.new("RGB", (150, 100), (200, 30, 30)).save(tmp_path / "picture.png")
+    lines = run_onnx(shipped[2], tmp_path / "picture.png", "--threshold", 0).stdout.splitlines()
+    scores = [float(line.split()[1]) for line in lines]
+    assert len(lines) == 12 and scores == sorted(scores, reverse=True)
+    passing = max(range(1, 12), key=lambda place: scores[place - 1] - scores[place])
+    facts.value = json.dumps({**json.loads(facts.value), "threshold": (scores[passing - 1] + scores[passing]) / 2})
+    onnx.save(model, tmp_path / "kept.onnx")
+    kept = run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png")
+    assert kept.stdout.splitlines() == lines[:passing] and kept.stderr == ""
+    none = run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png", "--threshold", 1)
+    name = lines[0].split()[0]
+    assert none.stdout == ""
+    assert none.stderr.startswith("no detection has a score of 1; the best has ")
+    assert none.stderr.rstrip().endswith(f"({name}): --threshold sets a lower one")
+    assert run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png", "--threshold", 1.5).returncode == 2
+    assert "--threshold SCORE" in run_onnx("--help").stdout
+
+
+def test_a_program_keeps_the_thresholds_of_the_weights(tmp_path):
+    kept = {"overall": 0.3125, "classes": [0.25, None, 0.75]}
+    for name, node in (("with", {"thresholds": kept}), ("without", {})):
+        result = export(save(tmp_path, make_cfg("detr", "none"), **node), tmp_path / f"{name}.pt2", *STATIC)
+        assert result.exit_code == 0, result.output
+        extra = {"cpvt_det.json": ""}
+        torch.export.load(tmp_path / f"{name}.pt2", extra_files=extra)
+        facts = json.loads(extra["cpvt_det.json"])
+        expected = {"threshold": 0.3125, "class_thresholds": [0.25, None, 0.75]} if node else {}
+        assert {key: value for key, value in facts.items() if "threshold" in key} == expected
+
+
 def test_everything_that_may_differ_from_call_to_call_is_dynamic_by_default(tmp_path):
     cfg = make_cfg()
     module = ExportModule(prepare(make(cfg)), builders.build_postprocessor(cfg))

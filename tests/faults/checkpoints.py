@@ -132,6 +132,13 @@ def zoo(out: Path) -> None:
     (out / "zoo.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "somebody"}))
 
 
+def change_thresholds(out: Path) -> None:
+    """Scores above 1, for both classes."""
+    checkpoint = read_checkpoint(out / FINAL)
+    checkpoint["cpvt_det"]["thresholds"] = {"overall": 7.5, "classes": [7.5, 7.5]}
+    torch.save(checkpoint, out / "other.pth")
+
+
 def change_weights(change: Callable[[dict], dict]) -> Callable[[Path], None]:
     def damage(out: Path) -> None:
         torch.save(change(read_checkpoint(out / FINAL)["model"]), out / "other.pth")
@@ -185,6 +192,14 @@ SHAPES = Cut("checkpoint/initial.py", 'if not CLASS_HEAD.search(name) and not na
 SKIPPED = Cut("checkpoint/resume.py", "            skipped[path.name] = str(error)\n            continue\n", "            raise\n")
 
 CASES = [
+    Case(
+        "thresholds that are no scores",
+        weights(change_thresholds, name="other.pth"),
+        'other.pth: thresholds must be {"overall": score, "classes": [2 scores]}, scores from 0 to 1 or null, got {...7.5...',
+        guard=Cut(
+            "evaluation/thresholds.py", 'if not fits or not all(map(_is_score, [state.get("overall"), *classes])):', "if False:"
+        ),
+    ),
     Case(
         "one flipped bit in the weights",
         weights(flip),

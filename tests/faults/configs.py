@@ -36,6 +36,22 @@ NO_CONFIG = reader(
     'raise ConfigError(f"no config file {name!r}, neither as a path nor below {config_root()}")', "return Path(name)"
 )
 
+
+def train(**more: object):
+    """``cpvt-det train`` on a drawn data set, ended before its first step."""
+
+    def run(folder: Path) -> Ending:
+        ending = call_on(draw(folder / "data", lambda _: None), "train", **more)
+        assert not (folder / "out/metrics.json").exists(), "a step was taken"
+        return ending
+
+    return run
+
+
+def progress(old: str) -> Cut:
+    return Cut("runner/progress.py", old, "if False:")
+
+
 CASES = [
     Case(
         "YAML tag that runs code",
@@ -87,6 +103,46 @@ CASES = [
         guard=UNKNOWN_KEY,
     ),
     Case("value of another type", config("SOLVER: {BASE_LR: fast}"), "Type mismatch", guard=TYPES),
+    Case(
+        "TEST.BEST_FIGURE that no evaluation has",
+        train(TEST__BEST_FIGURE="mAP"),
+        "unknown figure of the evaluation (TEST.BEST_FIGURE) 'mAP'; known: bbox/AP, bbox/AP-cell",
+        guard=progress("if cfg.TEST.BEST_FIGURE:"),
+    ),
+    Case(
+        "TEST.BEST_FIGURE of large objects, where there are none",
+        train(TEST__BEST_FIGURE="APl"),
+        "TEST.BEST_FIGURE APl: drawn has no objects that it measures; choose another figure",
+        guard=Cut("tasks/registry.py", "if math.isnan(", "if not ("),
+    ),
+    Case(
+        "early stopping without evaluations during the run",
+        train(SOLVER__EARLY_STOPPING=3),
+        "SOLVER.EARLY_STOPPING is 3, but the run is evaluated at its end only; set TEST.EVAL_EPOCHS or EVAL_PERIOD",
+        guard=progress("if patience and not (test.EVAL_PERIOD > 0 or by_epochs):"),
+    ),
+    Case(
+        "early stopping without a test set",
+        train(SOLVER__EARLY_STOPPING=3, DATASETS__TEST=(), TEST__EVAL_PERIOD=2),
+        "SOLVER.EARLY_STOPPING is 3, but nothing is evaluated: name a test set in DATASETS.TEST, or leave the key out",
+        guard=progress("if value and not tests:"),
+    ),
+    Case(
+        "early stopping after -1 evaluations",
+        train(SOLVER__EARLY_STOPPING=-1, TEST__EVAL_PERIOD=2),
+        "SOLVER.EARLY_STOPPING must be at least 0 (0 for no early stopping), got -1",
+        guard=progress("if patience < 0:"),
+    ),
+    Case(
+        "threshold of pictures that is no score",
+        train(TEST__PICTURE_THRESHOLD=1.5),
+        "TEST.PICTURE_THRESHOLD must be a score from 0 to 1, or None for that of the best F1, got 1.5",
+        guard=Cut(
+            "builders/data.py",
+            "if threshold is not None and not (type(threshold) in (int, float) and 0 <= threshold <= 1):",
+            "if False:",
+        ),
+    ),
     Case(
         "key without a value",
         config("VERSION: 2", ["SEED"]),

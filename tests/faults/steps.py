@@ -14,6 +14,7 @@ Box heads, matching and losses run in float32 under autocast: `tests/whole/test_
 """
 
 from pathlib import Path
+from unittest import mock
 
 from tiny import overrides
 
@@ -30,6 +31,12 @@ def train(**more: object):
         return call_on(draw(folder / "data", lambda _: None), "train", **settings)
 
     return run
+
+
+def little_memory(folder: Path) -> Ending:
+    """One megabyte is available."""
+    with mock.patch("cpvt_det.memory.available", return_value=1_000_000):
+        return train()(folder)
 
 
 def resume_spoilt(folder: Path) -> Ending:
@@ -53,6 +60,13 @@ SKIPPED = Cut(
 )
 
 CASES = [
+    Case(
+        "a batch that memory cannot hold, on a CPU",
+        little_memory,
+        "the first step does not fit into memory: 2 images on a canvas of ... pixels keep ... GB for the backward pass (measured "
+        "on one of them), and 0.001 GB of memory are available; ...INPUT.MIN_SIZE_TRAIN",
+        guard=Cut("solver/memory_check.py", "if need > CERTAIN * available:", "if False:"),
+    ),
     Case(
         "learning rate of 1e30",
         train(SOLVER__BASE_LR=1e30),

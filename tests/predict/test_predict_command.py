@@ -5,9 +5,11 @@ import io
 import json
 import shutil
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 from pycocotools.coco import COCO
@@ -34,7 +36,11 @@ def photos(run, tmp_path):
 
 
 def predict(run, source, output, *words):
-    command = ["predict", run.weights, "--input", source, "--output", output, "--device", "cpu", *words]
+    return predict_by(run.weights, source, output, *words)
+
+
+def predict_by(weights, source, output, *words):
+    command = ["predict", weights, "--input", source, "--output", output, "--device", "cpu", *words]
     return CliRunner().invoke(main, [str(word) for word in command])
 
 
@@ -73,6 +79,60 @@ def test_a_picture_is_drawn_above_the_threshold(run, tmp_path):
     with Image.open(tmp_path / "out/pictures/030.jpg") as picture:
         drawn = np.array(found.above(middle).draw(), dtype=int)
         assert np.abs(np.array(picture, dtype=int) - drawn).mean() < 3
+
+
+def keeping(run, folder, thresholds):
+    """The run's weights with other thresholds; without, as an earlier version wrote them, for ``None``."""
+    checkpoint = torch.load(run.weights, weights_only=True)
+    checkpoint["cpvt_det"]["thresholds"] = thresholds
+    if thresholds is None:
+        del checkpoint["cpvt_det"]["thresholds"]
+    torch.save(checkpoint, folder / "kept.pth")
+    return folder / "kept.pth"
+
+
+def test_the_kept_threshold_is_used_unless_another_is_given(run, tmp_path):
+    found = Predictor.from_checkpoint(run.weights, device="cpu")(run.image(30))
+    middle = found.scores.double().sort().values[3].item()
+    weights = keeping(run, tmp_path, {"overall": middle, "classes": [None, None, None]})
+    result = predict_by(weights, run.image(30), tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert (
+        result.stderr.splitlines()[0]
+        == f"Threshold {middle:.3g}: the best F1 in the last evaluation of {weights}; --threshold sets another"
+    )
+    assert f"1 images, 3 detections with score >= {middle:.3g}, " in result.stdout
+    assert len(written(tmp_path / "out")["030.png"]) == 3
+    given = predict_by(weights, run.image(30), tmp_path / "out", "--threshold", 0)
+    assert "6 detections with score >= 0," in given.stdout and "Threshold" not in given.stderr
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "why"),
+    [
+        (None, "WEIGHTS keeps none of an evaluation"),
+        ({"overall": None, "classes": [None] * 3}, "in the last evaluation of WEIGHTS no detection was right"),
+    ],
+)
+def test_without_a_kept_threshold_it_is_half_and_that_is_told(run, tmp_path, thresholds, why):
+    weights = keeping(run, tmp_path, thresholds)
+    result = predict_by(weights, run.image(30), tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith(f"Threshold 0.5: {why.replace('WEIGHTS', str(weights))}; --threshold sets another\n")
+    assert "with score >= 0.5," in result.stdout
+
+
+def test_where_nothing_passes_the_best_score_is_named(run, photos, tmp_path):
+    predictor = Predictor.from_checkpoint(run.weights, device="cpu")
+    best = max((predictor(path) for path in sorted(photos.rglob("0*.png"))), key=lambda found: found.scores[0])
+    result = predict(run, photos, tmp_path / "out", "--threshold", 1)
+    name = Path(best.source).relative_to(photos).as_posix()
+    assert "5 images, 0 detections with score >= 1," in result.stdout
+    assert result.stderr.endswith(
+        f"No score is as high: the best is {best.scores[0]:.3g}, {best.names[0]} in {name}; --threshold sets a lower one\n"
+    )
+    passing = predict(run, photos, tmp_path / "out", "--threshold", 0)
+    assert "No score" not in passing.stderr
 
 
 def test_batches_do_not_change_what_is_found(run, photos, tmp_path):

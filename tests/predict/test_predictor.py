@@ -18,6 +18,7 @@ from cpvt_det.checkpoint import files, read_weights
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
 from cpvt_det.errors import ConfigError, DataError, RunStoppedError, WeightsError
+from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.predict.inputs import read_input
 from cpvt_det.runner.train import run
 
@@ -223,7 +224,7 @@ def test_keys_and_device_override_the_checkpoint(detr):
 def test_a_model_folder_is_the_checkpoint(trained, tmp_path):
     from_file = Predictor.from_checkpoint(trained.weights, device="cpu")
     from_file.save(tmp_path / "deep" / "model")
-    names = ["classes.json", "config.yaml", "model.safetensors", "model.safetensors.sha256"]
+    names = ["classes.json", "config.yaml", "model.safetensors", "model.safetensors.sha256", "thresholds.json"]
     assert sorted(path.name for path in (tmp_path / "deep/model").iterdir()) == names
     assert json.loads((tmp_path / "deep/model/classes.json").read_text()) == [
         {"id": 3, "name": "red"},
@@ -235,8 +236,22 @@ def test_a_model_folder_is_the_checkpoint(trained, tmp_path):
     for image_id in IMAGES:
         assert same(from_folder(trained.image(image_id)), from_file(trained.image(image_id)))
     from_folder.save(tmp_path / "again")
-    for name in names[:3]:
+    for name in (*names[:3], names[4]):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "deep/model" / name).read_bytes(), name
+
+
+def test_a_model_folder_keeps_the_thresholds_and_goes_without(detr, tmp_path):
+    predictor = Predictor.from_checkpoint(detr.weights, device="cpu")
+    predictor.thresholds = Thresholds(0.3125, (None, 0.25, 0.75))
+    predictor.save(tmp_path / "model")
+    assert json.loads((tmp_path / "model/thresholds.json").read_text()) == {"overall": 0.3125, "classes": [None, 0.25, 0.75]}
+    again = Predictor.from_checkpoint(tmp_path / "model", device="cpu")
+    assert again.thresholds == predictor.thresholds and again.threshold == 0.3125
+    again.thresholds = None
+    again.save(tmp_path / "model")
+    assert not (tmp_path / "model/thresholds.json").exists()
+    older = Predictor.from_checkpoint(tmp_path / "model", device="cpu")
+    assert older.thresholds is None and older.threshold == 0.5
 
 
 def test_a_model_folder_is_model_weights(detr, tmp_path):
@@ -279,6 +294,8 @@ def test_a_folder_that_cannot_be_written_keeps_the_model_of_before(detr, predict
         ("classes.json", '[{"name": "red"}]', r"classes.json must be a JSON list of classes"),
         ("classes.json", '[{"id": "1", "name": "a"}]', r"class ids must be whole numbers"),
         ("classes.json", '[{"id": 1, "name": "a"}]', r"a class head with 4 rows does not match 1 class ids and 1 names"),
+        ("thresholds.json", "{", r"cannot read .*thresholds.json: .*; remove it to go without"),
+        ("thresholds.json", "[0.5]", r"thresholds must be {\"overall\": score, \"classes\": \[3 scores\]}"),
         ("model.safetensors", "x", r"damaged: its content does not match its checksum file"),
     ],
 )

@@ -9,7 +9,16 @@ import torch
 from PIL import Image
 
 from cpvt_det.structures import Detections
-from cpvt_det.visualize.pictures import GAP, class_color, draw_comparison, draw_panel, save_contact_sheet
+from cpvt_det.visualize.pictures import (
+    GAP,
+    Compared,
+    class_color,
+    draw_comparison,
+    draw_panel,
+    save_comparisons,
+    save_contact_sheet,
+    sheet_rows,
+)
 
 NAMES = ["square", "circle", "star"]
 GREY = 90
@@ -90,6 +99,26 @@ def test_detections_below_the_threshold_are_left_out():
     assert coverage(panel, class_color(1)) == 0
 
 
+def test_where_none_passes_the_best_three_are_drawn():
+    """Four of class 0 to 3 below the threshold, the best last; class 0 has the lowest score."""
+    box = (40, 50, 100, 110)
+    detections = objects((0, 0.1, *box), (1, 0.2, 5, 5, 30, 30), (2, 0.3, 100, 5, 150, 40), (3, 0.4, 5, 60, 30, 120))
+    names = ["a", "b", "c", "d"]
+    (panel,) = panels_of(draw_comparison(grey_image(128, 160), None, detections, names, 0.5), 384, 480, count=1)
+    assert [coverage(panel, class_color(label)) > 0 for label in range(4)] == [False, True, True, True]
+    (panel,) = panels_of(draw_comparison(grey_image(128, 160), None, detections, names, 0.35), 384, 480, count=1)
+    assert [coverage(panel, class_color(label)) > 0 for label in range(4)] == [False, False, False, True]
+
+
+def test_on_an_image_without_objects_nothing_below_the_threshold_is_drawn():
+    """Nothing is the right answer there."""
+    low = objects((0, 0.4, 40, 50, 100, 110))
+    left, _ = panels_of(draw_comparison(grey_image(128, 160), objects(), low, NAMES, 0.5), 384, 480)
+    assert coverage(left, class_color(0)) == 0
+    left, _ = panels_of(draw_comparison(grey_image(128, 160), objects((1, 1, 0, 0, 9, 9)), low, NAMES, 0.5), 384, 480)
+    assert coverage(left, class_color(0)) > 0
+
+
 def test_scores_of_the_ground_truth_do_not_matter():
     picture = draw_comparison(grey_image(128, 160), objects((0, 0, 40, 50, 100, 110)), objects(), NAMES, 0.5)
     left, right = panels_of(picture, 384, 480)
@@ -144,6 +173,43 @@ def test_pictures_that_cannot_be_drawn_are_refused():
         draw_comparison(image, objects((-1, 1, *box)), objects(), NAMES, 0.5)
     with pytest.raises(ValueError, match="not finite, in 'detections"):
         draw_comparison(image, None, objects((0, 0.9, 1, 2, math.nan, 4)), NAMES, 0.5)
+
+
+def test_rows_of_a_sheet_are_filled_from_side_to_side():
+    """Comparisons are twice as wide as their image. One of 4 : 3 fills 1600 at (1600 - 8) / (8 / 3) = 597; one of 3 : 4 would be
+    1061 high, so two stand in a row, at (1600 - 24) / 3 = 525; the last row, of one square, would be 796 high and is bounded.
+    """
+    assert sheet_rows([(300, 400), (400, 300), (800, 600), (50, 50)]) == [(1, 597), (2, 525), (1, 640)]
+    assert sheet_rows([(10, 4000)]) == [(1, 2)]
+    assert sheet_rows([]) == []
+
+
+def test_a_sheet_of_comparisons_has_no_space_beside_its_images(tmp_path):
+    """Grey images of unequal shape and size, from 40 to 900 pixels: but for titles and gaps the sheet is grey, to the last row."""
+    sizes = [(300, 400), (400, 300), (800, 600), (40, 60), (900, 500), (500, 500)]
+    compared = [Compared(grey_image(*size), objects(), objects()) for size in sizes]
+    save_comparisons(compared, NAMES, 0.5, tmp_path / "pictures/sheet.png")
+    with Image.open(tmp_path / "pictures/sheet.png") as picture:
+        sheet = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    assert abs(sheet.shape[2] - 1600) <= 4
+    rows = sheet_rows(sizes)
+    assert sum(count for count, _ in rows) == 6 and all(300 < height <= 640 for _, height in rows)
+    images = sum(height * (1600 - (2 * count - 1) * GAP) for count, height in rows)
+    assert coverage(sheet, (GREY,) * 3) * sheet[0].numel() == pytest.approx(images, rel=0.02)
+    assert coverage(sheet, (GREY,) * 3) > 0.9
+
+
+def test_boxes_of_a_resized_image_are_where_they_were_and_labels_can_be_read():
+    """A box (400, 200, 800, 600) of an image of 1600 x 1200, at a height of 600, covers columns 200 to 399 and rows 100 to 299."""
+    picture = draw_comparison(grey_image(1200, 1600), None, objects((0, 0.9, 400, 200, 800, 600)), NAMES, 0.5, height=600)
+    assert picture.shape[2] == 800
+    (panel,) = panels_of(picture, 600, 800, count=1)
+    red = class_color(0)
+    for edge in (panel[:, 100:300, 200:202], panel[:, 100:300, 398:400], panel[:, 100:102, 200:400], panel[:, 298:300, 200:400]):
+        assert coverage(edge, red) == 1
+    label = (panel[:, :100] == torch.tensor(red)[:, None, None]).all(0)
+    rows, _ = label.nonzero(as_tuple=True)
+    assert rows.max() - rows.min() >= 20
 
 
 def test_a_contact_sheet_is_a_png_with_every_panel_in_its_place(tmp_path):

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run learns, in both runners: evaluations beside a constant answer, losses over time, best checkpoint, early stop."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fvcore.common.config import CfgNode
+from torch import nn
+
+from cpvt_det import distributed
+from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
+from cpvt_det.errors import ConfigError
+from cpvt_det.runner.evaluate import measure
+from cpvt_det.tasks.registry import Results, figure_of, flatten, require_figure
+
+logger = logging.getLogger("cpvt_det")
+FIRST_LOOK = 400
+"""Iterations before the first look at the losses; the next looks are after 800, 1600, ..."""
+LEAST_FALL = 0.01
+"""A loss that falls by less, as a share of itself, is flat. From one quarter of a run to the next it falls by several times as much
+while a detector learns: by 6 % where it is the fifth root of the number of iterations."""
+WHAT_HELPS = (
+    "what helps: trained weights to start from (MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS), more iterations (SOLVER.EPOCHS, or a "
+    "smaller SOLVER.IMS_PER_BATCH), another SOLVER.BASE_LR; `cpvt-det show data` draws whether boxes and images belong together"
+)
+
+
+class RunEvaluations:
+    """The evaluations of a run: figures are compared with the task's baseline, the best checkpoint is kept, a run may end early.
+
+    Args:
+        cfg: config of the run.
+        task: task of the run.
+        records: images of the run's training sets, for the baseline.
+        tests: test sets; the first one decides.
+        checkpointer: checkpointer of the run, whose node ``cpvt_det`` keeps the best evaluation and the thresholds.
+
+    Raises:
+        ConfigError: ``TEST.BEST_FIGURE`` or ``SOLVER.EARLY_STOPPING`` that cannot be used.
+    """
+
+    def __init__(self, cfg: CfgNode, task: Any, records: Sequence[Any], tests: Sequence[Any], checkpointer: RunCheckpointer):
+        self.task = task
+        self.tests = tests
+        self.checkpointer = checkpointer
+        self.patience = cfg.SOLVER.EARLY_STOPPING
+        self.state: RunState = checkpointer.checkpointables["cpvt_det"]
+        self._records = records
+        self._baseline: dict[str, float] | None = None
+        _check_settings(cfg, tests)
+        if cfg.TEST.BEST_FIGURE:
+            require_figure(cfg.TEST.BEST_FIGURE, task, tests)
+
+    def evaluate(self, detector: nn.Module, iteration: int, output: Path) -> Results:
+        """Evaluate after an iteration, in every process; arguments and results as of :func:`cpvt_det.runner.evaluate.evaluate`."""
+        results, self.state.thresholds = measure(self.task, detector, self.tests, output)
+        if distributed.rank() == 0:
+            self._compare(results, iteration)
+        self.checkpointer.keep_best(figure_of(self.state.best.name, results), iteration)
+        if self.is_over:
+            best = self.state.best
+            logger.info(
+                "Early stop after iteration %d: %d evaluation(s) without a higher %s than the %.4g of iteration %d "
+                "(SOLVER.EARLY_STOPPING %d)",
+                *(iteration, best.waited, best.name, best.figure, best.iteration, self.patience),
+            )
+        return results
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run ends early: the last ``SOLVER.EARLY_STOPPING`` evaluations were not better than the best before."""
+        return 0 < self.patience <= self.state.best.waited
+
+    def _compare(self, results: Results, iteration: int) -> None:
+        """Warn of figures below the baseline, which is computed once, without looking at an image."""
+        if self._baseline is None:
+            has_one = hasattr(self.task, "baseline")
+            self._baseline = self.task.baseline(self._records, self.tests[0]) if has_one else {}
+            if self._baseline:
+                listed = ", ".join(f"{name} {value:.1f}" for name, value in self._baseline.items())
+                logger.info("For comparison, the mean training box of each class, in every image the same: %s", listed)
+        scalars = flatten(results if len(self.tests) == 1 else results[self.tests[0].name])
+        below = [name for name, value in self._baseline.items() if scalars.get(name, value) < value]
+        if below:
+            listed = ", ".join(f"{name} {scalars[name]:.1f} is below {self._baseline[name]:.1f}" for name in below)
+            logger.warning(
+                "After iteration %d the model is worse than one constant box per class: %s; %s", iteration, listed, WHAT_HELPS
+            )
+
+
+def _check_settings(cfg: CfgNode, tests: Sequence[Any]) -> None:
+    patience, test = cfg.SOLVER.EARLY_STOPPING, cfg.TEST
+    by_epochs = cfg.SOLVER.EPOCHS > 0 and test.EVAL_EPOCHS > 0  # else EVAL_EPOCHS is not used
+    if patience < 0:
+        raise ConfigError(f"SOLVER.EARLY_STOPPING must be at least 0 (0 for no early stopping), got {patience}")
+    for key, value in (("SOLVER.EARLY_STOPPING", patience), ("TEST.BEST_FIGURE", test.BEST_FIGURE)):
+        if value and not tests:
+            raise ConfigError(f"{key} is {value}, but nothing is evaluated: name a test set in DATASETS.TEST, or leave the key out")
+    if patience and not (test.EVAL_PERIOD > 0 or by_epochs):
+        raise ConfigError(
+            f"SOLVER.EARLY_STOPPING is {patience}, but the run is evaluated at its end only; set TEST.EVAL_EPOCHS or EVAL_PERIOD"
+        )
+
+
+class LossWatch:
+    """Warns of a total loss that is flat while the learning rate is still high.
+
+    After 400, 800, 1600, ... iterations the means of the last two quarters of the run are compared. Later in a schedule, at less
+    than half of the highest learning rate, a loss may be flat.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[tuple[int, float]] = []
+        self._next = FIRST_LOOK
+        self._highest_lr = 0.0
+
+    def put(self, iteration: int, scalars: dict[str, float]) -> None:
+        """Take ``total_loss`` and ``lr`` of an iteration, or their means since the last call; warn if a look is due."""
+        done, loss = iteration + 1, scalars.get("total_loss")
+        if loss is None or loss != loss:
+            return
+        self._losses.append((done, loss))
+        self._highest_lr = max(self._highest_lr, scalars["lr"])
+        if done < self._next:
+            return
+        while self._next <= done:
+            self._next *= 2
+        half, later = 0.5 * done, 0.75 * done
+        before = [value for at, value in self._losses if half < at <= later]
+        now = [value for at, value in self._losses if at > later]
+        whole = self._losses[0][0] <= half  # a resumed run has not seen its beginning
+        if whole and before and now and scalars["lr"] >= 0.5 * self._highest_lr:
+            _warn_of_flat(*(sum(values) / len(values) for values in (before, now)), half, done)
+
+
+def _warn_of_flat(before: float, now: float, half: float, done: int) -> None:
+    if now > before * (1 - LEAST_FALL):
+        logger.warning(
+            "The total loss is flat: %.4g from iteration %d to %d, %.4g from there to %d; %s",
+            *(before, half, 0.75 * done, now, done - 1, WHAT_HELPS),
+        )

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether memory can hold a step on the CPU, where the system ends a process that needs too much, without a message.
+
+One image of the first batch is passed through the detector, on the canvas of its batch, and what autograd keeps of it is counted.
+All images of a part of the batch are kept at the same time, so their sum is a lower bound of what the step needs beyond what the
+process has already: outputs that nothing keeps, gradients, the optimiser and the work space of operators come on top.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det import distributed, memory
+from cpvt_det.data.mapper import Sample
+from cpvt_det.errors import ConfigError
+from cpvt_det.models import Detector
+
+logger = logging.getLogger("cpvt_det")
+LARGE = 4_000
+"""Bytes per pixel of a batch that must be available for a step to be taken without a look; detectors of this package keep less."""
+CERTAIN = 1.1
+"""Refused is a step whose lower bound is this many times the available memory: several images may differ from one times several."""
+LIKELY = 1.5
+"""A warning is due where the lower bound times this exceeds the available memory; an advised part stays below."""
+
+
+def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_dtype: torch.dtype | None = None) -> None:
+    """Refuse a step that cannot fit. Every process must call it; the detector and its statistics stay as they are.
+
+    Args:
+        detector: model of the step, in training mode; one that is no detector of this package is not looked at.
+        part: samples that are worked through at the same time.
+        count: all samples of this process in a step.
+        amp_dtype: dtype of autocast; ``None`` for full precision.
+
+    Raises:
+        ConfigError: a step that needs more than there is, with the ``SOLVER.ACCUMULATE`` that helps.
+    """
+    available = memory.available()
+    if not isinstance(detector, Detector) or detector.pixel_mean.device.type != "cpu" or available is None:
+        return
+    batch = detector.preprocess([sample["image"] for sample in part])
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
+    pixels = batch.padding_mask.numel()
+    if not distributed.all_reduce_max(int(processes * pixels * LARGE > available)):  # all look, as norms may talk to each other
+        return
+    targets = [sample["targets"] for sample in part[:1]]
+    images, padding_mask = batch.images[:1].clone(), batch.padding_mask[:1].clone()
+    buffers = {name: buffer.clone() for name, buffer in detector.named_buffers()}
+    with torch.autocast("cpu", amp_dtype, enabled=amp_dtype is not None):
+        each = processes * kept_bytes(detector, images, padding_mask, targets)
+    for name, buffer in detector.named_buffers():
+        buffer.copy_(buffers[name])
+    each = distributed.all_reduce_max(each)
+    size = f"{len(part)} images on a canvas of {images.shape[2]} x {images.shape[3]} pixels"
+    _judge(each, len(part), count, available, size)
+
+
+def _judge(each: int, images: int, count: int, available: int, size: str) -> None:
+    """Refuse, warn of, or pass ``images`` at once that keep ``each`` bytes."""
+    need = each * images
+    if need * LIKELY <= available:
+        return
+    fitting = [parts for parts in range(1, count + 1) if -(-count // parts) * each * LIKELY <= available]
+    way_out = (
+        f"set SOLVER.ACCUMULATE {fitting[0]}, which takes the step in {fitting[0]} parts"
+        if fitting
+        else "one image at a time is hardly less: set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
+    )
+    told = (
+        f"{size} keep {need / 1e9:.3g} GB for the backward pass (measured on one of them), "
+        f"and {available / 1e9:.3g} GB of memory are available"
+    )
+    if need > CERTAIN * available:
+        raise ConfigError(f"the first step does not fit into memory: {told}; {way_out}")
+    logger.warning("The first step may not fit into memory: %s; %s", told, way_out)
+
+
+def kept_bytes(function: Callable[..., Any], *args: Any) -> int:
+    """What autograd keeps for the backward pass of a call, in bytes; without parameters and buffers, each storage once.
+
+    Tensors of functions that compute their activations again (``MODEL.CHECKPOINTING``) are not counted.
+    """
+    modules = [function] if isinstance(function, nn.Module) else []
+    own = {_storage(t) for module in modules for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in own:
+            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()  # an output that kept itself would never be freed
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(*args)  # until here nothing that is kept is freed, so that no place in memory is used twice
+    total = sum(kept.values())
+    del result
+    return total
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best evaluation so far, and the count of those that were waited, in a run and in one that is resumed."""
+
+import math
+
+import pytest
+
+from cpvt_det.checkpoint.best import BestSoFar
+from cpvt_det.checkpoint.checkpointer import RunState
+from cpvt_det.data.coco import Classes
+from cpvt_det.evaluation.thresholds import Thresholds
+
+FIGURES = {9: 10.0, 19: 30.0, 29: 20.0, 39: 30.0, 49: 25.0}
+
+
+def follow(best, *iterations):
+    """The iterations that were the best when they came."""
+    return [iteration for iteration in iterations if best.take(FIGURES[iteration], iteration)]
+
+
+def test_evaluations_without_a_higher_figure_are_counted():
+    best = BestSoFar("bbox/AP")
+    assert follow(best, *FIGURES) == [9, 19]
+    assert (best.figure, best.iteration, best.waited) == (30.0, 19, 3)
+
+
+def test_nan_is_never_the_best_and_is_waited():
+    best = BestSoFar()
+    assert not best.take(math.nan, 1) and best.take(0.0, 3) and not best.take(math.nan, 5)
+    assert (best.figure, best.iteration, best.waited) == (0.0, 3, 1)
+
+
+@pytest.mark.parametrize("stop", FIGURES)
+@pytest.mark.parametrize("best_on_disk", FIGURES)
+def test_a_resumed_run_counts_as_the_run_never_interrupted(stop, best_on_disk):
+    """Killed after the evaluation of ``best_on_disk`` or later, resumed from the checkpoint of ``stop``, which is older than its
+    own evaluation; as the checkpointer does, the best so far is taken from ``model_best.pth``.
+    """
+    seen = [iteration for iteration in FIGURES if iteration <= max(stop, best_on_disk)]
+    whole, saved, disk = BestSoFar(), None, {}
+    for iteration in FIGURES:
+        if iteration == stop:
+            saved = whole.state_dict()
+        if whole.take(FIGURES[iteration], iteration) and iteration in seen:
+            disk = whole.state_dict()
+    resumed = BestSoFar()
+    resumed.load_state_dict(saved)
+    resumed.figure, resumed.iteration = disk["best"], disk["best_iteration"]
+    follow(resumed, *(iteration for iteration in FIGURES if iteration >= stop))
+    assert resumed == whole
+
+
+def test_an_evaluation_that_is_repeated_after_an_early_stop_is_not_counted_again():
+    best = BestSoFar()
+    follow(best, 9, 19, 29, 39)
+    again = BestSoFar()
+    again.load_state_dict(best.state_dict())
+    follow(again, 39)
+    assert again.waited == best.waited == 2
+
+
+def test_the_count_of_a_run_that_chose_by_another_figure_is_dropped():
+    best, other = BestSoFar("bbox/AP"), BestSoFar("AP50")
+    follow(best, *FIGURES)
+    other.load_state_dict(best.state_dict())
+    assert other == BestSoFar("AP50")
+
+
+def test_a_checkpoint_of_before_has_a_best_figure_alone():
+    best = BestSoFar("bbox/AP")
+    best.load_state_dict({"best": 12.5})
+    assert best == BestSoFar("bbox/AP", 12.5)
+
+
+def test_best_and_thresholds_travel_in_the_node_of_a_run():
+    state = RunState(Classes((0, 4), ("cat", "dog")), "VERSION: 2\n", 1, "a", {}, best_figure="AP50")
+    state.best.take(50.0, 7)
+    state.thresholds = Thresholds(0.25, (0.5, None))
+    other = RunState(Classes((0, 4), ("cat", "dog")), "VERSION: 2\n", 1, "b", {}, best_figure="AP50")
+    other.load_state_dict(state.state_dict())
+    assert (other.best, other.thresholds) == (state.best, state.thresholds)
+    older = {key: value for key, value in state.state_dict().items() if key != "thresholds"}
+    other.thresholds = None
+    other.load_state_dict(older)
+    assert other.thresholds is None
