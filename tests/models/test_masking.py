@@ -1,13 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The padding kept out of any network: each treatment is needed, and the probe refuses what looks at the padding all the same."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from cpvt_det.layers.norm import MaskedGroupNorm
 from cpvt_det.models.backbones import masking
-from cpvt_det.models.backbones.masking import Grid, InexactError, Treatment, ValidCells, channels_second, kind_of, of_batch, probe, treat, unsettle
+from cpvt_det.models.backbones.masking import (
+    Grid,
+    InexactError,
+    Treatment,
+    ValidCells,
+    channels_second,
+    kind_of,
+    of_batch,
+    probe,
+    treat,
+    unsettle,
+)
 from cpvt_det.structures import padding_mask_of
 
 DIVISOR = 16
@@ -114,7 +127,12 @@ def try_out(network):
     def see(name, module, args, out):
         seen.append(Treatment(name, kind_of(module), *(Grid.of(canvas, channels_second(module, x)) for x in (args[0], out))))
 
-SOR)
+    handles = [module.register_forward_hook(partial(see, name)) for name, module in network.named_modules() if kind_of(module)]
+    with torch.no_grad(), unsettle(network):
+        network(images)
+    for handle in handles:
+        handle.remove()
+    return probe(network, lambda x: [network(x)], seen, DIVISOR)
 
 
 @pytest.mark.parametrize("kind", NEEDED)

