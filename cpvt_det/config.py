@@ -54,8 +54,8 @@ def _add_model(cfg: CfgNode) -> None:
     model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
     model.CHECKPOINTING = False  # True: backbone and encoder are computed twice per step, which needs about half the memory
     model.NUM_CLASSES = 0  # number of classes; 0: read it from the training data; otherwise it is compared with the data
-    model.PIXEL_MEAN = list(defaults.PIXEL_MEAN)  # mean of the R, G and B channels, for pixel values from 0 to 255
-    model.PIXEL_STD = list(defaults.PIXEL_STD)  # the model gets (pixels - PIXEL_MEAN) / PIXEL_STD
+    model.PIXEL_MEAN = list(defaults.PIXEL_MEAN)  # mean of R, G and B, 0 to 255; timm backbones replace defaults by their own
+    model.PIXEL_STD = list(defaults.PIXEL_STD)  # the model gets (pixels - PIXEL_MEAN) / PIXEL_STD; timm: as for PIXEL_MEAN
 
     # A part of your own, registered by a module given with --import, may have options of its own: add them in YAML to its node
     # (BACKBONE, NECK, POSITION, QUERIES, CRITERION, or for a detector DETECTOR).
@@ -67,11 +67,13 @@ def _add_model(cfg: CfgNode) -> None:
 
 def _add_features(model: CfgNode) -> None:
     model.BACKBONE = CfgNode(new_allowed=True)
-    model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101; with detectron2 also every name in its backbone registry
-    model.BACKBONE.WEIGHTS = ""  # name of torchvision weights (IMAGENET1K_V1, DEFAULT) or path of a file; empty: random weights
-    model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN or GN to train from scratch
+    model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101, or timm/<name>; with detectron2 also every name in its registry
+    model.BACKBONE.WEIGHTS = (
+        ""  # weights by name (torchvision: IMAGENET1K_V1, DEFAULT; timm: pip, DEFAULT), or a file; empty: random
+    )
+    model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN or GN (not for timm) to train from scratch
     model.BACKBONE.WIDTH = 64  # channels of the stem; all stages scale with it; pretrained weights exist for 64 only
-    model.BACKBONE.STAGES = (5,)  # stages, 2 to 5, whose feature maps are used; DETR uses one
+    model.BACKBONE.STAGES = (5,)  # stages, 2 to 5, whose feature maps, of strides 4 to 32, are used; DETR uses one
     model.BACKBONE.DC5 = False  # True: stage 5 is dilated and has the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # last stage that keeps its pretrained weights (is frozen); 1 is the stem, 0 trains all stages
     model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in batches of the official code

@@ -20,6 +20,9 @@ Builder = TypeVar("Builder", bound=Callable[..., Any])
 class PartRegistry(Registry):
     """Names -> classes or functions that build a part; a subclass of fvcore's ``Registry``, which detectron2 uses.
 
+    A part registered as ``timm/<name>`` stands for all names that begin with ``timm/``; its builder gets the rest as its first
+    argument.
+
     Args:
         name: name of the registry, such as "POSITION".
         kind: name of a part in messages, such as "position encoding".
@@ -45,6 +48,9 @@ class PartRegistry(Registry):
 
         return register
 
+    def __contains__(self, name: str) -> bool:
+        return super().__contains__(name) or super().__contains__(_family_of(name))
+
     def find(self, name: str) -> Callable[..., Any]:
         """The builder of a name.
 
@@ -53,6 +59,9 @@ class PartRegistry(Registry):
         """
         if name not in self:
             raise UnknownNameError(self.kind, name, self.names, IMPORT_HINT)
+        family = _family_of(name)
+        if "/" in name and super().__contains__(family):
+            return functools.partial(self.get(family), name.partition("/")[2])
         return self.get(name)
 
     def parameters(self, name: str) -> set[str]:
@@ -94,3 +103,9 @@ class PartRegistry(Registry):
             if option not in accepted:
                 raise UnknownNameError(f"option of {self.kind} {name!r}", option, accepted - set(known))
         return functools.partial(self.find(name), **options) if options else self.find(name)
+
+
+def _family_of(name: str) -> str:
+    """The name that a family of parts is registered as, for the name of one."""
+    family, _, rest = name.partition("/")
+    return f"{family}/<name>" if rest else name

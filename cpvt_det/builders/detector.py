@@ -9,7 +9,7 @@ import torch
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det import distributed
+from cpvt_det import defaults, distributed
 from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, keyword_of, refuse_unused
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
@@ -163,8 +163,7 @@ def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) 
         "num_queries": detr.NUM_OBJECT_QUERIES,
         "num_logits": classification.num_logits,
         "prior_probability": classification.prior_probability,
-        "pixel_mean": cfg.MODEL.PIXEL_MEAN,
-        "pixel_std": cfg.MODEL.PIXEL_STD,
+        **_pixel_statistics(cfg, backbone),
         "frozen": cfg.MODEL.FREEZE,
     }
     facts = {
@@ -206,6 +205,13 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
     name = cfg.MODEL.BACKBONE.NAME
     facts = {"checkpointing": cfg.MODEL.CHECKPOINTING}
     return BACKBONE_REGISTRY.build(name, facts, _options(cfg, "BACKBONE", BACKBONE_REGISTRY, name))
+
+
+def _pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[float]]:
+    """``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``, or where both have their defaults, those that the backbone knows, if any."""
+    given = {"pixel_mean": cfg.MODEL.PIXEL_MEAN, "pixel_std": cfg.MODEL.PIXEL_STD}
+    are_defaults = (list(given["pixel_mean"]), list(given["pixel_std"])) == (list(defaults.PIXEL_MEAN), list(defaults.PIXEL_STD))
+    return {name: getattr(backbone, name, value) if are_defaults else value for name, value in given.items()}
 
 
 def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_layers: int) -> PositionEncoding:

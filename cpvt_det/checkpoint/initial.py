@@ -57,7 +57,8 @@ def load_initial_weights(
         raise WeightsError("evaluation needs weights: set MODEL.WEIGHTS to a checkpoint, or use --resume for the run in OUTPUT_DIR")
     if backbone.WEIGHTS:
         load_backbone_weights(detector.backbone, backbone.WEIGHTS, backbone.NAME)
-        logger.info("Backbone weights: %s", backbone.WEIGHTS)
+        mean, std = (", ".join(f"{value:g}" for value in part.flatten()) for part in (detector.pixel_mean, detector.pixel_std))
+        logger.info("Backbone weights: %s, with pixels less a mean of %s, by a deviation of %s", backbone.WEIGHTS, mean, std)
     elif _starts_frozen(cfg):
         logger.warning(
             "The backbone starts from random weights, and with MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 a part of it is never "

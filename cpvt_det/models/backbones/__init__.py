@@ -3,5 +3,6 @@
 
 from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.resnet import ResNetBackbone
+from cpvt_det.models.backbones.timm import TimmBackbone
 
-__all__ = ["BACKBONE_REGISTRY", "ResNetBackbone"]
+__all__ = ["BACKBONE_REGISTRY", "ResNetBackbone", "TimmBackbone"]

@@ -14,5 +14,7 @@ The contract of a backbone, an ``nn.Module``:
 - ``forward(images, padding_mask) -> maps``: (B, 3, H, W) normalised images, zero under the padding, and their (B, H, W) bool mask,
   True = padded -> over maps (B, C_l, ceil(H / stride), ceil(W / stride)); what lies under their padding does not matter;
 - ``load_pretrained(weights, read)``, for ``MODEL.BACKBONE.WEIGHTS``: ``weights`` is that key, ``read(path)`` a function that reads
-  the state dict of a file safely. Optional: without it, the backbone has no pretrained weights.
+  the state dict of a file safely. Optional: without it, the backbone has no pretrained weights;
+- ``pixel_mean`` and ``pixel_std``, three numbers each, for pixel values from 0 to 255: what its pretrained weights
+  expect. Optional; used where ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD`` have their defaults.
 """

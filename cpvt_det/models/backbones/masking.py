@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The padding kept out of any convolutional network, by hooks on its modules, and a probe of whether that is enough.
+
+A network is taken apart by what its modules do. A convolution or pooling with a kernel above 1 gets zeros under the padding, which
+then looks like its own zero padding; a norm counts valid cells alone; a mean over the map (squeeze-excite) finds the mean of the
+valid cells under the padding, which does not change it. Whatever else a network does with a map is found by trying, and not by its
+name: see :func:`probe`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm
+from cpvt_det.structures import level_padding_mask, padding_mask_of
+
+TOLERANCE = 1e-9
+"""Largest difference, of float64 maps and relative to their largest number, that counts as none."""
+MOST_SPARE = 6
+"""Rows that a stem of 7 x 7 adds."""
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What is done to a module of a network.
+
+    Attributes:
+        module: its full name.
+        kind: a key of ``HOOKS``.
+        grid: grid of the map that it takes.
+        out_grid: grid of the map that it returns.
+    """
+
+    module: str
+    kind: str
+    grid: "Grid"
+    out_grid: "Grid"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cells of a map.
+
+    Attributes:
+        stride: pixels per cell.
+        spare: rows and columns that the network itself has added to the canvas's, half of them before the first.
+    """
+
+    stride: int
+    spare: int = 0
+
+    @classmethod
+    def of(cls, canvas: Sequence[int], x: Tensor) -> "Grid | None":
+        """The grid of a map (B, C, h, w) on a canvas whose sides differ; ``None`` for what is no such map."""
+        sides = x.shape[2:]
+        if x.ndim != 4 or sides[0] == sides[1]:
+            return None
+        stride, rest = divmod(canvas[0] - canvas[1], sides[0] - sides[1])
+        spares = {side - whole // stride for side, whole in zip(sides, canvas, strict=True)} if stride > 0 else set()
+        is_map = not rest and len(spares) == 1 and 0 <= min(spares) <= MOST_SPARE and not any(side % stride for side in canvas)
+        return cls(stride, *spares) if is_map else None
+
+
+class InexactError(ValueError):
+    """A network whose features of an image depend on the padding; the message says why."""
+
+
+class ValidCells:
+    """The cells of every stride that are not padded, made once per batch.
+
+    Args:
+        padding_mask: (B, H, W) bool, True = padded.
+    """
+
+    def __init__(self, padding_mask: Tensor):
+        self._padding_mask = padding_mask
+        self._made: dict[tuple[Grid, torch.dtype], Tensor] = {}
+
+    def at(self, grid: Grid, dtype: torch.dtype) -> Tensor:
+        """(B, 1, h, w) of a dtype, 1 = valid."""
+        if (grid, dtype) not in self._made:
+            valid = ~level_padding_mask(self._padding_mask, grid.stride)
+            before = grid.spare // 2
+            valid = F.pad(valid, (before, grid.spare - before) * 2) if grid.spare else valid
+            self._made[grid, dtype] = valid[:, None].to(dtype)
+        return self._made[grid, dtype]
+
+
+# Not an attribute of the network: a copy of it, or another thread, has a batch of its own.
+_BATCH: ContextVar[ValidCells | None] = ContextVar("valid cells of the batch", default=None)
+
+
+@contextlib.contextmanager
+def of_batch(cells: ValidCells | None) -> Iterator[None]:
+    """Within the block, hooks keep the padding of this batch out; ``None``: nothing is padded, and they do nothing."""
+    token = _BATCH.set(cells)
+    try:
+        yield
+    finally:
+        _BATCH.reset(token)
+
+
+def current_batch() -> ValidCells | None:
+    """The cells that :func:`of_batch` has set."""
+    return _BATCH.get()
+
+
+def treat(network: nn.Module, treatments: Sequence[Treatment]) -> None:
+    """Put the hooks on those modules that the network has."""
+    modules = dict(network.named_modules())
+    for treatment in treatments:
+        module = modules.get(treatment.module)
+        if module is None or (treatment.kind == "counted" and not isinstance(module, COUNTING)):
+            continue
+        before, after = HOOKS[treatment.kind]
+        module.register_forward_pre_hook(partial(before, grid=treatment.grid))
+        if after is not None:
+            module.register_forward_hook(partial(after, grid=treatment.grid, out_grid=treatment.out_grid))
+
+
+def _zero(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
+    cells = _BATCH.get()
+    return None if cells is None else (args[0] * cells.at(grid, args[0].dtype), *args[1:])
+
+
+def _zero_of_any_layout(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
+    """Zeros in (B, C, h, w), or in (B, h, w, C) where the module's channels are last."""
+    cells = _BATCH.get()
+    if cells is None:
+        return None
+    zeroed = channels_second(module, args[0]) * cells.at(grid, args[0].dtype)
+    return (zeroed.movedim(1, -1) if module.channel_dim == -1 else zeroed, *args[1:])
+
+
+def _lowest(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
+    """The padding loses against every cell, as a maximum's own padding does."""
+    cells = _BATCH.get()
+    if cells is None:
+        return None
+    x = args[0]
+    return (x.masked_fill(cells.at(grid, torch.bool).logical_not(), -torch.inf), *args[1:])
+
+
+def _zero_after(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor | None:
+    """No infinities of windows without a valid cell."""
+    cells = _BATCH.get()
+    return None if cells is None else out.masked_fill(cells.at(out_grid, torch.bool).logical_not(), 0)
+
+
+def _mean_of_valid(module: nn.Module, args: tuple, out: Tensor, grid: Grid, out_grid: Grid) -> Tensor | None:
+    """The mean of zeros and valid cells -> the mean of valid cells alone, for a pooling that does not count its own padding."""
+    cells = _BATCH.get()
+    if cells is None:
+        return None
+    share = type(module).forward(module, cells.at(grid, out.dtype))
+    return out / torch.where(share > 0, share, 1)
+
+
+def _mean(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
+    """Under the padding the mean of the valid cells, (B, C, 1, 1): so it is the mean, and no more than the maximum, of all."""
+    cells = _BATCH.get()
+    return None if cells is None else (_filled(args[0], cells.at(grid, args[0].dtype)), *args[1:])
+
+
+def _filled(x: Tensor, valid: Tensor) -> Tensor:
+    zeroed = x * valid
+    mean = zeroed.sum((2, 3), keepdim=True) / valid.sum((2, 3), keepdim=True).clamp(min=1)
+    return torch.addcmul(zeroed, mean, 1 - valid)
+
+
+def _counted(module: nn.Module, args: tuple, grid: Grid) -> tuple | None:
+    """Norms of ours take the valid cells as a second argument; batch norms need them for statistics alone."""
+    cells = _BATCH.get()
+    if cells is None or (isinstance(module, nn.BatchNorm2d) and not module.training):
+        return None
+    return args[0], cells.at(grid, args[0].dtype)
+
+
+HOOKS: dict[str, tuple[Callable, Callable | None]] = {
+    "zero": (_zero, None),
+    "zero of any layout": (_zero_of_any_layout, None),
+    "lowest": (_lowest, _zero_after),
+    "mean of valid": (_zero, _mean_of_valid),
+    "mean": (_mean, None),
+    "counted": (_counted, None),
+}
+"""Kind of treatment -> hook before the module, hook after it."""
+COUNTING = (MaskedBatchNorm2d, MaskedGroupNorm)
+
+
+def kind_of(module: nn.Module, is_padded: bool = False) -> str:
+    """The treatment of a module by its type; empty for one that looks at single cells, and for one that is not known.
+
+    Args:
+        module: any module.
+        is_padded: whether the network itself has put zeros around its map, which a maximum sees.
+    """
+    if isinstance(module, nn.MaxPool2d):
+        return "zero" if is_padded else "lowest"
+    if isinstance(module, nn.AvgPool2d):
+        return "zero" if module.count_include_pad else "mean of valid"
+    if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
+        return "zero" if max(module.kernel_size) > 1 else ""
+    if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)):
+        return "counted"
+    return {"BlurPool2d": "zero", "GlobalResponseNorm": "zero of any layout"}.get(type(module).__name__, "")
+
+
+def channels_second(module: nn.Module, x: Tensor) -> Tensor:
+    """What a module takes or returns as (B, C, h, w), where it is of (B, h, w, C)."""
+    return x.movedim(-1, 1) if getattr(module, "channel_dim", 1) == -1 else x
+
+
+Forward = Callable[[Tensor], Sequence[Tensor]]
+
+
+def probe(network: nn.Module, forward: Forward, treatments: Sequence[Treatment], divisor: int) -> list[Treatment]:
+    """Try whether a network keeps images apart, and find its means over the map.
+
+    Two images, each twice, run in one padded batch. After every module that was treated, the padding of each copy gets other random
+    numbers: a module whose output differs between the copies has looked at them. One that has no convolution or pooling inside, and
+    whose copies agree once the padding has the mean of the valid cells, is treated so. At the end the maps of each image have to be
+    those that it has alone, the first on a canvas without any padding. All in float64. A table of module types could not decide it:
+    what a module computes between its submodules has no type.
+
+    Args:
+        network: float64, in evaluation, with weights of :func:`unsettle`; it is left with hooks.
+        forward: images (B, 3, H, W) -> maps (B, C, h, w).
+        treatments: treatments of its modules so far.
+        divisor: number that the sides of canvases are multiples of.
+
+    Returns:
+        Further treatments, which the network needs.
+
+    Raises:
+        InexactError: features of an image that depend on what is around it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    treat(network, treatments)
+    sizes = [(2 * divisor, divisor), (divisor + divisor // 3, divisor - divisor // 4)]
+    images = [torch.randn(3, *size, generator=generator, dtype=torch.float64) for size in sizes]
+    canvas, twice = sizes[0], (0, 0, 1, 1)
+    search = _Search(network, treatments, (3 * divisor, 2 * divisor), [sizes[index] for index in twice], generator)
+    with torch.no_grad():
+        together = search.run(forward, [images[index] for index in twice])
+        treat(network, search.found)
+        for index, (image, size) in enumerate(zip(images, sizes, strict=True)):
+            alone = _run(forward, image, canvas)
+            for map_, batch in zip(alone, together, strict=True):
+                stride = Grid.of(canvas, map_).stride
+                height, width = (-(-side // stride) for side in size)
+                expected, found = map_[0, :, :height, :width], batch[2 * index : 2 * index + 2, :, :height, :width]
+                if not (found - expected).abs().max() <= TOLERANCE * expected.abs().max():  # nor are NaNs equal
+                    where = f"; {search.suspect} looks at all cells, padded ones too" if search.suspect else ""
+                    raise InexactError(f"its map of stride {stride} changes with the padding{where}")
+    return search.found
+
+
+class _Search:
+    """A batch of two images, each twice with another padding, and what modules do with it."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        treatments: Sequence[Treatment],
+        canvas: Sequence[int],
+        sizes: Sequence[Sequence[int]],
+        generator: torch.Generator,
+    ):
+        self.found: list[Treatment] = []
+        self.suspect = ""
+        self._simple: dict[str, Treatment] = {}
+        self._network, self._canvas, self._sizes, self._generator = network, canvas, sizes, generator
+        self._cells = ValidCells(padding_mask_of(sizes, canvas))
+        self._treated = {treatment.module for treatment in treatments if treatment.kind != "counted"}
+
+    def run(self, forward: Forward, images: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The maps of the batch, whose images are (3, h, w)."""
+        batch = torch.zeros(len(images), 3, *self._canvas, dtype=torch.float64)
+        for place, image, (height, width) in zip(batch, images, self._sizes, strict=True):
+            place[:, :height, :width] = image
+        handles = [
+            module.register_forward_hook(self._spoil if name in self._treated else partial(self._watch, name))
+            for name, module in self._network.named_modules()
+        ]
+        with of_batch(self._cells):
+            maps = forward(batch)
+        for handle in handles:
+            handle.remove()
+        # A gate that is closed for both images would not show that it is one.
+        names, kinds = {part.module for part in self.found}, {type(self._network.get_submodule(part.module)) for part in self.found}
+        self.found += [
+            part for name, part in self._simple.items() if name not in names and type(self._network.get_submodule(name)) in kinds
+        ]
+        return maps
+
+    def _grid(self, x: object) -> Grid | None:
+        is_of_batch = isinstance(x, Tensor) and len(x) == len(self._sizes)
+        return Grid.of(self._canvas, x) if is_of_batch and x.ndim == 4 else None
+
+    def _differs(self, x: Tensor, grid: Grid | None) -> bool:
+        """Whether the copies of an image differ, in a map in cells that are not padded."""
+        valid = x if grid is None else x * self._cells.at(grid, x.dtype)
+        return bool((valid[0::2] - valid[1::2]).abs().max() > TOLERANCE * valid.abs().max())
+
+    def _first(self, x: Tensor, grid: Grid | None) -> Tensor:
+        """(1, C, h, w), what is valid of the first image."""
+        height, width = (side // grid.stride for side in self._sizes[0]) if grid else (1, 1)
+        return x[:1, :, :height, :width] if x.ndim == 4 else x[:1]
+
+    def _spoil(self, module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+        """Other numbers under the padding of each copy."""
+        grid = self._grid(out)
+        if grid is None:
+            return out
+        noise = torch.randn(out.shape, generator=self._generator, dtype=out.dtype) * out.std()
+        return torch.where(self._cells.at(grid, torch.bool), out, noise)
+
+    def _watch(self, name: str, module: nn.Module, args: tuple, out: object) -> Tensor | None:
+        """Find a module that brings differences in: from a map without any to a map, or to a vector of the image."""
+        grid, out_grid = self._grid(args[0] if args else None), self._grid(out)
+        is_vector = isinstance(out, Tensor) and out.shape[2:].numel() == 1
+        if self.suspect or grid is None or not (out_grid or is_vector):
+            return None
+        is_simple = not any(kind_of(part) not in ("", "counted") for part in module.modules())
+        if is_simple:
+            self._simple[name] = Treatment(name, "mean", grid, out_grid or grid)
+        if self._differs(args[0], grid) or not self._differs(out, out_grid):
+            return None
+        if is_simple:
+            run = partial(type(module).forward, module)
+            out = run(_filled(args[0], self._cells.at(grid, out.dtype)), *args[1:])
+            # The first image fills whole cells of every stride.
+            alone, place = run(self._first(args[0], grid)), self._first(out, out_grid)
+            if not self._differs(out, out_grid) and (place - alone).abs().max() <= TOLERANCE * alone.abs().max():
+                self.found.append(self._simple[name])
+                return self._spoil(module, args, out)
+        self.suspect = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        return None
+
+
+@contextlib.contextmanager
+def unsettle(network: nn.Module) -> Iterator[None]:
+    """Give a network weights that hide nothing: random ones for those that are the same everywhere, as the zeros of a last norm,
+    and batch norms with the statistics of what runs within the block, so that no gate is saturated."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.numel() and (parameter == parameter.flatten()[0]).all():
+                parameter += 0.2 + 0.3 * torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
+    norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.train().momentum = 1.0
+    try:
+        yield
+    finally:
+        network.eval()
+
+
+def _run(forward: Forward, image: Tensor, canvas: Sequence[int]) -> Sequence[Tensor]:
+    """The maps of an image alone on a canvas."""
+    size = tuple(image.shape[1:])
+    batch = torch.zeros(1, 3, *canvas, dtype=torch.float64)
+    batch[0, :, : size[0], : size[1]] = image
+    with of_batch(None if size == tuple(canvas) else ValidCells(padding_mask_of([size], canvas))):
+        return forward(batch)
