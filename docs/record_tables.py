@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of the documents that are written from records, between ``<!-- table: NAME -->`` and ``<!-- end -->``:
+``python docs/record_tables.py`` writes them again."""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "docs" / name for name in ("comparison.md", "export.md", "results.md", "speed.md")]
+TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Row = Sequence[str]
+
+PASSES = ("inference", "training step")
+MODELS = {
+    "AVX2": ("model_cpu_avx2", "padded/model_cpu_avx2", "deformable/model_cpu_avx2"),
+    "AVX-512": ("model_cpu", "padded/model_cpu"),
+}
+"""What was measured -> its records; of a case that several have, the first one's."""
+BATCHES = {
+    "DETR-R50": ("DETR-R50 640x640 b2 {}", "DETR-R50 640x640 b2, 29 % padded, {}"),
+    "Deformable-DETR-R50": ("Deformable-DETR-R50 640x640 b1 {}", "Deformable-DETR-R50 640x640 b2, 29 % padded, {}"),
+}
+"""Model -> names of the cases without padding and with it."""
+
+
+def read_bench(name: str) -> dict[str, Any] | None:
+    """A record of the benchmarks; ``None`` if it has not been made."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def read_runs(study: str, group: str, variant: str = "peg") -> list[dict[str, Any]]:
+    """The records of a study's variant, by seed."""
+    folder = ROOT / "studies" / study / "results" / group / variant
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+
+
+def percent(runs: Sequence[dict[str, Any]], key: str) -> str:
+    """A figure of one run, or the mean of several and each of them."""
+    values = [run[key] for run in runs]
+    return f"{values[0]:.1f}" if len(values) == 1 else f"{statistics.mean(values):.1f} ({', '.join(f'{v:.1f}' for v in values)})"
+
+
+def cpu_seconds(runs: Sequence[dict[str, Any]]) -> str:
+    return f"{statistics.median(run['cpu_seconds'] for run in runs):,.0f}"
+
+
+def photographs() -> list[Row]:
+    rows = [["model", "config", "AP at 100 iterations", "at 200", "at the end", "AP50", "AP75", "CPU s"]]
+    for label, group, config in (
+        ("DETR", "coco_detr", "coco/overfit_detr_r18_peg.yaml"),
+        ("Deformable-DETR, two stages", "coco_deformable", "coco/overfit_deformable_r18_peg.yaml"),
+    ):
+        runs = read_runs("photographs", group)
+        early = [f"{runs[0]['curve'][at]:.1f}" for at in ("100", "200")]
+        rows.append([label, f"`{config}`", *early, *(percent(runs, key) for key in ("AP", "AP50", "AP75")), cpu_seconds(runs)])
+    return rows
+
+
+def blood_cells() -> list[Row]:
+    runs = read_runs("photographs", "tutorial")
+    figures = [percent(runs, key) for key in ("AP", "AP50", "AP75")]
+    return [["AP of three seeds", "AP50", "AP75", "CPU s per run"], [*figures, cpu_seconds(runs)]]
+
+
+def quickstart_time() -> list[Row]:
+    rows = [["instructions", "ms per step, one thread", "ms, two threads", "two threads are faster by", "record"]]
+    for name, label in (("quickstart_time_cpu_avx2", "AVX2"), ("quickstart_time_cpu", "AVX-512")):
+        record = read_bench(name)
+        if record:
+            times = [f"{statistics.median(record['ms'][threads]):.0f}" for threads in ("1", "2")]
+            rows.append([label, *times, _times(record["times_as_fast"]), f"[JSON](../benchmarks/results/{name}.json)"])
+    return rows
+
+
+def whole_models() -> list[Row]:
+    """How many times as fast ours is on one thread: the same work as the official code's, and what ours ships."""
+    same, ships = "same work", "as it ships"
+    rows = [
+        [
+            "instructions",
+            "model",
+            "pass",
+            "padding",
+            f"{same}, theirs as it comes",
+            f"{same}, theirs at its best",
+            f"{ships}, theirs at its best",
+        ]
+    ]
+    for label, names in MODELS.items():
+        records = [record for record in map(read_bench, names) if record]
+        cases = {case["name"]: case for record in reversed(records) for case in record["cases"]}
+        for model, of_model in BATCHES.items():
+            for passes in PASSES:
+                for padding, case_name in zip(("none", "29 %"), of_model, strict=True):
+                    case = cases.get(case_name.format(passes))
+                    if case:
+                        of = {row["name"]: row for row in case["rows"]}
+                        ours, shipped = of["cpvt_det"], of["cpvt_det PEG"]
+                        figures = [ours["ratio_cpu"], ours["over_peer_cpu"], shipped["over_peer_cpu"]]
+                        rows.append([label, model, passes, padding, *map(_times, figures)])
+    return rows
+
+
+def _times(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.2f} ({spread['q1']:.2f}-{spread['q3']:.2f})"
+
+
+OLDER = "model_cpu_2threads"
+OLDER_CASES = {"DETR-R50": "DETR 640x640 b2 {}", "Deformable-DETR-R50": "Deformable-DETR 640x640 b1 {}"}
+
+
+def rows_of(record: str, case: str) -> dict[str, dict[str, Any]]:
+    """Contender -> its row, of a case of a record."""
+    (found,) = [one for one in read_bench(record)["cases"] if one["name"] == case]
+    return {row["name"]: row for row in found["rows"]}
+
+
+def two_threads() -> list[Row]:
+    rows = [["model", "pass", "float32", "bf16 on both sides", "our bf16 against float32 peers"]]
+    for model, name in OLDER_CASES.items():
+        for passes in PASSES:
+            of = rows_of(OLDER, name.format(passes))
+            half = min(row["wall"]["median"] for other, row in of.items() if other.endswith(" bf16") and "cpvt" not in other)
+            ours = of["cpvt_det PEG bf16"]
+            both = f"{half / ours['wall']['median']:.1f}"
+            rows.append([model, passes, _times(of["cpvt_det PEG"]["over_peer_wall"]), both, _times(ours["over_peer_wall"])])
+    return rows
+
+
+def memory() -> list[Row]:
+    columns = []
+    for name in OLDER_CASES.values():
+        of = rows_of(OLDER, name.format(PASSES[1]))
+        least = min(row["peak_bytes"] for row in of.values() if row["peer"])
+        ours, frugal = of["cpvt_det PEG"], of["cpvt_det PEG, checkpointing"]
+        slower = frugal["wall"]["median"] / ours["wall"]["median"]
+        columns.append([f"{ours['peak_bytes'] / least:.2f}", f"{frugal['peak_bytes'] / least:.2f}", f"{slower:.2f}"])
+    labels = ["peak memory over the smaller peer's", "with `MODEL.CHECKPOINTING`", "time with it over the step without"]
+    return [["", *OLDER_CASES], *([label, *values] for label, values in zip(labels, zip(*columns, strict=True), strict=True))]
+
+
+def peg_beside_sine() -> list[Row]:
+    parts = {"whole model": "", "encoder": "encoder of "}
+    rows = [["", *(f"{label}, {passes}" for label in parts for passes in PASSES)]]
+    for model, name in OLDER_CASES.items():
+        names = [f"{part}{name.format(passes)}, sine and PEG" for part in parts.values() for passes in PASSES]
+        rows.append([model, *(_times(rows_of(OLDER, case)["cpvt_det PEG"]["ratio_wall"]) for case in names)])
+    return rows
+
+
+def parts() -> list[Row]:
+    """Everything but whole models: times against the fastest peer."""
+
+    def line(label: str, record: str, cases: Sequence[str], timed: str = "wall") -> Row:
+        spreads = [rows_of(record, case)["cpvt_det"][f"over_peer_{timed}"] for case in cases]
+        text = _times(spreads[0]) if len(spreads) == 1 else ", ".join(f"{spread['median']:.1f}" for spread in spreads)
+        return [label, text, f"[{record.partition('_')[0]}](../benchmarks/results/{record}.md)"]
+
+    op, loss, both = "op_cpu_2threads", "loss_cpu_2threads", "near forward+backward"
+    softmax, focal = ([f"{kind} b{b} q{q}" for b in (8, 32) for q in (100, 300)] for kind in ("softmax", "focal"))
+    return [
+        ["work", "times as fast", "record"],
+        line(
+            "deformable attention, all tokens, 640x640, 1, 2, 4, 8 images", op, [f"640x640 b{b} qall {both}" for b in (1, 2, 4, 8)]
+        ),
+        line("the same for 300 queries", op, [f"640x640 b{b} q300 {both}" for b in (1, 2, 4, 8)]),
+        line("one image of 800x1333: all tokens, 300 queries", op, [f"800x1333 b1 {q} {both}" for q in ("qall", "q300")]),
+        line("matcher and losses, softmax: batch 8 and 32, 100 and 300 queries each", loss, softmax),
+        line("the same, focal", loss, focal),
+        line("JPEG to augmented bytes", "data_cpu", ["samples"], "cpu"),
+        line("JPEG to normalised, padded batches", "data_cpu", ["batches"], "cpu"),
+    ]
+
+
+def exported() -> list[Row]:
+    record = read_bench("exported_cpu")
+    return [record["head"], *record["rows"]]
+
+
+def beside_others() -> list[Row]:
+    """Quotients of medians, theirs over ours; the older record."""
+
+    def over(record: str, case: str, peer: str, ours: str, key: str = "wall") -> float:
+        of = rows_of(record, case)
+        values = [of[name][key] for name in (peer, ours)]
+        one, other = (value["median"] if key == "wall" else value for value in values)
+        return one / other
+
+    def models(label: str, passes: str, half: bool = False, key: str = "wall") -> Row:
+        ending = " bf16" * half
+        found = {
+            (model, peer): f"{over(OLDER, name.format(passes), peer + ending, f'cpvt_det PEG{ending}', key):.1f}"
+            for model, name in OLDER_CASES.items()
+            for peer in ("official", "transformers")
+        }
+        detr, deformable = OLDER_CASES
+        hugging_face = f"{found[detr, 'transformers']}; {found[deformable, 'transformers']}"
+        return [label, found[detr, "official"], found[deformable, "official"], hugging_face]
+
+    def losses(batch: int) -> Row:
+        kinds = {kind: [f"{kind} b{batch} q{queries}" for queries in (100, 300)] for kind in ("softmax", "focal")}
+        cells = {
+            peer: [[f"{over('loss_cpu_2threads', case, peer, 'cpvt_det'):.0f}" for case in cases] for cases in kinds.values()]
+            for peer in ("official", "transformers")
+        }
+        softmax, focal = (" and ".join(cell) for cell in cells["official"])
+        hugging_face = "; ".join(" and ".join(cell) for cell in cells["transformers"])
+        return [f"matcher and losses, batch {batch}, 100 and 300 queries", softmax, focal, hugging_face]
+
+    return [
+        ["", "detr", "Deformable-DETR", "transformers: DETR; Deformable-DETR"],
+        models("training step, R50", PASSES[1]),
+        models("training step, both under bf16 autocast", PASSES[1], half=True),
+        models("inference", PASSES[0]),
+        models("peak memory of the training step", PASSES[1], key="peak_bytes"),
+        losses(8),
+        losses(32),
+    ]
+
+
+TABLES: dict[str, Callable[[], list[Row]]] = {
+    "photographs": photographs,
+    "blood cells": blood_cells,
+    "quickstart time": quickstart_time,
+    "whole models": whole_models,
+    "two threads": two_threads,
+    "memory": memory,
+    "PEG beside sine": peg_beside_sine,
+    "parts": parts,
+    "exported": exported,
+    "beside others": beside_others,
+}
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    head, *rest = (f"| {' | '.join(row)} |\n" for row in rows)
+    return head + "|---" * len(rows[0]) + "|\n" + "".join(rest)
+
+
+def with_tables(text: str) -> str:
+    """A document with its tables from the records."""
+    return TABLE.sub(lambda found: found[1] + as_markdown(TABLES[found[2]]()) + found[3], text)
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        document.write_text(with_tables(document.read_text(encoding="utf-8")), encoding="utf-8")
