@@ -113,24 +113,24 @@ class Predictions:
         boxes: (D, B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
         proposals: predictions of the encoder, one per token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage detectors
             only. Used by the loss alone.
-        by_class: whether the logits of proposals are those of classes, and not of "an object" in one row.
         denoising: predictions of the queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4), with
             ``objects`` and ``groups``; the other group of that kind.
-        hybrid: predictions of further queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4), which the
-            loss matches with every object several times.
         objects: (B, Q) int64, the index of the target that each query stands for, -1 for none: instead of a matching, for
             denoising queries only.
         groups: number of times that each target is among ``objects``, by which the losses are divided.
+        by_class: whether the logits of proposals are those of classes, and not of "an object" in one row.
+        hybrid: predictions of further queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4), which the
+            loss matches with every object several times.
     """
 
     logits: Tensor
     boxes: Tensor
     proposals: "Predictions | None" = None
     denoising: "Predictions | None" = None
-    hybrid: "Predictions | None" = None
     objects: Tensor | None = None
     groups: int = 1
     by_class: bool = False
+    hybrid: "Predictions | None" = None
 
 
 @dataclass

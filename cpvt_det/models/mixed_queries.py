@@ -59,7 +59,8 @@ class MixedQueries(ProposedQueries):
     def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
         batch, count = references.shape[:2]
         content = self.query_embed.weight[:count].expand(batch, count, -1)
-        return Queries(content, self.place(references), references, proposals, self.place if self.refined_positions else None)
+        place = self.place if self.refined_positions else None
+        return Queries(content, self.place(references), references, proposals, place=place)
 
     def place(self, boxes: Tensor) -> Tensor:
         if not self.refined_positions:

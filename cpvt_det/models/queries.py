@@ -47,27 +47,27 @@ class Queries:
             attends to all tokens.
         proposals: logits (1, B, N, K') and boxes (1, B, N, 4) of all tokens, where the queries were chosen from them, or of the
             chosen tokens alone.
-        place: function from (B, Q, 4) boxes, as corrected by a decoder layer, to the (B, Q, C) positions in the next layer;
-            ``None``: positions stay.
         attention_mask: (Q, Q) float, added to the scores of the queries' self-attention, -inf where one must not see another;
             ``None``: all see all.
-        num_hybrid: number of queries, the last ones, that exist in training only and that the loss matches with every object
-            several times.
         num_denoising: number of queries, the first ones, that exist in training only and that only the loss sees.
         objects: (B, ``num_denoising``) int64, index of the target that each of these stands for; -1: none, as for a negative.
         groups: number of times that each target is among ``objects``.
+        num_hybrid: number of queries, the last ones, that exist in training only and that the loss matches with every object
+            several times.
+        place: function from (B, Q, 4) boxes, as corrected by a decoder layer, to the (B, Q, C) positions in the next layer;
+            ``None``: positions stay.
     """
 
     content: Tensor
     positions: Tensor
     references: Tensor | None = None
     proposals: Predictions | None = None
-    place: Callable[[Tensor], Tensor] | None = None
     attention_mask: Tensor | None = None
     num_denoising: int = 0
     objects: Tensor | None = None
     groups: int = 1
     num_hybrid: int = 0
+    place: Callable[[Tensor], Tensor] | None = None
 
     def split(self, predictions: Predictions) -> Predictions:
         """The decoder's predictions (D, B, Q, ...), with the groups that only the loss sees beside them.

@@ -334,7 +334,6 @@ def test_noise_is_a_function_of_torch_s_random_state():
         ({"DENOISING": -3}, "denoising needs classes and pairs, got 3 classes and -3 pairs"),
         ({"DENOISING": 5, "LABEL_NOISE": 1.5}, "label_noise must be from 0 to 1, got 1.5"),
         ({"DENOISING": 5, "BOX_NOISE": 0.0}, "box_noise must be above 0 and at most 1, got 0.0"),
-        ({"DENOISING": 5, "BOX_NOISE": math.nan}, "box_noise must be above 0 and at most 1, got nan"),
         ({"BOX_NOISE": 0.5}, "MODEL.QUERIES.BOX_NOISE is 0.5, but MODEL.QUERIES.DENOISING is 0; leave it at 1.0, or set"),
         ({"NAME": "", "DENOISING": 5}, "MODEL.QUERIES.DENOISING is 5, but MODEL.QUERIES.NAME is empty"),
         ({"NAME": "learned", "DENOISING": 5}, "'learned', but MODEL.DEFORMABLE.TWO_STAGE is True"),
@@ -346,8 +345,10 @@ def test_settings_of_denoising_that_cannot_be_are_refused(more, message):
         build_detector(random_config(**config))
 
 
-def test_no_classes_are_refused_before_the_first_step():
+def test_no_classes_and_no_numbers_are_refused_before_the_first_step():
     with pytest.raises(ConfigError, match=r"MODEL\.NUM_CLASSES is 0; set it"):
         build_detector(random_config(**DINO, MODEL__NUM_CLASSES=0))
     with pytest.raises(ValueError, match="got 0 classes and 5 pairs"):
         ContrastiveDenoising(8, 0, 5)
+    with pytest.raises(ValueError, match="box_noise must be above 0 and at most 1, got nan"):
+        ContrastiveDenoising(8, 3, 5, box_noise=math.nan)

@@ -160,8 +160,8 @@ def test_parts_named_in_the_config_are_the_detector_s_own(kind):
 
 def test_unknown_parts_and_options_are_refused_by_name():
     for key, kind in (("NECK", "neck"), ("QUERIES", "query source")):
-        with pytest.raises(UnknownNameError, match=rf"unknown {kind} 'mine'; known: .*--import MODULE"):
-            make("detr", **{f"MODEL__{key}__NAME": "mine"})
+        with pytest.raises(UnknownNameError, match=rf"unknown {kind} 'own'; known: .*--import MODULE"):
+            make("detr", **{f"MODEL__{key}__NAME": "own"})
     with pytest.raises(UnknownNameError, match=r"unknown option of backbone 'resnet10' 'widht' \(did you mean 'width'\?\)"):
         make("detr", MODEL__BACKBONE__WIDHT=3)
     with pytest.raises(UnknownNameError, match=r"unknown option of classification 'softmax' 'margin'; known: background_weight"):
