@@ -34,8 +34,8 @@ def train(**more: object):
 
 
 def little_memory(folder: Path) -> Ending:
-    """One megabyte is available."""
-    with mock.patch("cpvt_det.memory.available", return_value=1_000_000):
+    """A tenth of a megabyte is available."""
+    with mock.patch("cpvt_det.memory.available", return_value=100_000):
         return train()(folder)
 
 
@@ -64,7 +64,7 @@ CASES = [
         "a batch that memory cannot hold, on a CPU",
         little_memory,
         "the first step does not fit into memory: 2 images on a canvas of ... pixels keep ... GB for the backward pass (measured "
-        "on one of them), and 0.001 GB of memory are available; ...INPUT.MIN_SIZE_TRAIN",
+        "on one of them), and 0.0001 GB of memory are available; ...INPUT.MIN_SIZE_TRAIN",
         guard=Cut("solver/memory_check.py", "if need > CERTAIN * available:", "if False:"),
     ),
     Case(

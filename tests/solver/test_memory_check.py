@@ -40,7 +40,7 @@ def test_several_images_keep_as_many_times_what_one_keeps(kind):
     detector = build_detector(random_config(**DETECTORS[kind])).train()
     images, mask = torch.rand(4, 3, 96, 128), torch.zeros(4, 96, 128, dtype=torch.bool)
     one, four = kept_bytes(detector, images[:1].clone(), mask[:1].clone()), kept_bytes(detector, images, mask)
-    assert four == pytest.approx(4 * one, rel=0.05)
+    assert four == pytest.approx(4 * one, rel=0.1)
 
 
 def judge(each, images, count, available):
