@@ -125,7 +125,7 @@ def test_there_are_more_than_thirty_kinds():
 
 @pytest.mark.parametrize("name", INEXACT)
 def test_networks_that_cannot_be_exact_are_refused_by_name(name):
-    with pytest.raises(ConfigError, match=rf"timm/{name} cannot keep the padding out of its features: .* MASK_PADDING False"):
+    with pytest.raises(ConfigError, match=rf"timm/{name} cannot keep the padding out of its features: .*MASK_PADDING False"):
         build_detector(small_cfg(BACKBONE__NAME=f"timm/{name}"))
 
 
@@ -134,7 +134,7 @@ def test_refused_network_is_taken_without_the_mask_and_is_inexact():
     assert max(differences(backbone, draw_images())) > 1e-3
 
 
-@pytest.mark.parametrize(("name", "kind"), [("resnet10t", "zero"), ("resnet10t", "lowest"), ("tinynet_e", "mean")])
+@pytest.mark.parametrize(("name", "kind"), [("resnet10t", "zero"), ("tinynet_e", "mean")])
 def test_without_its_hooks_a_network_would_be_inexact(name, kind):
     backbone = TimmBackbone(name, stages=(5,)).double()
     hooks = [function for function in masking.HOOKS[kind] if function is not None]
@@ -143,11 +143,7 @@ def test_without_its_hooks_a_network_would_be_inexact(name, kind):
             for key in [key for key, hook in table.items() if getattr(hook, "func", None) in hooks]:
                 del table[key]
     unlike_initial(backbone).eval()
-    for module in backbone.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.bias, -2, -1)  # maxima of which the zeros of the padding would be larger
-    if kind == "lowest":
-        backbone.body.act1 = nn.Identity()
+    nn.init.uniform_(backbone.body.bn1.bias, -2, -1)  # maxima of which the zeros of the padding would be larger
     assert max(differences(backbone, draw_images())) > 1e-6
 
 
@@ -166,7 +162,7 @@ def test_statistics_of_a_training_step_do_not_depend_on_the_canvas(name):
         found.append({**backbone.state_dict(), **gradients})
     assert found[0].keys() == found[1].keys()
     for key, value in found[0].items():
-        torch.testing.assert_close(found[1][key], value, rtol=1e-9, atol=1e-9 * float(value.abs().max()), msg=key)
+        torch.testing.assert_close(found[1][key], value, rtol=1e-9, atol=1e-9, msg=key)
 
 
 def test_detector_with_a_timm_backbone_gives_the_same_answer_in_any_batch():
