@@ -35,7 +35,7 @@ ELSEWHERE = {
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
     r"PYTHONPATH=tests python -m plug_matrix .*--peer": "other projects' checkouts: tests/plug/test_plug_families.py",
     r"python benchmarks/before_after.py ": "another checkout: tests/benchmarks/test_before_after.py",
-    r"cpvt-det study run ": "hours of training: tests/study/test_study.py",
+    r"(DETECTRON2_DATASETS=DIR )?cpvt-det study run ": "hours of training: tests/study/test_study.py",
     r"cpvt-det train --import my_parts ": "tests/docs/test_extend.py",
     r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
     r"cpvt-det shapes datasets/shapes$": "tests/data/test_shapes.py draws fewer",
