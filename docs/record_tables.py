@@ -61,12 +61,6 @@ def photographs() -> list[Row]:
     return rows
 
 
-def blood_cells() -> list[Row]:
-    runs = read_runs("photographs", "tutorial")
-    figures = [percent(runs, key) for key in ("AP", "AP50", "AP75")]
-    return [["AP of three seeds", "AP50", "AP75", "CPU s per run"], [*figures, cpu_seconds(runs)]]
-
-
 def quickstart_time() -> list[Row]:
     rows = [["instructions", "ms per step, one thread", "ms, two threads", "two threads are faster by", "record"]]
     for name, label in (("quickstart_time_cpu_avx2", "AVX2"), ("quickstart_time_cpu", "AVX-512")):
@@ -225,7 +219,6 @@ def beside_others() -> list[Row]:
 
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "photographs": photographs,
-    "blood cells": blood_cells,
     "quickstart time": quickstart_time,
     "whole models": whole_models,
     "two threads": two_threads,
