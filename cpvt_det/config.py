@@ -68,9 +68,7 @@ def _add_model(cfg: CfgNode) -> None:
 def _add_features(model: CfgNode) -> None:
     model.BACKBONE = CfgNode(new_allowed=True)
     model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101, or timm/<name>; with detectron2 also every name in its registry
-    model.BACKBONE.WEIGHTS = (
-        ""  # weights by name (torchvision: IMAGENET1K_V1, DEFAULT; timm: pip, DEFAULT), or a file; empty: random
-    )
+    model.BACKBONE.WEIGHTS = ""  # a name (torchvision: IMAGENET1K_V1, DEFAULT; timm: pip, DEFAULT) or a file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN or GN (not for timm) to train from scratch
     model.BACKBONE.WIDTH = 64  # channels of the stem; all stages scale with it; pretrained weights exist for 64 only
     model.BACKBONE.STAGES = (5,)  # stages, 2 to 5, whose feature maps, of strides 4 to 32, are used; DETR uses one

