@@ -39,25 +39,15 @@ def read_runs(study: str, group: str, variant: str = "peg") -> list[dict[str, An
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
-def percent(runs: Sequence[dict[str, Any]], key: str) -> str:
-    """A figure of one run, or the mean of several and each of them."""
-    values = [run[key] for run in runs]
-    return f"{values[0]:.1f}" if len(values) == 1 else f"{statistics.mean(values):.1f} ({', '.join(f'{v:.1f}' for v in values)})"
-
-
-def cpu_seconds(runs: Sequence[dict[str, Any]]) -> str:
-    return f"{statistics.median(run['cpu_seconds'] for run in runs):,.0f}"
-
-
 def photographs() -> list[Row]:
     rows = [["model", "config", "AP at 100 iterations", "at 200", "at the end", "AP50", "AP75", "CPU s"]]
     for label, group, config in (
         ("DETR", "coco_detr", "coco/overfit_detr_r18_peg.yaml"),
         ("Deformable-DETR, two stages", "coco_deformable", "coco/overfit_deformable_r18_peg.yaml"),
     ):
-        runs = read_runs("photographs", group)
-        early = [f"{runs[0]['curve'][at]:.1f}" for at in ("100", "200")]
-        rows.append([label, f"`{config}`", *early, *(percent(runs, key) for key in ("AP", "AP50", "AP75")), cpu_seconds(runs)])
+        (run,) = read_runs("photographs", group)
+        values = [run["curve"]["100"], run["curve"]["200"], run["AP"], run["AP50"], run["AP75"]]
+        rows.append([label, f"`{config}`", *(f"{value:.1f}" for value in values), f"{run['cpu_seconds']:,.0f}"])
     return rows
 
 

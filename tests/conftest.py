@@ -122,6 +122,22 @@ def tiny_run(tmp_path_factory):
 
 
 @pytest.fixture
+def train(drawn_coco, tmp_path):
+    """Train in a folder of the given name, with more settings."""
+    from tiny import overrides
+
+    from cpvt_det.config import load_cfg
+    from cpvt_det.runner.train import run
+
+    def call(name, resume=False, eval_only=False, **more):
+        folder = tmp_path / name
+        run(load_cfg("", overrides(drawn_coco.files, folder, **more)), resume=resume, eval_only=eval_only)
+        return folder
+
+    return call
+
+
+@pytest.fixture
 def small_limits(monkeypatch):
     """The machine's limits as a benchmark measures them, at sizes that take no time."""
     from benchmarks import machine

@@ -17,23 +17,10 @@ from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.runner.progress import LossWatch, RunEvaluations
-from cpvt_det.runner.train import run
 from cpvt_det.structures import Detections
 from cpvt_det.tasks import DetectionTask, build_task
 
 EVERY_SECOND = {"TEST__EVAL_PERIOD": 2, "SOLVER__MAX_ITER": 12, "SOLVER__CHECKPOINT_PERIOD": 1, "SOLVER__CHECKPOINT_KEEP": 20}
-
-
-@pytest.fixture
-def train(drawn_coco, tmp_path):
-    """Train in a folder of the given name, with more settings."""
-
-    def call(name, resume=False, eval_only=False, **more):
-        folder = tmp_path / name
-        run(load_cfg("", overrides(drawn_coco.files, folder, **more)), resume=resume, eval_only=eval_only)
-        return folder
-
-    return call
 
 
 @pytest.fixture

@@ -43,18 +43,6 @@ def assert_same_run(one, two):
     assert one["cpvt_det"]["seed"] == two["cpvt_det"]["seed"]
 
 
-@pytest.fixture
-def train(drawn_coco, tmp_path):
-    """Train in a folder of the given name, with more settings."""
-
-    def call(name, resume=False, eval_only=False, **more):
-        folder = tmp_path / name
-        run(load_cfg("", overrides(drawn_coco.files, folder, **more)), resume=resume, eval_only=eval_only)
-        return folder
-
-    return call
-
-
 def test_a_run_leaves_its_files(train):
     folder = train("run", SOLVER__EMA__ENABLED=True, SOLVER__EMA__DECAY=0.9, TEST__EVAL_PERIOD=2)
     expected = "config.yaml log.txt metrics.json last_checkpoint results.json model_0000002.pth model_0000005.pth model_final.pth"

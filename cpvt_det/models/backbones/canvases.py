@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The images of a batch in parts, each on a canvas without the padding that larger images give it.
 
-Where a backbone keeps the padding at zero, an image's features are those on a canvas of its own, bit for bit up to the order of
-sums; so nothing has to be computed for the rest of the batch's canvas.
+Where a backbone keeps the padding at zero, an image's features are those on a canvas of its own, up to rounding; so nothing has
+to be computed for the rest of the batch's canvas.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class Part:
 
 
 def parts_of(canvas: Size, sizes: Sequence[Size], divisor: int) -> list[Part]:
-    """Cut a batch into parts: images of one canvas together, in the order of the batch.
+    """Cut a batch into parts: images of one canvas together, or all of them where that would save little.
 
     Args:
         canvas: (height, width) of the batch.

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of backbones, and the registry of their names."""
 
+from collections.abc import Collection, Mapping
+
+from torch import Tensor, nn
+
+from cpvt_det.errors import WeightsError
 from cpvt_det.registry import PartRegistry
 
 BACKBONE_REGISTRY = PartRegistry("BACKBONE", "backbone")
@@ -18,3 +23,24 @@ The contract of a backbone, an ``nn.Module``:
 - ``pixel_mean`` and ``pixel_std``, three numbers each, for pixel values from 0 to 255: what its pretrained weights
   expect. Optional; used where ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD`` have their defaults.
 """
+
+
+def load_all(body: nn.Module, found: Mapping[str, Tensor], what: str, spare: Collection[str] = ()) -> None:
+    """Load the weights of a whole network; the counts of batches in norms may be missing.
+
+    Args:
+        body: the network.
+        found: its weights.
+        what: description of the weights and the network, for errors.
+        spare: names of tensors that may be there besides, and are left out.
+
+    Raises:
+        WeightsError: a tensor that is missing, of another shape, or of no part of the network.
+    """
+    own = body.state_dict()
+    for key in (key for key in [*own, *found] if not key.endswith("num_batches_tracked")):
+        if key not in found or (key not in own and key not in spare):
+            raise WeightsError(f"{what}: only the {'file' if key in found else 'backbone'} has {key}")
+        if key in own and found[key].shape != own[key].shape:
+            raise WeightsError(f"{what}: {key} is {tuple(found[key].shape)}, not {tuple(own[key].shape)}")
+    body.load_state_dict({key: tensor for key, tensor in found.items() if key in own}, strict=False)

@@ -19,7 +19,7 @@ from cpvt_det.errors import UnknownNameError, WeightsError, first_line
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import BACKBONE_NORMS, NORM_LAYERS
 from cpvt_det.models.backbones.canvases import in_parts, parts_of
-from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY, load_all
 from cpvt_det.ops import routes
 from cpvt_det.ops.convolution import add_convolved, convolve
 from cpvt_det.structures import Size, has_padding, level_padding_mask, valid_sizes
@@ -111,17 +111,9 @@ class ResNetBackbone(nn.Module):
             state_dict = read(weights)
         else:
             raise UnknownNameError("backbone weights (a name of torchvision's, or a file)", weights, known)
-        own = self.body.state_dict()
-        absent = {f"layer{n}" for n in range(1, 5)} - {key.split(".")[0] for key in own} | {"fc"}
+        absent = {f"layer{n}" for n in range(1, 5)} - {name for name, _ in self.body.named_children()} | {"fc"}
         found = {key: tensor for key, tensor in state_dict.items() if key.split(".")[0] not in absent}
-        for key in (key for key in [*own, *found] if not key.endswith("num_batches_tracked")):
-            if key not in found or key not in own:
-                where = "file" if key in found else "backbone"
-                raise WeightsError(f"{weights} does not fit {self.name}: only the {where} has {key}")
-            if found[key].shape != own[key].shape:
-                shapes = f"{tuple(found[key].shape)}, not {tuple(own[key].shape)}"
-                raise WeightsError(f"{weights} does not fit {self.name}: {key} is {shapes}")
-        self.body.load_state_dict(found, strict=False)
+        load_all(self.body, found, f"{weights} does not fit {self.name}")
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """Extract features.

@@ -34,7 +34,7 @@ from cpvt_det.models.backbones.masking import (
     treat,
     unsettle,
 )
-from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY, load_all
 from cpvt_det.structures import has_padding
 
 NORMS = ("FrozenBN", "BN", "SyncBN")
@@ -129,15 +129,7 @@ class TimmBackbone(nn.Module):
             state_dict = read(weights)
         else:
             raise UnknownNameError("backbone weights (a name, or a file)", weights, ("DEFAULT", "pip"))
-        own = self.body.state_dict()
-        for key in (key for key in [*own, *state_dict] if not key.endswith("num_batches_tracked")):
-            if key not in state_dict or (key not in own and key not in whole):
-                where = "file" if key in state_dict else "backbone"
-                raise WeightsError(f"{weights} does not fit timm/{self.name}: only the {where} has {key}")
-            if key in own and state_dict[key].shape != own[key].shape:
-                shapes = f"{tuple(state_dict[key].shape)}, not {tuple(own[key].shape)}"
-                raise WeightsError(f"{weights} does not fit timm/{self.name}: {key} is {shapes}")
-        self.body.load_state_dict({key: tensor for key, tensor in state_dict.items() if key in own}, strict=False)
+        load_all(self.body, state_dict, f"{weights} does not fit timm/{self.name}", spare=whole)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """Extract features.
