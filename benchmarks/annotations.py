@@ -71,10 +71,10 @@ def draw(path: Path, images: int, boxes: int, seed: int = 0) -> None:
 
 
 def memory() -> dict[str, float]:
-    """GB of this process: resident, and those that no other process shares."""
+    """GB of this process: resident, and those that it alone has written."""
     fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     sizes = {name: int(value.split()[0]) / 2**20 for name, value in fields.items()}
-    return {"resident": sizes["Rss"], "private": sizes["Private_Clean"] + sizes["Private_Dirty"]}
+    return {"resident": sizes["Rss"], "private": sizes["Private_Dirty"]}
 
 
 def worker_growth(records, epochs: int, workers: int = 4) -> list[float]:
@@ -93,8 +93,8 @@ def worker_growth(records, epochs: int, workers: int = 4) -> list[float]:
 def _go_through(records, epochs: int, queue) -> None:
     before = memory()["private"]
     for epoch in range(epochs):
-        for index in np.random.default_rng(epoch).permutation(len(records)).tolist():
-            records[index]
+        for index in np.random.default_rng(epoch).permutation(len(records)):
+            records[int(index)]
     queue.put(memory()["private"] - before)
 
 
@@ -112,7 +112,10 @@ def main(folder: Path, images: int, boxes: int, epochs: int, output: Path | None
         draw(path, images, boxes)
     for old in cache.glob("*"):
         old.unlink()
-    found = {"images": images, "boxes": boxes, "json_gb": path.stat().st_size / 2**30}
+    from cpvt_det.study.origin import describe_origin
+
+    command = f"python benchmarks/annotations.py FOLDER --images {images} --boxes {boxes} --epochs {epochs}"
+    found = {"command": command, **describe_origin(), "images": images, "boxes": boxes, "json_gb": path.stat().st_size / 2**30}
     for name, rounds in (("first", 0), ("second", epochs)):
         program = READ.format(root=str(ROOT), path=str(path), cache=str(cache), epochs=rounds)
         start = time.perf_counter()

@@ -11,8 +11,8 @@ from cpvt_det.builders.datasets import check_datasets, require_names
 from cpvt_det.builders.detector import build_device, build_postprocessor
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
-from cpvt_det.data.records import ImageRecord, sizes_of
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
+from cpvt_det.data.records import ImageRecord, sizes_of
 from cpvt_det.data.validation.check import Seen, look_at_images
 from cpvt_det.data.validation.issues import require_no_errors
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line

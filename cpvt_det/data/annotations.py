@@ -109,7 +109,7 @@ class AnnotationTable:
             if is_plain:
                 height, width = self.images.sizes[image_id]
                 is_plain = x + w <= width and y + h <= height
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, OverflowError):
             is_plain = False
         if is_plain:
             self._whole.extend((self.number, self.images.index_of[image_id], category_id, crowd, own))
@@ -220,4 +220,3 @@ def _where(entry: Any, number: int) -> str:
     if "source" in entry:
         return entry["source"]
     return f"annotations[{number}] (id {entry.get('id')!r}, image {entry.get('image_id')!r})"
-

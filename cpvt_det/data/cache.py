@@ -41,8 +41,8 @@ class Reading:
 def read_once(path: Path, examples: float, folder: Path, read: Callable[[], Reading]) -> Reading:
     """Read a file, or map what an earlier run kept of it.
 
-    The kept file is named by a hash of the source's path, size and time of change, and of the code that reads it. It appears complete
-    or not at all; of several processes one reads, and the others wait for it. A folder that cannot be written to costs only time.
+    The kept file is named by a hash of the source's path, size and time of change, and of the code that reads it. It appears
+    complete or not at all; of several processes one reads, and the others wait. A folder that cannot be written to costs only time.
 
     Args:
         path: annotation file.

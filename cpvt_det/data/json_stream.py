@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CHUNK = 2**24  # characters
+AHEAD = len("e-1")  # characters behind a number without which it may go on in the next chunk
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -83,8 +84,7 @@ class _Text:
                 if isinstance(error, RecursionError) or not self._read():
                     raise NotAStreamError(str(error)) from error
                 continue
-            # A number that ends with the window may go on behind it.
-            if end < len(self.window) or not self._read():
+            if end + AHEAD <= len(self.window) or not self._read():
                 self.at = end
                 return value
 
@@ -108,5 +108,6 @@ class _Text:
         except UnicodeDecodeError as error:
             raise NotAStreamError(str(error)) from error
         self.is_whole = not more
-        self.window, self.at = self.window[self.at :] + more, 0
+        if more:
+            self.window, self.at = self.window[self.at :] + more, 0
         return bool(more)

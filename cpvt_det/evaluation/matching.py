@@ -108,7 +108,5 @@ def pair_images(ground_truth: GroundTruth, results: Sequence[dict[str, Any]], cl
         here = here[np.argsort(-here[:, 5], kind="stable")]
         rows = slice(starts[index], starts[index + 1])
         there = (objects.boxes_xywh[rows], objects.labels[rows].astype(int), objects.crowds[rows])
-        images.append(
-            ScoredImage(int(ids[index]), *there, np.ascontiguousarray(here[:, :4]), here[:, 4].astype(int), here[:, 5])
-        )
+        images.append(ScoredImage(int(ids[index]), *there, np.ascontiguousarray(here[:, :4]), here[:, 4].astype(int), here[:, 5]))
     return images

@@ -144,7 +144,9 @@ def _find(path: str, root: str) -> str:
 def _take_faulty_images_out(dataset: CocoDataset, seen: dict[str, Seen]) -> None:
     faulty: set[Id] = set()
     records = dataset.records
-    for index, (path, image_id, size) in enumerate(zip(records.paths, records.image_ids.tolist(), records.sizes.tolist(), strict=True)):
+    for index, (path, image_id, size) in enumerate(
+        zip(records.paths, records.image_ids.tolist(), records.sizes.tolist(), strict=True)
+    ):
         found = seen[path]
         fault = _fault(size, found)
         if fault is not None:
