@@ -160,9 +160,7 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.DATASETS.TEST = ()  # names of the test sets; the first one decides which checkpoint is the best
     cfg.DATASETS.REGISTER = []  # your data sets, each as [name, COCO JSON, image folder] or [name, YOLO or VOC folder, split]
     cfg.DATASETS.ON_BAD = "error"  # error: list all errors in the data and stop; drop: leave out the images and boxes with errors
-    cfg.DATASETS.CACHE = (
-        "~/.cache/cpvt_det"  # folder for what was read of annotation files above 4 MB; all processes share it; "": none
-    )
+    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for what was read of annotation files above 4 MB; "": none
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4  # number of processes that load and augment images; 0: the training process does it
