@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,17 @@ class CocoDataset:
 
 def describe_records(records: Sequence[ImageRecord]) -> dict[str, Any]:
     """The number of images that a run is trained on, and a hash of them in their order that does not depend on file paths."""
+    if isinstance(records, Records) and records.kept is None and records.columns.sha256:
+        return {"images": len(records), "sha256": records.columns.sha256}
+    return {"images": len(records), "sha256": _digest(records)}
+
+
+def _digest(records: Sequence[ImageRecord]) -> str:
     digest = hashlib.sha256()
     for record in records:
         digest.update(f"{record.image_id} {record.height} {record.width}".encode())
         digest.update(record.boxes_xyxy.tobytes() + record.labels.tobytes())
-    return {"images": len(records), "sha256": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def load_coco(files: DatasetFiles) -> CocoDataset:
@@ -132,7 +138,7 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
     """
     with no_garbage_collection():
         if files.is_coco and cache is not None:
-            reading = read_once(files.annotations, examples, cache, lambda: _read(files, examples))
+            reading = read_once(files.annotations, examples, cache, lambda: _with_digest(_read(files, examples)))
         else:
             reading = _read(files, examples)
     issues = Issues(f"{files.name} ({files.annotations})", examples)
@@ -211,6 +217,11 @@ def _read(files: DatasetFiles, examples: float) -> Reading:
     columns = annotations.columns({class_id: label for label, class_id in enumerate(class_ids)})
     _require_pixels(columns, issues)
     return Reading(columns, class_ids, tuple(str(category["name"]) for category in good), issues)
+
+
+def _with_digest(reading: Reading) -> Reading:
+    columns = replace(reading.columns, sha256=_digest(Records(reading.columns, Path())))
+    return replace(reading, columns=columns)
 
 
 def _read_stream(path: Path, issues: Issues) -> tuple[list, ImageTable, AnnotationTable]:

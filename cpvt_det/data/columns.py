@@ -32,6 +32,7 @@ class Columns:
         labels: (A,) int32 in [0, K).
         crowds: (A,) bool.
         numbers: (A,) int64, position of each box in the file.
+        sha256: hash of all images as records, where somebody took it.
         path: file that the arrays are mapped from, or ``None``.
     """
 
@@ -45,6 +46,7 @@ class Columns:
     labels: np.ndarray
     crowds: np.ndarray
     numbers: np.ndarray
+    sha256: str = ""
     path: Path | None = field(default=None, compare=False)
 
     def name(self, index: int) -> str:
@@ -55,10 +57,10 @@ class Columns:
         """Data workers that do not share memory map the file too; without a file they get the arrays."""
         if self.path is not None:
             return _columns_of, (self.path,)
-        return Columns, tuple(getattr(self, name) for name in ARRAYS)
+        return Columns, (*(getattr(self, name) for name in ARRAYS), self.sha256)
 
 
-ARRAYS = tuple(one.name for one in dataclasses.fields(Columns) if one.name != "path")
+ARRAYS = tuple(one.name for one in dataclasses.fields(Columns) if one.type is np.ndarray)
 
 
 def _columns_of(path: Path) -> Columns:
@@ -85,7 +87,7 @@ def save_columns(columns: Columns, about: dict[str, Any], file: BinaryIO) -> Non
         array = getattr(columns, name)
         arrays[name] = {"dtype": array.dtype.str, "shape": array.shape, "place": place}
         place += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    header = json.dumps({"arrays": arrays, "about": about}).encode()
+    header = json.dumps({"arrays": arrays, "sha256": columns.sha256, "about": about}).encode()
     file.write(MAGIC + f"{len(header)}\n".encode() + header)
     start = file.tell()
     file.write(b"\0" * (-start % ALIGNMENT))
@@ -117,4 +119,4 @@ def load_columns(path: Path) -> tuple[Columns, dict[str, Any]]:
         # frombuffer takes no empty part, and refuses one beyond the end
         array = np.frombuffer(mapped, dtype, count, start + place) if count else np.empty(0, dtype)
         arrays[name] = array.reshape(shape)
-    return Columns(**arrays, path=path), header["about"]
+    return Columns(**arrays, sha256=header["sha256"], path=path), header["about"]

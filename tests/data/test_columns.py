@@ -159,9 +159,14 @@ def large(tmp_path, monkeypatch):
 def test_what_was_read_is_kept_for_the_next_time(large, tmp_path, monkeypatch):
     first = read_coco(large, cache=tmp_path / "kept")
     assert all_of(first) == all_of(read_coco(large))
+    described = coco.describe_records(list(first.records))
     monkeypatch.setattr(coco, "_read", None)  # nothing is read again
     second = read_coco(replace(large, name="other"), cache=tmp_path / "kept")
     assert all_of(second) == all_of(first)
+    assert coco.describe_records(second.records) == described
+    second.leave_out([second.records[0].image_id])
+    assert coco.describe_records(second.records) != described
+    second = read_coco(replace(large, name="other"), cache=tmp_path / "kept")
     assert second.issues.source == f"other ({large.annotations})"
     assert second.records.columns.path.parent == tmp_path / "kept"
     assert not second.records.columns.boxes_xywh.flags.writeable

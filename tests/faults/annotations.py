@@ -5,8 +5,9 @@
 image id and annotation id. Training and evaluation do the same before anything else and stop, unless `DATASETS.ON_BAD` is `drop`:
 then the same images and boxes are left out of training and evaluation, and counted in the log. Under either policy, the ground
 truth used as detections scores an AP of 100.0; that too is tested for each row. A box of less than a pixel counts in both. Only
-where a crop leaves less than a pixel of a box, training drops it. What was read of a file above 4 MB is kept in `DATASETS.CACHE`, and read
-again when the file changes; seconds and memory: [scaling.md](scaling.md).
+where a crop leaves less than a pixel of a box, training drops it.
+What was read of a file above 4 MB is kept in `DATASETS.CACHE`, and read again when the file changes; seconds and memory:
+[scaling.md](scaling.md).
 """
 
 import json
