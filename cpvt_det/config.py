@@ -160,6 +160,7 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.DATASETS.TEST = ()  # names of the test sets; the first one decides which checkpoint is the best
     cfg.DATASETS.REGISTER = []  # your data sets, each as [name, COCO JSON, image folder] or [name, YOLO or VOC folder, split]
     cfg.DATASETS.ON_BAD = "error"  # error: list all errors in the data and stop; drop: leave out the images and boxes with errors
+    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for what was read of annotation files above 4 MB; "": none
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4  # number of processes that load and augment images; 0: the training process does it
@@ -202,7 +203,7 @@ def _add_solver(cfg: CfgNode) -> None:
 
 SAME_RUN = re.compile(
     r"VERSION$|OUTPUT_DIR$|MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|TEST\.|"
-    r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER)$|SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING)$"
+    r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER|CACHE)$|SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING)$"
 )
 """Keys that may change when a run is resumed: they do not change its steps."""
 

@@ -9,9 +9,10 @@ from fvcore.common.config import CfgNode
 from cpvt_det import distributed
 from cpvt_det.builders.datasets import check_datasets, require_names
 from cpvt_det.builders.detector import build_device, build_postprocessor
-from cpvt_det.data.coco import CocoDataset, ImageRecord
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
+from cpvt_det.data.records import ImageRecord, sizes_of
 from cpvt_det.data.validation.check import Seen, look_at_images
 from cpvt_det.data.validation.issues import require_no_errors
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
@@ -55,7 +56,7 @@ def _look_once(paths: Mapping[str, str], decode: bool) -> dict[str, Seen]:
     return distributed.gather_objects(look_at_images(paths, decode) if distributed.rank() == 0 else None)[0]
 
 
-def build_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> TrainLoader:
+def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> TrainLoader:
     """Augmented batches of this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
@@ -73,11 +74,12 @@ def build_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> T
             crop_range=tuple(crop.RANGE),
         )
         dataset = MappedDataset(records, Mapper(transform, with_targets=True), seed)
+        height, width = sizes_of(records).T
         batches = TrainBatches(
             len(records),
             cfg.SOLVER.IMS_PER_BATCH,
             seed,
-            wide=[record.width > record.height for record in records] if loader.ASPECT_RATIO_GROUPING else None,
+            wide=width > height if loader.ASPECT_RATIO_GROUPING else None,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
         )
@@ -94,7 +96,7 @@ def build_test_mapper(cfg: CfgNode) -> Mapper:
     return Mapper(evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST), with_targets=False)
 
 
-def build_test_loader(cfg: CfgNode, records: list[ImageRecord]) -> torch.utils.data.DataLoader:
+def build_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
     """Every record once, at the test size, over all processes."""
     with config_errors("INPUT or TEST"):
         dataset = MappedDataset(records, build_test_mapper(cfg))
@@ -120,8 +122,7 @@ def check_evaluation(cfg: CfgNode) -> None:
 def build_evaluator(cfg: CfgNode, dataset: CocoDataset) -> CocoEvaluator:
     """The evaluator of ``TEST.EVALUATOR``."""
     classes = dataset.classes
-    truth = dataset.ground_truth
-    return CocoEvaluator(truth, classes.ids, classes.names, cfg.TEST.EVALUATOR)
+    return CocoEvaluator(dataset.records, classes.ids, classes.names, cfg.TEST.EVALUATOR)
 
 
 def _require_rgb(cfg: CfgNode) -> None:

@@ -16,6 +16,7 @@ from cpvt_det.data.coco import CocoDataset, ImageRecord
 from cpvt_det.data.images import read_image
 from cpvt_det.evaluation.coco import format_table
 from cpvt_det.evaluation.confusion import Mistakes, confusion_matrix, worst_images
+from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.evaluation.matching import IOU, ScoredImage, pair_images
 from cpvt_det.evaluation.precision_recall import Curve, OperatingPoint, class_curve, pooled_curve
 from cpvt_det.files import write_json
@@ -53,7 +54,7 @@ def write_report(
         BadInputError: matplotlib is not installed, or a file cannot be written.
     """
     names, ids = dataset.classes.names, dataset.classes.ids
-    images = pair_images(dataset.ground_truth, results, ids)
+    images = pair_images(ground_truth_of(dataset.records, ids), results, ids)
     curves = [class_curve(images, label) for label in range(len(names))]
     matrix = confusion_matrix(images, len(names), threshold)
     worst = worst_images(images, threshold, num_worst)
