@@ -18,6 +18,7 @@ from cpvt_det.errors import BadInputError, config_errors
 from cpvt_det.runner.setup import choose_seed
 from cpvt_det.solver.step import split_samples
 from cpvt_det.structures import Size
+from cpvt_det.tasks import build_task
 from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
 from cpvt_det.visualize.data import draw_batches
@@ -139,13 +140,14 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
     """
     cfg = load_any(config_file, overrides, runner)
     cfg.DATALOADER.NUM_WORKERS = 0  # enough for a few images; their number does not change the images
-    datasets, tests = builders.load_splits(cfg)
+    task = build_task(cfg)
+    datasets, tests = task.load_splits()
     detector = build_any(cfg, runner)
-    classes, records = datasets[0].classes, builders.training_records(cfg, datasets)
-    loader = builders.build_train_loader(cfg, records, choose_seed(cfg))
+    classes, records = datasets[0].classes, task.training_records(datasets)
+    loader = task.build_train_loader(records, choose_seed(cfg))
     parts = (part for samples in loader for part in split_samples(samples, max(1, cfg.SOLVER.ACCUMULATE)))
     for name, batches, known in [("train", parts, records)] + [
-        (dataset.name, builders.build_test_loader(cfg, dataset.records), dataset.records) for dataset in tests
+        (dataset.name, task.build_test_loader(dataset), dataset.records) for dataset in tests
     ]:
         path = output / f"{name}.png"
         drawn = draw_batches(batches, {record.image_id: record for record in known}, detector, classes, count, path)
