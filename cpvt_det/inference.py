@@ -76,6 +76,18 @@ def detect(detector: nn.Module, postprocess: PostProcessor, samples: Sequence[Ma
     return [found.cpu() for found in postprocess(predictions, [(sample["height"], sample["width"]) for sample in samples])]
 
 
+@torch.no_grad()
+def classify(classifier: nn.Module, samples: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """Samples -> (K,) float scores of the classes of each, on the CPU; their sum is 1.
+
+    Args:
+        classifier: a classifier in evaluation mode.
+        samples: dicts with ``image`` (3, h, w) in [0, 255].
+    """
+    batch = classifier.preprocess([sample["image"] for sample in samples])
+    return list(classifier(batch.images, batch.padding_mask).scores().cpu())
+
+
 @contextlib.contextmanager
 def evaluation_mode(detector: nn.Module) -> Iterator[None]:
     """Evaluation mode within the block; after it the mode before it, whatever happens."""

@@ -44,6 +44,7 @@ class DetectionTask:
 
     main_figure = "bbox/AP"
     figures = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+    constant = "the mean training box of each class, in every image the same"
 
     def __init__(self, cfg: CfgNode):
         self.cfg = cfg

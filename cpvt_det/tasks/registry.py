@@ -27,11 +27,13 @@ The contract of a task, that of :class:`cpvt_det.tasks.DetectionTask`:
 - feed: ``build_train_loader``, ``build_test_loader``: batches of samples, dicts with ``image`` and ``image_id``, in training also
   ``targets``, whose ``to`` moves them to a device;
 - compare: ``build_training_model``: a module with ``detector``, called with samples, that returns :class:`cpvt_det.losses.Losses`;
+  its ``normalizers(samples)`` is what it is also called with where the samples are a part of a step;
 - measure: ``build_evaluator`` (with ``add``, ``state``, ``merge`` and ``evaluate``), ``infer``, ``format_results`` and
   ``write_outputs``;
 - show: ``describe``, ``show_results``;
 - optional: ``baseline(records, dataset)``: figures by name, as in the metrics, of an answer that is the same for every image; a run
-  below it is warned. ``thresholds()`` of the evaluator: :class:`cpvt_det.evaluation.thresholds.Thresholds`, which checkpoints keep.
+  below it is warned. ``constant``: what that answer is, for the log. ``thresholds()`` of the evaluator:
+  :class:`cpvt_det.evaluation.thresholds.Thresholds`, which checkpoints keep.
 """
 
 Results = dict[str, Any]
