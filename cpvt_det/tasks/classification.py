@@ -78,6 +78,10 @@ class ClassificationTask:
         """Every image of a test set once, as :func:`cpvt_det.builders.build_class_test_loader`."""
         return builders.build_class_test_loader(self.cfg, dataset.records)
 
+    def set_test_size(self, size: int) -> None:
+        """Crop test images to this side, out of a short side in proportion."""
+        self.cfg.INPUT.CLASSIFY.TEST_SIZE = size
+
     def build_training_model(self, detector: "nn.Module") -> "ClassTrainingModel":
         """The classifier with its loss, Mixup and CutMix, and the teacher of ``MODEL.CLASSIFIER.TEACHER``."""
         from cpvt_det.checkpoint.teacher import load_teacher

@@ -77,6 +77,13 @@ class DetectionTask:
         """Every image of a test set once, as :func:`cpvt_det.builders.build_test_loader`."""
         return builders.build_test_loader(self.cfg, dataset.records)
 
+    def set_test_size(self, size: int) -> None:
+        """Resize test images to this short side; the limit of the long side changes in proportion."""
+        node = self.cfg.INPUT
+        if node.MIN_SIZE_TEST > 0:
+            node.MAX_SIZE_TEST = round(node.MAX_SIZE_TEST * size / node.MIN_SIZE_TEST)
+        node.MIN_SIZE_TEST = size
+
     def build_training_model(self, detector: "nn.Module") -> "TrainingModel":
         """The detector with its set loss."""
         from cpvt_det.solver.step import TrainingModel
