@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.losses.classification import Classification
+from cpvt_det.models.classifier import ClassLogits
 from cpvt_det.structures import Detections, Predictions, Size
 
 
@@ -23,9 +24,14 @@ class PostProcessor:
         classification: the classification that the model was trained with.
         max_detections: largest number of detections per image.
 
+    Attributes:
+        outputs: names of what :meth:`decode` returns, for exported programs.
+
     Raises:
         ValueError: a maximum below 1.
     """
+
+    outputs = ("boxes", "scores", "labels")
 
     def __init__(self, classification: Classification, max_detections: int = 100):
         if max_detections < 1:
@@ -60,6 +66,16 @@ class PostProcessor:
         scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
         boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
         return cxcywh_to_xyxy(boxes).clamp(0, 1), scores, labels
+
+
+class ClassScores:
+    """Decodes the answer of a classifier."""
+
+    outputs = ("scores",)
+
+    def decode(self, predictions: ClassLogits) -> tuple[Tensor]:
+        """(B, K) float scores of the classes, whose sum is 1."""
+        return (predictions.scores(),)
 
 
 @torch.no_grad()

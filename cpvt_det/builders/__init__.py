@@ -23,6 +23,7 @@ _NAMES = {
         "build_backbone",
         "build_classification",
         "build_criterion",
+        "build_decoder",
         "build_detector",
         "build_device",
         "build_encoder_position",

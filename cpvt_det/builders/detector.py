@@ -13,7 +13,7 @@ from cpvt_det import defaults, distributed
 from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, keyword_of, refuse_unused
 from cpvt_det.config import get_cfg, key_names
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
-from cpvt_det.inference import PostProcessor
+from cpvt_det.inference import ClassScores, PostProcessor
 from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import (
@@ -336,6 +336,11 @@ def build_postprocessor(cfg: CfgNode) -> PostProcessor:
         raise ConfigError(f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE!r} is no detector; set TASK to classification")
     with config_errors("TEST.DETECTIONS_PER_IMAGE"):
         return PostProcessor(build_classification(cfg), cfg.TEST.DETECTIONS_PER_IMAGE)
+
+
+def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
+    """What decodes the answers of a model: :func:`build_postprocessor`, or for a classifier its scores."""
+    return ClassScores() if is_classifier(cfg) else build_postprocessor(cfg)
 
 
 def build_device(cfg: CfgNode) -> torch.device:
