@@ -121,3 +121,33 @@ def test_rows_of_both_heads_are_taken_by_class_name(weights):
     assert report.rows_by_name == {"red": 2, "pink": None, "blue": 0}
     for name, head in (("class_embed", model.class_embed), ("distilled_embed", model.distilled_embed)):
         assert torch.equal(head.weight[[0, 2]], before[f"{name}.weight"][[2, 0]]) and not head.weight[1].any()
+
+
+@pytest.mark.detectron2
+def test_both_runners_train_the_same_classifier(folders, tmp_path):
+    """Every weight after six steps, with Mixup, and what an evaluation writes."""
+    for runner in ("builtin", "detectron2"):
+        words = class_words(folders, tmp_path / runner, INPUT__CLASSIFY__MIXUP=0.8)
+        done = call("train", "--config-file", "_detectron2.yaml", "--num-gpus", 0, "--runner", runner, *words)
+        assert done.exit_code == 0, done.output
+    states = [torch.load(tmp_path / f"{name}/model_final.pth", weights_only=True)["model"] for name in ("builtin", "detectron2")]
+    assert states[0].keys() == states[1].keys() and all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    results = [json.loads((tmp_path / f"{name}/results.json").read_text()) for name in ("builtin", "detectron2")]
+    assert results[0] == results[1]
+
+
+@pytest.mark.detectron2
+def test_detectron2_builds_a_classifier_that_takes_its_dicts(weights):
+    from detectron2.modeling import build_model
+
+    from cpvt_det.d2.config import load_cfg as load_d2
+
+    cfg = load_d2(str(weights.parent / "config.yaml"), ["MODEL.DEVICE", "cpu"])
+    model, ours = build_model(cfg).eval(), load_trained(weights, "cpu").detector
+    model.load_state_dict(ours.state_dict())
+    image = torch.rand(3, 40, 24) * 255
+    batch = ours.preprocess([image])
+    (found,) = model([{"image": image, "height": 40, "width": 24}])
+    torch.testing.assert_close(found["scores"], ours(batch.images, batch.padding_mask).scores()[0])
+    with pytest.raises(TypeError, match="own training loop cannot train a classifier"):
+        model.train()([{"image": image}])
