@@ -108,8 +108,8 @@ def register_detectors() -> None:
 def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
     """A detector or a classifier in detectron2, from a config or by keyword.
 
-    Its keywords are those of the model. A detector has two more: ``criterion``, the set loss, whose classification gives the defaults of
-    ``num_logits`` and ``prior_probability``; and ``postprocessor``, which by default keeps the 100 best detections.
+    Its keywords are those of the model. A detector has two more: ``criterion``, the set loss, whose classification gives the
+    defaults of ``num_logits`` and ``prior_probability``; and ``postprocessor``, which by default keeps the 100 best detections.
     """
 
     @configurable
