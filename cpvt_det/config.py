@@ -27,7 +27,7 @@ def get_cfg() -> CfgNode:
     cfg = CfgNode()
     cfg.VERSION = 2  # version of the config format, as in detectron2
     cfg.OUTPUT_DIR = "./output"  # folder of everything that a run writes; one run at a time
-    cfg.TASK = "detection"  # what is read, trained and measured: detection, or a registered task of your own
+    cfg.TASK = "detection"  # what is read, trained and measured: detection, classification, or a registered task of your own
     cfg.TASK_OPTIONS = CfgNode(new_allowed=True)  # options of a task of your own
     cfg.SEED = -1  # seed of weights, data order and augmentation; negative: a random seed per run, which is logged
     _add_model(cfg)
@@ -48,7 +48,7 @@ def get_cfg() -> CfgNode:
 
 def _add_model(cfg: CfgNode) -> None:
     cfg.MODEL = model = CfgNode()
-    model.META_ARCHITECTURE = "CPVTDetr"  # detector: CPVTDetr or CPVTDeformableDetr
+    model.META_ARCHITECTURE = "CPVTDetr"  # detector: CPVTDetr or CPVTDeformableDetr; CPVTClassifier, with TASK classification
     model.DEVICE = "auto"  # auto (cuda if torch finds a GPU, else cpu), cuda, cuda:1 or cpu
     model.WEIGHTS = ""  # checkpoint to start from; class heads are matched by class name, new classes get random weights
     model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
@@ -63,6 +63,12 @@ def _add_model(cfg: CfgNode) -> None:
     _add_features(model)
     _add_transformer(model)
     _add_criterion(model)
+
+    model.CLASSIFIER = CfgNode()  # CPVTClassifier only
+    model.CLASSIFIER.POOL = ""  # input of the head: token (class token) or mean; empty: token where there is one, else mean
+    model.CLASSIFIER.SMOOTHING = 0.0  # label smoothing: part of the label that is spread over all classes
+    model.CLASSIFIER.TEACHER = ""  # classifier to learn from: a checkpoint of ours, or timm/<name>; empty: none
+    model.CLASSIFIER.TEACHER_WEIGHTS = ""  # timm teacher: a file with timm's names, or DEFAULT, timm's own; classes in our order
 
 
 def _add_features(model: CfgNode) -> None:
@@ -155,10 +161,22 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.INPUT.RESIZE_CROP.SIZES = (400, 500, 600)  # short sides in pixels, one drawn per image, before the crop
     cfg.INPUT.RESIZE_CROP.RANGE = (384, 600)  # smallest and largest side of the crop in pixels
 
+    cfg.INPUT.CLASSIFY = CfgNode()  # CPVTClassifier only; RANDOM_FLIP applies too, no other key above
+    cfg.INPUT.CLASSIFY.SIZE = 224  # training: side of the crops in pixels
+    cfg.INPUT.CLASSIFY.SCALE = (0.08, 1.0)  # training: smallest and largest area of a crop, as a part of the image's
+    cfg.INPUT.CLASSIFY.RATIO = (0.75, 4 / 3)  # training: smallest and largest width of a crop, as a multiple of its height
+    cfg.INPUT.CLASSIFY.RANDAUGMENT = ()  # RandAugment: number of operations and magnitude, 0 to 30, such as (2, 9); (): none
+    cfg.INPUT.CLASSIFY.ERASE = 0.0  # probability that a rectangle of a training image is erased
+    cfg.INPUT.CLASSIFY.MIXUP = 0.0  # Mixup: parameter of its Beta distribution; 0: none; with CutMix, each on half of the batches
+    cfg.INPUT.CLASSIFY.CUTMIX = 0.0  # CutMix: parameter of its Beta distribution; 0: none
+    cfg.INPUT.CLASSIFY.REPEATS = 1  # times that an image is in a batch, augmented differently; an epoch has that part of the images
+    cfg.INPUT.CLASSIFY.TEST_SIZE = 224  # evaluation: side of the crop in pixels
+    cfg.INPUT.CLASSIFY.CROP_RATIO = 0.875  # evaluation: crop's part of the resized short side; 0: whole images, TEST_SIZE short
+
     cfg.DATASETS = CfgNode()
     cfg.DATASETS.TRAIN = ()  # names of the training sets
     cfg.DATASETS.TEST = ()  # names of the test sets; the first one decides which checkpoint is the best
-    cfg.DATASETS.REGISTER = []  # your data sets, each as [name, COCO JSON, image folder] or [name, YOLO or VOC folder, split]
+    cfg.DATASETS.REGISTER = []  # your data sets: [name, COCO JSON, image folder], or [name, folder of YOLO, VOC or classes, split]
     cfg.DATASETS.ON_BAD = "error"  # error: list all errors in the data and stop; drop: leave out the images and boxes with errors
     cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for what was read of annotation files above 4 MB; "": none
 
@@ -177,7 +195,8 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.STEPS = ()  # iterations at which the learning rate is multiplied by GAMMA; used if EPOCHS is 0
     solver.WARMUP_ITERS = 0  # iterations in which the learning rate rises to its full value; used if EPOCHS is 0
     solver.GAMMA = 0.1  # factor on the learning rate at each step of the schedule
-    solver.SCHEDULE = "step"  # step; or cosine, which falls to 0 at the end
+    solver.SCHEDULE = "step"  # step; or cosine, which falls to COSINE_END at the end
+    solver.COSINE_END = 0.0  # cosine: part of the learning rate that is left at the end
     solver.IMS_PER_BATCH = 32  # batch size over all processes and accumulated parts
     solver.ACCUMULATE = 1  # number of parts in which each process computes its share of a batch; more parts need less memory
     solver.BASE_LR = 1e-4  # learning rate of everything but the backbone

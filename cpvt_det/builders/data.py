@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``INPUT``, ``DATALOADER`` and ``TEST`` -> what a run reads, its loaders, its evaluator."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from fvcore.common.config import CfgNode
@@ -13,7 +13,7 @@ from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
 from cpvt_det.data.records import ImageRecord, sizes_of
-from cpvt_det.data.validation.check import Seen, look_at_images
+from cpvt_det.data.validation.check import CheckedData, Seen, look_at_images
 from cpvt_det.data.validation.issues import require_no_errors
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
@@ -40,15 +40,25 @@ def load_tests(cfg: CfgNode) -> list[CocoDataset]:
 
 
 def _load(cfg: CfgNode, splits: Sequence[str]) -> tuple[list[CocoDataset], list[CocoDataset]]:
-    data = check_datasets(cfg, splits, look=_look_once)
+    data = load_checked(cfg, splits, check_datasets)
+    check_evaluation(cfg)
+    return data.train, data.tests
+
+
+def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., CheckedData]) -> CheckedData:
+    """Data sets by a function like :func:`cpvt_det.builders.check_datasets`, in a run of one or several processes.
+
+    Raises:
+        BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop.
+    """
+    data = check(cfg, splits, look=_look_once)
     try:
         require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
     except DataError as error:
         if distributed.rank() == 0:
             raise
         raise DataError(first_line(error)) from error  # once is enough for the list
-    check_evaluation(cfg)
-    return data.train, data.tests
+    return data
 
 
 def _look_once(paths: Mapping[str, str], decode: bool) -> dict[str, Seen]:
@@ -63,7 +73,7 @@ def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) 
         ConfigError: a batch that the processes do not divide, or sizes that make no sense.
     """
     node, loader = cfg.INPUT, cfg.DATALOADER
-    _require_rgb(cfg)
+    require_rgb(cfg)
     with config_errors("INPUT, SOLVER or DATALOADER"):
         crop = node.RESIZE_CROP
         transform = train_transform(
@@ -92,7 +102,7 @@ def build_test_mapper(cfg: CfgNode) -> Mapper:
     Raises:
         ConfigError: another order of channels than RGB.
     """
-    _require_rgb(cfg)
+    require_rgb(cfg)
     return Mapper(evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST), with_targets=False)
 
 
@@ -125,7 +135,12 @@ def build_evaluator(cfg: CfgNode, dataset: CocoDataset) -> CocoEvaluator:
     return CocoEvaluator(dataset.records, classes.ids, classes.names, cfg.TEST.EVALUATOR)
 
 
-def _require_rgb(cfg: CfgNode) -> None:
+def require_rgb(cfg: CfgNode) -> None:
+    """Refuse another order of channels than RGB, and an unknown flip.
+
+    Raises:
+        ConfigError: one of these.
+    """
     if cfg.INPUT.FORMAT != "RGB":
         raise ConfigError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT!r}; our loader reads RGB, the order of torchvision's weights")
     if cfg.INPUT.RANDOM_FLIP not in ("horizontal", "none"):

@@ -6,6 +6,7 @@ Without torch: ``cpvt-det check-data`` would wait longer for its import than for
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fvcore.common.config import CfgNode
 
@@ -13,6 +14,7 @@ from cpvt_det.data.catalog import DatasetFiles, find_datasets
 from cpvt_det.data.coco import Classes, CocoDataset
 from cpvt_det.data.records import ImageRecord, join
 from cpvt_det.data.validation.check import CheckedData, LookAtImages, check_data, look_at_images
+from cpvt_det.data.validation.image_classes import check_image_classes
 from cpvt_det.data.validation.issues import EXAMPLES, POLICIES
 from cpvt_det.errors import ConfigError, UnknownNameError
 
@@ -48,6 +50,11 @@ def check_datasets(
         except ConfigError as error:
             data.issues[-1].add_error("classes", str(error))
     return data
+
+
+def check_class_datasets(cfg: CfgNode, *args: Any, **options: Any) -> CheckedData:
+    """:func:`check_datasets` of images that have one class each; arguments, result and errors are its own."""
+    return check_image_classes(check_datasets(cfg, *args, **options))
 
 
 def _find(cfg: CfgNode, split: str) -> list[DatasetFiles]:

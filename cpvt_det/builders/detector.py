@@ -11,9 +11,9 @@ from torch import nn
 
 from cpvt_det import defaults, distributed
 from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, keyword_of, refuse_unused
-from cpvt_det.config import get_cfg
+from cpvt_det.config import get_cfg, key_names
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
-from cpvt_det.inference import PostProcessor
+from cpvt_det.inference import ClassScores, PostProcessor
 from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import (
@@ -21,9 +21,10 @@ from cpvt_det.models import (
     DETR,
     NECK_REGISTRY,
     QUERY_REGISTRY,
+    Classifier,
     DeformableDETR,
     DeformableTransformer,
-    Detector,
+    ImageModel,
     Transformer,
 )
 from cpvt_det.models.denoising import ContrastiveDenoising
@@ -37,12 +38,30 @@ DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozense
 arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
 
 
-def register_detector(name: str, detector: type[Detector], unused: Sequence[str] | None = None) -> Callable:
+def _keys(*groups: str) -> list[str]:
+    """Full names of all keys in groups of the config."""
+    return [name for name in key_names(get_cfg()) if name.startswith(tuple(f"{group}." for group in groups))]
+
+
+OF_CLASSIFIERS = _keys("MODEL.CLASSIFIER", "INPUT.CLASSIFY")
+OF_DETECTORS = [
+    *_keys(
+        "MODEL.NECK", "MODEL.POSITION", "MODEL.DETR", "MODEL.DEFORMABLE", "MODEL.QUERIES", "MODEL.CRITERION", "INPUT.RESIZE_CROP"
+    ),
+    *(f"INPUT.{side}_SIZE_{split}" for side in ("MIN", "MAX") for split in ("TRAIN", "TEST")),
+    *(f"DATALOADER.{key}" for key in ("ASPECT_RATIO_GROUPING", "FILTER_EMPTY_ANNOTATIONS")),
+    *(f"TEST.{key}" for key in ("DETECTIONS_PER_IMAGE", "EVALUATOR", "PICTURE_THRESHOLD")),
+    "SOLVER.POINTS_LR_MULTIPLIER",
+]
+"""Keys that only classifiers, or only detectors, take."""
+
+
+def register_detector(name: str, detector: type[ImageModel], unused: Sequence[str] | None = None) -> Callable:
     """Register a detector's class, with the decorated function, which reads the config for it.
 
     Args:
         name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 also the name of a meta architecture.
-        detector: subclass of :class:`cpvt_det.models.Detector`.
+        detector: subclass of :class:`cpvt_det.models.Detector`, or of :class:`cpvt_det.models.Classifier`.
         unused: full names of keys that this detector does not take, as in ``MODEL.DETR.PRE_NORM``; refused where they differ from
             their defaults. ``None``: those of the registered detector that it is a subclass of.
     """
@@ -96,6 +115,7 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
         *(f"MODEL.DEFORMABLE.{key}" for key in get_cfg().MODEL.DEFORMABLE if key != "PROPOSAL_NMS"),  # the query source's
         "MODEL.POSITION.SHARE_LEVELS",
         "SOLVER.POINTS_LR_MULTIPLIER",
+        *OF_CLASSIFIERS,
     ],
 )
 def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
@@ -109,7 +129,7 @@ def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     }
 
 
-@register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER"])
+@register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER", *OF_CLASSIFIERS])
 def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     deformable, source = cfg.MODEL.DEFORMABLE, cfg.MODEL.QUERIES.NAME
     if source in ("learned", *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
@@ -135,6 +155,27 @@ def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict
         "proposal_nms": deformable.PROPOSAL_NMS,
         "mask_padding": cfg.MODEL.BACKBONE.MASK_PADDING,
     }
+
+
+@register_detector("CPVTClassifier", Classifier, unused=OF_DETECTORS)
+def _classifier_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
+    num_classes, backbone = _num_classes(cfg), backbone or build_backbone(cfg)
+    return {
+        "backbone": backbone,
+        "num_classes": num_classes,
+        "pool": cfg.MODEL.CLASSIFIER.POOL,
+        **_pixel_statistics(cfg, backbone),
+        "frozen": cfg.MODEL.FREEZE,
+    }
+
+
+def is_classifier(cfg: CfgNode) -> bool:
+    """Whether ``MODEL.META_ARCHITECTURE`` is a classifier.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+    """
+    return issubclass(DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE).detector, Classifier)
 
 
 def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
@@ -253,14 +294,19 @@ def build_classification(cfg: CfgNode) -> Classification:
     Raises:
         ConfigError: a number of classes below 1: it is not known yet.
     """
-    criterion, num_classes = cfg.MODEL.CRITERION, cfg.MODEL.NUM_CLASSES
-    if num_classes < 1:
-        raise ConfigError(
-            f"MODEL.NUM_CLASSES is {num_classes}; set it to the number of classes; only training and evaluation read it from data"
-        )
+    criterion, num_classes = cfg.MODEL.CRITERION, _num_classes(cfg)
     name = criterion.CLASSIFICATION
     options = _options(cfg, "CRITERION", CLASSIFICATION_REGISTRY, name, CLASSIFICATION_KEYS)
     return CLASSIFICATION_REGISTRY.build(name, {"num_classes": num_classes}, options)
+
+
+def _num_classes(cfg: CfgNode) -> int:
+    if cfg.MODEL.NUM_CLASSES < 1:
+        raise ConfigError(
+            f"MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}; set it to the number of classes; only training and evaluation read it "
+            "from data"
+        )
+    return cfg.MODEL.NUM_CLASSES
 
 
 def build_criterion(cfg: CfgNode) -> SetCriterion:
@@ -281,9 +327,20 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:
-    """Predictions -> detections, at most ``TEST.DETECTIONS_PER_IMAGE``."""
+    """Predictions -> detections, at most ``TEST.DETECTIONS_PER_IMAGE``.
+
+    Raises:
+        ConfigError: a classifier, or no detection.
+    """
+    if is_classifier(cfg):
+        raise ConfigError(f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE!r} is no detector; set TASK to classification")
     with config_errors("TEST.DETECTIONS_PER_IMAGE"):
         return PostProcessor(build_classification(cfg), cfg.TEST.DETECTIONS_PER_IMAGE)
+
+
+def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
+    """What decodes the answers of a model: :func:`build_postprocessor`, or for a classifier its scores."""
+    return ClassScores() if is_classifier(cfg) else build_postprocessor(cfg)
 
 
 def build_device(cfg: CfgNode) -> torch.device:

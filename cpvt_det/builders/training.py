@@ -93,7 +93,7 @@ def build_step(
         max_bad_steps=solver.MAX_BAD_STEPS,
     )
     with config_errors("SOLVER"):
-        learning_rate = LRSchedule(schedule, solver.SCHEDULE, solver.GAMMA)
+        learning_rate = LRSchedule(schedule, solver.SCHEDULE, solver.GAMMA, solver.COSINE_END)
     return TrainStep(model, optimizer, learning_rate, options, seed, ema)
 
 

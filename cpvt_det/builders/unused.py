@@ -120,6 +120,10 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
     if solver.SCHEDULE == "cosine":
         for key in ("GAMMA", "STEP_EPOCHS") if solver.STEP_EPOCHS else ("GAMMA",):  # no steps are what a cosine has
             yield f"SOLVER.{key}", "the schedule 'cosine' has no steps", "set SOLVER.SCHEDULE to step"
+    else:
+        yield "SOLVER.COSINE_END", f"the schedule {solver.SCHEDULE!r} is no cosine", "set SOLVER.SCHEDULE to cosine"
+    if not model.CLASSIFIER.TEACHER.startswith("timm/"):
+        yield "MODEL.CLASSIFIER.TEACHER_WEIGHTS", "no network of timm is the teacher", "set MODEL.CLASSIFIER.TEACHER to timm/<name>"
 
 
 def _of_queries(model: CfgNode, of_detector: Collection[str], is_known: bool) -> Iterator[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 
-CLASS_HEAD = re.compile(r"^class_embed\.(\d+\.)?(weight|bias)$")
+CLASS_HEAD = re.compile(r"^(class_embed\.(\d+\.)?|distilled_embed\.)(weight|bias)$")
 PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")  # row 0 means "an object", the other rows stand for no class
 HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0}  # rows of a class head beyond the labels in its config.json
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -23,11 +23,11 @@ COMMANDS = {
     "convert-weights": "Convert DETR weights of other projects.",
     "eval": "Evaluate weights on a data set.",
     "export": "Convert weights to ONNX or a torch.export program.",
-    "predict": "Detect objects in images: pictures and JSON.",
+    "predict": "Detect objects in images, or classify them: pictures and JSON.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "show": "Draw attention, position encodings, or the model's input.",
     "study": "Train the runs of a plan, and compare them.",
-    "train": "Train a detector, and evaluate it.",
+    "train": "Train a detector or a classifier, and evaluate it.",
 }
 
 

@@ -6,12 +6,12 @@ import math
 import click
 from fvcore.common.config import CfgNode
 
-from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli.configs import config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, summary
 from cpvt_det.errors import BadInputError, ConfigError, DataError
+from cpvt_det.tasks import build_task
 
 
 @click.command(context_settings=RUN_CONTEXT)
@@ -32,7 +32,7 @@ def check_data(config_file: str, decode: bool, every: bool, runner: str, overrid
     cfg = load_any(config_file, overrides, runner)
     if not cfg.DATASETS.TRAIN and not cfg.DATASETS.TEST:
         raise ConfigError("there is nothing to check: DATASETS.TRAIN and DATASETS.TEST are empty; name a data set in one of them")
-    data = check_datasets(cfg, decode=decode, examples=math.inf if every else EXAMPLES)
+    data = build_task(cfg).check_data(decode, math.inf if every else EXAMPLES)
     for dataset in {dataset.name: dataset for dataset in data.train + data.tests}.values():
         click.echo(dataset.describe())
     _compare_with_weights(cfg, data)

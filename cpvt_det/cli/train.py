@@ -2,7 +2,7 @@
 """``cpvt-det train``, the command line of both runners; ``tools/train_net.py`` calls the same function."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 
@@ -15,12 +15,14 @@ RUNNERS = ("auto", "builtin", "detectron2")
 RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may contain negative numbers
 
 
+config_option = click.option(
+    "--config-file", required=True, metavar="FILE", help="Path of a config, or its name in the package's configs/."
+)
+
+
 def run_options(command: Callable) -> Callable:
-    """The options of every command that runs a config."""
+    """The options of every command that runs a config, but for that of the config."""
     options = (
-        click.option(
-            "--config-file", required=True, metavar="FILE", help="Path of a config, or its name in the package's configs/."
-        ),
         click.option(
             "--num-gpus",
             type=click.IntRange(min=0),
@@ -41,6 +43,7 @@ allow_partial_option = click.option(
 
 
 @click.command(context_settings=RUN_CONTEXT)
+@config_option
 @run_options
 @click.option("--resume", is_flag=True, help="Continue from the last checkpoint in OUTPUT_DIR.")
 @click.option("--eval-only", is_flag=True, help="Only evaluate MODEL.WEIGHTS, or with --resume the last checkpoint.")
@@ -79,6 +82,7 @@ def run_config(
     resume: bool,
     eval_only: bool,
     allow_partial: bool,
+    sizes: Sequence[int] = (),
 ) -> dict:
     """Load a config and run it, in one process of the run; return the results of the last evaluation."""
     import_inherited()
@@ -90,7 +94,7 @@ def run_config(
         else:
             from cpvt_det.builders import load_cfg
             from cpvt_det.runner.train import run
-    return run(load_cfg(config_file, overrides), resume, eval_only, allow_partial)
+    return run(load_cfg(config_file, overrides), resume, eval_only, allow_partial, sizes)
 
 
 def device_of(num_gpus: int | None) -> str | None:

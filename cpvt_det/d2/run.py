@@ -3,6 +3,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -19,6 +20,7 @@ from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
 from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
+from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.tasks.registry import Results, build_task
 
 __all__ = ["load_cfg", "run"]
@@ -26,7 +28,9 @@ __all__ = ["load_cfg", "run"]
 logger = logging.getLogger("cpvt_det")
 
 
-def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False) -> Results:
+def run(
+    cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False, sizes: Sequence[int] = ()
+) -> Results:
     """Train and evaluate, or only evaluate, as :func:`cpvt_det.runner.train.run` does, with a config from :func:`load_cfg`."""
     if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -34,10 +38,10 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
     cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
     with only_run_in(cfg):
         find_registered(cfg)
-        return _evaluate_only(cfg, resume, allow_partial) if eval_only else _train(cfg, resume)
+        return _evaluate_only(cfg, resume, allow_partial, sizes) if eval_only else _train(cfg, resume)
 
 
-def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> Results:
+def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool, sizes: Sequence[int]) -> Results:
     task = build_task(cfg)
     tests = task.load_tests()
     if resume:
@@ -49,6 +53,8 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> Results:
     model = build_detector(cfg)
     kept = load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     write_config(without_untouched(cfg), replace=False)
+    if sizes:
+        return evaluate_sizes(task, model, tests, sizes, output)
     results = evaluate(task, model, tests, output)
     choose_threshold(cfg, kept)
     task.show_results(model, tests, results, output)

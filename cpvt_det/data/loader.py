@@ -132,15 +132,19 @@ class TrainBatches(Sampler[list[Draw]]):
         waiting: dict[int, list[Draw]] = {0: [], 1: []}
         number = 0
         for epoch in itertools.count():
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records)
-            for index in map(int, order):  # not tolist: Python's numbers of a million images take 36 MB in every process
-                group = waiting[self.groups[index]]
-                group.append((epoch, index))
+            for draw in self.draws(epoch):
+                group = waiting[self.groups[draw[1]]]
+                group.append(draw)
                 if len(group) == self.batch_size:
                     if number >= self.start:
                         yield group[self.slice]
                     number += 1
                     group.clear()
+
+    def draws(self, epoch: int) -> Iterator[Draw]:
+        """Every image once, in the order of an epoch."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records)
+        return ((epoch, index) for index in map(int, order))  # as a list a million take 36 MB in every process
 
 
 class TrainLoader:

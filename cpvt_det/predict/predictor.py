@@ -14,7 +14,7 @@ from torch import nn
 
 from cpvt_det.builders import build_postprocessor, build_test_mapper
 from cpvt_det.checkpoint.model_folder import save_model
-from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.errors import DataError
@@ -72,7 +72,15 @@ class Predictor:
             WeightsError: weights that cannot be read, without config or classes, or for only a part of the model.
             ConfigError: keys that cannot be used, or a device that does not exist.
         """
-        trained = load_trained(path, device, config_file, overrides)
+        return cls.from_trained(load_trained(path, device, config_file, overrides))
+
+    @classmethod
+    def from_trained(cls, trained: Trained) -> "Predictor":
+        """A predictor of a loaded model.
+
+        Raises:
+            ConfigError: a model of another task, or keys that cannot be used.
+        """
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
         return cls(trained.detector, *parts, trained.classes, trained.cfg.dump(), trained.thresholds)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fvcore.common.config import CfgNode
 
+from cpvt_det import builders
 from cpvt_det.checkpoint.checkpointer import BEST, RunState
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.data.coco import ImageRecord
@@ -21,13 +22,15 @@ FEW = 30_000
 
 
 def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[ImageRecord]) -> None:
-    """Warn of a run from random weights that is far too short, and of images with nearly as many objects as there are queries.
+    """Warn of a detector's run from random weights that is far too short, and of images with nearly as many objects as queries.
 
     Args:
         cfg: config of the run.
         schedule: schedule of the run.
         records: training images of the run.
     """
+    if builders.is_classifier(cfg):
+        return
     if not cfg.MODEL.WEIGHTS and schedule.max_iter < FEW:
         logger.warning(
             "%d iterations (%s) from random weights; a DETR needs about %d on photographs, fewer on simple images. Set "
@@ -68,7 +71,7 @@ def log_next_steps(cfg: CfgNode, state: RunState, output: Path) -> None:
         f"cpvt-det eval {_quoted(weights)} --config-file {_quoted(config)} --report OUTPUT_DIR {_quoted(output / 'eval')}",
         f"cpvt-det train --config-file {_quoted(config)} --resume {longer}",
     ]
-    logger.info("%s: %s. Next: find objects, report on them, train longer:\n  %s", which, weights, "\n  ".join(commands))
+    logger.info("%s: %s. Next: predict, report, train longer:\n  %s", which, weights, "\n  ".join(commands))
 
 
 def _quoted(path: Path) -> str:

@@ -11,7 +11,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 from tqdm import tqdm
 
-from cpvt_det import distributed
+from cpvt_det import builders, distributed
 from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.errors import DataError, RunStoppedError
@@ -77,8 +77,11 @@ def measure(task: Any, detector: nn.Module, datasets: Sequence[Any], output: Pat
 
 
 def choose_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> None:
-    """Set ``TEST.PICTURE_THRESHOLD``, unless the config gives one: that of the best F1, else 0.5; the log says which."""
-    if cfg.TEST.PICTURE_THRESHOLD is not None:
+    """Set ``TEST.PICTURE_THRESHOLD``, unless the config gives one: that of the best F1, else 0.5; the log says which.
+
+    The answers of a classifier need no threshold.
+    """
+    if cfg.TEST.PICTURE_THRESHOLD is not None or builders.is_classifier(cfg):
         return
     kept = None if thresholds is None else thresholds.overall
     cfg.TEST.PICTURE_THRESHOLD = DEFAULT_THRESHOLD if kept is None else kept

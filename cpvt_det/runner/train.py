@@ -2,6 +2,7 @@
 """The built-in runner: training and evaluation without detectron2, to be read from top to bottom."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from fvcore.common.config import CfgNode
@@ -18,6 +19,7 @@ from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.progress import LossWatch, RunEvaluations
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
+from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
 from cpvt_det.tasks.registry import Results, build_task, flatten
@@ -25,7 +27,9 @@ from cpvt_det.tasks.registry import Results, build_task, flatten
 logger = logging.getLogger("cpvt_det")
 
 
-def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False) -> Results:
+def run(
+    cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False, sizes: Sequence[int] = ()
+) -> Results:
     """Train and evaluate, or only evaluate.
 
     Args:
@@ -33,6 +37,7 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
         resume: go on from the last checkpoint in ``OUTPUT_DIR``, where there is one.
         eval_only: evaluate ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint.
         allow_partial: evaluate also weights that fit the model in part; the rest of it is random.
+        sizes: test sizes in pixels to evaluate at, one after the other; empty: at that of the config.
 
     Returns:
         The results of the last evaluation.
@@ -43,10 +48,10 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
         InterruptedRun: SIGTERM or Ctrl-C during training; the last step is saved.
     """
     with only_run_in(cfg):
-        return evaluate_only(cfg, resume, allow_partial) if eval_only else train(cfg, resume)
+        return evaluate_only(cfg, resume, allow_partial, sizes) if eval_only else train(cfg, resume)
 
 
-def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = False) -> Results:
+def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = False, sizes: Sequence[int] = ()) -> Results:
     """Evaluate weights; arguments and result as in :func:`run`."""
     task = build_task(cfg)
     tests = task.load_tests()
@@ -57,6 +62,8 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     kept = load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     write_config(cfg, replace=False)
+    if sizes:
+        return evaluate_sizes(task, detector, tests, sizes, output)
     results = evaluate(task, detector, tests, output)
     choose_threshold(cfg, kept)
     task.show_results(detector, tests, results, output)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cpvt_det import distributed, memory
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import ConfigError
-from cpvt_det.models import Detector
+from cpvt_det.models import ImageModel
 
 logger = logging.getLogger("cpvt_det")
 LARGE = 4_000
@@ -32,7 +32,7 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
     """Refuse a step that cannot fit. Every process must call it; the detector and its statistics stay as they are.
 
     Args:
-        detector: model of the step, in training mode; one that is no detector of this package is not looked at.
+        detector: model of the step, in training mode; one that is no model of this package is not looked at.
         part: samples that are worked through at the same time.
         count: all samples of this process in a step.
         amp_dtype: dtype of autocast; ``None`` for full precision.
@@ -41,7 +41,7 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
         ConfigError: a step that needs more than there is, with the ``SOLVER.ACCUMULATE`` that helps.
     """
     available = memory.available()
-    if not isinstance(detector, Detector) or detector.pixel_mean.device.type != "cpu" or available is None:
+    if not isinstance(detector, ImageModel) or detector.pixel_mean.device.type != "cpu" or available is None:
         return
     batch = detector.preprocess([sample["image"] for sample in part])
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))

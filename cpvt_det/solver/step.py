@@ -46,6 +46,11 @@ class TrainingModel(nn.Module):
         """The losses of samples with ``image`` and ``targets``; ``normalizers`` as in :class:`SetCriterion`."""
         return compute_losses(self.detector, self.criterion, samples, normalizers)
 
+    def normalizers(self, samples: Sequence[Sample]) -> Normalizers:
+        """The divisors of a whole step, for :meth:`forward` with a part of its samples."""
+        targets: list[Targets] = [sample["targets"].to(self.detector.pixel_mean.device) for sample in samples]
+        return self.criterion.normalizers(targets, self.detector.num_queries)
+
 
 def wrap_for_processes(model: TrainingModel) -> nn.Module:
     """DDP where there are several processes, on GPUs or CPUs; the model itself in one."""
@@ -201,7 +206,7 @@ class TrainStep:
     def _backward(self, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
         """Gradients of all parts. The sums of their losses and means of their metrics; (B,) bool, whose predictions are finite."""
         parts = split_samples(samples, self.options.accumulate)
-        normalizers = self._normalizers(samples) if len(parts) > 1 else None
+        normalizers = self.training_model.normalizers(samples) if len(parts) > 1 else None
         device = self.training_model.detector.pixel_mean.device
         record: dict[str, Tensor] = {}
         finite = []
@@ -218,11 +223,6 @@ class TrainStep:
                 record[name] = record.get(name, 0) + value.detach()
             finite.append(result.finite)
         return record, torch.cat(finite)
-
-    def _normalizers(self, samples: Sequence[Sample]) -> Normalizers:
-        detector, criterion = self.training_model.detector, self.training_model.criterion
-        targets: list[Targets] = [sample["targets"].to(detector.pixel_mean.device) for sample in samples]
-        return criterion.normalizers(targets, detector.num_queries)
 
     def _clip(self) -> Tensor:
         """Bound the gradients; the norm they had."""

@@ -93,8 +93,11 @@ def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "F
 
 
 def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
-    """The matrix of :func:`cpvt_det.evaluation.confusion.confusion_matrix`; the shade of a cell is its share of the row."""
-    labels = [*map(_plain, names), BACKGROUND]
+    """The matrix of :func:`cpvt_det.evaluation.confusion.confusion_matrix`; the shade of a cell is its share of the row.
+
+    One of image classes, (K, K), has no background.
+    """
+    labels = [*map(_plain, names), BACKGROUND][: len(matrix)]
     counted = len(names) <= COUNTED_CLASSES
     side = min(max(5.0, (0.6 if counted else 0.2) * len(labels)), 40.0)
     figure = new_figure(side + 1.5, side)

@@ -71,6 +71,9 @@ OTHER = {
     "MODEL.QUERIES.LABEL_NOISE": 0.25,
     "MODEL.QUERIES.BOX_NOISE": 0.5,
     "MODEL.CRITERION.LOSSES": [["l1_again", 1.0]],
+    "MODEL.CLASSIFIER.POOL": "mean",
+    "MODEL.CLASSIFIER.TEACHER": "teacher.pth",
+    "MODEL.CLASSIFIER.TEACHER_WEIGHTS": "DEFAULT",
 }
 """A value of each key that neither its default nor the test's config has; of other keys :func:`other_value`."""
 CHOOSERS = re.compile(r"MODEL\.(META_ARCHITECTURE|\w+\.NAME|CRITERION\.CLASSIFICATION)$")

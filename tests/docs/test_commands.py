@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from conftest import SIZES, draw_coco
+from image_classes import class_words, draw_folders
 from PIL import Image
 from run_commands import commands
 from test_foreign import write_voc
@@ -22,6 +23,7 @@ from tiny import MODEL, RUN
 
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
+from cpvt_det.runner.train import run as train_run
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
@@ -66,6 +68,8 @@ def playground(tmp_path_factory, tiny_run):
     shutil.copytree(run.folder, folder / "output")
     for name in ("mine", "peg", "sine", "none", "quickstart", "tutorial"):
         shutil.copytree(run.folder, folder / "output" / name)
+    words = class_words(draw_folders(folder / "by_class"), folder / "output/classifier", SOLVER__MAX_ITER=1, SOLVER__EPOCHS=0)
+    train_run(load_cfg("", words))
     (folder / "photos/deeper").mkdir(parents=True)
     for name in ("photo.jpg", "picture.jpg", "photos/a.jpg", "photos/deeper/b.jpg"):
         Image.open(run.image(30)).save(folder / name)
@@ -99,7 +103,11 @@ def _short_and_small(words: list[str]) -> list[str]:
     """Options and KEY VALUE words that come after and so win."""
     builtin = importlib.util.find_spec("detectron2") is None or "builtin" in words
     pairs = {**MODEL, **RUN, "SOLVER.MAX_ITER": 1, "MODEL.BACKBONE.WEIGHTS": ""}
-    if load_cfg(words[words.index("--config-file") + 1]).MODEL.META_ARCHITECTURE == "CPVTDeformableDetr":
+    model = load_cfg(words[words.index("--config-file") + 1]).MODEL.META_ARCHITECTURE
+    if model == "CPVTClassifier":
+        pairs = {key: value for key, value in pairs.items() if "DETR" not in key and not key.startswith("INPUT.")}
+        pairs["INPUT.CLASSIFY.SIZE"] = 32
+    if model == "CPVTDeformableDetr":
         pairs["MODEL.DEFORMABLE.NUM_LEVELS"] = 2
     options = ["--num-gpus", "0", "--runner", "builtin" if builtin else "detectron2"]
     return [*options, *(str(word) for pair in pairs.items() for word in pair)]
