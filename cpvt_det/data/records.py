@@ -72,7 +72,9 @@ class Records(Sequence[ImageRecord]):
     def __len__(self) -> int:
         return len(self.columns.image_ids) if self.kept is None else len(self.kept)
 
-    def __getitem__(self, index: int) -> ImageRecord:
+    def __getitem__(self, index: int | slice) -> ImageRecord | list[ImageRecord]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
         columns, at = self.columns, self._at(index)
         rows = slice(columns.starts[at], columns.starts[at + 1])
         boxes, labels, crowds = columns.boxes_xywh[rows], columns.labels[rows], columns.crowds[rows]
@@ -163,7 +165,9 @@ class JoinedRecords(Sequence[ImageRecord]):
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def __getitem__(self, index: int) -> ImageRecord:
+    def __getitem__(self, index: int | slice) -> ImageRecord | list[ImageRecord]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         index = index + len(self) if index < 0 else index

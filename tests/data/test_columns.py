@@ -131,6 +131,8 @@ def test_records_are_chosen_and_joined_without_reading_them(tmp_path):
     assert isinstance(both, JoinedRecords) and len(both) == len(some) + len(records)
     assert [one.image_id for one in both] == [*some.image_ids.tolist(), *records.image_ids.tolist()]
     assert both[-1].image_id == plain[-1].image_id and both.sizes.tolist() == [*some.sizes.tolist(), *records.sizes.tolist()]
+    assert [one.image_id for one in both[3:9:2]] == [both[index].image_id for index in (3, 5, 7)]
+    assert [one.image_id for one in records[-2:]] == [one.image_id for one in plain[-2:]]
     assert join([records]) is records
     for sequence in (records, both):
         with pytest.raises(IndexError):
