@@ -84,7 +84,6 @@ def _try(entry: Any, scene: Scene, min_visible: float) -> Scene:
 
 def _build(entry: Any, min_visible: float, in_group: str = "") -> AugmentationStep:
     name, options = _name_and_options(entry)
-    AUGMENTATION_REGISTRY.find(name)
     if name in GROUPS:
         parts = [_build(part, min_visible, in_group=name) for part in _parts(entry)]
         options = {**options, "transforms": parts}

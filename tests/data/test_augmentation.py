@@ -3,6 +3,8 @@
 
 import functools
 import random
+import subprocess
+import sys
 from itertools import islice
 
 import numpy as np
@@ -11,18 +13,21 @@ import torch
 from conftest import draw_coco
 from PIL import Image
 from test_loader import assert_same_batches
+from tiny import overrides
 from torch import Tensor
 
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.builders import build_train_loader, load_splits, training_records
 from cpvt_det.builders.augmentation import build_augmentations
-from cpvt_det.config import get_cfg
-from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, mixing, single
+from cpvt_det.config import get_cfg, load_cfg
+from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, single
 from cpvt_det.data.augmentation.step import as_scene
 from cpvt_det.data.augmentation.visible import clip_to_visible, visible_part
 from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.mapper import Mapper, train_transform
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, DeadWorkerError
+from cpvt_det.tasks.registry import build_task
 
 COLOURS = torch.tensor([(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255), (0, 255, 255)])
 """One for each label, all far from black and from the mean of another one and black."""
@@ -51,6 +56,7 @@ OPTIONS = {
     "MixUp": {"p": 1},
     "CopyPaste": {"p": 1, "max_cover": 0.8},
 }
+OURS = (*single.COLOURS, *single.PLACES, *single.GROUPS, "RandomIoUCrop", "Mosaic", "MixUp", "CopyPaste")
 LOSE_SOME = ("RandomAffine", "RandomCrop", "RandomResizedCrop", "RandomApply", "RandomChoice", "RandomOrder", "RandomIoUCrop")
 TURN = ("RandomAffine", "RandomPerspective", "RandomRotation")
 
@@ -138,7 +144,7 @@ def test_colours_leave_boxes_as_they_are(name):
     assert any(not torch.equal(found[0], scene[0]) for found in changed)
 
 
-@pytest.mark.parametrize("name", [name for name in AUGMENTATION_REGISTRY.names if name != "noisy"])
+@pytest.mark.parametrize("name", OURS)
 def test_an_image_without_objects_stays_one(name):
     step, scene = step_of(name), paint((60, 90), [])
     for seed in range(5):
@@ -535,7 +541,28 @@ def test_one_s_own_that_returns_something_else_is_named(kind, tmp_path, monkeypa
         AUGMENTATION_REGISTRY._obj_map.pop(f"wrong {kind}")
 
 
-def test_classes_of_the_registry_do_not_share_names_with_torchvision_s():
-    names = AUGMENTATION_REGISTRY.names
-    assert len(names) == len(set(names))
-    assert {"Mosaic", "MixUp", "CopyPaste"} == {name for name in names if getattr(mixing, name, None)}
+def test_no_other_name_is_known_without_an_import():
+    command = "import cpvt_det.data.augmentation as a; print(*sorted(a.AUGMENTATION_REGISTRY.names))"
+    listed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
+    assert listed.split() == sorted(OURS)
+
+
+def test_a_worker_that_died_may_have_read_an_image_to_mix_in(augmented_cfg):
+    dataset = loader_of(augmented_cfg).dataset
+    dataset.at_work = torch.tensor([[1234, 2]])
+    message = r"while reading .*\.png or an image that is mixed with it; --resume"
+    with pytest.raises(DeadWorkerError, match=message), dead_workers_named(dataset):
+        raise RuntimeError("DataLoader worker (pid(s) 1234) exited unexpectedly")
+
+
+@pytest.mark.detectron2
+def test_both_runners_make_the_same_batches(drawn_coco, tmp_path):
+    from cpvt_det.d2.run import load_cfg as load_d2_cfg
+
+    words = overrides(drawn_coco.files, tmp_path, INPUT__AUGMENTATIONS=ALL, INPUT__CLOSE_EPOCHS=1.0)
+    batches = []
+    for load in (load_cfg, load_d2_cfg):
+        task = build_task(load("", words))
+        records = task.training_records(task.load_splits()[0])
+        batches.append(list(islice(task.build_train_loader(records, seed=3), 7)))
+    assert_same_batches(*batches)
