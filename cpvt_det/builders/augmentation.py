@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``INPUT.AUGMENTATIONS`` -> augmentations, tried before the run."""
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -91,7 +92,9 @@ def _build(entry: Any, min_visible: float, in_group: str = "") -> AugmentationSt
     if chance is not None and name != "RandomChoice" and not (type(chance) in (int, float) and 0 <= chance <= 1):
         raise ConfigError(f"{KEY}: p of {name!r} must be a probability from 0 to 1, got {chance!r}")
     with config_errors(f"{KEY}: {name!r}"):
-        augment = AUGMENTATION_REGISTRY.build(name, {"min_visible": min_visible}, options)
+        builder = AUGMENTATION_REGISTRY.with_options(name, options)
+        takes_it = "min_visible" in inspect.signature(builder).parameters
+        augment = builder(min_visible=min_visible) if takes_it else builder()
     step = AugmentationStep(name, augment, min_visible)
     if step.mixes and in_group:
         raise ConfigError(

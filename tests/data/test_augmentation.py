@@ -176,10 +176,11 @@ def test_clip_to_visible_by_hand():
     assert clip_to_visible(boxes, (10, 20), 0.0)[1].tolist() == [True, True, False, False, True, False, False, True]
 
 
+@pytest.mark.parametrize("name", ["RandomCrop", "RandomIoUCrop"])
 @pytest.mark.parametrize("min_visible", [0.0, 0.25, 0.6])
-def test_a_crop_removes_the_boxes_of_which_too_few_pixels_are_left(min_visible):
+def test_a_crop_removes_the_boxes_of_which_too_few_pixels_are_left(name, min_visible):
     """Counted in the pixels: a crop without resizing leaves whole ones."""
-    step, scene, counts = step_of("RandomCrop", MIN_VISIBLE=min_visible), paint((60, 90), BOXES), [0, 0]
+    step, scene, counts = step_of(name, MIN_VISIBLE=min_visible), paint((60, 90), BOXES), [0, 0]
     for seed in range(40):
         torch.manual_seed(seed)
         image, _, labels = step(*scene)
@@ -226,6 +227,21 @@ def test_a_mosaic_has_the_objects_of_four_images(size):
         assert all(0.29 * side <= at <= 0.71 * side for at, side in zip(corner, size, strict=True))
     assert len(centres) > 15
     assert 0 < lost < 50
+
+
+def test_a_mosaic_keeps_boxes_by_the_rule_for_all():
+    """Where all of an object has to be seen, boxes of 30 x 15 pixels are twice as wide as high, in whatever window."""
+    scenes, counts = [paint((60, 90), [(5, 5, 35, 20), (55, 40, 85, 55)], first) for first in (0, 2, 4, 0)], []
+    for min_visible in (0.0, 1.0):
+        (step,) = steps_of(["Mosaic", {"p": 1, "zoom": [1, 2]}], MIN_VISIBLE=min_visible)
+        found = []
+        for seed in range(10):
+            torch.manual_seed(seed)
+            boxes = step(*scenes[0], iter(scenes[1:]).__next__)[1].as_subclass(Tensor)
+            found += ((boxes[:, 2] - boxes[:, 0]) / (boxes[:, 3] - boxes[:, 1])).tolist()
+        counts.append(len(found))
+    assert all(1.8 < ratio < 2.2 for ratio in found)
+    assert 4 < counts[1] < 0.8 * counts[0]
 
 
 def test_a_mixup_has_the_objects_of_both_images():

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as TF
 
 from cpvt_det.data.augmentation.registry import AUGMENTATION_REGISTRY, Scene
 from cpvt_det.errors import UnknownNameError
@@ -68,7 +69,9 @@ for _name in (*COLOURS, *PLACES, *GROUPS):
 
 @AUGMENTATION_REGISTRY.register_as("RandomIoUCrop")
 class RandomIoUCrop(v2.RandomIoUCrop):
-    """torchvision's crop of SSD, which ends for every image. Boxes whose centre is outside of the crop are removed.
+    """torchvision's crop of SSD, which ends for every image, and whose boxes are removed by the rule that all others have.
+
+    torchvision's own removes each box whose centre is outside of the crop, however much of the object is still seen.
 
     Args:
         min_scale, max_scale: sides of the crop as shares of the image's.
@@ -99,3 +102,8 @@ class RandomIoUCrop(v2.RandomIoUCrop):
     def forward(self, image: Tensor, boxes: Tensor, labels: Tensor) -> Scene:
         """Crop; an image without boxes stays whole, as torchvision decides after many trials."""
         return super().forward(image, boxes, labels) if len(boxes) else (image, boxes, labels)
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        """Crop the image or the boxes, if a crop was drawn."""
+        window = {name: value for name, value in params.items() if name != "is_within_crop_area"}
+        return self._call_kernel(TF.crop, inpt, **window) if window else inpt
