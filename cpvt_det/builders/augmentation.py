@@ -2,6 +2,7 @@
 """``INPUT.AUGMENTATIONS`` -> augmentations, tried before the run."""
 
 import inspect
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from fvcore.common.config import CfgNode
 
+from cpvt_det import distributed
 from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, AugmentationStep, Scene
 from cpvt_det.data.augmentation.single import GROUPS
 from cpvt_det.data.augmentation.step import as_scene, augmentation_errors
@@ -16,6 +18,7 @@ from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.mapper import other_generators_seeded
 from cpvt_det.errors import ConfigError, config_errors
 
+logger = logging.getLogger("cpvt_det")
 KEY = "INPUT.AUGMENTATIONS"
 
 
@@ -56,8 +59,9 @@ def check_augmentations(cfg: CfgNode, records: Sequence[ImageRecord]) -> None:
     Raises:
         ConfigError: as :func:`build_augmentations` and :func:`closing_epoch`; an augmentation that fails.
     """
-    closing_epoch(cfg, build_augmentations(cfg), len(records))
     entries = cfg.INPUT.AUGMENTATIONS
+    if closing_epoch(cfg, build_augmentations(cfg), len(records)) <= 0 and distributed.rank() == 0:
+        logger.warning("INPUT.CLOSE_EPOCHS %g is as long as the run: no images are mixed", cfg.INPUT.CLOSE_EPOCHS)
     if not entries or not records:
         return
     record = min(records, key=lambda record: min(record.height, record.width))

@@ -434,6 +434,17 @@ def test_epochs_of_a_run_in_iterations(drawn_cfg):
     assert (start, mapper.mixes) == (9, False)
 
 
+def test_a_run_that_is_all_closed_is_warned_of(drawn_cfg, caplog):
+    drawn_cfg.SOLVER.EPOCHS = 3.0
+    drawn_cfg.INPUT.AUGMENTATIONS, drawn_cfg.INPUT.CLOSE_EPOCHS = ["MixUp"], 3.0
+    load_splits(drawn_cfg)
+    assert "INPUT.CLOSE_EPOCHS 3 is as long as the run: no images are mixed" in caplog.text
+    caplog.clear()
+    drawn_cfg.INPUT.CLOSE_EPOCHS = 2.0
+    load_splits(drawn_cfg)
+    assert "CLOSE_EPOCHS" not in caplog.text
+
+
 def test_crowds_are_neither_learned_nor_pasted(tmp_path):
     """Image 12 of the drawn data has one object and a crowd of another class."""
     drawn = draw_coco(tmp_path)
