@@ -7,6 +7,7 @@ import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det import distributed
+from cpvt_det.builders.augmentation import build_augmentations, check_augmentations, closing_epoch
 from cpvt_det.builders.datasets import check_datasets, require_names
 from cpvt_det.builders.detector import build_device, build_postprocessor
 from cpvt_det.data.coco import CocoDataset
@@ -27,10 +28,12 @@ def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
 
     Raises:
         BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop; classes that differ between sets or
-            from the config's number; settings of the evaluation.
+            from the config's number; settings of the augmentation and the evaluation.
     """
     require_names(cfg, "TRAIN")
-    return _load(cfg, ("TRAIN", "TEST"))
+    train, tests = _load(cfg, ("TRAIN", "TEST"))
+    check_augmentations(cfg, [record for dataset in train for record in dataset.records])
+    return train, tests
 
 
 def load_tests(cfg: CfgNode) -> list[CocoDataset]:
@@ -83,7 +86,10 @@ def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) 
             crop_sizes=crop.SIZES if crop.ENABLED else (),
             crop_range=tuple(crop.RANGE),
         )
-        dataset = MappedDataset(records, Mapper(transform, with_targets=True), seed)
+        steps = build_augmentations(cfg)
+        mapper = Mapper(transform, True, steps, records)
+        closing = closing_epoch(cfg, steps, len(records)), mapper.without_mixing()
+        dataset = MappedDataset(records, mapper, seed, closing)
         height, width = sizes_of(records).T
         batches = TrainBatches(
             len(records),
