@@ -75,10 +75,12 @@ def _add_features(model: CfgNode) -> None:
     model.BACKBONE.DC5 = False  # True: stage 5 is dilated and has the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # last stage that keeps its pretrained weights (is frozen); 1 is the stem, 0 trains all stages
     model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in batches of the official code
+    model.BACKBONE.PATCH_SIZE = 16  # deit, cpvt: side of a patch in pixels, and stride of the one map
+    model.BACKBONE.EMBED_DIM = 0  # deit, cpvt: channels; 0: those of the name, 192, 384 or 768
+    model.BACKBONE.DEPTH = 0  # deit, cpvt: number of layers; 0: that of the name, 12
+    model.BACKBONE.NUM_HEADS = 0  # deit, cpvt: number of attention heads; 0: that of the name, 3, 6 or 12
     model.BACKBONE.NUM_TOKENS = 1  # deit, cpvt: tokens beside the patches: 1, the class token; 2, distillation too; 0, none
-    model.BACKBONE.DROP_PATH = (
-        0.0  # deit, cpvt: probability that an image skips a part of the last layer; rises from 0 in the first
-    )
+    model.BACKBONE.DROP_PATH = 0.0  # deit, cpvt: probability that an image skips a part of the last layer; 0 in the first
 
     model.NECK = CfgNode(new_allowed=True)
     model.NECK.NAME = ""  # neck; empty: the detector's default, projection for CPVTDetr, multi_level for CPVTDeformableDetr

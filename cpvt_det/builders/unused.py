@@ -15,7 +15,7 @@ from cpvt_det.config import flat_items, get_cfg
 from cpvt_det.errors import ConfigError
 from cpvt_det.losses import CLASSIFICATION_REGISTRY
 from cpvt_det.models import BACKBONE_REGISTRY, QUERY_REGISTRY
-from cpvt_det.models.backbones.vit import own_position
+from cpvt_det.models.backbones.vit import OWN_POSITIONS
 from cpvt_det.position import POSITION_REGISTRY
 from cpvt_det.registry import PartRegistry
 
@@ -25,7 +25,7 @@ KEYWORDS = {"DC5": "dilation", "FOCAL_ALPHA": "alpha", "FOCAL_GAMMA": "gamma"}
 CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA", "MAL_GAMMA")
 QUERY_KEYS = ("CLASS_PROPOSALS", "HYBRID", "DENOISING", "SHARED_CONTENT", "REFINED_POSITIONS")
 RESNET_KEYS = ("NORM", "WIDTH", "STAGES", "DC5", "FREEZE_AT")  # MASK_PADDING is the neck's too
-TRANSFORMER_KEYS = ("NUM_TOKENS", "DROP_PATH")
+TRANSFORMER_KEYS = ("PATCH_SIZE", "EMBED_DIM", "DEPTH", "NUM_HEADS", "NUM_TOKENS", "DROP_PATH")
 BACKBONE_KEYS = (*RESNET_KEYS, *TRANSFORMER_KEYS)
 WITHOUT_PEG = ("none", "sine", "sine_offset", "learned", "table", "relative", "rope", "rope_mixed")
 UNUSED_BY: dict[str, Sequence[str]] = {}
@@ -57,7 +57,7 @@ def refuse_unused(cfg: CfgNode) -> None:
 
 def backbone_position(cfg: CfgNode) -> str:
     """The encoding of a backbone that is a transformer: ``MODEL.BACKBONE.POSITION.NAME``, or its own; empty for other backbones."""
-    return cfg.MODEL.BACKBONE.POSITION.NAME or own_position(cfg.MODEL.BACKBONE.NAME)
+    return cfg.MODEL.BACKBONE.POSITION.NAME or OWN_POSITIONS.get(cfg.MODEL.BACKBONE.NAME, "")
 
 
 def unused_keys(cfg: CfgNode) -> dict[str, str]:

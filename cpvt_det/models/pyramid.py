@@ -32,7 +32,7 @@ class SimplePyramid(nn.ModuleList):
     def __init__(
         self, map_channels: Sequence[int], map_strides: Sequence[int], channels: int, num_levels: int, first_stride: int = 8
     ):
-        if first_stride.bit_count() != 1 or map_strides[-1] > 16 * first_stride:
+        if type(first_stride) is not int or first_stride.bit_count() != 1 or map_strides[-1] > 16 * first_stride:
             raise ValueError(f"the first stride is a power of 2, from {max(1, map_strides[-1] // 16)} on, got {first_stride}")
         self.strides = [first_stride * 2**level for level in range(num_levels)]
         super().__init__(_Level(map_channels[-1], channels, map_strides[-1], stride) for stride in self.strides)

@@ -167,7 +167,7 @@ def test_a_key_of_an_encoding_changes_it_or_is_refused(name, config):
 @pytest.mark.parametrize("backbone", ["deit_tiny", "cpvt_tiny"])
 def test_a_key_of_a_backbone_s_encoding_changes_it_or_is_refused(backbone, encoding):
     """Of the model's own encoding, and of one of the user's."""
-    more = {"NAME": backbone, "POSITION__NAME": encoding, "CHANNELS": 16, "NUM_LAYERS": 2, "NUM_HEADS": 2}
+    more = {"NAME": backbone, "POSITION__NAME": encoding, "EMBED_DIM": 16, "DEPTH": 2, "NUM_HEADS": 2}
     more |= {"STAGES": (4,), "NORM": "FrozenBN", "FREEZE_AT": 2}
     config = {f"MODEL__BACKBONE__{key}": value for key, value in more.items()}
     assert [key for key in KEYS if key.startswith("MODEL.BACKBONE.POSITION.") and not applies(key, config)] == []

@@ -17,7 +17,7 @@ from cpvt_det.models.backbones.vit_weights import convert_deit
 from cpvt_det.position import POSITION_REGISTRY, PEGDetection
 from cpvt_det.structures import PaddedBatch
 
-SMALL = {"MODEL__BACKBONE__CHANNELS": 16, "MODEL__BACKBONE__NUM_LAYERS": 3, "MODEL__BACKBONE__NUM_HEADS": 2}
+SMALL = {"MODEL__BACKBONE__EMBED_DIM": 16, "MODEL__BACKBONE__DEPTH": 3, "MODEL__BACKBONE__NUM_HEADS": 2}
 VIT = {"MODEL__BACKBONE__NAME": "cpvt_tiny", "MODEL__BACKBONE__STAGES": (4,), "MODEL__BACKBONE__NORM": "FrozenBN"}
 VIT |= {"MODEL__BACKBONE__FREEZE_AT": 2, **SMALL}
 SIZES = [(48, 80), (37, 50), (96, 33)]  # partly covered patches too; the grids are 3 x 5, 3 x 4 and 6 x 3
@@ -88,7 +88,7 @@ def test_features_and_gradients_are_timm_s_with_its_weights(size, distilled):
     theirs = timm.create_model(name, depth=2, img_size=48).double()
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.05)
-    more = {"NAME": f"deit_{size}", "NUM_LAYERS": 2, "CHANNELS": 0, "NUM_HEADS": 0, "POSITION__GRID": (3, 3)}
+    more = {"NAME": f"deit_{size}", "DEPTH": 2, "EMBED_DIM": 0, "NUM_HEADS": 0, "POSITION__GRID": (3, 3)}
     ours = build_backbone(config(**more, NUM_TOKENS=1 + distilled)).double()
     converted = {key.removeprefix("backbone."): value for key, value in convert_deit(theirs.state_dict()).items()}
     ours.load_state_dict({key: value for key, value in converted.items() if "_embed." not in key or key.startswith("patch_")})
@@ -183,9 +183,7 @@ def test_every_parameter_of_a_step_has_a_gradient_and_recomputing_changes_none(c
     gradients = []
     for recomputed in {False, checkpointing}:
         torch.manual_seed(0)
-        backbone = vision_transformer(
-            "cpvt", "tiny", channels=16, num_layers=3, num_heads=2, drop_path=0.5, checkpointing=recomputed
-        )
+        backbone = vision_transformer("cpvt", "tiny", embed_dim=16, depth=3, num_heads=2, drop_path=0.5, checkpointing=recomputed)
         torch.manual_seed(3)
         batch = PaddedBatch.from_images([image.float() for image in draw()], 32)
         maps = backbone.train()(batch.images, batch.padding_mask)
@@ -196,7 +194,7 @@ def test_every_parameter_of_a_step_has_a_gradient_and_recomputing_changes_none(c
 
 
 def test_drop_path_rises_from_layer_to_layer_and_keeps_the_mean():
-    backbone = vision_transformer("cpvt", "tiny", drop_path=0.1, channels=16, num_heads=2)
+    backbone = vision_transformer("cpvt", "tiny", drop_path=0.1, embed_dim=16, num_heads=2)
     assert [layer.drop_path.probability for layer in backbone.encoder.layers] == pytest.approx([0.1 * n / 11 for n in range(12)])
     dropped = backbone.encoder.layers[-1].drop_path.train()
     torch.manual_seed(0)
@@ -207,7 +205,7 @@ def test_drop_path_rises_from_layer_to_layer_and_keeps_the_mean():
 
 
 def test_initial_values_are_deit_s():
-    backbone = vision_transformer("deit", "tiny", num_layers=2)
+    backbone = vision_transformer("deit", "tiny", depth=2)
     weights = [
         backbone.encoder.layers[0].linear1.weight,
         backbone.encoder.layers[1].self_attn.in_proj_weight,

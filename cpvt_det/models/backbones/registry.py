@@ -10,8 +10,9 @@ from cpvt_det.registry import PartRegistry
 
 BACKBONE_REGISTRY = PartRegistry("BACKBONE", "backbone")
 """``MODEL.BACKBONE.NAME`` -> builder of a backbone, called with those keys of ``MODEL.BACKBONE`` that it names, in lower case
-(``stages``, ``norm``, ``freeze_at``, ``mask_padding``, ``width``, ``num_tokens``, ``drop_path``), with ``dilation`` for ``DC5``,
-``checkpointing``, and ``position``, a builder of the encoding of ``MODEL.BACKBONE.POSITION``.
+(``stages``, ``norm``, ``freeze_at``, ``mask_padding``, ``width``, ``patch_size``, ``embed_dim``, ``depth``, ``num_heads``,
+``num_tokens``, ``drop_path``), with ``dilation`` for ``DC5``, ``checkpointing``, and ``position``, a builder of the encoding of
+``MODEL.BACKBONE.POSITION``.
 
 The contract of a backbone, an ``nn.Module``:
 

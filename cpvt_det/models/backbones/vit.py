@@ -206,8 +206,8 @@ def vision_transformer(
     family: str,
     size: str,
     position: PositionBuilder | None = None,
-    channels: int = 0,
-    num_layers: int = 0,
+    embed_dim: int = 0,
+    depth: int = 0,
     num_heads: int = 0,
     patch_size: int = 16,
     num_tokens: int = 1,
@@ -221,7 +221,7 @@ def vision_transformer(
         family: ``deit``, whose own encoding is a table, or ``cpvt``, of which it is one PEG after the first layer.
         size: key of ``SIZES``.
         position: builder of another encoding.
-        channels, num_layers, num_heads: sizes other than these; 0: these.
+        embed_dim, depth, num_heads: other channels, layers and heads; 0: these.
         patch_size, num_tokens, drop_path, stages, checkpointing: as in :class:`VisionTransformer`.
 
     Raises:
@@ -231,19 +231,17 @@ def vision_transformer(
     for kind, name, known in (("family of vision transformers", family, POSITIONS), ("size of one", size, SIZES)):
         if name not in known:
             raise UnknownNameError(kind, name, known)
-    sizes = [given or own for given, own in zip((channels, num_layers, num_heads), SIZES[size], strict=True)]
+    sizes = [given or own for given, own in zip((embed_dim, depth, num_heads), SIZES[size], strict=True)]
     position = position or partial(build_position, POSITIONS[family])
     return VisionTransformer(*sizes, position, patch_size, num_tokens, drop_path, stages, checkpointing)
 
 
-for _family in POSITIONS:
+OWN_POSITIONS: dict[str, str] = {}
+"""Name of a vision transformer -> the encoding that it has by itself."""
+for _family, _position in POSITIONS.items():
     for _size in SIZES:
         BACKBONE_REGISTRY.register_as(f"{_family}_{_size}")(partial(vision_transformer, _family, _size))
-
-
-def own_position(name: str) -> str:
-    """The encoding that a vision transformer has by itself; empty for other backbones."""
-    return POSITIONS.get(name.partition("_")[0], "") if name in BACKBONE_REGISTRY else ""
+        OWN_POSITIONS[f"{_family}_{_size}"] = _position
 
 
 def _initialise(module: nn.Module) -> None:

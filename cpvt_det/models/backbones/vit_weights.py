@@ -42,7 +42,7 @@ def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     try:
         special = torch.cat([others.pop(name)[0] for name in ("cls_token", "dist_token") if name in others])
         rows = others.pop("pos_embed")[0]
-    except (KeyError, IndexError, RuntimeError) as error:
+    except (KeyError, IndexError, RuntimeError, ValueError) as error:
         raise WeightsError("these are no weights of DeiT: they have no cls_token (1, 1, C) and pos_embed (1, N, C)") from error
     side = math.isqrt(len(rows) - len(special))
     if side * side != len(rows) - len(special):
@@ -88,7 +88,7 @@ def load_vit(
     found = {table if table and TABLE.match(name) else name: tensor for name, tensor in found.items()}
     dropped = [name for name in found if name not in own and (TABLE.match(name) or name.startswith("special_"))]
     kept = [name for name in own if name not in found and name.startswith("position.") and name != table]
-    if table in found and found[table].shape != own[table].shape:
+    if table in found and found[table].shape[1:] != own[table].shape[1:]:
         raise WeightsError(
             f"{weights} has a table of {_grid(found[table])} cells, the backbone's has {_grid(own[table])}: set "
             f"MODEL.BACKBONE.POSITION.GRID to {tuple(found[table].shape[1:])}; images may have other sizes all the same"
