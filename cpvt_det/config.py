@@ -82,6 +82,7 @@ def _add_features(model: CfgNode) -> None:
     model.POSITION = CfgNode(new_allowed=True)
     model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, peg, sine+peg, sine_offset+peg, or an ablation (peg_*)
     model.POSITION.DECODER = "sine"  # encoding of the keys in DETR's decoder: sine, same (as in the encoder) or none
+    model.POSITION.TEMPERATURE = defaults.TEMPERATURE  # sine: longest wavelength over the shortest; weights of DINO's authors: 20
     model.POSITION.TABLE_SIZE = 50  # learned: largest height and width of a feature map
     model.POSITION.POSITIONS = [0]  # peg: encoder layers after which a PEG acts; -1 is before the first layer
     model.POSITION.SHARE_LEVELS = False  # peg: True: one PEG for all levels of Deformable-DETR; False: one PEG per level
@@ -114,14 +115,16 @@ def _add_transformer(model: CfgNode) -> None:
     model.DEFORMABLE.IMPLEMENTATION = "auto"  # kernel of deformable attention: auto, numba, triton, eager, export or grid_sample
 
     model.QUERIES = CfgNode(new_allowed=True)
-    model.QUERIES.NAME = ""  # learned, proposals or mixed; empty: the detector's default: learned, or proposals if TWO_STAGE
+    model.QUERIES.NAME = ""  # learned, anchors, proposals or mixed; empty: the detector's: learned, or proposals if TWO_STAGE
     model.QUERIES.CLASS_PROPOSALS = False  # proposals, mixed: True: proposals have classes (DINO); False: they are objects or not
     model.QUERIES.HYBRID = 0  # proposals, mixed: queries of training alone, matched with each object HYBRID_MATCHES times (H-DETR)
-    model.QUERIES.DENOISING = 0  # proposals, mixed: pairs of noised objects per image, in training; 0: no denoising (DINO: 100)
+    model.QUERIES.DENOISING = 0  # all but learned: pairs of noised objects per image, in training; 0: no denoising (DINO: 100)
     model.QUERIES.LABEL_NOISE = 0.5  # denoising: twice the probability that an object's class is replaced by a random one
     model.QUERIES.BOX_NOISE = 1.0  # denoising: how far corners move, of at most half a side for positives and one for negatives
     model.QUERIES.SHARED_CONTENT = False  # mixed: True: all queries share one learned vector, so their number can change later
+    model.QUERIES.TOKEN_CONTENT = False  # mixed: True: contents are the features of the proposals' tokens; nothing is learned
     model.QUERIES.REFINED_POSITIONS = False  # mixed: True: positions follow the boxes from decoder layer to decoder layer (DINO)
+    model.QUERIES.SCALED_POSITIONS = False  # anchors, mixed: True: such positions are scaled by what the layer before decoded (DAB)
 
 
 def _add_criterion(model: CfgNode) -> None:

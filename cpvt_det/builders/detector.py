@@ -32,6 +32,7 @@ from cpvt_det.registry import PartRegistry
 
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""
+OF_ONE_STAGE = ("learned", "anchors")
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
 """``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
 arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
@@ -112,12 +113,10 @@ def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
 @register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER"])
 def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     deformable, source = cfg.MODEL.DEFORMABLE, cfg.MODEL.QUERIES.NAME
-    if source in ("learned", *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
+    if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
         leave = "leave the name empty: TWO_STAGE chooses between 'learned' and 'proposals'"
-        raise ConfigError(
-            f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; "
-            f"{'set it to True' if source == 'mixed' else leave}"
-        )
+        way_out = {"mixed": "set it to True", "anchors": "set it to False"}.get(source, leave)
+        raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; {way_out}")
     return {
         **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
         "transformer": DeformableTransformer(
@@ -243,7 +242,8 @@ def _decoder_position(cfg: CfgNode, channels: int) -> PositionEncoding | str | N
         raise UnknownNameError("MODEL.POSITION.DECODER", node.DECODER, ("sine", "same", "none"))
     if node.DECODER == "sine":
         # If the encoder has the same map, it is not computed twice.
-        return "same" if node.NAME in ("sine", "sine+peg") else build_position("sine", channels)
+        same = node.NAME in ("sine", "sine+peg")
+        return "same" if same else build_position("sine", channels, temperature=node.TEMPERATURE)
     return None if node.DECODER == "none" else "same"
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detectors: modules from normalised images and a padding mask to predictions. No losses, no config."""
 
+from cpvt_det.models.anchor_queries import AnchorQueries
 from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone
 from cpvt_det.models.deformable_detr import DeformableDETR
 from cpvt_det.models.deformable_transformer import DeformableTransformer
@@ -16,6 +17,7 @@ __all__ = [
     "DETR",
     "NECK_REGISTRY",
     "QUERY_REGISTRY",
+    "AnchorQueries",
     "DeformableDETR",
     "DeformableTransformer",
     "Detector",

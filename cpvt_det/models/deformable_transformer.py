@@ -203,7 +203,7 @@ class DeformableDecoder(nn.Module):
             if index and heads.refine:
                 start = self.refine(decoded, references, outputs[-1].boxes, heads, index - 1)
                 references = start.detach()
-                positions = positions if queries.place is None else queries.place(references)
+                positions = positions if queries.place is None else queries.place(references, decoded)
             points = levels.to_level_coordinates(references)
             decoded = layer(decoded, positions, points, memory.tokens, levels, queries.attention_mask)
             outputs.append(heads(decoded if self.norm is None else self.norm(decoded), start, index))

@@ -70,6 +70,34 @@ class PEGEncoding(PositionEncoding):
         return encode_levels(self.pegs[key], tokens, padding_mask, level_shapes)
 
 
+class SinePEGEncoding(PEGEncoding):
+    """PEG beside sines.
+
+    Args:
+        channels, num_levels, num_layers, positions, share_levels, kernel_size, norm, mask_input, zero_init: as in
+            :class:`PEGEncoding`.
+        offset, temperature: as in :class:`cpvt_det.position.SineEncoding`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_levels: int = 1,
+        num_layers: int = defaults.LAYERS,
+        positions: Sequence[int] = (0,),
+        share_levels: bool = False,
+        kernel_size: int = 3,
+        norm: str = "BN",
+        mask_input: bool = True,
+        zero_init: bool = False,
+        offset: float = 0.0,
+        temperature: float = defaults.TEMPERATURE,
+    ):
+        sine = functools.partial(SineEncoding, offset=offset, temperature=temperature)
+        peg = (PEGDetection, positions, share_levels, kernel_size, norm, mask_input, zero_init)
+        super().__init__(channels, num_levels, num_layers, sine, *peg)
+
+
 register_position("peg")(PEGEncoding)
-register_position("sine+peg")(functools.partial(PEGEncoding, additive=SineEncoding))
-register_position("sine_offset+peg")(functools.partial(PEGEncoding, additive=functools.partial(SineEncoding, offset=-0.5)))
+register_position("sine+peg")(SinePEGEncoding)
+register_position("sine_offset+peg")(functools.partial(SinePEGEncoding, offset=-0.5))
