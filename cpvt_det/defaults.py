@@ -22,3 +22,5 @@ POINTS = 4
 """Sampling points per head and level of Deformable-DETR, arXiv 2010.04159."""
 HYBRID_MATCHES = 6
 """Queries of the hybrid branch per object, arXiv 2207.13080."""
+MANY_MATCHES, MANY_THRESHOLD, MANY_CLASS_WEIGHT = 6, 0.4, 2.0
+"""Of the one-to-many supervision, Atten4Vis/MS-DETR ``impl_a/main.py``."""

@@ -14,7 +14,7 @@ from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, keyword_of,
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.inference import PostProcessor
-from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, SetCriterion
+from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, OneToManyMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import (
     BACKBONE_REGISTRY,
@@ -117,6 +117,8 @@ def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict
         leave = "leave the name empty: TWO_STAGE chooses between 'learned' and 'proposals'"
         way_out = {"mixed": "set it to True", "anchors": "set it to False"}.get(source, leave)
         raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; {way_out}")
+    if deformable.MIXED_SUPERVISION and build_classification(cfg).prior_probability is None:
+        raise ConfigError("MODEL.DEFORMABLE.MIXED_SUPERVISION matches by sigmoids: set MODEL.CRITERION.CLASSIFICATION to focal")
     return {
         **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
         "transformer": DeformableTransformer(
@@ -127,6 +129,7 @@ def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict
             implementation=deformable.IMPLEMENTATION,
             look_forward_twice=deformable.LOOK_FORWARD_TWICE,
             final_norm=deformable.FINAL_NORM,
+            mixed_supervision=deformable.MIXED_SUPERVISION,
         ),
         "num_levels": deformable.NUM_LEVELS,
         "box_refinement": deformable.BOX_REFINEMENT,
@@ -277,7 +280,8 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
     losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
     weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
-        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES)
+        many = OneToManyMatcher(node.MANY_MATCHES, node.MANY_THRESHOLD), node.MANY_CLASS_WEIGHT
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES, *many)
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:

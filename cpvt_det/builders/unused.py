@@ -118,6 +118,10 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
     if detector in UNUSED_BY and "MODEL.DEFORMABLE.BOX_REFINEMENT" not in of_detector and not model.DEFORMABLE.BOX_REFINEMENT:
         for key in ("MODEL.DEFORMABLE.LOOK_FORWARD_TWICE", "MODEL.QUERIES.SCALED_POSITIONS"):
             yield key, "MODEL.DEFORMABLE.BOX_REFINEMENT is False", "set MODEL.DEFORMABLE.BOX_REFINEMENT to True"
+    if detector in UNUSED_BY and ("MODEL.DEFORMABLE.MIXED_SUPERVISION" in of_detector or not model.DEFORMABLE.MIXED_SUPERVISION):
+        for key in ("MANY_MATCHES", "MANY_THRESHOLD", "MANY_CLASS_WEIGHT"):
+            reason, way_out = "MODEL.DEFORMABLE.MIXED_SUPERVISION is False", "set MODEL.DEFORMABLE.MIXED_SUPERVISION to True"
+            yield f"MODEL.CRITERION.{key}", reason, way_out
     if not model.NECK.NAME:
         for key in sorted(model.NECK.keys() - {"NAME"}):
             yield f"MODEL.NECK.{key}", "MODEL.NECK.NAME is empty", "name the part that takes it there"

@@ -76,10 +76,13 @@ class Queries:
             ValueError: denoising queries without their objects.
         """
         if self.objects is None and not self.num_denoising + self.num_hybrid:
-            return Predictions(predictions.logits, predictions.boxes, self.proposals)
+            return dataclasses.replace(predictions, proposals=self.proposals)
+        own = (self.num_denoising, -self.num_hybrid or None)
+        many = predictions.one_to_many
         return Predictions(
-            *_part(predictions, self.num_denoising, -self.num_hybrid or None),
+            *_part(predictions, *own),
             self.proposals,
+            one_to_many=None if many is None else Predictions(*_part(many, *own)),
             denoising=self._denoising(predictions),
             hybrid=Predictions(*_part(predictions, -self.num_hybrid, None)) if self.num_hybrid else None,
         )
