@@ -95,6 +95,7 @@ def _add_features(model: CfgNode) -> None:
     model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, table, relative, rope, rope_mixed, peg, <one>+<a PEG>, or peg_*
     model.POSITION.DECODER = "sine"  # encoding of the keys in DETR's decoder: sine, same (as in the encoder) or none
     model.POSITION.NORMALIZE = True  # sine: True: rows and columns as parts of the image; False: their numbers
+    model.POSITION.TEMPERATURE = defaults.TEMPERATURE  # sine: longest wavelength over the shortest; weights of DINO's authors: 20
     model.POSITION.TABLE_SIZE = 50  # learned: largest height and width of a feature map
     model.POSITION.GRID = (14, 14)  # table: its height and width; it is interpolated to the cells of each image
     model.POSITION.ANTIALIAS = False  # table: True: interpolate as timm does, which also differs where a table is enlarged
@@ -130,19 +131,24 @@ def _add_transformer(model: CfgNode) -> None:
     model.DEFORMABLE.BOX_REFINEMENT = False  # True: every decoder layer corrects the boxes of the previous layer
     model.DEFORMABLE.LOOK_FORWARD_TWICE = False  # True: a layer's loss corrects the previous boxes too (DINO)
     model.DEFORMABLE.FINAL_NORM = False  # True: one norm between the decoder's layers and their heads (DINO)
+    model.DEFORMABLE.MIXED_SUPERVISION = (
+        False  # True: objects also train several queries each, before these see each other (MS-DETR)
+    )
     model.DEFORMABLE.TWO_STAGE = False  # True: queries come from the encoder's best proposals; needs BOX_REFINEMENT
     model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two-stage: proposals above this IoU with a better one are chosen last (DETA); 1: no NMS
     model.DEFORMABLE.IMPLEMENTATION = "auto"  # kernel of deformable attention: auto, numba, triton, eager, export or grid_sample
 
     model.QUERIES = CfgNode(new_allowed=True)
-    model.QUERIES.NAME = ""  # learned, proposals or mixed; empty: the detector's default: learned, or proposals if TWO_STAGE
+    model.QUERIES.NAME = ""  # learned, anchors, proposals or mixed; empty: the detector's: learned, or proposals if TWO_STAGE
     model.QUERIES.CLASS_PROPOSALS = False  # proposals, mixed: True: proposals have classes (DINO); False: they are objects or not
     model.QUERIES.HYBRID = 0  # proposals, mixed: queries of training alone, matched with each object HYBRID_MATCHES times (H-DETR)
-    model.QUERIES.DENOISING = 0  # proposals, mixed: pairs of noised objects per image, in training; 0: no denoising (DINO: 100)
+    model.QUERIES.DENOISING = 0  # all but learned: pairs of noised objects per image, in training; 0: no denoising (DINO: 100)
     model.QUERIES.LABEL_NOISE = 0.5  # denoising: twice the probability that an object's class is replaced by a random one
     model.QUERIES.BOX_NOISE = 1.0  # denoising: how far corners move, of at most half a side for positives and one for negatives
     model.QUERIES.SHARED_CONTENT = False  # mixed: True: all queries share one learned vector, so their number can change later
+    model.QUERIES.TOKEN_CONTENT = False  # mixed: True: contents are the features of the proposals' tokens; nothing is learned
     model.QUERIES.REFINED_POSITIONS = False  # mixed: True: positions follow the boxes from decoder layer to decoder layer (DINO)
+    model.QUERIES.SCALED_POSITIONS = False  # anchors, mixed: True: such positions are scaled by what the layer before decoded (DAB)
 
 
 def _add_criterion(model: CfgNode) -> None:
@@ -161,6 +167,9 @@ def _add_criterion(model: CfgNode) -> None:
     model.CRITERION.GIOU_COST = defaults.GIOU_WEIGHT  # weight of the GIoU cost in the matching
     model.CRITERION.PROPOSAL_MATCHES = 1  # two-stage: proposals matched with each object; more than 1, as in H-DETR, trains faster
     model.CRITERION.HYBRID_MATCHES = defaults.HYBRID_MATCHES  # queries of MODEL.QUERIES.HYBRID matched with each object
+    model.CRITERION.MANY_MATCHES = defaults.MANY_MATCHES  # mixed supervision: most queries matched with each object
+    model.CRITERION.MANY_THRESHOLD = defaults.MANY_THRESHOLD  # mixed supervision: lowest score, of overlap and class, of a match
+    model.CRITERION.MANY_CLASS_WEIGHT = defaults.MANY_CLASS_WEIGHT  # mixed supervision: weight of its class loss
 
 
 def _add_data(cfg: CfgNode) -> None:

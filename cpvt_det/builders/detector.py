@@ -15,7 +15,7 @@ from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, backbone_po
 from cpvt_det.config import get_cfg, key_names
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.inference import ClassScores, PostProcessor
-from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, SetCriterion
+from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, OneToManyMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import (
     BACKBONE_REGISTRY,
@@ -34,6 +34,7 @@ from cpvt_det.registry import PartRegistry
 
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""
+OF_ONE_STAGE = ("learned", "anchors")
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
 """``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
 arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
@@ -133,12 +134,12 @@ def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
 @register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER", *OF_CLASSIFIERS])
 def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     deformable, source = cfg.MODEL.DEFORMABLE, cfg.MODEL.QUERIES.NAME
-    if source in ("learned", *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
+    if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
         leave = "leave the name empty: TWO_STAGE chooses between 'learned' and 'proposals'"
-        raise ConfigError(
-            f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; "
-            f"{'set it to True' if source == 'mixed' else leave}"
-        )
+        way_out = {"mixed": "set it to True", "anchors": "set it to False"}.get(source, leave)
+        raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; {way_out}")
+    if deformable.MIXED_SUPERVISION and build_classification(cfg).prior_probability is None:
+        raise ConfigError("MODEL.DEFORMABLE.MIXED_SUPERVISION matches by sigmoids: set MODEL.CRITERION.CLASSIFICATION to focal")
     return {
         **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
         "transformer": DeformableTransformer(
@@ -149,6 +150,7 @@ def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict
             implementation=deformable.IMPLEMENTATION,
             look_forward_twice=deformable.LOOK_FORWARD_TWICE,
             final_norm=deformable.FINAL_NORM,
+            mixed_supervision=deformable.MIXED_SUPERVISION,
         ),
         "num_levels": deformable.NUM_LEVELS,
         "box_refinement": deformable.BOX_REFINEMENT,
@@ -307,7 +309,8 @@ def _decoder_position(cfg: CfgNode, channels: int) -> PositionEncoding | str | N
         raise UnknownNameError("MODEL.POSITION.DECODER", node.DECODER, ("sine", "same", "none"))
     if node.DECODER == "sine":
         # If the encoder has the same map, it is not computed twice.
-        return "same" if node.NAME in ("sine", "sine+peg") else build_position("sine", channels)
+        same = node.NAME in ("sine", "sine+peg")
+        return "same" if same else build_position("sine", channels, temperature=node.TEMPERATURE)
     return None if node.DECODER == "none" else "same"
 
 
@@ -346,7 +349,8 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
     losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
     weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
-        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES)
+        many = OneToManyMatcher(node.MANY_MATCHES, node.MANY_THRESHOLD), node.MANY_CLASS_WEIGHT
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES, *many)
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:

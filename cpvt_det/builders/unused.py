@@ -23,7 +23,15 @@ logger = logging.getLogger("cpvt_det")
 KEYWORDS = {"DC5": "dilation", "FOCAL_ALPHA": "alpha", "FOCAL_GAMMA": "gamma"}
 """Keys -> keywords of the parts that take them; of other keys the keyword is the key in lower case."""
 CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA", "MAL_GAMMA")
-QUERY_KEYS = ("CLASS_PROPOSALS", "HYBRID", "DENOISING", "SHARED_CONTENT", "REFINED_POSITIONS")
+QUERY_KEYS = (
+    "CLASS_PROPOSALS",
+    "HYBRID",
+    "DENOISING",
+    "SHARED_CONTENT",
+    "TOKEN_CONTENT",
+    "REFINED_POSITIONS",
+    "SCALED_POSITIONS",
+)
 RESNET_KEYS = ("NORM", "WIDTH", "STAGES", "DC5", "FREEZE_AT")  # MASK_PADDING is the neck's too
 TRANSFORMER_KEYS = ("PATCH_SIZE", "EMBED_DIM", "DEPTH", "NUM_HEADS", "NUM_TOKENS", "DROP_PATH")
 BACKBONE_KEYS = (*RESNET_KEYS, *TRANSFORMER_KEYS)
@@ -118,8 +126,12 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
     if 5 not in model.BACKBONE.STAGES:
         yield "MODEL.BACKBONE.DC5", "MODEL.BACKBONE.STAGES has no stage 5", "add 5 to MODEL.BACKBONE.STAGES"
     if detector in UNUSED_BY and "MODEL.DEFORMABLE.BOX_REFINEMENT" not in of_detector and not model.DEFORMABLE.BOX_REFINEMENT:
-        key, refine = "MODEL.DEFORMABLE.LOOK_FORWARD_TWICE", "set MODEL.DEFORMABLE.BOX_REFINEMENT to True"
-        yield key, "MODEL.DEFORMABLE.BOX_REFINEMENT is False", refine
+        for key in ("MODEL.DEFORMABLE.LOOK_FORWARD_TWICE", "MODEL.QUERIES.SCALED_POSITIONS"):
+            yield key, "MODEL.DEFORMABLE.BOX_REFINEMENT is False", "set MODEL.DEFORMABLE.BOX_REFINEMENT to True"
+    if detector in UNUSED_BY and ("MODEL.DEFORMABLE.MIXED_SUPERVISION" in of_detector or not model.DEFORMABLE.MIXED_SUPERVISION):
+        for key in ("MANY_MATCHES", "MANY_THRESHOLD", "MANY_CLASS_WEIGHT"):
+            reason, way_out = "MODEL.DEFORMABLE.MIXED_SUPERVISION is False", "set MODEL.DEFORMABLE.MIXED_SUPERVISION to True"
+            yield f"MODEL.CRITERION.{key}", reason, way_out
     if not model.NECK.NAME:
         for key in sorted(model.NECK.keys() - {"NAME"}):
             yield f"MODEL.NECK.{key}", "MODEL.NECK.NAME is empty", "name the part that takes it there"
@@ -168,16 +180,17 @@ def _of_queries(model: CfgNode, of_detector: Collection[str], is_known: bool) ->
     if "num_queries" not in taken:
         takers = [other for other in QUERY_REGISTRY.names if "num_queries" in QUERY_REGISTRY.parameters(other)]
         yield "MODEL.DETR.NUM_OBJECT_QUERIES", f"{queries} does not take it", f"set MODEL.QUERIES.NAME to {', '.join(takers)}"
-    if source == "learned":
+    if source in ("learned", "anchors"):
         yield "MODEL.CRITERION.PROPOSAL_MATCHES", f"{queries} makes no proposals", propose
     if not model.QUERIES.DENOISING:
         for key in ("LABEL_NOISE", "BOX_NOISE"):
             yield f"MODEL.QUERIES.{key}", "MODEL.QUERIES.DENOISING is 0", "set MODEL.QUERIES.DENOISING to a number of pairs"
-    if source in ("learned", "proposals", "mixed") and not model.QUERIES.HYBRID:
+    if source in ("learned", "anchors", "proposals", "mixed") and not model.QUERIES.HYBRID:
         yield "MODEL.CRITERION.HYBRID_MATCHES", "MODEL.QUERIES.HYBRID is 0", "set MODEL.QUERIES.HYBRID to a number of queries"
     if "MODEL.DEFORMABLE.BOX_REFINEMENT" in of_detector:
         refine = "set MODEL.META_ARCHITECTURE to CPVTDeformableDetr"
-        yield "MODEL.QUERIES.REFINED_POSITIONS", f"the detector {model.META_ARCHITECTURE!r} does not refine boxes", refine
+        for key in ("REFINED_POSITIONS", "SCALED_POSITIONS"):
+            yield f"MODEL.QUERIES.{key}", f"the detector {model.META_ARCHITECTURE!r} does not refine boxes", refine
 
 
 def _untaken(chooser: str, registry: PartRegistry, name: str, keys: Iterable[str]) -> Iterator[tuple[str, str, str]]:

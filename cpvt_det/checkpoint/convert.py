@@ -16,6 +16,8 @@ _NOT_WEIGHTS = re.compile(r"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.")
 _PROJECTION = re.compile(r"\.([qkv])_proj\.(weight|bias)$")
 _HEAD_ALIAS = re.compile(r"\.decoder\.(class|bbox)_embed\.")
 _HEAD = re.compile(r"^(class|bbox)_embed\.(\d+)\.(.+)$")
+_MAP_PROJECTION = re.compile(r"^input_proj\.(\d+)\.")
+_EXTRA_LEVEL = re.compile(r"(?<=^input_proj\.)extra_(\d+)")
 _DECODER_LAYER = re.compile(r"^transformer\.decoder\.layers\.(\d+)\.")
 
 Renames = tuple[tuple[str, str], ...]
@@ -76,8 +78,21 @@ _DETECTRON2_RESNET: Renames = (
     (r"^(backbone\.body\..*)\.shortcut\.norm\.", r"\1.downsample.1."),
     (r"^(backbone\.body\..*)\.shortcut\.", r"\1.downsample.0."),
 )
-# Modules of our queries that the public Deformable-DETRs have in their transformer
+# Modules of our queries that the public Deformable-DETRs have in their transformer, and those of DAB and DINO in its decoder
 _QUERIES = r"(reference_points|enc_output|enc_output_norm|pos_trans|pos_trans_norm)\."
+_ANCHORS: Renames = (
+    (r"^transformer\.decoder\.(ref_point_head|query_scale)\.", r"queries.\1."),
+    (r"^(transformer\.)?tgt_embed\.", "queries.query_embed."),
+    (r"^refpoint_embed\.", "queries.refpoint_embed."),
+    (r"^label_enc\.", "queries.denoising.label_enc."),
+)
+_OFFICIAL_DEFORMABLE: Renames = (
+    (r"^backbone\.0\.(body\.)?", "backbone.body."),
+    (r"^backbone\.1\.", "position."),
+    (r"^query_embed\.", "queries.query_embed."),
+    (rf"^transformer\.{_QUERIES}", r"queries.\1."),
+    (r"^transformer\.decoder\.(class|bbox)_embed\.", r"\1_embed."),
+)
 
 CONVERSIONS: dict[str, Conversion] = {
     # github.com/facebookresearch/detr
@@ -105,32 +120,32 @@ CONVERSIONS: dict[str, Conversion] = {
             *_HF_RESNET,
         ),
     ),
-    # github.com/fundamentalvision/Deformable-DETR
+    # github.com/fundamentalvision/Deformable-DETR and github.com/HDETR/H-Deformable-DETR
     "deformable_detr": Conversion(
         marker=r"^transformer\.(reference_points|enc_output)\.",
-        absent=r"^transformer\.level_embeds$",
-        renames=(
-            (r"^backbone\.0\.body\.", "backbone.body."),
-            (r"^backbone\.1\.", "position."),
-            (r"^query_embed\.", "queries.query_embed."),
-            (rf"^transformer\.{_QUERIES}", r"queries.\1."),
-            (r"^transformer\.decoder\.(class|bbox)_embed\.", r"\1_embed."),
-        ),
+        absent=r"^transformer\.(level_embeds$|enc_out_class_embed\.)",
+        renames=_OFFICIAL_DEFORMABLE,
     ),
-    # github.com/IDEA-Research/detrex, projects/deformable_detr, over detectron2's ResNet
+    # github.com/IDEA-Research/DINO, with its ResNet or its Swin, which has detectron2's names
+    "dino": Conversion(
+        marker=r"^transformer\.enc_out_class_embed\.",
+        renames=(*_OFFICIAL_DEFORMABLE, *_ANCHORS, (r"^transformer\.enc_out_(class|bbox)_embed\.", r"queries.\1_embed.")),
+    ),
+    # github.com/IDEA-Research/detrex, projects/{deformable_detr,dab_deformable_detr,dino}, over detectron2's ResNet or Swin
     "detrex_deformable_detr": Conversion(
         marker=r"^transformer\.level_embeds$",
         renames=(
             *_DETECTRON2_RESNET,
+            (r"^backbone\.(patch_embed|absolute_pos_embed|layers|norm\d)", r"backbone.body.\1"),
             (r"^position_embedding\.", "position."),
             (r"^neck\.convs\.(\d+)\.conv\.", r"input_proj.\1.0."),
             (r"^neck\.convs\.(\d+)\.norm\.", r"input_proj.\1.1."),
-            # levels beyond the three of the backbone
-            *((rf"^neck\.extra_convs\.{n}\.conv\.", f"input_proj.{n + 3}.0.") for n in range(3)),
-            *((rf"^neck\.extra_convs\.{n}\.norm\.", f"input_proj.{n + 3}.1.") for n in range(3)),
+            (r"^neck\.extra_convs\.(\d+)\.conv\.", r"input_proj.extra_\1.0."),
+            (r"^neck\.extra_convs\.(\d+)\.norm\.", r"input_proj.extra_\1.1."),
             (r"^query_embedding\.", "queries.query_embed."),
             (r"^transformer\.level_embeds$", "transformer.level_embed"),
             (rf"^transformer\.{_QUERIES}", r"queries.\1."),
+            *_ANCHORS,
             (r"^transformer\.decoder\.(class|bbox)_embed\.", r"\1_embed."),
             (r"\.attentions\.0\.(attn\.)?", ".self_attn."),
             (r"\.attentions\.1\.", ".cross_attn."),
@@ -167,8 +182,9 @@ CONVERSIONS: dict[str, Conversion] = {
 def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Rename weights of another project to our names.
 
-    Shapes do not change, so class heads keep all their rows; only ``q_proj``, ``k_proj`` and ``v_proj`` are joined into one tensor.
-    If all layers of a Deformable-DETR share their heads, one pair is kept; the last pair, of the proposals, moves to the queries.
+    Shapes do not change, so class heads keep all their rows; only ``q_proj``, ``k_proj`` and ``v_proj`` are joined into one tensor,
+    and of the classes' vectors for denoising, those beyond the rows of the class heads, which stand for nothing, are left out. If
+    all layers of a Deformable-DETR share their heads, one pair is kept; the last pair, of the proposals, moves to the queries.
 
     Args:
         state_dict: tensors under the names of ``source``; none is changed.
@@ -191,9 +207,9 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
     conversion = CONVERSIONS[source]
     if conversion.convert is not None:
         return conversion.convert(state_dict)
-    renamed = _fuse_projections(_rename_all(state_dict, conversion.renames))
+    renamed = _number_extra_levels(_fuse_projections(_rename_all(state_dict, conversion.renames)))
     refined = any(_HEAD_ALIAS.search(name) for name in state_dict)
-    return _sort_heads(renamed, refined, conversion.drops_shared)
+    return _cut_spare_labels(_sort_heads(renamed, refined, conversion.drops_shared))
 
 
 def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
@@ -239,6 +255,20 @@ def _fuse_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
             raise WeightsError(f"{name} needs q_proj, k_proj and v_proj, but the weights contain only {', '.join(sorted(found))}")
         fused[name] = torch.cat([found[part] for part in "qkv"])
     return fused
+
+
+def _number_extra_levels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Projections ``input_proj.extra_N`` of levels that the backbone does not have -> numbered after those of its maps."""
+    first = 1 + max((int(match[1]) for match in map(_MAP_PROJECTION.match, state_dict) if match), default=-1)
+    return {_EXTRA_LEVEL.sub(lambda match: str(first + int(match[1])), name): t for name, t in state_dict.items()}
+
+
+def _cut_spare_labels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DINO's code makes one vector more than there are classes, for no class, and never uses it."""
+    head, labels = "class_embed.0.weight", "queries.denoising.label_enc.weight"
+    if head in state_dict and labels in state_dict:
+        return {**state_dict, labels: state_dict[labels][: len(state_dict[head])]}
+    return state_dict
 
 
 def _sort_heads(state_dict: dict[str, Tensor], refined: bool, complete: bool) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detectors and classifiers: modules from normalised images and a padding mask to predictions. No losses, no config."""
 
+from cpvt_det.models.anchor_queries import AnchorQueries
 from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone, VisionTransformer
 from cpvt_det.models.classifier import Classifier
 from cpvt_det.models.deformable_detr import DeformableDETR
@@ -19,6 +20,7 @@ __all__ = [
     "DETR",
     "NECK_REGISTRY",
     "QUERY_REGISTRY",
+    "AnchorQueries",
     "Classifier",
     "DeformableDETR",
     "DeformableTransformer",

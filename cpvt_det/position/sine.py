@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cpvt_det import defaults
 from cpvt_det.position.registry import PositionEncoding, register_position
 from cpvt_det.structures import require_bool
 
@@ -24,16 +25,18 @@ class SineEncoding(PositionEncoding):
         normalize: the valid part of the map is the whole turn; ``False``: a cell is one radian, whatever the image's size.
 
     Raises:
-        ValueError: channels that are no multiple of 4.
+        ValueError: channels that are no multiple of 4, or a temperature that is not above 0.
         TypeError: in ``forward``, a mask that is not bool.
 
     Source: arXiv 2005.12872, appendix A.4; the offset from fundamentalvision/Deformable-DETR ``models/position_encoding.py``.
     """
 
-    def __init__(self, channels: int, offset: float = 0.0, temperature: float = 10000.0, normalize: bool = True):
+    def __init__(self, channels: int, offset: float = 0.0, temperature: float = defaults.TEMPERATURE, normalize: bool = True):
         super().__init__()
         if channels % 4:
             raise ValueError(f"a sine encoding needs channels in multiples of 4, got {channels}")
+        if not temperature > 0:
+            raise ValueError(f"the temperature of a sine encoding must be above 0, got {temperature}")
         self.channels_per_axis = channels // 2
         self.offset = offset
         self.temperature = temperature
@@ -55,7 +58,7 @@ class SineEncoding(PositionEncoding):
         return torch.cat(axes, dim=-1).permute(0, 3, 1, 2).to(dtype)  # (B, H, W, C) -> (B, C, H, W)
 
 
-def sines(angle: Tensor, channels: int, temperature: float = 10000.0) -> Tensor:
+def sines(angle: Tensor, channels: int, temperature: float = defaults.TEMPERATURE) -> Tensor:
     """Sines and cosines alternately, of wavelengths that rise from 2 pi to nearly ``temperature`` times that.
 
     Args:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from fvcore.common.config import CfgNode
 
-from cpvt_det.builders import build_encoder_position
+from cpvt_det.builders import build_detector, build_encoder_position
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.position.peg_encoding import PEGEncoding
 from cpvt_det.position.registry import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.structures import padding_mask_of
@@ -202,7 +202,7 @@ def test_detr_s_encodings_are_registered():
 # Values
 
 
-def slow_sine(height, width, valid_height, valid_width, offset):
+def slow_sine(height, width, valid_height, valid_width, offset, temperature=10000):
     """DETR's formula, a cell at a time in Python floats: (C, H, W); NaN where a cell is not valid."""
     half = CHANNELS // 2
     values = torch.full((CHANNELS, height, width), math.nan, dtype=torch.float64)
@@ -211,7 +211,7 @@ def slow_sine(height, width, valid_height, valid_width, offset):
             for axis, (index, extent) in enumerate(((y + 1, valid_height), (x + 1, valid_width))):
                 angle = 2 * math.pi * (index + offset) / (extent + 1e-6)
                 for channel in range(half):
-                    phase = angle / 10000 ** (2 * (channel // 2) / half)
+                    phase = angle / temperature ** (2 * (channel // 2) / half)
                     values[axis * half + channel, y, x] = math.sin(phase) if channel % 2 == 0 else math.cos(phase)
     return values
 
@@ -224,6 +224,33 @@ def test_sine_is_the_formula_cell_by_cell(name, offset):
     for image, (h, w) in enumerate(SIZES):
         expected = slow_sine(5, 7, h, w, offset)[:, :h, :w]
         assert (embedding[image, :, :h, :w] - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("name", "offset"), [("sine", 0.0), ("sine_offset", -0.5), ("sine+peg", 0.0), ("sine_offset+peg", -0.5)])
+def test_the_temperature_is_the_longest_wavelength_over_the_shortest(name, offset):
+    """20 is that of DINO's authors."""
+    (features,), (mask,) = make_batch([(5, 7)])
+    (embedding,) = build_position(name, CHANNELS, temperature=20.0)([features], [mask])
+    for image, (h, w) in enumerate(SIZES):
+        expected = slow_sine(5, 7, h, w, offset, 20)[:, :h, :w]
+        assert (embedding[image, :, :h, :w] - expected).abs().max() < 1e-12
+
+
+def test_a_temperature_that_cannot_be_is_refused():
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="temperature of a sine encoding must be above 0"):
+            build_position("sine", CHANNELS, temperature=temperature)
+    cfg = get_cfg()
+    cfg.MODEL.NUM_CLASSES, cfg.MODEL.POSITION.TEMPERATURE = 3, 20.0
+    with pytest.raises(ConfigError, match="POSITION.TEMPERATURE is 20.0, but the position encoding 'peg' does not take it"):
+        build_detector(cfg)
+
+
+def test_the_temperature_is_that_of_detr_s_decoder_too():
+    cfg = get_cfg()
+    cfg.MODEL.NUM_CLASSES, cfg.MODEL.BACKBONE.NAME = 3, "resnet10"
+    cfg.MODEL.POSITION.NAME, cfg.MODEL.POSITION.TEMPERATURE = "sine_offset", 20.0
+    assert build_detector(cfg).transformer.decoder_position.temperature == 20.0
 
 
 def test_sine_and_sine_offset_differ():
