@@ -41,7 +41,7 @@ def wait_for(condition, seconds: float = 120, what: str = "it") -> None:
 
 
 class Nodes:
-    """Machines by number, each a torchrun with one process, the first with the store; what they print is in ``<folder>/<number>.txt``.
+    """Machines by number, each a torchrun with one process; number 0 has the store. They print to ``<folder>/<number>.txt``.
 
     Args:
         folder: folder for what they print.

@@ -4,6 +4,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 from fvcore.common.config import CfgNode
 
@@ -50,6 +51,8 @@ class RunGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *more: object) -> None:
+        if self._peers is not None and isinstance(error, Exception):
+            self._peers.note_error()
         whole = isinstance(error, DeadWorkerError) or not isinstance(error, RunStoppedError)
         try:
             if isinstance(error, Exception) and whole:
@@ -155,7 +158,7 @@ class RunGuard:
         if whole is None or whole.iteration <= (self._saved if is_first else self._start - 1):
             return ""
         way_on = "--resume continues after it"
-        if not is_first and (self._peers is None or not self._peers.claims(whole.iteration)):
+        if not (self._peers.claims(whole.iteration, Path(self.checkpointer.save_dir)) if self._peers is not None else is_first):
             return f"iteration {whole.iteration} is left to another process to save; {way_on}"
         with self.step.lock:
             whole = self.step.whole() or whole

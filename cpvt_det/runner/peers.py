@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -100,26 +101,42 @@ class Peers:
         """From here on the store may go: the work is done, and one process is the first to end."""
         self._finishing.set()
 
-    def claims(self, iteration: int) -> bool:
-        """Whether this process is the one to save the state after an iteration: process 0 if it lives, else one of the others."""
-        if self._rank == 0:
-            return True
-        if self._is_mute:
-            return _is_first_here()
+    def note_error(self) -> None:
+        """The main thread has met an error and ends by itself; it gets the time to save and to find out why."""
+        self._ending.set()
+
+    def claims(self, iteration: int, folder: Path) -> bool:
+        """Whether this process is the one to save the state after an iteration: process 0 if it lives, else one of the others.
+
+        Args:
+            iteration: number of the iteration.
+            folder: ``OUTPUT_DIR``, where the processes agree if the store is gone.
+        """
         try:
-            end, seen, changed = time.monotonic() + LONGEST / 2, None, time.monotonic()
-            while time.monotonic() < min(end, changed + LOOK):
-                saved, beat, ended = self._store.multi_get(["saved", "beat/0", "ended/0"])
-                if int(saved) >= iteration:
-                    return False
-                if ended not in (b"", BY_OTHERS.encode()):
-                    break
-                if beat != seen:
-                    seen, changed = beat, time.monotonic()
-                time.sleep(BEAT / 4)
-            return self._store.compare_set(f"rescue/{iteration}", "", str(self._rank)).decode() == str(self._rank)
+            if not self._is_mute:
+                return self._rank == 0 or self._claims_in_store(iteration)
         except dist.DistError:
-            return _is_first_here()
+            pass
+        if self._rank > 0:
+            time.sleep(BEAT)
+        try:
+            (folder / f".rescue_{iteration}_{self.members[0].token}.tmp").touch(exist_ok=False)  # the next run removes it
+        except OSError:
+            return False
+        return True
+
+    def _claims_in_store(self, iteration: int) -> bool:
+        end, seen, changed = time.monotonic() + LONGEST / 2, None, time.monotonic()
+        while time.monotonic() < min(end, changed + LOOK):
+            saved, beat, ended = self._store.multi_get(["saved", "beat/0", "ended/0"])
+            if int(saved) >= iteration:
+                return False
+            if ended not in (b"", BY_OTHERS.encode()):
+                break
+            if beat != seen:
+                seen, changed = beat, time.monotonic()
+            time.sleep(BEAT / 4)
+        return self._store.compare_set(f"rescue/{iteration}", "", str(self._rank)).decode() == str(self._rank)
 
     def tell_saved(self, iteration: int) -> None:
         """Tell the others that the state after an iteration is on the disk."""
@@ -278,17 +295,13 @@ def lost_peers_named(patience: float) -> Iterator[None]:
         peers.tell_end(first_line(error))
         raise
     except Exception as error:
-        peers._ending.set()
+        peers.note_error()
         lost = peers.lost()
         peers.tell_end(f"{type(error).__name__}: {first_line(error)}", lost)
         if not lost:
             raise
         saved = peers.saved and f"; {peers.saved}"
         raise RunStoppedError(f"{lost}{saved}") from error
-
-
-def _is_first_here() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _print(text: str) -> None:
