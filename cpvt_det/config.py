@@ -246,11 +246,13 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.CHECKPOINT_KEEP = 3  # number of newest periodic checkpoints that are kept, beside the best and the final one
     solver.EARLY_STOPPING = 0  # evaluations in a row without a new best one after which the run ends; 0: no early stopping
     solver.LOG_PERIOD = 20  # iterations between log lines
+    solver.PEER_TIMEOUT = 120.0  # seconds without a sign of life from a process after which the others save and end
 
 
 SAME_RUN = re.compile(
     r"VERSION$|OUTPUT_DIR$|MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|TEST\.|"
-    r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER|CACHE)$|SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING)$"
+    r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER|CACHE)$|"
+    r"SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING|PEER_TIMEOUT)$"
 )
 """Keys that may change when a run is resumed: they do not change its steps."""
 

@@ -66,7 +66,7 @@ def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., Check
 
 def _look_once(paths: Mapping[str, str], decode: bool) -> dict[str, Seen]:
     """The first process looks at the images for all."""
-    return distributed.gather_objects(look_at_images(paths, decode) if distributed.rank() == 0 else None)[0]
+    return distributed.broadcast_object(look_at_images(paths, decode) if distributed.rank() == 0 else None)
 
 
 def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> TrainLoader:

@@ -94,7 +94,10 @@ def run_config(
         else:
             from cpvt_det.builders import load_cfg
             from cpvt_det.runner.train import run
-    return run(load_cfg(config_file, overrides), resume, eval_only, allow_partial, sizes)
+        from cpvt_det.runner.peers import lost_peers_named
+    cfg = load_cfg(config_file, overrides)
+    with lost_peers_named(cfg.SOLVER.PEER_TIMEOUT):
+        return run(cfg, resume, eval_only, allow_partial, sizes)
 
 
 def device_of(num_gpus: int | None) -> str | None:

@@ -19,7 +19,7 @@ from cpvt_det.d2.trainer import Trainer, build_detector
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
 from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
-from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.tasks.registry import Results, build_task
 
@@ -72,8 +72,9 @@ def _train(cfg: CfgNode, resume: bool) -> Results:
     length = builders.build_schedule(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
-    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id())
+    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(output))
     trainer.resume_or_load(resume)
+    record_agents(output, trainer.state.run_id)
     write_config(without_untouched(cfg))
     logger.info(
         "Seed %d: iterations %d to %d of %s",

@@ -18,7 +18,7 @@ from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.progress import LossWatch, RunEvaluations
-from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
@@ -82,7 +82,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     log_advice(cfg, length, records)
 
     best_figure = cfg.TEST.BEST_FIGURE or task.main_figure
-    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(), task.describe(records), best_figure=best_figure)
+    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(output), task.describe(records), best_figure=best_figure)
     torch.manual_seed(state.seed)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     model = wrap_for_processes(task.build_training_model(detector))
@@ -92,6 +92,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
     evaluations, losses = RunEvaluations(cfg, task, records, tests, checkpointer), LossWatch()
     start = checkpointer.begin(resume)
+    record_agents(output, state.run_id)
     if start == 0:
         load_initial_weights(cfg, detector, classes)
     else:
@@ -118,7 +119,7 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
 
         if tests and start > 0 and (is_due(start - 1, length) or evaluations.is_over):  # a checkpoint is older than its evaluation
             results = evaluate_after(start - 1)
-        for iteration, samples in zip(range(start, length.max_iter), loader, strict=False):
+        for iteration, samples in zip(range(start, length.max_iter), writer.timed(loader), strict=False):
             if evaluations.is_over:
                 break
             trainer.iteration = iteration
