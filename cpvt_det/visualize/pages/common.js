@@ -27,6 +27,12 @@ function drawn(tag, attributes = {}, text = null) {
 const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const baseName = (path) => path.split(/[\\/]/).pop();
 
+/** Black or white, whichever is read on a colour #rrggbb; as in visualize/pictures.py. */
+function inkOn(color) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
+  return 0.299 * red + 0.587 * green + 0.114 * blue > 128 ? "#000" : "#fff";
+}
+
 /**
  * A box over an image, placed in percent, so that it follows the image's size.
  * box: [x, y, w, h] in pixels of an image of size [width, height].
