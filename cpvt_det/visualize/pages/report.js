@@ -161,9 +161,11 @@ function drawMatrix() {
   }
   for (const { row, column, button, cell, number } of cells) {
     const share = number / (totals.get(row) || 1);
-    button.textContent = number;
-    button.disabled = !number;
-    button.setAttribute("aria-label", `${SELECTIONS.cell(null, row, column).title}: ${number}`);
+    if (button.textContent !== String(number)) {
+      button.textContent = number;
+      button.disabled = !number;
+      button.setAttribute("aria-label", `${SELECTIONS.cell(null, row, column).title}: ${number}`);
+    }
     cell.style.background = number ? `rgb(${row === column ? "20 89 168" : "207 34 46"} / ${0.08 + 0.52 * share})` : "";
   }
 }
@@ -176,7 +178,10 @@ function drawGallery() {
   byId("worst").hidden = kind === "worst" && state.label === null;
   const only = data.shown.length < data.images ? `, of the ${data.shown.length} that are on this page` : "";
   byId("gallery-note").textContent = found.length ? `${plural(found.length, "image")}${only}` : `No image${only}.`;
-  byId("gallery").replaceChildren(...found.slice(0, state.shown).map((one, i) => card(one, () => viewer.open(found, i))));
+  const list = found.map(({ image }) => image);
+  const boxesIn = (image) => boxesOf(image, state.threshold, selection.isHit);
+  const open = (i) => () => viewer.open(list, i, boxesIn);
+  byId("gallery").replaceChildren(...list.slice(0, state.shown).map((image, i) => card(image, boxesIn(image), open(i))));
   byId("more").hidden = found.length <= state.shown;
 }
 
