@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "Evaluate weights on a data set.",
     "export": "Convert weights to ONNX or a torch.export program.",
     "predict": "Detect objects in images, or classify them: pictures and JSON.",
+    "serve": "Look at detections in the browser.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "show": "Draw attention, position encodings, or the model's input.",
     "study": "Train the runs of a plan, and compare them.",

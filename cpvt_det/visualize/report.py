@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of an evaluation: curves, confusion matrix, thresholds and the worst images, as pictures, JSON, CSV and one page."""
+"""The report of an evaluation: curves, confusion matrix, thresholds and the worst images, as pictures, JSON, CSV and two pages."""
 
 import csv
 import math
@@ -23,6 +23,7 @@ from cpvt_det.files import write_json
 from cpvt_det.structures import Detections
 from cpvt_det.visualize.curves import new_figure, save_figure
 from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet
+from cpvt_det.visualize.report_page import write_report_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +41,7 @@ def write_report(
     threshold: float,
     num_worst: int,
 ) -> None:
-    """Write ``report.md`` and the files that it shows.
+    """Write ``report.md`` and the files that it shows, and ``report.html``.
 
     Args:
         dataset: data set with the ground truth.
@@ -66,6 +67,7 @@ def write_report(
     content["best_score"] = max((result["score"] for result in results), default=None)
     write_json(content, folder / "report.json", indent=2)
     (folder / "report.md").write_text(_page(content, figures, curves, drawn), encoding="utf-8")
+    write_report_page(dataset, images, curves, figures, folder / "report.html", threshold)
 
 
 def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "Figure":

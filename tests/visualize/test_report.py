@@ -203,6 +203,7 @@ def test_eval_writes_its_report(run, tmp_path, runner):
         assert f"]({name})" in page
         with Image.open(folder / name) as picture:
             assert picture.format == "PNG"
+    assert '"dataset":"drawn"' in (folder / "report.html").read_text()
     worst = report["worst"][0]
     assert f"(id {worst['image_id']}): {worst['missed']} missed, {worst['false']} false" in page
     assert "at least 0 (`TEST.PICTURE_THRESHOLD`)" in page
