@@ -14,7 +14,7 @@ from cpvt_det.errors import ConfigError, UnknownNameError, first_line
 
 LARGEST_CONFIG = 100_000
 """The most keys and values that a config file may have; ours have about 150."""
-NAMES_OF_SETS = ("DATASETS.TRAIN", "DATASETS.TEST")
+LISTS_OF_NAMES = ("DATASETS.TRAIN", "DATASETS.TEST", "CALLBACKS")
 """Keys that take a single name without brackets."""
 
 
@@ -29,6 +29,7 @@ def get_cfg() -> CfgNode:
     cfg.OUTPUT_DIR = "./output"  # folder of everything that a run writes; one run at a time
     cfg.TASK = "detection"  # what is read, trained and measured: detection, or a registered task of your own
     cfg.TASK_OPTIONS = CfgNode(new_allowed=True)  # options of a task of your own
+    cfg.CALLBACKS = []  # what watches a training run: wandb, mlflow or your own; names, or [name, {option: value}]
     cfg.SEED = -1  # seed of weights, data order and augmentation; negative: a random seed per run, which is logged
     _add_model(cfg)
     _add_data(cfg)
@@ -201,7 +202,7 @@ def _add_solver(cfg: CfgNode) -> None:
 
 
 SAME_RUN = re.compile(
-    r"VERSION$|OUTPUT_DIR$|MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|TEST\.|"
+    r"VERSION$|OUTPUT_DIR$|CALLBACKS$|MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|TEST\.|"
     r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER)$|SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING)$"
 )
 """Keys that may change when a run is resumed: they do not change its steps."""
@@ -369,7 +370,7 @@ def merge_checked(cfg: CfgNode, other: CfgNode, source: str) -> None:
 
     Raises:
         ConfigError: an unknown key, with the most similar known one; a value of another type than the default's. A whole number is
-            accepted for a float, and one name for a list of data sets.
+            accepted for a float, and one name for a list of names.
     """
     other = other.clone()
     _check_keys(cfg, other, source, prefix="")
@@ -390,7 +391,7 @@ def _check_keys(cfg: CfgNode, other: CfgNode, source: str, prefix: str) -> None:
             _check_keys(cfg[key], value, source, f"{prefix}{key}.")
         elif isinstance(cfg[key], float) and type(value) is int:
             other[key] = float(value)
-        elif prefix + key in NAMES_OF_SETS and isinstance(value, str):
+        elif prefix + key in LISTS_OF_NAMES and isinstance(value, str):
             other[key] = (value,)
         elif value is None and cfg[key] is not None:  # merging would let it pass
             expected = type(cfg[key]).__name__

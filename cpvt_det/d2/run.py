@@ -3,6 +3,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -17,6 +18,7 @@ from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
+from cpvt_det.runner.callbacks import Callback, build_callbacks
 from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
 from cpvt_det.tasks.registry import Results, build_task
@@ -26,7 +28,13 @@ __all__ = ["load_cfg", "run"]
 logger = logging.getLogger("cpvt_det")
 
 
-def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False) -> Results:
+def run(
+    cfg: CfgNode,
+    resume: bool = False,
+    eval_only: bool = False,
+    allow_partial: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Results:
     """Train and evaluate, or only evaluate, as :func:`cpvt_det.runner.train.run` does, with a config from :func:`load_cfg`."""
     if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -34,7 +42,7 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
     cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
     with only_run_in(cfg):
         find_registered(cfg)
-        return _evaluate_only(cfg, resume, allow_partial) if eval_only else _train(cfg, resume)
+        return _evaluate_only(cfg, resume, allow_partial) if eval_only else _train(cfg, resume, callbacks)
 
 
 def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> Results:
@@ -55,9 +63,10 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> Results:
     return results
 
 
-def _train(cfg: CfgNode, resume: bool) -> Results:
+def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results:
     task = build_task(cfg)
     datasets, tests = task.load_splits()
+    watching = build_callbacks(cfg, tests, callbacks)
     output = _setup(cfg)
     for dataset in datasets + tests:
         describe_classes(dataset)
@@ -66,7 +75,7 @@ def _train(cfg: CfgNode, resume: bool) -> Results:
     length = builders.build_schedule(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
-    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id())
+    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(), watching)
     trainer.resume_or_load(resume)
     write_config(without_untouched(cfg))
     logger.info(
@@ -76,12 +85,13 @@ def _train(cfg: CfgNode, resume: bool) -> Results:
         trainer.max_iter,
         describe_model(trainer.model),
     )
-    results = trainer.train()
-    if distributed.rank() == 0:
-        draw_run(output)
-    if tests:
-        choose_threshold(cfg, trainer.state.thresholds)
-        task.show_results(trainer.evaluated, tests, results, output)
+    with trainer.told:
+        results = trainer.train()
+        if distributed.rank() == 0:
+            draw_run(output)
+        if tests:
+            choose_threshold(cfg, trainer.state.thresholds)
+            task.show_results(trainer.evaluated, tests, results, output)
     log_next_steps(cfg, trainer.state, output)
     return results
 

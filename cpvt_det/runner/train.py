@@ -2,6 +2,7 @@
 """The built-in runner: training and evaluation without detectron2, to be read from top to bottom."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from fvcore.common.config import CfgNode
@@ -13,6 +14,7 @@ from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
+from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun, build_callbacks
 from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
@@ -25,7 +27,13 @@ from cpvt_det.tasks.registry import Results, build_task, flatten
 logger = logging.getLogger("cpvt_det")
 
 
-def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False) -> Results:
+def run(
+    cfg: CfgNode,
+    resume: bool = False,
+    eval_only: bool = False,
+    allow_partial: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Results:
     """Train and evaluate, or only evaluate.
 
     Args:
@@ -33,6 +41,7 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
         resume: go on from the last checkpoint in ``OUTPUT_DIR``, where there is one.
         eval_only: evaluate ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint.
         allow_partial: evaluate also weights that fit the model in part; the rest of it is random.
+        callbacks: what watches the training beside the callbacks that ``CALLBACKS`` names.
 
     Returns:
         The results of the last evaluation.
@@ -43,7 +52,7 @@ def run(cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_parti
         InterruptedRun: SIGTERM or Ctrl-C during training; the last step is saved.
     """
     with only_run_in(cfg):
-        return evaluate_only(cfg, resume, allow_partial) if eval_only else train(cfg, resume)
+        return evaluate_only(cfg, resume, allow_partial) if eval_only else train(cfg, resume, callbacks)
 
 
 def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = False) -> Results:
@@ -63,12 +72,13 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
     return results
 
 
-def train(cfg: CfgNode, resume: bool = False) -> Results:
+def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Results:
     """Train; arguments and result as in :func:`run`. Long, so that a run can be read from top to bottom."""
     task = build_task(cfg)
     datasets, tests = task.load_splits()
     records, classes = task.training_records(datasets), datasets[0].classes
     length = builders.build_schedule(cfg, len(records))
+    watching = build_callbacks(cfg, tests, callbacks)
     output = setup_run(cfg)
     log_data(datasets + tests)
     logger.info(length.arithmetic)
@@ -95,38 +105,45 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     evaluated = state.ema.module if state.ema else detector
     loader = task.build_train_loader(records, state.seed).from_iteration(start)
     results: Results = {}
-    with (
-        MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
-        RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
-        dead_workers_named(loader.dataset),  # before the guard saves, so that no late news of it comes in between
-    ):
+    seen = TrainingRun(cfg, output, state.run_id, start, length.max_iter, state.best, evaluated)
+    with RunCallbacks(watching, seen) as told:
+        with (
+            MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
+            RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
+            dead_workers_named(loader.dataset),  # before the guard saves, so that no late news of it comes in between
+        ):
 
-        def evaluate_after(iteration: int) -> Results:
-            with writer.clock_stopped(), guard.evaluation():
-                results = evaluations.evaluate(evaluated, iteration, output)
-                writer.write(iteration, flatten(results))
-            if iteration + 1 == length.max_iter or evaluations.is_over:
-                guard.save_final(iteration)
-            return results
+            def evaluate_after(iteration: int) -> Results:
+                with writer.clock_stopped():
+                    with guard.evaluation():
+                        results = evaluations.evaluate(evaluated, iteration, output)
+                        writer.write(iteration, flatten(results))
+                    told.evaluation(iteration, results)
+                if iteration + 1 == length.max_iter or told.is_over:
+                    guard.save_final(iteration)
+                return results
 
-        if tests and start > 0 and (is_due(start - 1, length) or evaluations.is_over):  # a checkpoint is older than its evaluation
-            results = evaluate_after(start - 1)
-        for iteration, samples in zip(range(start, length.max_iter), loader, strict=False):
-            if evaluations.is_over:
-                break
-            trainer.iteration = iteration
-            scalars = writer.put(iteration, step(samples, iteration), step.lr)
-            if scalars:
-                losses.put(iteration, scalars)
-            guard.after_step(iteration)
-            guard.obey_signals()
-            if tests and is_due(iteration, length):
-                results = evaluate_after(iteration)
-    if distributed.rank() == 0:
-        draw_run(output)
-    if tests:
-        choose_threshold(cfg, state.thresholds)
-        task.show_results(evaluated, tests, results, output)
+            if tests and start > 0 and (is_due(start - 1, length) or told.is_over):  # a checkpoint is older than its evaluation
+                results = evaluate_after(start - 1)
+            for iteration, samples in zip(range(start, length.max_iter), loader, strict=False):
+                if told.is_over:
+                    break
+                trainer.iteration = iteration
+                scalars = writer.put(iteration, step(samples, iteration), step.lr)
+                if scalars:
+                    losses.put(iteration, scalars)
+                    told.step(iteration, scalars)
+                guard.after_step(iteration)
+                guard.obey_signals()
+                if tests and (is_due(iteration, length) or told.is_over):
+                    results = evaluate_after(iteration)
+                elif told.is_over:
+                    guard.save_final(iteration)
+        if distributed.rank() == 0:
+            draw_run(output)
+        if tests:
+            choose_threshold(cfg, state.thresholds)
+            task.show_results(evaluated, tests, results, output)
     log_next_steps(cfg, state, output)
     return results
 

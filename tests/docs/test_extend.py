@@ -30,6 +30,7 @@ KEYS = {
     "my_loss": {"MODEL__CRITERION__LOSSES": [["area", 0.5, {"floor": 0.01}]]},
     "my_detector": {"MODEL__META_ARCHITECTURE": "TiedDetr", "MODEL__DETECTOR__PERIOD": 2},
     "my_format": {},
+    "my_callback": {"CALLBACKS": [["budget", {"minutes": 30}]]},
 }
 
 
