@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from cpvt_det.cli import common_options
-from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
 from cpvt_det.data.find_images import find_files
 from cpvt_det.data.validation.issues import POLICIES
 from cpvt_det.errors import BadInputError
@@ -25,12 +25,13 @@ from cpvt_det.predict.files import check_files, predict_files
     type=float,
     help="Lowest score to draw and write, from 0 to 1.  [default: that of the best F1 in the last evaluation of WEIGHTS]",
 )
-@click.option("--batch", default=1, show_default=True, help="Images per batch; larger batches are faster on a GPU.")
+@click.option("--batch", default=1, show_default=True, help="Images or tiles per batch; larger batches are faster on a GPU.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'.")
 @click.option(
     "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or skip them."
 )
+@tiles_options
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
 def predict(
@@ -42,6 +43,8 @@ def predict(
     device: str | None,
     config_file: str,
     on_bad: str,
+    tiles: int | None,
+    overlap: float | None,
     overrides: tuple[str, ...],
 ) -> None:
     """Detect objects in images with WEIGHTS, a checkpoint or a model folder; KEY VALUE pairs override its config.
@@ -52,6 +55,7 @@ def predict(
     Example:
       cpvt-det predict output/model_best.pth --input photos --output found
       cpvt-det predict output/model_best.pth --input 'photos/**/*.jpg' --output found --threshold 0.3 INPUT.MIN_SIZE_TEST 480
+      cpvt-det predict output/model_best.pth --input photos --output found --tiles 640 --overlap 0.2
     """
     if threshold is not None and not 0 <= threshold <= 1:
         raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
@@ -62,7 +66,7 @@ def predict(
             raise BadInputError(f"{word} is a file, not a config key; put a glob in quotes: --input '*.jpg'")
     output = output.expanduser()
     paths = find_files(source, output)
-    predictor = Predictor.from_checkpoint(weights, device, config_file, overrides)
+    predictor = Predictor.from_checkpoint(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
     files, issues = check_files(paths, source, on_bad)
     for line in issues.lines(issues.faults):
         click.echo(line, err=True)

@@ -20,7 +20,8 @@ from cpvt_det.errors import DataError
 from cpvt_det.structures import Targets
 
 Sample = dict[str, Any]
-"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, in training ``targets``."""
+"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, in training ``targets``;
+where images are cut into tiles, ``pixels`` (3, height, width) uint8 RGB."""
 
 
 class RandomShortSide(v2.Transform):
@@ -148,11 +149,13 @@ class Mapper:
     Args:
         transform: transform of the image; with ``with_targets``, of (image, boxes, labels).
         with_targets: whether samples get targets, for training.
+        with_pixels: whether samples without targets get ``pixels``, the image as it was read, to be cut into tiles.
     """
 
-    def __init__(self, transform: v2.Transform, with_targets: bool):
+    def __init__(self, transform: v2.Transform, with_targets: bool, with_pixels: bool = False):
         self.transform = transform
         self.with_targets = with_targets
+        self.with_pixels = with_pixels
 
     def __call__(self, record: ImageRecord) -> Sample:
         """Make the sample of one record, with torch's global random state.
@@ -173,7 +176,7 @@ class Mapper:
             "width": record.width,
         }
         if not self.with_targets:
-            return {**sample, "image": self.prepare(image)}
+            return {**sample, "image": self.prepare(image), **({"pixels": image} if self.with_pixels else {})}
         boxes = tv_tensors.BoundingBoxes(record.boxes_xyxy, format="XYXY", canvas_size=image.shape[1:])
         image, boxes, labels = self.transform(tv_tensors.Image(image), boxes, torch.from_numpy(record.labels))
         height, width = image.shape[1:]

@@ -12,7 +12,7 @@ from typing import overload
 import torch
 from torch import nn
 
-from cpvt_det.builders import build_postprocessor, build_test_mapper
+from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
 from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.data.coco import Classes
@@ -22,6 +22,7 @@ from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.inference import PostProcessor, detect
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.inputs import ImageInput, read_input
+from cpvt_det.tiles import Tiling, detect_tiles
 
 
 class Predictor:
@@ -34,6 +35,7 @@ class Predictor:
         classes: ids and names of the labels.
         config: config of the detector as YAML, for :meth:`save`.
         thresholds: score thresholds of the detector's last evaluation; ``None`` if they are not known.
+        tiling: how large images are cut into tiles, unless a call says otherwise; ``None``: they are not.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Predictor:
         classes: Classes,
         config: str,
         thresholds: Thresholds | None = None,
+        tiling: Tiling | None = None,
     ):
         self.detector = detector.eval()
         self.postprocess = postprocess
@@ -51,6 +54,7 @@ class Predictor:
         self.classes = classes
         self.config = config
         self.thresholds = thresholds
+        self.tiling = tiling
 
     @classmethod
     def from_checkpoint(
@@ -74,7 +78,8 @@ class Predictor:
         """
         trained = load_trained(path, device, config_file, overrides)
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
-        return cls(trained.detector, *parts, trained.classes, trained.cfg.dump(), trained.thresholds)
+        more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
+        return cls(trained.detector, *parts, *more)
 
     @property
     def threshold(self) -> float:
@@ -83,36 +88,45 @@ class Predictor:
 
     @overload
     def __call__(
-        self, images: list[ImageInput] | tuple[ImageInput, ...], channels: str | None = None, batch_size: int = 1
+        self,
+        images: list[ImageInput] | tuple[ImageInput, ...],
+        channels: str | None = None,
+        batch_size: int = 1,
+        tiles: Tiling | int | None = None,
     ) -> list[ImageDetections]: ...
 
     @overload
-    def __call__(self, images: ImageInput, channels: str | None = None, batch_size: int = 1) -> ImageDetections: ...
+    def __call__(
+        self, images: ImageInput, channels: str | None = None, batch_size: int = 1, tiles: Tiling | int | None = None
+    ) -> ImageDetections: ...
 
-    def __call__(self, images, channels=None, batch_size=1):
+    def __call__(self, images, channels=None, batch_size=1, tiles=None):
         """Detect.
 
         Args:
             images: a path, a PIL image, an array or a tensor, as :func:`cpvt_det.predict.inputs.read_input` takes them; or a list
                 or tuple of any of these, of any sizes.
             channels: order of the channels in arrays and tensors, "rgb" or "bgr"; required for colour arrays.
-            batch_size: number of images of a list per batch. An image has the same detections in any batch.
+            batch_size: number of images of a list, or of tiles, per batch. An image has the same detections in any batch.
+            tiles: how larger images are cut into tiles, or the side of a tile in pixels, or 0: they are not cut; ``None``: as
+                :attr:`tiling`.
 
         Returns:
             The detections of the image, at most ``TEST.DETECTIONS_PER_IMAGE``; for a list, a list.
 
         Raises:
             DataError: something that is not an image; the message contains its index in the list.
-            ValueError: a batch of less than one image.
+            ValueError: a batch of less than one image, or tiles that cannot be.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        more = (self.tiling if tiles is None else _tiling_of(tiles)), batch_size
         if not isinstance(images, list | tuple):
-            return self._predict_batch([images], [read_input(images, channels)])[0]
+            return self._predict_batch([images], [read_input(images, channels)], *more)[0]
         found: list[ImageDetections] = []
         for start in range(0, len(images), batch_size):
             part = images[start : start + batch_size]
-            found += self._predict_batch(part, [_read(image, channels, start + n) for n, image in enumerate(part)])
+            found += self._predict_batch(part, [_read(image, channels, start + n) for n, image in enumerate(part)], *more)
         return found
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -124,13 +138,28 @@ class Predictor:
         """
         save_model(Path(folder), self.detector.state_dict(), self.classes, self.config, self.thresholds)
 
-    def _predict_batch(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageDetections]:
+    def _predict_batch(
+        self, images: Sequence[ImageInput], pixels: list[torch.Tensor], tiling: Tiling | None, batch_size: int
+    ) -> list[ImageDetections]:
         """The detections of one batch; pixels are (3, H, W) uint8 each."""
-        samples = [{"image": self.mapper.prepare(image), "height": image.shape[1], "width": image.shape[2]} for image in pixels]
+        samples = [
+            {"image": self.mapper.prepare(image), "pixels": image, "height": image.shape[1], "width": image.shape[2]}
+            for image in pixels
+        ]
+        if tiling is None:
+            detected = detect(self.detector, self.postprocess, samples)
+        else:
+            detected = detect_tiles(self.detector, self.postprocess, samples, self.mapper, tiling, batch_size)
         return [
             ImageDetections(one.boxes_xyxy, one.scores, one.labels, self.classes, _source(image, read))
-            for one, image, read in zip(detect(self.detector, self.postprocess, samples), images, pixels, strict=True)
+            for one, image, read in zip(detected, images, pixels, strict=True)
         ]
+
+
+def _tiling_of(tiles: Tiling | int) -> Tiling | None:
+    if isinstance(tiles, Tiling):
+        return tiles
+    return Tiling(tiles) if tiles else None
 
 
 def _read(image: ImageInput, channels: str | None, index: int) -> torch.Tensor:
