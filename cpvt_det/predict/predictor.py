@@ -7,9 +7,10 @@ On the road of one image: the same decoding, resizing, batching, detector and po
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
+from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
@@ -36,6 +37,9 @@ class Predictor:
         config: config of the detector as YAML, for :meth:`save`.
         thresholds: score thresholds of the detector's last evaluation; ``None`` if they are not known.
         tiling: how large images are cut into tiles, unless a call says otherwise; ``None``: they are not.
+
+    Attributes:
+        origin: path of the checkpoint or folder that the detector was loaded from; ``None`` for others.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Predictor:
         self.config = config
         self.thresholds = thresholds
         self.tiling = tiling
+        self.origin: Path | None = None
 
     @classmethod
     def from_checkpoint(
@@ -79,7 +84,29 @@ class Predictor:
         trained = load_trained(path, device, config_file, overrides)
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
         more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
-        return cls(trained.detector, *parts, *more)
+        predictor = cls(trained.detector, *parts, *more)
+        predictor.origin = Path(path).expanduser()
+        return predictor
+
+    @classmethod
+    def from_pretrained(
+        cls, repo_id: str, device: str | torch.device | None = None, overrides: Sequence[str] = (), **options: Any
+    ) -> "Predictor":
+        """Load a model from Hugging Face's hub, that :meth:`push_to_hub` put there; it is fetched once.
+
+        Args:
+            repo_id: name of the repository, ``user/name``, or path of a model folder.
+            device: device to run on, as in :meth:`from_checkpoint`.
+            overrides: KEY VALUE words, as in :meth:`from_checkpoint`.
+            options: ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` of huggingface_hub.
+
+        Raises:
+            WeightsError: a repository that cannot be reached, or is no model of this package.
+            ConfigError: keys that cannot be used, a device that does not exist, or huggingface_hub is not installed.
+        """
+        from cpvt_det.predict import hub
+
+        return cls.from_checkpoint(hub.fetch(repo_id, **options), device, overrides=overrides)
 
     @property
     def threshold(self) -> float:
@@ -137,6 +164,31 @@ class Predictor:
             RunStoppedError: weights that cannot be written, for example because the disk is full.
         """
         save_model(Path(folder), self.detector.state_dict(), self.classes, self.config, self.thresholds)
+
+    def push_to_hub(self, repo_id: str, license: str | None = None, **options: Any) -> str:
+        """Upload the model folder to Hugging Face's hub, for :meth:`from_pretrained`, with a model card.
+
+        The card has the classes, how to use and to train the model and, where it was loaded from a checkpoint in the folder of its
+        run, the number of training images, the figures of the evaluation at its iteration, and a picture. Places on this machine
+        are taken out of the config.
+
+        Args:
+            repo_id: name of the repository, ``user/name``; it is created if it does not exist.
+            license: name of a licence, as the hub lists them.
+            options: ``private``, ``token``, ``branch``, ``commit_message`` and ``create_pr`` of huggingface_hub.
+
+        Returns:
+            Address of the commit.
+
+        Raises:
+            WeightsError: a repository that cannot be reached or written to, or a name that is none.
+            ConfigError: huggingface_hub is not installed.
+        """
+        from cpvt_det.predict import hub
+        from cpvt_det.predict.model_card import read_facts
+
+        cfg = CfgNode.load_cfg(self.config)
+        return hub.push(repo_id, self.save, cfg, self.classes, self.thresholds, read_facts(self.origin), license, **options)
 
     def _predict_batch(
         self, images: Sequence[ImageInput], pixels: list[torch.Tensor], tiling: Tiling | None, batch_size: int
