@@ -43,6 +43,8 @@ DETECTRON2 = [
     "opencv-python-headless",
     "setuptools>=77.0.3,<82",  # detectron2.model_zoo imports pkg_resources, gone from 82
 ]
+LOGGERS = {"wandb": ["wandb>=0.18"], "mlflow": ["mlflow>=2.16"]}  # of CALLBACKS
+OTHERS = {"hub": ["huggingface_hub>=0.30"], "supervision": ["supervision>=0.25"]}  # of Predictor and its detections
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo"]
 EXPORT = ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"]  # of cpvt-det export --format onnx
 TIMM = ["timm>=1.0.31"]  # of MODEL.BACKBONE.NAME timm/<name>
@@ -77,7 +79,11 @@ setup(
     package_dir={"cpvt_det/" + folder: folder for folder in CONFIG_FOLDERS},
     package_data={"cpvt_det.visualize": ["pages/*"], **{"cpvt_det/" + folder: ["*.yaml"] for folder in CONFIG_FOLDERS}},
     install_requires=INSTALL,
-    extras_require={"detectron2": DETECTRON2, "export": EXPORT, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},
+    extras_require={
+        **{"detectron2": DETECTRON2, "export": EXPORT, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},
+        **LOGGERS,
+        **OTHERS,
+    },
     entry_points={"console_scripts": ["cpvt-det=cpvt_det.cli:main"]},
     classifiers=[
         "Development Status :: 4 - Beta",

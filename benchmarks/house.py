@@ -50,7 +50,7 @@ ORDER = (
     "tasks",
     "visualize show export checkpoint plug",
     "builders build",
-    "models losses solver evaluation inference postprocess",
+    "models losses solver evaluation inference tiles postprocess",
     "position",
     "layers data",
     "ops",

@@ -14,7 +14,7 @@ from cpvt_det.errors import ConfigError, UnknownNameError, first_line
 
 LARGEST_CONFIG = 100_000
 """The most keys and values that a config file may have; ours have about 150."""
-NAMES_OF_SETS = ("DATASETS.TRAIN", "DATASETS.TEST")
+LISTS_OF_NAMES = ("DATASETS.TRAIN", "DATASETS.TEST", "CALLBACKS")
 """Keys that take a single name without brackets."""
 
 
@@ -29,6 +29,7 @@ def get_cfg() -> CfgNode:
     cfg.OUTPUT_DIR = "./output"  # folder of everything that a run writes; one run at a time
     cfg.TASK = "detection"  # what is read, trained and measured: detection, classification, or a registered task of your own
     cfg.TASK_OPTIONS = CfgNode(new_allowed=True)  # options of a task of your own
+    cfg.CALLBACKS = []  # what watches a training run: wandb, mlflow or your own; names, or [name, {option: value}]
     cfg.SEED = -1  # seed of weights, data order and augmentation; negative: a random seed per run, which is logged
     _add_model(cfg)
     _add_data(cfg)
@@ -40,6 +41,11 @@ def get_cfg() -> CfgNode:
     cfg.TEST.DETECTIONS_PER_IMAGE = 100  # maximum number of detections per image
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference
     cfg.TEST.BEST_FIGURE = ""  # figure that decides which checkpoint is the best, as AP50 or AP-cat; empty: the task's main one, AP
+    cfg.TEST.TILES = CfgNode()
+    cfg.TEST.TILES.SIZE = 0  # side in pixels of the tiles that larger images are cut into, in evaluation and prediction; 0: none
+    cfg.TEST.TILES.OVERLAP = 0.2  # smallest share of a tile's side that neighbours have in common; at least that of small objects
+    cfg.TEST.TILES.MERGE = "ios"  # nms: merge detections by intersection over union; ios: of cut objects, over the smaller one
+    cfg.TEST.TILES.WHOLE = True  # True: detect in the whole image too, for objects that are larger than a tile
     cfg.TEST.PICTURES = 8  # number of images drawn beside their ground truth after the last evaluation
     cfg.TEST.PICTURE_THRESHOLD = None  # lowest score that is drawn and that the report counts; None: that of the best F1 kept
     cfg.TEST.REPORT = False  # True: after the last evaluation write curves, confusion matrix, thresholds, worst images to report/
@@ -250,7 +256,8 @@ def _add_solver(cfg: CfgNode) -> None:
 
 
 SAME_RUN = re.compile(
-    r"VERSION$|OUTPUT_DIR$|MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|TEST\.|"
+    r"VERSION$|OUTPUT_DIR$|CALLBACKS$|TEST\.|"
+    r"MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|"
     r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER|CACHE)$|"
     r"SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING|PEER_TIMEOUT)$"
 )
@@ -419,7 +426,7 @@ def merge_checked(cfg: CfgNode, other: CfgNode, source: str) -> None:
 
     Raises:
         ConfigError: an unknown key, with the most similar known one; a value of another type than the default's. A whole number is
-            accepted for a float, and one name for a list of data sets.
+            accepted for a float, and one name for a list of names.
     """
     other = other.clone()
     _check_keys(cfg, other, source, prefix="")
@@ -440,7 +447,7 @@ def _check_keys(cfg: CfgNode, other: CfgNode, source: str, prefix: str) -> None:
             _check_keys(cfg[key], value, source, f"{prefix}{key}.")
         elif isinstance(cfg[key], float) and type(value) is int:
             other[key] = float(value)
-        elif prefix + key in NAMES_OF_SETS and isinstance(value, str):
+        elif prefix + key in LISTS_OF_NAMES and isinstance(value, str):
             other[key] = (value,)
         elif value is None and cfg[key] is not None:  # merging would let it pass
             expected = type(cfg[key]).__name__

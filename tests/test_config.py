@@ -223,7 +223,7 @@ def test_file_that_cannot_be_used_is_named(tmp_path, text, message):
     ("text", "message"),
     [
         ("MODEL: {POSTION: {NAME: peg}}", r"'MODEL\.POSTION' \(did you mean 'MODEL\.POSITION'\?\); known: MODEL\.BACKBONE"),
-        ("SOLVERS: {}", r"'SOLVERS' \(did you mean 'SOLVER'\?\); known: DATALOADER, DATASETS"),
+        ("SOLVERS: {}", r"'SOLVERS' \(did you mean 'SOLVER'\?\); known: CALLBACKS, DATALOADER, DATASETS"),
         ("SOLVER: {AMP: {ENABLE: True}}", r"'SOLVER\.AMP\.ENABLE' \(did you mean 'SOLVER\.AMP\.ENABLED'\?\)"),
         ("MODEL: {DETR: {HIDEN_DIM: 4}}", r"'MODEL\.DETR\.HIDEN_DIM' \(did you mean 'MODEL\.DETR\.HIDDEN_DIM'\?\)"),
     ],

@@ -12,6 +12,7 @@ _NAMES = {
         "build_evaluator",
         "build_test_loader",
         "build_test_mapper",
+        "build_tiling",
         "build_train_loader",
         "check_evaluation",
         "load_splits",

@@ -18,6 +18,7 @@ from cpvt_det.data.validation.check import CheckedData, Seen, look_at_images
 from cpvt_det.data.validation.issues import require_no_errors
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
+from cpvt_det.tiles import Tiling
 
 
 def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
@@ -109,7 +110,15 @@ def build_test_mapper(cfg: CfgNode) -> Mapper:
         ConfigError: another order of channels than RGB.
     """
     require_rgb(cfg)
-    return Mapper(evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST), with_targets=False)
+    transform = evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
+    return Mapper(transform, with_targets=False, with_pixels=build_tiling(cfg) is not None)
+
+
+def build_tiling(cfg: CfgNode) -> Tiling | None:
+    """How images are cut in evaluation and prediction, by ``TEST.TILES``; ``None``: they are not."""
+    tiles = cfg.TEST.TILES
+    with config_errors("TEST.TILES"):
+        return Tiling(tiles.SIZE, tiles.OVERLAP, tiles.MERGE, tiles.WHOLE) if tiles.SIZE else None
 
 
 def build_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
@@ -125,9 +134,10 @@ def check_evaluation(cfg: CfgNode) -> None:
     """Refuse settings of the evaluation before the training that would come first.
 
     Raises:
-        ConfigError: an unknown evaluator, a number of detections below 1, or a threshold that is not a score.
+        ConfigError: an unknown evaluator, a number of detections below 1, tiles that cannot be, or a threshold that is not a score.
     """
     build_postprocessor(cfg)
+    build_tiling(cfg)
     threshold = cfg.TEST.PICTURE_THRESHOLD
     if threshold is not None and not (type(threshold) in (int, float) and 0 <= threshold <= 1):
         raise ConfigError(f"TEST.PICTURE_THRESHOLD must be a score from 0 to 1, or None for that of the best F1, got {threshold!r}")

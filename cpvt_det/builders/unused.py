@@ -139,6 +139,9 @@ def _inapplicable(cfg: CfgNode) -> Iterator[tuple[str, str, str]]:
     if model.POSITION.NAME in WITHOUT_PEG and backbone_position(cfg) in ("", *WITHOUT_PEG):
         reason = f"the position encoding {model.POSITION.NAME!r} has no PEG"
         yield "SOLVER.WEIGHT_DECAY_PEG", reason, "set MODEL.POSITION.NAME to peg"
+    if not cfg.TEST.TILES.SIZE:
+        for key in ("OVERLAP", "MERGE", "WHOLE"):
+            yield f"TEST.TILES.{key}", "TEST.TILES.SIZE is 0", "set TEST.TILES.SIZE (--tiles) to the side of a tile"
     if solver.SCHEDULE == "cosine":
         for key in ("GAMMA", "STEP_EPOCHS") if solver.STEP_EPOCHS else ("GAMMA",):  # no steps are what a cosine has
             yield f"SOLVER.{key}", "the schedule 'cosine' has no steps", "set SOLVER.SCHEDULE to step"

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import click
 
-from cpvt_det.cli.train import RUN_CONTEXT, allow_partial_option, choose_runner, device_of, run_config, run_options
+from cpvt_det.cli.train import (
+    RUN_CONTEXT,
+    allow_partial_option,
+    choose_runner,
+    device_of,
+    run_config,
+    run_options,
+    tiles_options,
+    tiles_overrides,
+)
 from cpvt_det.errors import BadInputError, WeightsError
 
 
@@ -15,6 +24,7 @@ from cpvt_det.errors import BadInputError, WeightsError
 @click.option("--config-file", default="", metavar="FILE", help="Path or name of a config.  [default: the one in WEIGHTS]")
 @run_options
 @allow_partial_option
+@tiles_options
 @click.option("--report", is_flag=True, help="Also write OUTPUT_DIR/report/: curves, confusion, thresholds, worst images.")
 @click.option("--sizes", default="", metavar="PIXELS,...", help="Evaluate at each of these test sizes, and write one table.")
 def eval(
@@ -26,6 +36,8 @@ def eval(
     allow_partial: bool,
     report: bool,
     sizes: str,
+    tiles: int | None,
+    overlap: float | None,
 ) -> None:
     """Evaluate WEIGHTS, a file or a model folder, on DATASETS.TEST; KEY VALUE pairs override the config.
 
@@ -36,6 +48,7 @@ def eval(
     Example:
       cpvt-det eval output/model_best.pth --config-file output/config.yaml OUTPUT_DIR output/eval
       cpvt-det eval output/model_best.pth --config-file output/config.yaml --report OUTPUT_DIR output/eval
+      cpvt-det eval output/model_best.pth --config-file output/config.yaml --tiles 640 OUTPUT_DIR output/eval
       cpvt-det eval output/model_best.pth --sizes 160,224,288,384,448,512 OUTPUT_DIR output/sizes
     """
     from cpvt_det.runner.launch import launch
@@ -43,7 +56,8 @@ def eval(
     at = _sizes(sizes)
     if at and report:
         raise BadInputError("--report is of one size: leave out --sizes, and set the size in INPUT")
-    overrides = (*overrides, "MODEL.WEIGHTS", weights, *(("TEST.REPORT", "True") if report else ()))
+    overrides = (*overrides, *tiles_overrides(tiles, overlap), "MODEL.WEIGHTS", weights)
+    overrides += ("TEST.REPORT", "True") if report else ()
     with tempfile.TemporaryDirectory() as folder:
         config_file = config_file or _config_in(weights, Path(folder))
         options = (device_of(num_gpus), choose_runner(runner), False, True, allow_partial, at)

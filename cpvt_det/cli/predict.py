@@ -9,7 +9,7 @@ import click
 
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import common_options
-from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
 from cpvt_det.data.find_images import find_files
 from cpvt_det.data.validation.issues import POLICIES
 from cpvt_det.errors import BadInputError
@@ -27,12 +27,13 @@ from cpvt_det.predict.files import check_files, predict_classes, predict_files
     type=float,
     help="Lowest score to draw and write, from 0 to 1.  [default: that of the best F1 in the last evaluation of WEIGHTS]",
 )
-@click.option("--batch", default=1, show_default=True, help="Images per batch; larger batches are faster on a GPU.")
+@click.option("--batch", default=1, show_default=True, help="Images or tiles per batch; larger batches are faster on a GPU.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'.")
 @click.option(
     "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or skip them."
 )
+@tiles_options
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
 def predict(
@@ -44,6 +45,8 @@ def predict(
     device: str | None,
     config_file: str,
     on_bad: str,
+    tiles: int | None,
+    overlap: float | None,
     overrides: tuple[str, ...],
 ) -> None:
     """Detect objects in images with WEIGHTS, a checkpoint or a model folder; KEY VALUE pairs override its config.
@@ -55,6 +58,7 @@ def predict(
     Example:
       cpvt-det predict output/model_best.pth --input photos --output found
       cpvt-det predict output/model_best.pth --input 'photos/**/*.jpg' --output found --threshold 0.3 INPUT.MIN_SIZE_TEST 480
+      cpvt-det predict output/model_best.pth --input photos --output found --tiles 640 --overlap 0.2
     """
     if threshold is not None and not 0 <= threshold <= 1:
         raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
@@ -65,7 +69,7 @@ def predict(
             raise BadInputError(f"{word} is a file, not a config key; put a glob in quotes: --input '*.jpg'")
     output = output.expanduser()
     paths = find_files(source, output)
-    trained = load_trained(weights, device, config_file, overrides)
+    trained = load_trained(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
     classifies = isinstance(trained.detector, Classifier)
     if classifies and threshold is not None:
         raise BadInputError(f"--threshold is for detections, and {weights} is a classifier; leave it out")

@@ -42,6 +42,20 @@ allow_partial_option = click.option(
 )
 
 
+def tiles_options(command: Callable) -> Callable:
+    """``--tiles`` and ``--overlap``, which :func:`tiles_overrides` turns into KEY VALUE words."""
+    command = click.option("--overlap", type=float, help="Share of a tile's side that neighbours have in common.  [default: 0.2]")(
+        command
+    )
+    return click.option("--tiles", type=int, metavar="PIXELS", help="Cut larger images into tiles of this side.")(command)
+
+
+def tiles_overrides(tiles: int | None, overlap: float | None) -> tuple[str, ...]:
+    """The KEY VALUE words of ``--tiles`` and ``--overlap``."""
+    pairs = (("TEST.TILES.SIZE", tiles), ("TEST.TILES.OVERLAP", overlap))
+    return tuple(str(word) for key, value in pairs if value is not None for word in (key, value))
+
+
 @click.command(context_settings=RUN_CONTEXT)
 @config_option
 @run_options

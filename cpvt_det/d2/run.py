@@ -18,6 +18,7 @@ from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
+from cpvt_det.runner.callbacks import Callback, build_callbacks
 from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.runner.sizes import evaluate_sizes
@@ -29,7 +30,12 @@ logger = logging.getLogger("cpvt_det")
 
 
 def run(
-    cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False, sizes: Sequence[int] = ()
+    cfg: CfgNode,
+    resume: bool = False,
+    eval_only: bool = False,
+    allow_partial: bool = False,
+    sizes: Sequence[int] = (),
+    callbacks: Sequence[Callback] = (),
 ) -> Results:
     """Train and evaluate, or only evaluate, as :func:`cpvt_det.runner.train.run` does, with a config from :func:`load_cfg`."""
     if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group
@@ -38,7 +44,7 @@ def run(
     cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
     with only_run_in(cfg):
         find_registered(cfg)
-        return _evaluate_only(cfg, resume, allow_partial, sizes) if eval_only else _train(cfg, resume)
+        return _evaluate_only(cfg, resume, allow_partial, sizes) if eval_only else _train(cfg, resume, callbacks)
 
 
 def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool, sizes: Sequence[int]) -> Results:
@@ -61,9 +67,10 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool, sizes: Seque
     return results
 
 
-def _train(cfg: CfgNode, resume: bool) -> Results:
+def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results:
     task = build_task(cfg)
     datasets, tests = task.load_splits()
+    watching = build_callbacks(cfg, tests, callbacks)
     output = _setup(cfg)
     for dataset in datasets + tests:
         describe_classes(dataset)
@@ -72,7 +79,7 @@ def _train(cfg: CfgNode, resume: bool) -> Results:
     length = builders.build_schedule(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
-    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(output))
+    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(output), watching)
     trainer.resume_or_load(resume)
     record_agents(output, trainer.state.run_id)
     write_config(without_untouched(cfg))
@@ -83,12 +90,13 @@ def _train(cfg: CfgNode, resume: bool) -> Results:
         trainer.max_iter,
         describe_model(trainer.model),
     )
-    results = trainer.train()
-    if distributed.rank() == 0:
-        draw_run(output)
-    if tests:
-        choose_threshold(cfg, trainer.state.thresholds)
-        task.show_results(trainer.evaluated, tests, results, output)
+    with trainer.told:
+        results = trainer.train()
+        if distributed.rank() == 0:
+            draw_run(output)
+        if tests:
+            choose_threshold(cfg, trainer.state.thresholds)
+            task.show_results(trainer.evaluated, tests, results, output)
     log_next_steps(cfg, trainer.state, output)
     return results
 

@@ -14,7 +14,7 @@ from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, hooks
 from detectron2.modeling import build_model
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
-from torch import nn
+from torch import Tensor, nn
 
 from cpvt_det import builders, distributed
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
@@ -24,7 +24,9 @@ from cpvt_det.d2.meta_arch import register_detectors
 from cpvt_det.data.loader import TrainLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import config_errors
+from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun
 from cpvt_det.runner.guard import RunGuard
+from cpvt_det.runner.metrics import step_means
 from cpvt_det.runner.progress import LossWatch, RunEvaluations
 from cpvt_det.runner.train import is_due
 from cpvt_det.solver.step import TrainStep, wrap_for_processes
@@ -52,11 +54,15 @@ class StepTrainer(SimpleTrainer):
     Args:
         step: training step of the whole run.
         loader: batches of samples; the trainer sets its first iteration.
+
+    Attributes:
+        records: scalars of the steps since callbacks were last told.
     """
 
     def __init__(self, step: TrainStep, loader: TrainLoader):
         super().__init__(step.training_model.detector, loader, step.optimizer)
         self.step = step
+        self.records: list[dict[str, Tensor]] = []
 
     def run_step(self) -> None:
         """Take the step of iteration ``iter`` and record its scalars, with one synchronisation."""
@@ -64,6 +70,7 @@ class StepTrainer(SimpleTrainer):
         samples: list[Sample] = next(self._data_loader_iter)
         data_time = time.perf_counter() - start
         record = self.step(samples, self.iter)
+        self.records.append(record)
         values = torch.stack([value.double() for value in record.values()])
         means = dict(zip(record, distributed.all_reduce_mean(values).tolist(), strict=True))
         storage = get_event_storage()
@@ -78,6 +85,15 @@ class StepTrainer(SimpleTrainer):
         self.step.load_state_dict(state_dict)
 
 
+class EvaluationHook(hooks.EvalHook):
+    """detectron2's, which also evaluates after the step that a callback ends the run with."""
+
+    def after_step(self) -> None:
+        super().after_step()
+        if self.trainer.told.is_over and not is_due(self.trainer.iter, self.trainer.length):
+            self._do_eval()
+
+
 class Trainer(DefaultTrainer):
     """``DefaultTrainer`` whose run can be continued by the built-in runner, and continues one of its runs.
 
@@ -87,20 +103,27 @@ class Trainer(DefaultTrainer):
         tests: its test sets.
         seed: seed of the run; a resumed run keeps its own.
         run_id: id of the run; a resumed run keeps its own.
+        callbacks: what watches the run.
+
+    Attributes:
+        told: the calls of the callbacks, to be entered before :meth:`train`; there after :meth:`resume_or_load`.
 
     Raises:
         ConfigError: what the config asks for cannot be had.
     """
 
-    def __init__(self, task: Any, datasets: Sequence[Any], tests: Sequence[Any], seed: int, run_id: str):
+    def __init__(
+        self, task: Any, datasets: Sequence[Any], tests: Sequence[Any], seed: int, run_id: str, callbacks: Sequence[Callback] = ()
+    ):
         TrainerBase.__init__(self)
+        self._watching = callbacks
         self.task = task
         self.cfg = cfg = task.cfg
         self.tests = tests
         self.results: Results = {}
         self._records = task.training_records(datasets)
         length = builders.build_schedule(cfg, len(self._records))
-        self.start_iter, self.max_iter, self._length = 0, length.max_iter, length
+        self.start_iter, self.max_iter, self.length = 0, length.max_iter, length
         torch.manual_seed(seed)
         detector = build_detector(cfg)
         config, data = without_untouched(cfg).dump(), task.describe(self._records)
@@ -134,6 +157,9 @@ class Trainer(DefaultTrainer):
         self._trainer.step.seed = self.state.seed
         loader = self.task.build_train_loader(self._records, self.state.seed)
         self._trainer.data_loader = loader.from_iteration(self.start_iter)
+        output, best = Path(self.cfg.OUTPUT_DIR), self.state.best
+        seen = TrainingRun(self.cfg, output, self.state.run_id, self.start_iter, self.max_iter, best, self.evaluated)
+        self.told = RunCallbacks(self._watching, seen)
 
     def build_hooks(self) -> list[hooks.HookBase | None]:
         """detectron2's hooks; the step itself sets the learning rate."""
@@ -141,9 +167,10 @@ class Trainer(DefaultTrainer):
         period = self.cfg.SOLVER.LOG_PERIOD
         return [
             hooks.IterationTimer(),
-            hooks.CallbackHook(after_step=lambda trainer: trainer.guard.after_step(trainer.iter)),
             hooks.CallbackHook(after_step=lambda trainer: trainer.losses.put(trainer.iter, _latest(trainer.storage))),
-            hooks.EvalHook(self._length.eval_period, self._test_and_keep_best) if self.tests else None,
+            hooks.CallbackHook(after_step=lambda trainer: trainer.tell_step()),
+            hooks.CallbackHook(after_step=lambda trainer: trainer.guard.after_step(trainer.iter)),
+            EvaluationHook(self.length.eval_period, self._test_and_keep_best) if self.tests else None,
             hooks.PeriodicWriter(self.build_writers(), period=period) if main else None,
         ]
 
@@ -160,13 +187,15 @@ class Trainer(DefaultTrainer):
         watched = dead_workers_named(self._trainer.data_loader.dataset)
         with EventStorage(self.start_iter) as self.storage, self.guard, watched:  # the guard saves after all news of a worker
             self.before_train()
-            due = is_due(self.start_iter - 1, self._length) or self.evaluations.is_over
+            due = is_due(self.start_iter - 1, self.length) or self.told.is_over
             if self.tests and 0 < self.start_iter < self.max_iter and due:
                 missed = self._test_and_keep_best(self.start_iter - 1)  # the checkpoint is older than its evaluation
                 self.storage.put_scalars(**flatten(missed), smoothing_hint=False)
             while self.iter < self.max_iter:
-                if self.evaluations.is_over:
+                if self.told.is_over:
                     self.iter -= 1  # the last step that was taken, which hooks look at
+                    if not self.tests and self.iter >= self.start_iter:
+                        self.guard.save_final(self.iter)
                     break
                 self.before_step()
                 self.run_step()
@@ -179,11 +208,20 @@ class Trainer(DefaultTrainer):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "iteration": min(self.iter, self.max_iter - 1)}  # after training it is one more
 
+    def tell_step(self) -> None:
+        """Tell the callbacks the means of the last steps, every ``SOLVER.LOG_PERIOD`` iterations."""
+        if (self.iter + 1) % self.cfg.SOLVER.LOG_PERIOD == 0 or self.iter + 1 == self.max_iter:
+            inner = self._trainer
+            means = step_means(inner.records)
+            inner.records.clear()
+            self.told.step(self.iter, {**means, "lr": inner.step.lr})
+
     def _test_and_keep_best(self, done: int | None = None) -> dict[str, Any]:
         done = min(self.iter, self.max_iter - 1) if done is None else done
         with self.guard.evaluation():
             self.results = self.evaluations.evaluate(self.evaluated, done, Path(self.cfg.OUTPUT_DIR))
-        if done + 1 == self.max_iter or self.evaluations.is_over:
+        self.told.evaluation(done, self.results)
+        if done + 1 == self.max_iter or self.told.is_over:
             self.guard.save_final(done)
         return _without_nan(self.results)  # metrics.json would not be JSON
 

@@ -27,7 +27,8 @@ from cpvt_det.errors import DataError
 from cpvt_det.structures import Targets
 
 Sample = dict[str, Any]
-"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, in training ``targets``."""
+"""Keys: ``file_name``, ``image_id``, ``height`` and ``width`` on disk, ``image`` (3, h, w) uint8 RGB, in training ``targets``;
+where images are cut into tiles, ``pixels`` (3, height, width) uint8 RGB."""
 
 
 class RandomShortSide(v2.Transform):
@@ -157,6 +158,7 @@ class Mapper:
         with_targets: whether samples get targets, for training.
         augmentations: what happens to training images before ``transform``, in this order.
         records: images that augmentations draw from to mix them in.
+        with_pixels: whether samples without targets get ``pixels``, the image as it was read, to be cut into tiles.
     """
 
     def __init__(
@@ -165,11 +167,13 @@ class Mapper:
         with_targets: bool,
         augmentations: Sequence[AugmentationStep] = (),
         records: Sequence[ImageRecord] = (),
+        with_pixels: bool = False,
     ):
         self.transform = transform
         self.with_targets = with_targets
         self.augmentations = list(augmentations)
         self.records = records
+        self.with_pixels = with_pixels
 
     @property
     def mixes(self) -> bool:
@@ -196,7 +200,8 @@ class Mapper:
             "width": record.width,
         }
         if not self.with_targets:
-            return {**sample, "image": self.prepare(_read(record))}
+            image = _read(record)
+            return {**sample, "image": self.prepare(image), **({"pixels": image} if self.with_pixels else {})}
         with other_generators_seeded() if self.augmentations else contextlib.nullcontext():
             scene = self._augmented(record, len(self.augmentations))
         image, boxes, labels = self.transform(*scene)

@@ -2,16 +2,21 @@
 """The detections of one image: boxes, scores and class names."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.images import read_image
+from cpvt_det.errors import ConfigError
 from cpvt_det.structures import Detections
 from cpvt_det.visualize.pictures import draw_objects
+
+if TYPE_CHECKING:
+    import supervision
 
 
 @dataclass(repr=False)
@@ -69,6 +74,19 @@ class ImageDetections(Detections):
         columns = (self.class_ids.tolist(), boxes.tolist(), self.scores.double().tolist())
         keys = ("image_id", "category_id", "bbox", "score")
         return [dict(zip(keys, (image_id, *row), strict=True)) for row in zip(*columns, strict=True)]
+
+    def to_supervision(self) -> "supervision.Detections":
+        """The detections for the package supervision: ``class_id`` is the label, and ``data["class_name"]`` the class name.
+
+        Raises:
+            ConfigError: supervision is not installed.
+        """
+        try:
+            from supervision import Detections as SupervisionDetections
+        except ImportError as error:
+            raise ConfigError("to_supervision needs the package supervision: pip install 'cpvt-det[supervision]'") from error
+        arrays = {"xyxy": self.boxes_xyxy.numpy(), "confidence": self.scores.numpy(), "class_id": self.labels.numpy()}
+        return SupervisionDetections(**arrays, data={"class_name": np.array(self.names, dtype=str)})
 
     def draw(self) -> Image.Image:
         """The image with every box, name and score, in the colour of its class; ``above(0.5).draw()`` draws high scores only.

@@ -95,7 +95,8 @@ def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[I
 def predict_files(
     predictor: Predictor, files: Sequence[InputFile], output: Path, threshold: float, batch_size: int, on_bad: str
 ) -> Found:
-    """Detect; write ``pictures/``, ``detections.json`` (COCO's results) and ``images.json`` (a COCO data set without annotations).
+    """Detect; write ``pictures/``, ``detections.json`` (COCO's results), ``images.json`` (a COCO data set without annotations) and
+    ``coco.json`` (the same with the detections as annotations, to look at and to correct in other programs).
 
     Args:
         predictor: predictor of a trained model.
@@ -136,6 +137,11 @@ def predict_files(
     categories = [{"id": class_id, "name": name} for class_id, name in zip(classes.ids, classes.names, strict=True)]
     write_json({"images": images, "annotations": [], "categories": categories}, output / "images.json")
     write_json(results, output / "detections.json")
+    annotations = [
+        {"id": number, **found, "area": found["bbox"][2] * found["bbox"][3], "iscrowd": 0, "segmentation": []}
+        for number, found in enumerate(results, start=1)
+    ]
+    write_json({"images": images, "annotations": annotations, "categories": categories}, output / "coco.json")
     return total
 
 

@@ -7,12 +7,13 @@ On the road of one image: the same decoding, resizing, batching, detector and po
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
+from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det.builders import build_postprocessor, build_test_mapper
+from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
 from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.data.coco import Classes
@@ -22,6 +23,7 @@ from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.inference import PostProcessor, detect
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.inputs import ImageInput, read_input
+from cpvt_det.tiles import Tiling, detect_tiles
 
 
 class Predictor:
@@ -34,6 +36,10 @@ class Predictor:
         classes: ids and names of the labels.
         config: config of the detector as YAML, for :meth:`save`.
         thresholds: score thresholds of the detector's last evaluation; ``None`` if they are not known.
+        tiling: how large images are cut into tiles, unless a call says otherwise; ``None``: they are not.
+
+    Attributes:
+        origin: path of the checkpoint or folder that the detector was loaded from; ``None`` for others.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Predictor:
         classes: Classes,
         config: str,
         thresholds: Thresholds | None = None,
+        tiling: Tiling | None = None,
     ):
         self.detector = detector.eval()
         self.postprocess = postprocess
@@ -51,6 +58,8 @@ class Predictor:
         self.classes = classes
         self.config = config
         self.thresholds = thresholds
+        self.tiling = tiling
+        self.origin: Path | None = None
 
     @classmethod
     def from_checkpoint(
@@ -72,7 +81,9 @@ class Predictor:
             WeightsError: weights that cannot be read, without config or classes, or for only a part of the model.
             ConfigError: keys that cannot be used, or a device that does not exist.
         """
-        return cls.from_trained(load_trained(path, device, config_file, overrides))
+        predictor = cls.from_trained(load_trained(path, device, config_file, overrides))
+        predictor.origin = Path(path).expanduser()
+        return predictor
 
     @classmethod
     def from_trained(cls, trained: Trained) -> "Predictor":
@@ -82,7 +93,28 @@ class Predictor:
             ConfigError: a model of another task, or keys that cannot be used.
         """
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
-        return cls(trained.detector, *parts, trained.classes, trained.cfg.dump(), trained.thresholds)
+        more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
+        return cls(trained.detector, *parts, *more)
+
+    @classmethod
+    def from_pretrained(
+        cls, repo_id: str, device: str | torch.device | None = None, overrides: Sequence[str] = (), **options: Any
+    ) -> "Predictor":
+        """Load a model from Hugging Face's hub, that :meth:`push_to_hub` put there; it is fetched once.
+
+        Args:
+            repo_id: name of the repository, ``user/name``, or path of a model folder.
+            device: device to run on, as in :meth:`from_checkpoint`.
+            overrides: KEY VALUE words, as in :meth:`from_checkpoint`.
+            options: ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` of huggingface_hub.
+
+        Raises:
+            WeightsError: a repository that cannot be reached, or is no model of this package.
+            ConfigError: keys that cannot be used, a device that does not exist, or huggingface_hub is not installed.
+        """
+        from cpvt_det.predict import hub
+
+        return cls.from_checkpoint(hub.fetch(repo_id, **options), device, overrides=overrides)
 
     @property
     def threshold(self) -> float:
@@ -91,36 +123,45 @@ class Predictor:
 
     @overload
     def __call__(
-        self, images: list[ImageInput] | tuple[ImageInput, ...], channels: str | None = None, batch_size: int = 1
+        self,
+        images: list[ImageInput] | tuple[ImageInput, ...],
+        channels: str | None = None,
+        batch_size: int = 1,
+        tiles: Tiling | int | None = None,
     ) -> list[ImageDetections]: ...
 
     @overload
-    def __call__(self, images: ImageInput, channels: str | None = None, batch_size: int = 1) -> ImageDetections: ...
+    def __call__(
+        self, images: ImageInput, channels: str | None = None, batch_size: int = 1, tiles: Tiling | int | None = None
+    ) -> ImageDetections: ...
 
-    def __call__(self, images, channels=None, batch_size=1):
+    def __call__(self, images, channels=None, batch_size=1, tiles=None):
         """Detect.
 
         Args:
             images: a path, a PIL image, an array or a tensor, as :func:`cpvt_det.predict.inputs.read_input` takes them; or a list
                 or tuple of any of these, of any sizes.
             channels: order of the channels in arrays and tensors, "rgb" or "bgr"; required for colour arrays.
-            batch_size: number of images of a list per batch. An image has the same detections in any batch.
+            batch_size: number of images of a list, or of tiles, per batch. An image has the same detections in any batch.
+            tiles: how larger images are cut into tiles, or the side of a tile in pixels, or 0: they are not cut; ``None``: as
+                :attr:`tiling`.
 
         Returns:
             The detections of the image, at most ``TEST.DETECTIONS_PER_IMAGE``; for a list, a list.
 
         Raises:
             DataError: something that is not an image; the message contains its index in the list.
-            ValueError: a batch of less than one image.
+            ValueError: a batch of less than one image, or tiles that cannot be.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        more = (self.tiling if tiles is None else _tiling_of(tiles)), batch_size
         if not isinstance(images, list | tuple):
-            return self._predict_batch([images], [read_input(images, channels)])[0]
+            return self._predict_batch([images], [read_input(images, channels)], *more)[0]
         found: list[ImageDetections] = []
         for start in range(0, len(images), batch_size):
             part = images[start : start + batch_size]
-            found += self._predict_batch(part, [_read(image, channels, start + n) for n, image in enumerate(part)])
+            found += self._predict_batch(part, [_read(image, channels, start + n) for n, image in enumerate(part)], *more)
         return found
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -132,13 +173,53 @@ class Predictor:
         """
         save_model(Path(folder), self.detector.state_dict(), self.classes, self.config, self.thresholds)
 
-    def _predict_batch(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageDetections]:
+    def push_to_hub(self, repo_id: str, license: str | None = None, **options: Any) -> str:
+        """Upload the model folder to Hugging Face's hub, for :meth:`from_pretrained`, with a model card.
+
+        The card has the classes, how to use and to train the model and, where it was loaded from a checkpoint in the folder of its
+        run, the number of training images, the figures of the evaluation at its iteration, and a picture. Places on this machine
+        are taken out of the config.
+
+        Args:
+            repo_id: name of the repository, ``user/name``; it is created if it does not exist.
+            license: name of a licence, as the hub lists them.
+            options: ``private``, ``token``, ``branch``, ``commit_message`` and ``create_pr`` of huggingface_hub.
+
+        Returns:
+            Address of the commit.
+
+        Raises:
+            WeightsError: a repository that cannot be reached or written to, or a name that is none.
+            ConfigError: huggingface_hub is not installed.
+        """
+        from cpvt_det.predict import hub
+        from cpvt_det.predict.model_card import read_facts
+
+        cfg = CfgNode.load_cfg(self.config)
+        return hub.push(repo_id, self.save, cfg, self.classes, self.thresholds, read_facts(self.origin), license, **options)
+
+    def _predict_batch(
+        self, images: Sequence[ImageInput], pixels: list[torch.Tensor], tiling: Tiling | None, batch_size: int
+    ) -> list[ImageDetections]:
         """The detections of one batch; pixels are (3, H, W) uint8 each."""
-        samples = [{"image": self.mapper.prepare(image), "height": image.shape[1], "width": image.shape[2]} for image in pixels]
+        samples = [
+            {"image": self.mapper.prepare(image), "pixels": image, "height": image.shape[1], "width": image.shape[2]}
+            for image in pixels
+        ]
+        if tiling is None:
+            detected = detect(self.detector, self.postprocess, samples)
+        else:
+            detected = detect_tiles(self.detector, self.postprocess, samples, self.mapper, tiling, batch_size)
         return [
             ImageDetections(one.boxes_xyxy, one.scores, one.labels, self.classes, _source(image, read))
-            for one, image, read in zip(detect(self.detector, self.postprocess, samples), images, pixels, strict=True)
+            for one, image, read in zip(detected, images, pixels, strict=True)
         ]
+
+
+def _tiling_of(tiles: Tiling | int) -> Tiling | None:
+    if isinstance(tiles, Tiling):
+        return tiles
+    return Tiling(tiles) if tiles else None
 
 
 def _read(image: ImageInput, channels: str | None, index: int) -> torch.Tensor:

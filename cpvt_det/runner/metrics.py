@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class MetricsWriter:
         scalars = None
         self._records.append(record)
         if (iteration + 1) % self.period == 0 or iteration + 1 == self.max_iter:
-            scalars = self._summary()
+            scalars = step_means(self._records)
             elapsed, self._last_time = time.perf_counter() - self._last_time, time.perf_counter()
             per_iter = elapsed / len(self._records)
             scalars |= {"lr": lr, "time": per_iter, "images_per_second": self.images_per_iter / per_iter}
@@ -108,12 +108,17 @@ class MetricsWriter:
             self._json.close()
             self._tensorboard.close()
 
-    def _summary(self) -> dict[str, float]:
-        """Means over the collected iterations and all processes, without skipped steps; ``skipped`` is the number of these."""
-        names = sorted(self._records[0])
-        values = torch.stack([torch.stack([record[name].double() for name in names]) for record in self._records])
-        skipped = values[:, names.index("skipped")]
-        taken = (skipped == 0)[:, None]
-        means = torch.where(taken, values, 0).sum(0) / taken.sum()  # NaN if all steps were skipped
-        means[names.index("skipped")] = skipped.sum()
-        return dict(zip(names, distributed.all_reduce_mean(means).tolist(), strict=True))
+
+def step_means(records: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Means over steps and all processes, without skipped steps; ``skipped`` is the number of these.
+
+    Args:
+        records: what each step returned, scalars on the device; at least one.
+    """
+    names = sorted(records[0])
+    values = torch.stack([torch.stack([record[name].double() for name in names]) for record in records])
+    skipped = values[:, names.index("skipped")]
+    taken = (skipped == 0)[:, None]
+    means = torch.where(taken, values, 0).sum(0) / taken.sum()  # NaN if all steps were skipped
+    means[names.index("skipped")] = skipped.sum()
+    return dict(zip(names, distributed.all_reduce_mean(means).tolist(), strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run learns, in both runners: evaluations beside a constant answer, losses over time, best checkpoint, early stop."""
+"""Whether a run learns, in both runners: evaluations beside a constant answer, losses over time, best checkpoint."""
 
 import logging
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ WHAT_HELPS = (
 
 
 class RunEvaluations:
-    """The evaluations of a run: figures are compared with the task's baseline, the best checkpoint is kept, a run may end early.
+    """The evaluations of a run: figures are compared with the task's baseline, and the best checkpoint is kept.
 
     Args:
         cfg: config of the run.
@@ -38,21 +38,24 @@ class RunEvaluations:
         checkpointer: checkpointer of the run, whose node ``cpvt_det`` keeps the best evaluation and the thresholds.
 
     Raises:
-        ConfigError: ``TEST.BEST_FIGURE`` or ``SOLVER.EARLY_STOPPING`` that cannot be used.
+        ConfigError: ``TEST.BEST_FIGURE`` that cannot be used.
     """
 
     def __init__(self, cfg: CfgNode, task: Any, records: Sequence[Any], tests: Sequence[Any], checkpointer: RunCheckpointer):
         self.task = task
         self.tests = tests
         self.checkpointer = checkpointer
-        self.patience = cfg.SOLVER.EARLY_STOPPING
         self.state: RunState = checkpointer.checkpointables["cpvt_det"]
         self._records = records
         self._baseline: dict[str, float] | None = None
         self._constant = getattr(task, "constant", "an answer that is the same for every image")
-        _check_settings(cfg, tests)
-        if cfg.TEST.BEST_FIGURE:
-            require_figure(cfg.TEST.BEST_FIGURE, task, tests)
+        figure = cfg.TEST.BEST_FIGURE
+        if figure and not tests:
+            raise ConfigError(
+                f"TEST.BEST_FIGURE is {figure}, but nothing is evaluated: name a test set in DATASETS.TEST, or leave the key out"
+            )
+        if figure:
+            require_figure(figure, task, tests)
 
     def evaluate(self, detector: nn.Module, iteration: int, output: Path) -> Results:
         """Evaluate after an iteration, in every process; arguments and results as of :func:`cpvt_det.runner.evaluate.evaluate`."""
@@ -60,19 +63,7 @@ class RunEvaluations:
         if distributed.rank() == 0:
             self._compare(results, iteration)
         self.checkpointer.keep_best(figure_of(self.state.best.name, results), iteration)
-        if self.is_over:
-            best = self.state.best
-            logger.info(
-                "Early stop after iteration %d: %d evaluation(s) without a higher %s than the %.4g of iteration %d "
-                "(SOLVER.EARLY_STOPPING %d)",
-                *(iteration, best.waited, best.name, best.figure, best.iteration, self.patience),
-            )
         return results
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run ends early: the last ``SOLVER.EARLY_STOPPING`` evaluations were not better than the best before."""
-        return 0 < self.patience <= self.state.best.waited
 
     def _compare(self, results: Results, iteration: int) -> None:
         """Warn of figures below the baseline, which is computed once, without looking at an image."""
@@ -87,20 +78,6 @@ class RunEvaluations:
         if below:
             listed = ", ".join(f"{name} {scalars[name]:.1f} is below {self._baseline[name]:.1f}" for name in below)
             logger.warning("After iteration %d the model is worse than %s: %s; %s", iteration, self._constant, listed, WHAT_HELPS)
-
-
-def _check_settings(cfg: CfgNode, tests: Sequence[Any]) -> None:
-    patience, test = cfg.SOLVER.EARLY_STOPPING, cfg.TEST
-    by_epochs = cfg.SOLVER.EPOCHS > 0 and test.EVAL_EPOCHS > 0  # else EVAL_EPOCHS is not used
-    if patience < 0:
-        raise ConfigError(f"SOLVER.EARLY_STOPPING must be at least 0 (0 for no early stopping), got {patience}")
-    for key, value in (("SOLVER.EARLY_STOPPING", patience), ("TEST.BEST_FIGURE", test.BEST_FIGURE)):
-        if value and not tests:
-            raise ConfigError(f"{key} is {value}, but nothing is evaluated: name a test set in DATASETS.TEST, or leave the key out")
-    if patience and not (test.EVAL_PERIOD > 0 or by_epochs):
-        raise ConfigError(
-            f"SOLVER.EARLY_STOPPING is {patience}, but the run is evaluated at its end only; set TEST.EVAL_EPOCHS or EVAL_PERIOD"
-        )
 
 
 class LossWatch:

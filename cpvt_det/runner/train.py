@@ -14,6 +14,7 @@ from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
+from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun, build_callbacks
 from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
@@ -28,7 +29,12 @@ logger = logging.getLogger("cpvt_det")
 
 
 def run(
-    cfg: CfgNode, resume: bool = False, eval_only: bool = False, allow_partial: bool = False, sizes: Sequence[int] = ()
+    cfg: CfgNode,
+    resume: bool = False,
+    eval_only: bool = False,
+    allow_partial: bool = False,
+    sizes: Sequence[int] = (),
+    callbacks: Sequence[Callback] = (),
 ) -> Results:
     """Train and evaluate, or only evaluate.
 
@@ -38,6 +44,7 @@ def run(
         eval_only: evaluate ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint.
         allow_partial: evaluate also weights that fit the model in part; the rest of it is random.
         sizes: test sizes in pixels to evaluate at, one after the other; empty: at that of the config.
+        callbacks: what watches the training beside the callbacks that ``CALLBACKS`` names.
 
     Returns:
         The results of the last evaluation.
@@ -48,7 +55,7 @@ def run(
         InterruptedRun: SIGTERM or Ctrl-C during training; the last step is saved.
     """
     with only_run_in(cfg):
-        return evaluate_only(cfg, resume, allow_partial, sizes) if eval_only else train(cfg, resume)
+        return evaluate_only(cfg, resume, allow_partial, sizes) if eval_only else train(cfg, resume, callbacks)
 
 
 def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = False, sizes: Sequence[int] = ()) -> Results:
@@ -70,12 +77,13 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
     return results
 
 
-def train(cfg: CfgNode, resume: bool = False) -> Results:
+def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()) -> Results:
     """Train; arguments and result as in :func:`run`. Long, so that a run can be read from top to bottom."""
     task = build_task(cfg)
     datasets, tests = task.load_splits()
     records, classes = task.training_records(datasets), datasets[0].classes
     length = builders.build_schedule(cfg, len(records))
+    watching = build_callbacks(cfg, tests, callbacks)
     output = setup_run(cfg)
     log_data(datasets + tests)
     logger.info(length.arithmetic)
@@ -103,38 +111,45 @@ def train(cfg: CfgNode, resume: bool = False) -> Results:
     evaluated = state.ema.module if state.ema else detector
     loader = task.build_train_loader(records, state.seed).from_iteration(start)
     results: Results = {}
-    with (
-        MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
-        RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
-        dead_workers_named(loader.dataset),  # before the guard saves, so that no late news of it comes in between
-    ):
+    seen = TrainingRun(cfg, output, state.run_id, start, length.max_iter, state.best, evaluated)
+    with RunCallbacks(watching, seen) as told:
+        with (
+            MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
+            RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
+            dead_workers_named(loader.dataset),  # before the guard saves, so that no late news of it comes in between
+        ):
 
-        def evaluate_after(iteration: int) -> Results:
-            with writer.clock_stopped(), guard.evaluation():
-                results = evaluations.evaluate(evaluated, iteration, output)
-                writer.write(iteration, flatten(results))
-            if iteration + 1 == length.max_iter or evaluations.is_over:
-                guard.save_final(iteration)
-            return results
+            def evaluate_after(iteration: int) -> Results:
+                with writer.clock_stopped():
+                    with guard.evaluation():
+                        results = evaluations.evaluate(evaluated, iteration, output)
+                        writer.write(iteration, flatten(results))
+                    told.evaluation(iteration, results)
+                if iteration + 1 == length.max_iter or told.is_over:
+                    guard.save_final(iteration)
+                return results
 
-        if tests and start > 0 and (is_due(start - 1, length) or evaluations.is_over):  # a checkpoint is older than its evaluation
-            results = evaluate_after(start - 1)
-        for iteration, samples in zip(range(start, length.max_iter), writer.timed(loader), strict=False):
-            if evaluations.is_over:
-                break
-            trainer.iteration = iteration
-            scalars = writer.put(iteration, step(samples, iteration), step.lr)
-            if scalars:
-                losses.put(iteration, scalars)
-            guard.after_step(iteration)
-            guard.obey_signals()
-            if tests and is_due(iteration, length):
-                results = evaluate_after(iteration)
-    if distributed.rank() == 0:
-        draw_run(output)
-    if tests:
-        choose_threshold(cfg, state.thresholds)
-        task.show_results(evaluated, tests, results, output)
+            if tests and start > 0 and (is_due(start - 1, length) or told.is_over):  # a checkpoint is older than its evaluation
+                results = evaluate_after(start - 1)
+            for iteration, samples in zip(range(start, length.max_iter), writer.timed(loader), strict=False):
+                if told.is_over:
+                    break
+                trainer.iteration = iteration
+                scalars = writer.put(iteration, step(samples, iteration), step.lr)
+                if scalars:
+                    losses.put(iteration, scalars)
+                    told.step(iteration, scalars)
+                guard.after_step(iteration)
+                guard.obey_signals()
+                if tests and (is_due(iteration, length) or told.is_over):
+                    results = evaluate_after(iteration)
+                elif told.is_over:
+                    guard.save_final(iteration)
+        if distributed.rank() == 0:
+            draw_run(output)
+        if tests:
+            choose_threshold(cfg, state.thresholds)
+            task.show_results(evaluated, tests, results, output)
     log_next_steps(cfg, state, output)
     return results
 

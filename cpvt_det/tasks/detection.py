@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from cpvt_det.data.loader import TrainLoader
-    from cpvt_det.data.mapper import Sample
+    from cpvt_det.data.mapper import Mapper, Sample
     from cpvt_det.evaluation.coco import CocoEvaluator
     from cpvt_det.inference import PostProcessor
     from cpvt_det.solver.step import TrainingModel
     from cpvt_det.structures import Detections
+    from cpvt_det.tiles import Tiling
 
 logger = logging.getLogger("cpvt_det")
 DETECTIONS = "coco_instances_results.json"
@@ -113,11 +114,26 @@ class DetectionTask:
         """Predictions -> detections."""
         return builders.build_postprocessor(self.cfg)
 
+    @property
+    def mapper(self) -> "Mapper":
+        """What makes the test size of an image, or of a tile."""
+        return builders.build_test_mapper(self.cfg)
+
+    @cached_property
+    def tiling(self) -> "Tiling | None":
+        """How images are cut into tiles, if they are."""
+        return builders.build_tiling(self.cfg)
+
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
         """What the evaluator's ``add`` takes beside the image's id, for each sample of a batch."""
+        from cpvt_det import distributed
         from cpvt_det.inference import detect
+        from cpvt_det.tiles import detect_tiles
 
-        return detect(detector, self.postprocessor, samples)
+        if self.tiling is None:
+            return detect(detector, self.postprocessor, samples)
+        share = max(1, self.cfg.TEST.IMS_PER_BATCH // distributed.world_size())
+        return detect_tiles(detector, self.postprocessor, samples, self.mapper, self.tiling, share)
 
     def format_results(self, results: Results) -> str:
         """The figures of one test set as text."""
@@ -165,11 +181,11 @@ class DetectionTask:
         count = min(self.cfg.TEST.PICTURES, len(dataset.records))
         if count < 1:
             return
-        mapper, compared, threshold = builders.build_test_mapper(self.cfg), [], self.cfg.TEST.PICTURE_THRESHOLD
+        compared, threshold = [], self.cfg.TEST.PICTURE_THRESHOLD
         with evaluation_mode(detector):
             for number in range(count):
                 record = dataset.records[number * len(dataset.records) // count]
-                (found,) = self.infer(detector, [mapper(record)])
+                (found,) = self.infer(detector, [self.mapper(record)])
                 compared.append(Compared(read_image(record.file_name), truth_of(record), found))
         save_comparisons(compared, dataset.classes.names, threshold, path)
         logger.info("Pictures: %s", path)

@@ -35,6 +35,7 @@ KEYS = {
     "my_format": {},
     "my_augmentation": {"INPUT__AUGMENTATIONS": [["shadow", {"strength": 0.7}]]},
     "my_albumentations": {"INPUT__AUGMENTATIONS": [["weather", {"p": 0.7}]]},
+    "my_callback": {"CALLBACKS": [["budget", {"minutes": 30}]]},
 }
 
 

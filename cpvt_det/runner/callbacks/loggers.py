@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks that send a run's numbers elsewhere: ``wandb`` (Weights & Biases) and ``mlflow``.
+
+Each package is an extra of its name; where it sends to, and with which key, its own environment variables say.
+"""
+
+import importlib
+import math
+import re
+from types import ModuleType
+
+from cpvt_det.config import flat_items
+from cpvt_det.errors import ConfigError
+from cpvt_det.runner.callbacks.contract import CALLBACK_REGISTRY, Callback, TrainingRun
+from cpvt_det.tasks.registry import Results, flatten
+
+FILES = ("config.yaml", "results.json", "pictures")
+
+
+def _require(package: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(f"CALLBACKS {package}: the package is not installed: pip install 'cpvt-det[{package}]'") from error
+
+
+@CALLBACK_REGISTRY.register_as("wandb")
+class Wandb(Callback):
+    """Sends config, scalars and figures to Weights & Biases; a resumed run goes on as the same run there.
+
+    Args:
+        project: project of the run.
+        name: name of the run; ``None``: one is made up.
+        mode: ``online``, ``offline`` or ``disabled``; ``None``: as ``WANDB_MODE`` says.
+    """
+
+    def __init__(self, project: str = "cpvt_det", name: str | None = None, mode: str | None = None):
+        self.wandb, self.options = _require("wandb"), {"project": project, "name": name, "mode": mode}
+
+    def on_start(self, run: TrainingRun) -> None:
+        self.run = self.wandb.init(**self.options, id=run.run_id, resume="allow", config=dict(flat_items(run.cfg)), dir=run.output)
+        self.run.define_metric("*", step_metric="iteration")  # its own step never goes back, as a resumed run does
+
+    def on_step(self, run: TrainingRun, iteration: int, scalars: dict[str, float]) -> None:
+        self.run.log({"iteration": iteration, **scalars})
+
+    def on_evaluation(self, run: TrainingRun, iteration: int, results: Results) -> None:
+        self.run.log({"iteration": iteration, **flatten(results)})
+
+    def on_end(self, run: TrainingRun, error: BaseException | None) -> None:
+        self.run.finish(exit_code=int(error is not None))
+
+
+@CALLBACK_REGISTRY.register_as("mlflow")
+class Mlflow(Callback):
+    """Sends config, scalars, figures and pictures to MLflow; a resumed run goes on as the same run there.
+
+    Args:
+        experiment: experiment of the run.
+        name: name of the run; ``None``: one is made up.
+        uri: place to send to; ``None``: as ``MLFLOW_TRACKING_URI`` says.
+    """
+
+    def __init__(self, experiment: str = "cpvt_det", name: str | None = None, uri: str | None = None):
+        self.mlflow, self.options = _require("mlflow"), (experiment, name, uri)
+
+    def on_start(self, run: TrainingRun) -> None:
+        experiment, name, uri = self.options
+        if uri is not None:
+            self.mlflow.set_tracking_uri(uri)
+        self.mlflow.set_experiment(experiment)
+        tags = {"cpvt_det.run_id": run.run_id}
+        found = self.mlflow.search_runs(filter_string=f"tags.`cpvt_det.run_id` = '{run.run_id}'", output_format="list")
+        self.mlflow.start_run(run_id=found[0].info.run_id if found else None, run_name=name, tags=tags)
+        if not found:  # MLflow's parameters never change, those of a resumed run may
+            self.mlflow.log_params(dict(flat_items(run.cfg)))
+
+    def on_step(self, run: TrainingRun, iteration: int, scalars: dict[str, float]) -> None:
+        defined = {re.sub(r"[^/\w.\- ]", "_", key, flags=re.ASCII): value for key, value in scalars.items() if math.isfinite(value)}
+        self.mlflow.log_metrics(defined, step=iteration)
+
+    def on_evaluation(self, run: TrainingRun, iteration: int, results: Results) -> None:
+        self.on_step(run, iteration, flatten(results))
+
+    def on_end(self, run: TrainingRun, error: BaseException | None) -> None:
+        for path in (run.output / name for name in FILES):
+            if path.exists():
+                self.mlflow.log_artifact(str(path))  # a folder too
+        self.mlflow.end_run("FAILED" if error else "FINISHED")

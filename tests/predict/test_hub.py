@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models on Hugging Face's hub: pushed to a stand-in on this machine and loaded from it, with their card; never the real one."""
+
+import base64
+import hashlib
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import yaml
+from tiny import save_random
+
+from cpvt_det import Predictor
+from cpvt_det.errors import WeightsError
+
+pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the hub's interface that pushing and loading take: one revision, files as they are."""
+
+    repos: dict[str, dict[str, bytes]] = {}
+    private: dict[str, bool] = {}
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked.get('organization', 'me')}/{asked['name']}"
+            type(self).private[name] = asked.get("visibility") == "private" or asked.get("private")
+            self.repos.setdefault(name, {})
+            return self._answer({"url": f"{self._root}/{name}", "id": name})
+        if self.path == "/api/validate-yaml":
+            return self._answer({"errors": [], "warnings": []})
+        name, action = re.match(r"/api/models/(\w+/\w+)/(\w+)/", self.path).groups()
+        if name.startswith("closed/"):
+            return self._answer({"error": "You may not write here"}, 403)
+        if action == "preupload":
+            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            return self._answer({"files": files})
+        for line in map(json.loads, body.decode().splitlines()):
+            if line["key"] == "file":
+                self.repos[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        return self._answer({"commitUrl": f"{self._root}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
+
+    def do_GET(self):
+        found = re.match(r"(?:/api/models)?/(\w+/\w+)(?:/resolve/\w+/(.+)|/revision/\w+|/tree/\w+)?", self.path)
+        files = self.repos.get(found[1])
+        if files is None:
+            return self._answer({"error": "Repository not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+        if "/tree/" in self.path:
+            return self._answer([{"type": "file", "path": key, "size": len(files[key]), "oid": COMMIT} for key in files])
+        if found[2] is None:
+            return self._answer({"id": found[1], "sha": COMMIT, "siblings": [{"rfilename": key} for key in files]})
+        content = files.get(found[2].partition("?")[0])
+        if content is None:
+            return self._answer({"error": "Entry not found"}, 404, **{"X-Error-Code": "EntryNotFound"})
+        return self._answer(content, 200, **{"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'})
+
+    do_HEAD = do_GET
+
+    def _answer(self, content, status=200, **headers):
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), "Content-Type": "application/json", **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    @property
+    def _root(self):
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub on the loopback, without repositories; the library looks there, and keeps what it fetches in a folder of the test."""
+    from huggingface_hub import constants
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("OwnHub", (Hub,), {"repos": {}, "private": {}}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    root = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", root)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", root + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield server.RequestHandlerClass
+    server.shutdown()
+    server.server_close()
+
+
+def same(one, other):
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("boxes_xyxy", "scores", "labels"))
+
+
+def test_a_pushed_model_is_loaded_again_bit_for_bit(hub, tiny_run):
+    run = tiny_run("detr")
+    pushed = Predictor.from_checkpoint(run.weights, device="cpu", overrides=["TEST.TILES.SIZE", "48"])
+    url = pushed.push_to_hub("me/shapes", private=True, token="hf_none")
+    assert url.endswith(f"/me/shapes/commit/{COMMIT}") and hub.private == {"me/shapes": True}
+    names = {"README.md", "classes.json", "config.yaml", "detections.png", "model.safetensors", "model.safetensors.sha256"}
+    assert hub.repos["me/shapes"].keys() - {"thresholds.json", ".gitattributes"} == names
+    loaded = Predictor.from_pretrained("me/shapes", device="cpu", token="hf_none")
+    assert loaded.classes == pushed.classes and loaded.thresholds == pushed.thresholds and loaded.tiling == pushed.tiling
+    assert same(loaded(run.image(30)), pushed(run.image(30)))
+    assert not list(loaded.origin.glob("*.md")) and not list(loaded.origin.glob("*.png"))  # what is loaded is fetched, no more
+
+
+def test_the_card_is_written_from_the_run(hub, tiny_run):
+    run = tiny_run("detr")
+    Predictor.from_checkpoint(run.weights, device="cpu").push_to_hub("me/shapes", license="mit", token="hf_none")
+    _, metadata, card = hub.repos["me/shapes"]["README.md"].decode().split("---\n", 2)
+    metadata = yaml.safe_load(metadata)
+    assert (metadata["license"], metadata["pipeline_tag"], metadata["library_name"]) == ("mit", "object-detection", "cpvt_det")
+    last = [json.loads(line) for line in (run.folder / "metrics.json").read_text().splitlines()][-1]
+    (model,) = metadata["model-index"]
+    assert {row["name"]: row["value"] for row in model["results"][0]["metrics"]} == {
+        name: round(last[name], 2) for name in ("bbox/AP", "bbox/AP50")
+    }
+    assert model["results"][0]["dataset"]["name"] == "drawn"
+    assert f"| bbox/AP50     | {last['bbox/AP50']:.1f}" in card and "| bbox/AP-red" in card and "bbox/APl" not in card
+    assert "On drawn, after iteration 2, in percent:" in card and "On 5 images of drawn, by `config.yaml`" in card
+    assert "3 classes: red, green, blue." in card and 'Predictor.from_pretrained("me/shapes")' in card
+    assert "![Detections beside the ground truth](detections.png)" in card
+    assert hub.repos["me/shapes"]["detections.png"] == (run.folder / "pictures/detections.png").read_bytes()
+
+
+def test_no_place_on_this_machine_is_pushed(hub, tiny_run, tmp_path):
+    run = tiny_run("detr")
+    overrides = ["MODEL.WEIGHTS", str(tmp_path / "old.pth"), "MODEL.BACKBONE.WEIGHTS", ""]
+    Predictor.from_checkpoint(run.weights, device="cpu", overrides=overrides).push_to_hub("me/shapes", token="hf_none")
+    for name in ("README.md", "config.yaml", "classes.json"):
+        text = hub.repos["me/shapes"][name].decode()
+        assert str(run.folder.parent) not in text and str(tmp_path) not in text and "/" + "tmp" not in text, name
+
+
+def test_a_model_without_a_run_is_pushed_with_what_is_known(hub, tmp_path):
+    predictor = Predictor.from_checkpoint(save_random(tmp_path / "weights.pth"), device="cpu")
+    predictor.save(tmp_path / "folder")
+    Predictor.from_pretrained(str(tmp_path / "folder"), device="cpu").push_to_hub("me/random", token="hf_none")
+    card = hub.repos["me/random"]["README.md"].decode()
+    assert "## Evaluation" not in card and "![" not in card and "## Use" in card and "model-index" not in card
+    assert len(Predictor.from_pretrained("me/random", device="cpu", token="hf_none").classes) == 3
+
+
+def test_what_cannot_be_reached_is_one_line(hub, tmp_path):
+    with pytest.raises(WeightsError, match=r"cannot fetch me/nothing from Hugging Face's hub: .*404"):
+        Predictor.from_pretrained("me/nothing", token="hf_none")
+    with pytest.raises(WeightsError, match=r"cannot fetch a/b/c from Hugging Face's hub: "):
+        Predictor.from_pretrained("a/b/c", token="hf_none")
+    hub.repos["me/other"] = {"pytorch_model.py": b"raise SystemExit", "config.json": b"{}"}
+    with pytest.raises(WeightsError, match="contains neither model.safetensors"):
+        Predictor.from_pretrained("me/other", token="hf_none")
+    predictor = Predictor.from_checkpoint(save_random(tmp_path / "weights.pth"), device="cpu")
+    with pytest.raises(WeightsError, match=r"cannot upload to closed/model on Hugging Face's hub: .*403"):
+        predictor.push_to_hub("closed/model", token="hf_none")
+
+
+def test_without_the_library_prediction_works_and_the_hub_names_it(tmp_path):
+    """In a process where huggingface_hub cannot be imported."""
+    weights = save_random(tmp_path / "weights.pth")
+    script = f"""
+import sys
+sys.modules["huggingface_hub"] = sys.modules["supervision"] = None
+import torch
+from cpvt_det import Predictor
+predictor = Predictor.from_checkpoint({str(weights)!r}, device="cpu")
+found = predictor(torch.zeros(3, 40, 60, dtype=torch.uint8))
+for call in (lambda: predictor.push_to_hub("me/x"), lambda: Predictor.from_pretrained("me/x"), found.to_supervision):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    hub, again, supervision = done.stdout.splitlines()
+    assert hub == again == "ConfigError Hugging Face's hub needs the package huggingface_hub: pip install 'cpvt-det[hub]'"
+    assert supervision == "ConfigError to_supervision needs the package supervision: pip install 'cpvt-det[supervision]'"
