@@ -127,7 +127,7 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES) -> CocoDataset:
         DataError: a file that is missing or of unknown format.
     """
     with no_garbage_collection():
-        content = _read_json(files.annotations) if files.is_coco else read_foreign(files)
+        content = read_json(files.annotations) if files.is_coco else read_foreign(files)
         issues = Issues(f"{files.name} ({files.annotations})", examples)
         categories = _read_categories(_section(content, "categories", files), issues)
         classes = Classes(tuple(c["id"] for c in categories), tuple(str(c["name"]) for c in categories))
@@ -157,7 +157,12 @@ def require_same_classes(first: Classes, second: Classes, what: str) -> None:
     raise DataError(f"{what} have different classes ({len(first)} and {len(second)}; {difference})")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a COCO JSON, which may lack annotations.
+
+    Raises:
+        DataError: a file that cannot be read, or that contains something else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
