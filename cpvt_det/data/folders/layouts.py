@@ -2,8 +2,8 @@
 """Which layout a folder has: by what its files contain, not by how they are called.
 
 Known: COCO JSON (COCO's own folders, RF-DETR's and Roboflow's ``_annotations.coco.json``, CVAT's export, a JSON beside its images);
-YOLO with a YAML file (Ultralytics, Roboflow, CVAT) or text files alone (CVAT's YOLO 1.1, LabelImg); Pascal VOC with ``ImageSets`` or
-XML files anywhere (Roboflow, LabelImg); CVAT's own XML; and formats registered by the user.
+YOLO with a YAML file (Ultralytics, Roboflow, CVAT) or text files alone (CVAT's YOLO 1.1, LabelImg); Pascal VOC with ``ImageSets``
+or XML files anywhere (Roboflow, LabelImg); CVAT's own XML; and formats registered by the user.
 """
 
 import re
@@ -17,13 +17,13 @@ from cpvt_det.data.folders import loose
 from cpvt_det.data.folders.listing import Listing
 from cpvt_det.data.formats.registry import FORMAT_REGISTRY, Sections
 from cpvt_det.data.formats.voc import is_voc
-from cpvt_det.errors import ConfigError, DataError, UnknownNameError
+from cpvt_det.errors import DataError, UnknownNameError
 
 Places = Mapping[str, tuple[str, str]]
 """Split -> the second and third entry of its triple in ``DATASETS.REGISTER``."""
 CHOSEN = {
     "train": ("train", "training", "trainval"),
-    "val": ("val", "valid", "validation", "dev", "test", "testing"),
+    "val": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing"),
 }
 """Split -> names of a format's own splits, the preferred one first."""
@@ -40,7 +40,7 @@ class Layout:
     Attributes:
         format: name of the format: coco, yolo, voc, cvat, or one that the user registered.
         what: the files that are read, for the log.
-        places: files of the folder's own splits, as a config can name them; empty where there are none.
+        places: files of the folder's own splits, ``train`` and another one, as a config can name them; empty where there are none.
         read: reader of all images together.
     """
 
@@ -72,7 +72,8 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
     if len(found) > 1:
         listed = "; ".join(f"{layout.format} ({layout.what})" for layout in found)
         raise DataError(
-            f"{listing.root} has annotations in several formats: {listed}; choose one, as in --format {found[0].format}, or remove the other"
+            f"{listing.root} has annotations in several formats: {listed}; choose one, as in --format {found[0].format}, or remove "
+            "the other"
         )
     if not found:
         loose.require_annotations(listing)
@@ -92,13 +93,15 @@ def _registered(name: str, path: Path) -> Layout:
     data_format = FORMAT_REGISTRY.get(name)
     names = list(data_format.splits(path))
     chosen = {split: next((known for known in order if known in names), None) for split, order in CHOSEN.items()}
-    if chosen["test"] == chosen["val"]:
-        chosen["test"] = None
     places = {split: (str(path), known) for split, known in chosen.items() if known is not None}
     whole = [known for _, known in places.values()] or names[:1] or [""]
-    has_both = "train" in places and "val" in places
-    what = f"{path}, splits {', '.join(names)}" if has_both else str(path)
-    return Layout(name, what, places if has_both else {}, lambda: _read_together([data_format.read(path, one) for one in whole]))
+    what = f"{path}, splits {', '.join(names)}" if names else str(path)
+    return Layout(
+        name,
+        what,
+        places if "train" in places and len(places) > 1 else {},
+        lambda: _read_together([data_format.read(path, one) for one in whole]),
+    )
 
 
 def _read_together(contents: Sequence[Sections]) -> Sections:
@@ -150,7 +153,7 @@ def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
         classes.append({str(category.get("name")) for category in categories if isinstance(category, dict)})
     if any(one != classes[0] for one in classes):
         return {}
-    return {"val": places["test"], **{split: place for split, place in places.items() if split != "test"}} if "val" not in places else places
+    return places
 
 
 def _without_end(path: Path, end: str) -> Path | None:
@@ -163,7 +166,9 @@ def _yolo(listing: Listing) -> Layout | None:
     yamls = [path for path in listing.with_suffix(".yaml", ".yml") if _contains(path, b"names:", b"train:")]
     yamls = [path for path in yamls if path.stem in ("data", "dataset")] or yamls
     if len(yamls) > 1:
-        raise DataError(f"several YAML files look like YOLO's: {', '.join(map(str, yamls[:3]))}; keep one, or name the sets in a config")
+        raise DataError(
+            f"several YAML files look like YOLO's: {', '.join(map(str, yamls[:3]))}; keep one, or name the sets in a config"
+        )
     if yamls:
         return _registered("yolo", yamls[0])
     labels = loose.label_files(listing)

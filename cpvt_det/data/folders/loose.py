@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Annotation files wherever they lie in a folder -> COCO's sections: YOLO's text, Pascal VOC's XML, CVAT's XML, several COCO JSONs.
 
-Files belong together by their names. As in ``data/formats/``, faulty entries are passed on unchanged, and an annotation whose image is
-missing gets the name that the image should have: the check of the data reports both.
+Files belong together by their names. As in ``data/formats/``, faulty entries are passed on unchanged, and an annotation whose image
+is missing gets the name that the image should have: the check of the data reports both.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.data.coco import read_json
-from cpvt_det.data.folders.listing import Listing, by_stem, closest
+from cpvt_det.data.folders.listing import Listing, closest
 from cpvt_det.data.formats.registry import Sections
 from cpvt_det.data.formats.voc import classes_of, parse_xml, voc_sections
 from cpvt_det.data.formats.yolo import read_labels
@@ -44,13 +44,10 @@ def _is_label_file(path: Path) -> bool:
 def read_label_files(listing: Listing, labels: Sequence[Path]) -> Sections:
     """YOLO's text files without a YAML file. An image without a text file has no objects; ids and classes as in
     :func:`cpvt_det.data.formats.yolo.read_yolo`, where no file has the classes' names they are called by their numbers."""
-    of_stem, used = by_stem(labels), set()
-    images, annotations = [], []
-    for image in listing.images:
-        label = closest(image, of_stem.get(image.stem, ()))
-        images.append((image, label))
-        used.add(label)
-    images += [(label.with_suffix(".jpg"), label) for label in labels if label not in used]
+    of_image = {closest(label, listing.images_by_stem.get(label.stem, ())) or label.with_suffix(".jpg"): label for label in labels}
+    images = [(image, of_image.pop(image, None)) for image in listing.images]
+    images += of_image.items()  # whose images are missing
+    annotations: list[dict[str, Any]] = []
     for image_id, (_, label) in enumerate(images, start=1):
         for number, annotation in read_labels(label) if label else ():
             annotation |= {"id": len(annotations) + 1, "image_id": image_id, "source": f"{label}, line {number}"}
@@ -139,7 +136,11 @@ def image_named(listing: Listing, annotations: Path, name: str) -> Path:
 
 
 def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
-    """COCO JSONs as one data set: classes by their names, with the ids of the first file that has them; every image wherever it is."""
+    """COCO JSONs as one data set: classes by their names, with the ids of the first file that has them; images wherever they are.
+
+    Raises:
+        DataError: an entry that is no object of JSON.
+    """
     content: Sections = {"images": [], "annotations": [], "categories": []}
     ids: dict[str, int] = {}
     for path in files:
@@ -149,28 +150,33 @@ def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
 
 
 def _add_coco_file(content: Sections, ids: dict[str, int], path: Path, listing: Listing) -> None:
-    """Add a file's sections; what is no object of JSON is left as it is, for the check of the data."""
-    read = {section: values for section, values in read_json(path).items() if isinstance(values, list)}
+    read = read_json(path)
+    categories, images, annotations = (_objects(read, path, section) for section in ("categories", "images", "annotations"))
     names = {}
-    for category in read.get("categories", ()):
-        if isinstance(category, dict) and isinstance(category.get("id"), int):
-            names[category["id"]] = name = str(category.get("name"))
-            taken = set(ids.values())
-            ids.setdefault(name, category["id"] if category["id"] not in taken else max(taken) + 1)
-    new_ids: dict[int, int] = {}
-    for image in read.get("images", ()):
-        if isinstance(image, dict) and isinstance(image.get("file_name"), str) and isinstance(image.get("id"), int):
-            number = new_ids.setdefault(image["id"], len(content["images"]) + 1)  # an id that is not unique stays so
-            image = image | {"id": number, "file_name": str(image_named(listing, path, image["file_name"]))}
-        content["images"].append(image)
-    for number, annotation in enumerate(read.get("annotations", ())):
-        if isinstance(annotation, dict):
-            old, image_id, category_id = (annotation.get(key) for key in ("id", "image_id", "category_id"))
-            new = {"source": f"{path}: annotations[{number}] (id {old!r}, image {image_id!r})", "id": len(content["annotations"]) + 1}
-            new["image_id"] = new_ids.get(image_id) if isinstance(image_id, int) else image_id
-            new["category_id"] = ids[names[category_id]] if isinstance(category_id, int) and category_id in names else category_id
-            annotation = {key: annotation[key] for key in ("bbox", "area", "iscrowd") if key in annotation} | new
-        content["annotations"].append(annotation)
+    for category in categories:
+        old, name = category.get("id"), str(category.get("name"))
+        if isinstance(old, int):
+            names[old], taken = name, set(ids.values())
+            ids.setdefault(name, old if old not in taken else max(taken) + 1)
+    new_ids: dict[str, int] = {}
+    for image in images:  # an id that is not unique stays so
+        number = new_ids.setdefault(str(image.get("id")), len(content["images"]) + 1)
+        content["images"].append(image | {"id": number, "file_name": str(image_named(listing, path, str(image.get("file_name"))))})
+    for number, annotation in enumerate(annotations):
+        old, image_id, category_id = (annotation.get(key) for key in ("id", "image_id", "category_id"))
+        kept = {key: annotation[key] for key in ("bbox", "area", "iscrowd") if key in annotation}
+        kept |= {"id": len(content["annotations"]) + 1, "image_id": new_ids.get(str(image_id), -1)}
+        kept["category_id"] = ids[names[category_id]] if isinstance(category_id, int) and category_id in names else category_id
+        kept["source"] = f"{path}: annotations[{number}] (id {old!r}, image {image_id!r})"
+        content["annotations"].append(kept)
+
+
+def _objects(read: dict[str, Any], path: Path, section: str) -> list[dict[str, Any]]:
+    values = read.get(section)
+    for number, value in enumerate(values if isinstance(values, list) else ()):
+        if not isinstance(value, dict):
+            raise DataError(f"{path}: {section}[{number}] is not an object but {value!r}; correct or remove it")
+    return values if isinstance(values, list) else []
 
 
 def require_annotations(listing: Listing) -> None:

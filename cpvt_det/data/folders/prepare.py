@@ -5,14 +5,15 @@ A split that the folder has is named as it is. One that is drawn, or that only n
 """
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.folders.layouts import Layout, find_layout
+from cpvt_det.data.folders.layouts import find_layout
 from cpvt_det.data.folders.listing import Listing
 from cpvt_det.data.folders.split import divide
 from cpvt_det.data.formats.reading import complete
@@ -20,6 +21,7 @@ from cpvt_det.data.formats.registry import Sections
 from cpvt_det.errors import DataError
 from cpvt_det.files import write_json
 
+SPLITS = ("train", "val", "test")
 SEED = 0
 """Of the split: the same for every run, so that runs on one folder can be compared."""
 
@@ -31,10 +33,12 @@ class FolderData:
     Attributes:
         register: entries of ``DATASETS.REGISTER``; their names end in ``_train``, ``_val`` and, where there is one, ``_test``.
         notes: what was found and done, a line each.
+        written: COCO JSONs that were written.
     """
 
     register: list[list[str]]
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+    written: list[str] = field(default_factory=list)
 
     @property
     def train(self) -> str:
@@ -63,52 +67,53 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     listing = Listing(folder)
     layout = find_layout(listing, wanted)
     data = FolderData([], [f"{folder}: {layout.format}, {layout.what}"])
-    name = folder.resolve().name or "data"
-    if layout.places and not new_split:
-        for split in ("train", "val", "test"):
-            if split in layout.places:
-                data.register.append([f"{name}_{split}", *layout.places[split]])
-    else:
-        content = complete(layout.read())
-        parts, how = _parts(listing, content, new_split)
-        data.notes.append(how)
-        for split, image_ids in parts.items():
-            path = output / f"{split}.json"
-            write_json(_part(content, image_ids, folder), path)
-            data.register.append([f"{name}_{split}", str(path), str(folder)])
-        data.notes.append(f"which images are where: {', '.join(str(output / f'{split}.json') for split in parts)}")
-    if layout.places.get("val", ("", ""))[1] in ("test", "testing"):
-        data.notes.append("there is no validation set, so the test set is used for it")
+    name, places = folder.resolve().name or "data", dict(layout.places)
+    if places and not new_split:
+        _use_test_set(places, data.notes)
+        data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
+        return data
+    content = complete(layout.read())
+    parts = _parts(listing, content, new_split, data.notes)
+    for split, image_ids in parts.items():
+        path = output / f"{split}.json"
+        others = {image_id for other, ids in parts.items() if other != split for image_id in ids}
+        write_json(_part(content, set(image_ids), others, folder), path)
+        data.register.append([f"{name}_{split}", str(path), str(folder)])
+        data.written.append(str(path))
     return data
 
 
-def _parts(listing: Listing, content: Sections, new_split: bool) -> tuple[dict[str, Collection[int]], str]:
-    """The ids of the images of each split, and how it came about."""
-    images = {image["id"]: image for image in content["images"] if isinstance(image, dict)}
-    parts: dict[str, list[int]] = {"train": [], "val": [], "test": []}
-    left_out = 0
-    for image_id, image in images.items():
-        split = listing.split_of(Path(image["file_name"]))
-        left_out += not split
-        parts.get(split, []).append(image_id)
-    if not parts["val"]:
-        parts["val"], parts["test"] = parts["test"], []
-    if new_split or not parts["train"] or not parts["val"]:
-        drawn = divide(content, listing.root, SEED)
-        counts = f"{len(drawn['train'])} images to train on, {len(drawn['val'])} to validate on"
-        return drawn, f"split drawn by seed {SEED}, near-duplicates together: {counts}"
-    counts = ", ".join(f"{len(image_ids)} images for {split}" for split, image_ids in parts.items() if image_ids)
-    without = f"; {left_out} images in no folder of a split are left out" if left_out else ""
-    return {split: image_ids for split, image_ids in parts.items() if image_ids}, f"split by names of folders: {counts}{without}"
+def _use_test_set(parts: dict[str, Any], notes: list[str]) -> None:
+    """Validate on the test set where there is no validation set."""
+    if "val" not in parts and "test" in parts:
+        parts["val"] = parts.pop("test")
+        notes.append("there is no validation set: the test set is used for it")
 
 
-def _part(content: Sections, image_ids: Collection[int], folder: Path) -> Sections:
-    """Some images with their annotations; file names from the folder on."""
-    chosen = set(image_ids)
-    images = [image for image in content["images"] if isinstance(image, dict) and image["id"] in chosen]
+def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str]) -> dict[str, Collection[int]]:
+    """The ids of the images of each split: by the names of folders, or drawn."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for image in content["images"]:
+        found[listing.split_of(Path(image["file_name"]))].append(image["id"])
+    if not new_split and "train" in found and ("val" in found or "test" in found):
+        left_out = len(found.pop("", ()))
+        notes += [f"{left_out} images in no folder of a split are left out"] if left_out else []
+        _use_test_set(found, notes)
+        parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
+        how = "by names of folders"
+    else:
+        parts, how = divide(content, listing.root, SEED), f"drawn by seed {SEED}, near-duplicates together"
+    notes.append(f"split {how}: {', '.join(f'{len(image_ids)} images for {split}' for split, image_ids in parts.items())}")
+    return parts
+
+
+def _part(content: Sections, image_ids: set[int], others: set[int], folder: Path) -> Sections:
+    """Some images with their annotations, and file names from the folder on; with annotations of images that do not exist, too, for
+    the check of the data to report."""
+    images = [image for image in content["images"] if image["id"] in image_ids]
     return {
         "images": [image | {"file_name": os.path.relpath(image["file_name"], folder)} for image in images],
-        "annotations": [box for box in content["annotations"] if isinstance(box, dict) and box.get("image_id") in chosen],
+        "annotations": [box for box in content["annotations"] if box["image_id"] in image_ids or box["image_id"] not in others],
         "categories": content["categories"],
     }
 
@@ -125,8 +130,8 @@ def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
         first, second = min(both)
         copy = f"{first}, which is {second}" if first != second else first
         raise DataError(
-            f"{len(both)} images are in training and in validation, such as {copy}; the figures would be of images seen in training: "
-            "remove them from one of the two, or draw a split with --new-split"
+            f"{len(both)} images are in training and in validation, such as {copy}; the figures would be of images seen in "
+            "training: remove them from one of the two, or draw a split with --new-split"
         )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One data set -> images to train on and images to validate on.
 
-The same images and seed give the same split on every machine. Near-duplicates, such as neighbouring frames of a film, stay together:
-otherwise the figures would be of images that were almost seen in training.
+The same images and seed give the same split on every machine. Near-duplicates, such as neighbouring frames of a film, stay
+together: otherwise the figures would be of images that were almost seen in training.
 """
 
 import hashlib
@@ -34,15 +34,14 @@ def divide(content: Sections, root: Path, seed: int) -> dict[str, set[int]]:
     Raises:
         DataError: fewer than two groups of near-duplicates.
     """
-    images = {image["id"]: image["file_name"] for image in content["images"] if isinstance(image, dict)}
+    images = {image["id"]: image["file_name"] for image in content["images"]}
     groups = _groups(images, root, seed)
     if len(groups) < 2:
-        few = "image" if len(images) == 1 else "images that are nearly the same"
-        raise DataError(f"{len(images)} {few} cannot be divided into training and validation; add images, or name the sets in a config")
+        few = "1 image" if len(images) == 1 else f"{len(images)} images that are nearly the same"
+        raise DataError(f"{few} cannot be divided into training and validation; add images, or name the sets in a config")
     classes = defaultdict(set)
     for annotation in content["annotations"]:
-        if isinstance(annotation, dict):
-            classes[annotation.get("image_id")].add(str(annotation.get("category_id")))
+        classes[annotation["image_id"]].add(str(annotation["category_id"]))
     of_group = [set().union(*(classes[image_id] for image_id in group)) for group in groups]
     target = max(1, min(MOST_TO_VALIDATE, round(VALIDATION_SHARE * len(images))))
     chosen = _choose(of_group, [len(group) for group in groups], target)
