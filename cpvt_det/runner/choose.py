@@ -33,6 +33,7 @@ from cpvt_det.runner.recipe import (
 )
 from cpvt_det.tasks.registry import build_task
 
+OF_OUR_BACKBONE = ("NAME", "WEIGHTS", "NORM", "WIDTH", "FREEZE_AT")
 WARM_UP, STEPS = 3, 8
 """Steps before the clock starts, with kernels to compile, and steps that are measured."""
 SECONDS = 20.0
@@ -75,7 +76,7 @@ def choose_settings(
     data = describe_data(*(dataset.records for dataset in datasets))
     plan = first_plan(data, machine)
     for is_last in (False, True):
-        choices = [*chosen, *model_choices(plan, data, machine)]
+        choices = [*chosen, *_not_in_place_of(overrides, model_choices(plan, data, machine))]
         pace = measure(config_of(choices, overrides), datasets)
         steps = steps_in(budget, pace, data)
         tell(
@@ -132,6 +133,12 @@ def _finish(device: torch.device) -> None:
     """Wait for what the GPU has been told to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _not_in_place_of(overrides: Sequence[str], choices: Sequence[Choice]) -> list[Choice]:
+    """The choices without weights, norm and frozen stages of a backbone that the user replaced: they are of ours."""
+    own = OF_OUR_BACKBONE if "MODEL.BACKBONE.NAME" in overrides[::2] else ()
+    return [choice for choice in choices if choice.key.removeprefix("MODEL.BACKBONE.") not in own]
 
 
 def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNode:

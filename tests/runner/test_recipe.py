@@ -201,7 +201,7 @@ def test_it_measures_again_only_where_the_plan_changed(paces):
     measured, seen = paces
     measured += [Pace(1.0, 0.01), Pace(0.5, 0.01), Pace(0.1, 0.1)]
     choose_settings([], [], [Data(400), Data(80)], replace(LAPTOP, pretrained=False), 2000)
-    assert [cfg.INPUT.MIN_SIZE_TEST for cfg in seen] == [384, 256] and len(measured) == 1
+    assert [cfg.INPUT.MIN_SIZE_TEST for cfg in seen] == [384, 224] and len(measured) == 1
     assert seen[1].MODEL.BACKBONE.NAME == "resnet10" and seen[1].MODEL.BACKBONE.WEIGHTS == ""
 
 

@@ -24,13 +24,14 @@ LABEL = re.compile(r"\d+(\s+-?\d*\.?\d+(e-?\d+)?){4,}\s*$", re.I)
 
 
 def label_files(listing: Listing) -> list[Path]:
-    """Text files that are YOLO's: of the name of an image, or with lines of a class and four numbers, most of them in [0, 1]."""
+    """Text files that are YOLO's: of the name of an image, or beside such files with lines of a class and numbers in [0, 1]."""
     texts = [path for path in listing.with_suffix(".txt") if path.name not in NAME_FILES]
-    named = [path for path in texts if path.stem in listing.images_by_stem]
-    some = [path for path in named or texts if path.stat().st_size][:50]
+    named = {path for path in texts if path.stem in listing.images_by_stem}
+    some = [path for path in texts if (not named or path in named) and path.stat().st_size][:50]
     if not any(map(_is_label_file, some)):
         return []
-    return named if named else [path for path in texts if _is_label_file(path)]
+    folders = {path.parent for path in named}
+    return [path for path in texts if path in named or ((not named or path.parent in folders) and _is_label_file(path))]
 
 
 def _is_label_file(path: Path) -> bool:

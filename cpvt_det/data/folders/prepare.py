@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.folders.layouts import find_layout
+from cpvt_det.data.folders.layouts import FINDERS, find_layout
 from cpvt_det.data.folders.listing import Listing
 from cpvt_det.data.folders.split import divide
 from cpvt_det.data.formats.reading import complete
@@ -66,6 +66,8 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     """
     listing = Listing(folder)
     layout = find_layout(listing, wanted)
+    if not listing.images and layout.format in FINDERS:
+        raise DataError(f"{folder} has annotations ({layout.what}) but no images; put the images below {folder}, too")
     data = FolderData([], [f"{folder}: {layout.format}, {layout.what}"])
     name, places = folder.resolve().name or "data", dict(layout.places)
     if places and not new_split:
