@@ -334,7 +334,7 @@ class _WithBases(CfgNode):
     def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> Any:
         """fvcore's, which calls itself with the file's folder and ``_BASE_`` joined."""
         path = Path(filename)
-        names = [Path(*path.parts[start:]) for start in range(1, len(path.parts))]
+        names = [Path(*path.parts[start:]) for start in range(len(path.parts))]
         found = next((config_root() / name for name in names if (config_root() / name).is_file()), path)
         return super().load_yaml_with_base(str(path if path.is_file() else found), allow_unsafe)
 

@@ -9,7 +9,7 @@ from tabulate import tabulate
 from torch import nn
 
 from cpvt_det import builders
-from cpvt_det.cli.configs import build_any, config_options, load_any
+from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.errors import BadInputError, config_errors
 from cpvt_det.structures import PaddedBatch, Size

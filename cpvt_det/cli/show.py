@@ -11,7 +11,7 @@ from tabulate import tabulate
 from cpvt_det import builders
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
-from cpvt_det.cli.configs import build_any, config_options, load_any
+from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.images import read_image
 from cpvt_det.errors import BadInputError, config_errors

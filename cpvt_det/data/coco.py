@@ -163,7 +163,12 @@ def require_same_classes(first: Classes, second: Classes, what: str) -> None:
     raise DataError(f"{what} have different classes ({len(first)} and {len(second)}; {difference})")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a COCO JSON, which may lack annotations.
+
+    Raises:
+        DataError: a file that cannot be read, or that contains something else.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -210,7 +215,7 @@ def _read(files: DatasetFiles, examples: float) -> Reading:
             raise NotAStreamError("not COCO")
     except (NotAStreamError, OSError):  # the whole is needed, if only to say what is wrong
         issues = Issues("", examples)
-        content = _read_json(files.annotations) if files.is_coco else read_foreign(files)
+        content = read_json(files.annotations) if files.is_coco else read_foreign(files)
         categories, images, annotations = _read_sections(content, files, issues)
     good = _read_categories(categories, issues)
     class_ids = tuple(category["id"] for category in good)

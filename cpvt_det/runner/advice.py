@@ -18,7 +18,8 @@ logger = logging.getLogger("cpvt_det")
 FROM_SCRATCH = 300_000
 """Typical number of iterations for training a DETR from random weights: 500 epochs of COCO with batch size 64 are 920,000, 50 with
 batch size 32 are 185,000."""
-FEW = 30_000
+FEW = {"random weights": 30_000, "a pretrained backbone": 3_000}
+"""What a run starts from -> iterations below which a warning is due."""
 
 
 def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[ImageRecord]) -> None:
@@ -31,12 +32,14 @@ def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[Image
     """
     if builders.is_classifier(cfg):
         return
-    if not cfg.MODEL.WEIGHTS and schedule.max_iter < FEW:
+    start = "a pretrained backbone" if cfg.MODEL.BACKBONE.WEIGHTS else "random weights"
+    if not cfg.MODEL.WEIGHTS and schedule.max_iter < FEW[start]:
         logger.warning(
-            "%d iterations (%s) from random weights; a DETR needs about %d on photographs, fewer on simple images. Set "
-            "MODEL.WEIGHTS to start from trained weights",
+            "%d iterations (%s) from %s; a DETR needs about %d on photographs, fewer on simple images. Set MODEL.WEIGHTS to start "
+            "from trained weights",
             schedule.max_iter,
             f"{len(records)} images x epochs / batch of {cfg.SOLVER.IMS_PER_BATCH}",
+            start,
             FROM_SCRATCH,
         )
     queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
