@@ -157,7 +157,7 @@ def _milliseconds(slid: Sequence[float]) -> dict[str, float]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--photos", required=True, type=click.Path(path_type=Path, exists=True, file_okay=False), help="Folder of JPEGs.")
+@click.option("--photos", required=True, type=click.Path(path_type=Path), help="Folder of JPEGs.")
 @click.option("--count", type=click.IntRange(min=1), default=500, show_default=True, help="Photographs in the report.")
 @click.option("--config-file", "configs", multiple=True, default=CONFIGS, show_default=True, help="Models of the page.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for a JSON.")

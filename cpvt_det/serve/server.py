@@ -85,15 +85,6 @@ class Handler(BaseHTTPRequestHandler):
         """Detections of an image, or where a query looked in it, as JSON."""
         self._answer(self._post)
 
-    def handle_expect_100(self) -> bool:
-        """Refuse a body before it is sent, where the client asks first."""
-        try:
-            self._check_body()
-        except RefusedError as error:
-            self._refuse(error)
-            return False
-        return super().handle_expect_100()
-
     def log_message(self, text: str, *arguments: Any) -> None:
         """Requests are no news."""
         logger.debug(text, *arguments)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of ``cpvt-det serve`` in a real browser: pictures are dropped on it, and their boxes read back."""
 
-import base64
 import json
 
 import numpy as np
@@ -10,12 +9,6 @@ from browser import NARROW, Tab, overflows
 from test_server import FILES, models, running, weights  # noqa: F401, fixtures
 
 MOST = 2_000_000
-DROP = """([name, content]) => {
-  const bytes = Uint8Array.from(atob(content), (one) => one.charCodeAt(0));
-  const transfer = new DataTransfer();
-  transfer.items.add(new File([bytes], name));
-  document.getElementById("drop").dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true }));
-}"""
 READ = """(panel) => {
   const picture = panel.querySelector(".stage img").getBoundingClientRect();
   return [...panel.querySelectorAll(".box")].filter((box) => box.checkVisibility()).map((box) => {
@@ -50,7 +43,12 @@ def tab(browser, server):
 
 
 def drop(tab, path):
-    tab.page.evaluate(DROP, [path.name, base64.b64encode(path.read_bytes()).decode()])
+    """Drop a file or folder of the disk on the page, as a hand would."""
+    box = tab.page.locator("#drop").bounding_box()
+    session = tab.page.context.new_cdp_session(tab.page)
+    for kind in ("dragEnter", "dragOver", "drop"):
+        what = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+        session.send("Input.dispatchDragEvent", {"type": kind, "x": box["x"] + 20, "y": box["y"] + 20, "data": what})
 
 
 def finish(tab, text):
@@ -147,12 +145,16 @@ def test_the_download_is_a_coco_data_set_of_what_is_shown(tab, models, pictures,
     assert [one["id"] for one in content["annotations"]] == list(range(1, len(expected) + 1))
 
 
-def test_a_folder_is_taken_with_its_images_alone(tab, tmp_path):
+@pytest.mark.parametrize("way", ["chosen", "dropped"])
+def test_a_folder_is_taken_with_its_images_alone(tab, tmp_path, way):
     for name in ("b.png", "deep/a.png", "notes.txt", ".hidden.png"):
         path = tmp_path / "folder" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(FILES["grey.png"])
-    tab.page.locator("#folder").set_input_files(tmp_path / "folder")
+    if way == "chosen":
+        tab.page.locator("#folder").set_input_files(tmp_path / "folder")
+    else:
+        drop(tab, tmp_path / "folder")
     finish(tab, "2 images")
     names = tab.page.locator("#strip button").evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))")
     assert names == ["folder/b.png", "folder/deep/a.png"]

@@ -61,7 +61,7 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
         DataError: no annotations, or several formats at once.
         UnknownNameError: a format that does not exist.
     """
-    own = [name for name in FORMAT_REGISTRY.names if name not in ("yolo", "voc")]
+    own = [name for name in FORMAT_REGISTRY.names if name not in ("yolo", "voc", "image_folder")]  # the last has no boxes
     if wanted and wanted not in (*FINDERS, *own):
         raise UnknownNameError("data format (--format)", wanted, (*FINDERS, *own))
     found = [layout for name in own if wanted in ("", name) and (layout := _own_layout(listing, name))][-1:]
