@@ -49,7 +49,7 @@ def predict(
 ) -> None:
     """Detect objects in images with WEIGHTS, a checkpoint or a model folder; KEY VALUE pairs override its config.
 
-    Writes pictures/, detections.json (COCO's results format) and images.json (the id of each image).
+    Writes pictures/, detections.json (COCO's results format), images.json (the id of each image) and coco.json (a COCO data set).
 
     \b
     Example:
