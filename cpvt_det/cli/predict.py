@@ -51,8 +51,8 @@ def predict(
 ) -> None:
     """Detect objects in images with WEIGHTS, a checkpoint or a model folder; KEY VALUE pairs override its config.
 
-    Writes pictures/, detections.json (COCO's results format) and images.json (the id of each image). A classifier writes
-    classes.json: the best five classes of each image, with their scores.
+    Writes pictures/, detections.json (COCO's results format), images.json (the id of each image) and coco.json (a COCO data set). A
+    classifier writes classes.json: the best five classes of each image, with their scores.
 
     \b
     Example:

@@ -18,6 +18,7 @@ import numba
 import torch
 
 from cpvt_det.errors import first_line
+from cpvt_det.ops.routes import is_on
 
 logger = logging.getLogger("cpvt_det")
 _PROCESS = os.getpid()
@@ -114,7 +115,7 @@ class TorchThreads:
 @functools.cache
 def _map_in_threads(process: int) -> Callable[[Callable, list], list]:
     """A parallel ``map`` of this process. Threads do not live on in a forked child, where OpenMP would wait for its own forever."""
-    if process == _PROCESS:
+    if process == _PROCESS and is_on("openmp"):
         with contextlib.suppress(OSError, AttributeError):  # torch has other threads here
             return TorchThreads(torch._C.__file__).map
     pool = ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="cpvt_det")

@@ -20,6 +20,7 @@ ROUTES = {
     "winograd": ("AVX2",),
     "blocks": ("",),
     "dropout": ("",),
+    "openmp": ("",),
 }
 """Way -> the instruction sets that take it, as the beginning of what torch calls them.
 
@@ -28,8 +29,11 @@ ROUTES = {
 - ``rows`` (``ops/convolution.py``): gradients of weights as products of rows;
 - ``blocks`` (``ops/convolution.py``): residual sums by blocks of cells, in inference;
 - ``winograd`` (``ops/winograd.py``): 3x3 convolutions with fewer multiplications;
-- ``dropout`` (``ops/dropout.py``): dropout by a kernel of our own.
+- ``dropout`` (``ops/dropout.py``): dropout by a kernel of our own;
+- ``openmp`` (``ops/numba_threads.py``): numba's kernels in torch's own threads, where these are GCC's OpenMP; else in a pool.
 """
+OWN = ("dropout", "openmp")
+"""Ways that take nothing of oneDNN."""
 SWITCH = "CPVT_DET_WITHOUT"
 
 
@@ -44,7 +48,7 @@ def is_on(route: str) -> bool:
     for name in left_out:
         if name not in ROUTES:
             raise ConfigError(f"{SWITCH} names the unknown way {name!r}; known: {', '.join(ROUTES)}")
-    has_library = route == "dropout" or torch.backends.mkldnn.is_available()
+    has_library = route in OWN or torch.backends.mkldnn.is_available()
     return route not in left_out and has_library and torch.backends.cpu.get_cpu_capability().startswith(ROUTES[route])
 
 

@@ -118,7 +118,7 @@ def without_places(cfg: CfgNode) -> CfgNode:
     """A config without the folders and files of the machine that it was used on."""
     cfg = cfg.clone()
     cfg.OUTPUT_DIR, cfg.DATASETS.REGISTER, cfg.MODEL.WEIGHTS = "output", [], ""
-    if os.sep in cfg.MODEL.BACKBONE.WEIGHTS or os.path.exists(cfg.MODEL.BACKBONE.WEIGHTS):
+    if Path(cfg.MODEL.BACKBONE.WEIGHTS).parent != Path() or os.path.exists(cfg.MODEL.BACKBONE.WEIGHTS):  # a file, not a name
         cfg.MODEL.BACKBONE.WEIGHTS = ""
     return cfg
 

@@ -2,16 +2,18 @@
 """Work for numba's kernels is cut into pieces, and every piece is done once, in torch's threads or in a pool."""
 
 import os
+import sys
 import threading
 
 import pytest
 import torch
 
 from cpvt_det.ops import numba_threads as kernels
+from cpvt_det.ops import routes
 
 TEAM = "torch's"
 needs_team = pytest.mark.skipif(
-    "OpenMP" not in torch.__config__.parallel_info() or os.name == "nt", reason="torch computes in other threads here"
+    "OpenMP" not in torch.__config__.parallel_info() or sys.platform != "linux", reason="torch computes in other threads here"
 )
 
 
@@ -27,6 +29,17 @@ def threads(request):
 @needs_team
 def test_the_threads_are_torch_s_where_it_has_openmp():
     assert isinstance(kernels._map_in_threads(os.getpid()).__self__, kernels.TorchThreads)
+
+
+def test_the_switch_leaves_torch_s_threads_out(monkeypatch):
+    monkeypatch.setenv(routes.SWITCH, "openmp")
+    for cached in (routes.is_on, kernels._map_in_threads):
+        cached.cache_clear()
+    try:
+        assert not isinstance(getattr(kernels._map_in_threads(os.getpid()), "__self__", None), kernels.TorchThreads)
+    finally:
+        for cached in (routes.is_on, kernels._map_in_threads):
+            cached.cache_clear()
 
 
 def test_a_library_without_openmp_is_told():

@@ -25,9 +25,9 @@ def forgotten():
 @pytest.mark.parametrize(
     ("instructions", "taken"),
     [
-        ("AVX512", {"linear", "pointwise", "blocks", "dropout"}),
-        ("AVX2", {"pointwise", "rows", "winograd", "blocks", "dropout"}),
-        ("DEFAULT", {"blocks", "dropout"}),
+        ("AVX512", {"linear", "pointwise", "blocks", "dropout", "openmp"}),
+        ("AVX2", {"pointwise", "rows", "winograd", "blocks", "dropout", "openmp"}),
+        ("DEFAULT", {"blocks", "dropout", "openmp"}),
     ],
 )
 def test_instructions_choose(instructions, taken, monkeypatch):
@@ -38,12 +38,14 @@ def test_instructions_choose(instructions, taken, monkeypatch):
 def test_a_way_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setenv(routes.SWITCH, "winograd, rows")
-    assert {route for route in routes.ROUTES if routes.is_on(route)} == {"pointwise", "blocks", "dropout"}
+    assert {route for route in routes.ROUTES if routes.is_on(route)} == {"pointwise", "blocks", "dropout", "openmp"}
 
 
 def test_an_unknown_way_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv(routes.SWITCH, "winogard")
-    message = r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, pointwise, rows, winograd, blocks, dropout"
+    message = (
+        r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, pointwise, rows, winograd, blocks, dropout, openmp"
+    )
     with pytest.raises(ConfigError, match=message):
         routes.is_on("rows")
 

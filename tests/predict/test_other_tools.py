@@ -2,6 +2,7 @@
 """Detections in other people's tools: supervision's objects, and COCO JSON in the readers of FiftyOne and CVAT."""
 
 import json
+import re
 import shutil
 import sys
 import types
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from conftest import ROOT
+from PIL import Image
 
 from cpvt_det.cli import main
 from cpvt_det.data.catalog import DatasetFiles
@@ -95,6 +98,31 @@ def test_fiftyone_reads_the_detections(predicted):
                 (name, one.label, one.confidence, *(one.bounding_box * sizes[name])) for one in labels["detections"].detections
             ]
     assert_read(found, predicted)
+
+
+def test_a_model_that_takes_boxes_makes_masks_of_them(monkeypatch, tmp_path):
+    """The lines of docs/use.md, with a tiny SAM of random weights and a stand-in for supervision."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    (code,) = re.findall(r"```python\n(import torch\n[^`]*SamModel[^`]*)```", (ROOT / "docs/use.md").read_text(encoding="utf-8"))
+    small = {"hidden_size": 16, "image_size": 64, "patch_size": 16}
+    vision = {**small, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 16, "num_pos_feats": 8}
+    mask = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 16, "iou_head_hidden_dim": 16}
+    config = transformers.SamConfig(
+        vision_config={**vision, "window_size": 0},
+        prompt_encoder_config={**small, "mask_input_channels": 4},
+        mask_decoder_config=mask,
+    )
+    images = transformers.SamImageProcessor(size={"longest_edge": 64}, pad_size={"height": 64, "width": 64})
+    monkeypatch.setattr(transformers.SamModel, "from_pretrained", lambda name: transformers.SamModel(config))
+    monkeypatch.setattr(transformers.SamProcessor, "from_pretrained", lambda name: transformers.SamProcessor(images))
+    module = types.ModuleType("supervision")
+    module.Detections = types.SimpleNamespace
+    monkeypatch.setitem(sys.modules, "supervision", module)
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (60, 40)).save("photo.jpg")
+    names = {"found": detections()}
+    exec(code, names)
+    assert names["objects"].mask.shape == (2, 40, 60) and names["objects"].mask.dtype == bool
 
 
 def test_datumaro_the_reader_of_cvat_reads_the_detections(predicted, tmp_path):
