@@ -6,7 +6,15 @@ import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det import config
-from cpvt_det.builders import build_criterion, build_detector, build_device, build_postprocessor, build_schedule
+from cpvt_det.builders import (
+    build_class_mapper,
+    build_criterion,
+    build_detector,
+    build_device,
+    build_postprocessor,
+    build_schedule,
+    is_classifier,
+)
 from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.config import config_root, find_config, get_cfg, load_cfg, merge_overrides, read_config
 from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
@@ -42,6 +50,10 @@ def test_every_config_of_the_package_loads_and_builds(name):
     with torch.device("meta"):
         detector = build_detector(cfg)
         maps = detector.backbone(torch.zeros(2, 3, 96, 64), torch.zeros(2, 96, 64, dtype=torch.bool))
+    if is_classifier(cfg):
+        assert maps[-1].shape[1] == detector.class_embed.in_features and detector.class_embed.out_features == 7
+        assert build_class_mapper(cfg).prepare(torch.zeros(3, 50, 40, dtype=torch.uint8)).shape[0] == 3
+        return
     detr = cfg.MODEL.DETR
     convolutions = [module for module in detector.input_proj.modules() if isinstance(module, torch.nn.Conv2d)]
     assert [features.shape[1] for features in maps] == [module.in_channels for module in convolutions[: len(maps)]]
