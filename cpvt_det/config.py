@@ -73,7 +73,7 @@ def _add_model(cfg: CfgNode) -> None:
 
 def _add_features(model: CfgNode) -> None:
     model.BACKBONE = CfgNode(new_allowed=True)
-    model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101, or timm/<name>; with detectron2 also every name in its registry
+    model.BACKBONE.NAME = "resnet50"  # resnet10 to 101, deit_, cpvt_tiny, _small, _base, timm/<name>; with detectron2 its own too
     model.BACKBONE.WEIGHTS = ""  # a name (torchvision: IMAGENET1K_V1, DEFAULT; timm: pip, DEFAULT) or a file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN or GN (not for timm) to train from scratch
     model.BACKBONE.WIDTH = 64  # channels of the stem; all stages scale with it; pretrained weights exist for 64 only
@@ -81,20 +81,35 @@ def _add_features(model: CfgNode) -> None:
     model.BACKBONE.DC5 = False  # True: stage 5 is dilated and has the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # last stage that keeps its pretrained weights (is frozen); 1 is the stem, 0 trains all stages
     model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in batches of the official code
+    model.BACKBONE.PATCH_SIZE = 16  # deit, cpvt: side of a patch in pixels, and stride of the one map
+    model.BACKBONE.EMBED_DIM = 0  # deit, cpvt: channels; 0: those of the name, 192, 384 or 768
+    model.BACKBONE.DEPTH = 0  # deit, cpvt: number of layers; 0: that of the name, 12
+    model.BACKBONE.NUM_HEADS = 0  # deit, cpvt: number of attention heads; 0: that of the name, 3, 6 or 12
+    model.BACKBONE.NUM_TOKENS = 1  # deit, cpvt: tokens beside the patches: 1, the class token; 2, distillation too; 0, none
+    model.BACKBONE.DROP_PATH = 0.0  # deit, cpvt: probability that an image skips a part of the last layer; 0 in the first
 
     model.NECK = CfgNode(new_allowed=True)
     model.NECK.NAME = ""  # neck; empty: the detector's default, projection for CPVTDetr, multi_level for CPVTDeformableDetr
 
     model.POSITION = CfgNode(new_allowed=True)
-    model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, peg, sine+peg, sine_offset+peg, or an ablation (peg_*)
+    model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, table, relative, rope, rope_mixed, peg, <one>+<a PEG>, or peg_*
     model.POSITION.DECODER = "sine"  # encoding of the keys in DETR's decoder: sine, same (as in the encoder) or none
+    model.POSITION.NORMALIZE = True  # sine: True: rows and columns as parts of the image; False: their numbers
     model.POSITION.TABLE_SIZE = 50  # learned: largest height and width of a feature map
+    model.POSITION.GRID = (14, 14)  # table: its height and width; it is interpolated to the cells of each image
+    model.POSITION.ANTIALIAS = False  # table: True: interpolate as timm does, which also differs where a table is enlarged
+    model.POSITION.RANGE = 8  # relative: largest offset of rows and of columns with a vector of its own
     model.POSITION.POSITIONS = [0]  # peg: encoder layers after which a PEG acts; -1 is before the first layer
     model.POSITION.SHARE_LEVELS = False  # peg: True: one PEG for all levels of Deformable-DETR; False: one PEG per level
     model.POSITION.KERNEL_SIZE = 3  # peg: kernel size of the convolution
     model.POSITION.NORM = "BN"  # peg: norm after the convolution: BN, SyncBN, GN or none
     model.POSITION.MASK_INPUT = True  # peg: keep padded tokens out of convolution and statistics; False: as in the authors' code
     model.POSITION.ZERO_INIT = False  # peg: True: start as the identity, to fine-tune trained weights
+
+    model.BACKBONE.POSITION = model.POSITION.clone()  # deit, cpvt: encoding of the patches
+    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt: encoding of the patches; empty: the model's own: table, or for cpvt peg_plain
+    for key in ("DECODER", "SHARE_LEVELS"):
+        del model.BACKBONE.POSITION[key]
 
 
 def _add_transformer(model: CfgNode) -> None:
@@ -202,6 +217,7 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.BACKBONE_LR = 2e-5  # learning rate of the backbone
     solver.POINTS_LR_MULTIPLIER = 0.1  # factor on BASE_LR for Deformable-DETR's sampling offsets and reference points
     solver.LR_MULTIPLIERS = []  # learning rate factors, [part, factor] each: ["backbone.body.layer2", 0.5]; nested parts multiply
+    solver.LAYER_DECAY = 1.0  # deit, cpvt: factor on the learning rate per layer that comes after a weight, in the backbone
     solver.WEIGHT_DECAY = 1e-4  # weight decay of AdamW
     solver.WEIGHT_DECAY_NORM = None  # weight decay of norms; None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: the same as for such parameters elsewhere

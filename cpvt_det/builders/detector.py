@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MODEL`` -> detector, criterion, post-processing, device."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det import defaults, distributed
-from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, keyword_of, refuse_unused
+from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, backbone_position, keyword_of, refuse_unused
 from cpvt_det.config import get_cfg, key_names
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.inference import ClassScores, PostProcessor
@@ -199,7 +200,7 @@ def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) 
     backbone = backbone or build_backbone(cfg)
     arguments = {
         "backbone": backbone,
-        "position": build_encoder_position(cfg, detr.HIDDEN_DIM, num_levels, detr.ENC_LAYERS),
+        "position": build_encoder_position(cfg, detr.HIDDEN_DIM, num_levels, detr.ENC_LAYERS, detr.NHEADS),
         "channels": detr.HIDDEN_DIM,
         "num_queries": detr.NUM_OBJECT_QUERIES,
         "num_logits": classification.num_logits,
@@ -244,8 +245,12 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
         UnknownNameError: an unknown name, or a key of the user's own that the backbone does not take.
     """
     name = cfg.MODEL.BACKBONE.NAME
-    facts = {"checkpointing": cfg.MODEL.CHECKPOINTING}
-    return BACKBONE_REGISTRY.build(name, facts, _options(cfg, "BACKBONE", BACKBONE_REGISTRY, name))
+    facts, options = {"checkpointing": cfg.MODEL.CHECKPOINTING}, _options(cfg, "BACKBONE", BACKBONE_REGISTRY, name)
+    if "position" in options:
+        position = backbone_position(cfg)
+        own = part_options(cfg.MODEL.BACKBONE.POSITION, get_cfg().MODEL.BACKBONE.POSITION, POSITION_REGISTRY, position)
+        options["position"] = functools.partial(build_position, position, **own)
+    return BACKBONE_REGISTRY.build(name, facts, options)
 
 
 def _pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[float]]:
@@ -255,21 +260,39 @@ def _pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[f
     return {name: getattr(backbone, name, value) if are_defaults else value for name, value in given.items()}
 
 
-def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_layers: int) -> PositionEncoding:
+def build_encoder_position(
+    cfg: CfgNode, channels: int, num_levels: int, num_layers: int, num_heads: int = defaults.HEADS
+) -> PositionEncoding:
     """The encoding of ``MODEL.POSITION.NAME``, with the other keys of the node that it accepts.
 
     Raises:
         UnknownNameError: an unknown name, or a key of the user's own that the encoding does not take.
     """
     name = cfg.MODEL.POSITION.NAME
-    return build_position(name, channels, num_levels, num_layers, **_options(cfg, "POSITION", POSITION_REGISTRY, name))
+    options = _options(cfg, "POSITION", POSITION_REGISTRY, name)
+    return build_position(name, channels, num_levels, num_layers, num_heads, **options)
 
 
 def _options(cfg: CfgNode, node: str, registry: PartRegistry, name: str, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """The keys of a node of ``MODEL`` that a part takes, as keywords; of our keys only ``keys``, by default all."""
-    values, taken = cfg.MODEL[node], registry.parameters(name)
+    return part_options(cfg.MODEL[node], get_cfg().MODEL[node], registry, name, keys)
+
+
+def part_options(
+    values: CfgNode, defaults: CfgNode, registry: PartRegistry, name: str, keys: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """The keys of a part's node that it takes, as keywords, and those that are not in our defaults.
+
+    Args:
+        values: the node.
+        defaults: the node in the default config.
+        registry: registry of the part.
+        name: name of the part.
+        keys: those of our keys that may apply; ``None``: all.
+    """
+    taken = registry.parameters(name)
     known = {keyword_of(key): values[key] for key in keys or values if keyword_of(key) in taken}
-    return known | _own_options(cfg, node)
+    return known | {key.lower(): value for key, value in values.items() if key not in defaults}
 
 
 def _own_options(cfg: CfgNode, node: str) -> dict[str, Any]:

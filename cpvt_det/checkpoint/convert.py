@@ -3,13 +3,14 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.models.backbones.vit_weights import DEIT, convert_deit
 
 _NOT_WEIGHTS = re.compile(r"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.")
 _PROJECTION = re.compile(r"\.([qkv])_proj\.(weight|bias)$")
@@ -29,12 +30,14 @@ class Conversion:
         renames: (pattern, replacement) pairs, applied one after the other.
         absent: pattern that no name of this source matches, which distinguishes it from other sources with the same marker.
         drops_shared: True: of several equal tensors, its files contain only one.
+        convert: function from its tensors to ours, where new names are not enough; ``None``: the renames are all.
     """
 
     marker: str
-    renames: Renames
+    renames: Renames = ()
     absent: str | None = None
     drops_shared: bool = False
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
 
     def is_source_of(self, names: Iterable[str]) -> bool:
         """Whether these are names of this source."""
@@ -137,6 +140,8 @@ CONVERSIONS: dict[str, Conversion] = {
             *((rf"^(transformer\.decoder\..*)\.norms\.{n}\.", rf"\1.norm{norm}.") for n, norm in enumerate((2, 1, 3))),
         ),
     ),
+    # github.com/facebookresearch/deit, whose names are timm's too: classifiers, distilled or not
+    "deit": Conversion(marker=rf"^{re.escape(DEIT)}$", convert=convert_deit),
     # DeformableDetrForObjectDetection of transformers
     "hf_deformable_detr": Conversion(
         marker=r"^model\.level_embed$",
@@ -184,6 +189,8 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
         example = f"the first one is {next(iter(state_dict), 'missing')}" if found is None else f"they are the names of {found}"
         raise WeightsError(f"the weights do not have the names of {source}: {example}")
     conversion = CONVERSIONS[source]
+    if conversion.convert is not None:
+        return conversion.convert(state_dict)
     renamed = _fuse_projections(_rename_all(state_dict, conversion.renames))
     refined = any(_HEAD_ALIAS.search(name) for name in state_dict)
     return _sort_heads(renamed, refined, conversion.drops_shared)

@@ -4,7 +4,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.weights import CLASS_HEAD, PROPOSALS_HEAD, Weights, read_weights
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
+
+POSITION = re.compile(r"^(backbone\.)?position\.")
 
 
 @dataclass
@@ -93,6 +95,7 @@ def load_weights(
     """
     read = weights if isinstance(weights, Weights) else read_weights(weights)
     own = model.state_dict()
+    read = replace(read, state_dict=_beside_pegs(read.state_dict, own))
     rows = _rows_by_name(read, class_names)
     shared = {name: tensor for name, tensor in read.state_dict.items() if name in own}
     fitted = {name: _fit(name, tensor, own[name], read, rows) for name, tensor in shared.items()}
@@ -121,6 +124,12 @@ def load_weights(
         )
     model.load_state_dict(chosen, strict=False)
     return report
+
+
+def _beside_pegs(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of an encoding under the names that it has beside a PEG, where the model has it there: ``table`` in ``table+peg``."""
+    beside = {name: POSITION.sub(r"\1position.additive.", name) for name in state_dict}
+    return {beside[name] if name not in own and beside[name] in own else name: tensor for name, tensor in state_dict.items()}
 
 
 def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detectors and classifiers: modules from normalised images and a padding mask to predictions. No losses, no config."""
 
-from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone
+from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone, VisionTransformer
 from cpvt_det.models.classifier import Classifier
 from cpvt_det.models.deformable_detr import DeformableDETR
 from cpvt_det.models.deformable_transformer import DeformableTransformer
@@ -10,6 +10,7 @@ from cpvt_det.models.detr import DETR
 from cpvt_det.models.image_model import ImageModel
 from cpvt_det.models.mixed_queries import MixedQueries
 from cpvt_det.models.necks import NECK_REGISTRY
+from cpvt_det.models.pyramid import SimplePyramid
 from cpvt_det.models.queries import QUERY_REGISTRY
 from cpvt_det.models.transformer import Transformer
 
@@ -25,5 +26,7 @@ __all__ = [
     "ImageModel",
     "MixedQueries",
     "ResNetBackbone",
+    "SimplePyramid",
     "Transformer",
+    "VisionTransformer",
 ]

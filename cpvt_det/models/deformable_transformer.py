@@ -15,7 +15,7 @@ from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.heads import Heads
 from cpvt_det.models.queries import Queries
-from cpvt_det.models.transformer import Inject, Memory
+from cpvt_det.models.transformer import Memory
 from cpvt_det.ops.dropout import Dropout
 from cpvt_det.ops.linear import Linear
 from cpvt_det.position.registry import PositionEncoding
@@ -84,24 +84,24 @@ class DeformableEncoder(nn.Module):
         self.checkpointing = checkpointing
         self.layers = nn.ModuleList(DeformableEncoderLayer(*layer) for _ in range(num_layers))
 
-    def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, inject: Inject) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, position: PositionEncoding) -> Tensor:
         """Encode.
 
         Args:
             tokens: (B, N, C) float.
             positions: (B, N, C) float.
             levels: layout of the tokens.
-            inject: :meth:`PositionEncoding.inject`.
+            position: encoding that acts on the tokens.
 
         Returns:
             (B, N, C), the memory.
         """
         reference_points = levels.to_level_coordinates(levels.centers())
-        tokens = inject(tokens, levels.padding_mask, levels.shapes, -1)
+        tokens = position.inject(tokens, levels.padding_mask, levels.shapes, -1)
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
             tokens = run_layer(tokens, positions, reference_points, levels)
-            tokens = inject(tokens, levels.padding_mask, levels.shapes, index)
+            tokens = position.inject(tokens, levels.padding_mask, levels.shapes, index)
         return tokens
 
 
@@ -279,5 +279,5 @@ class DeformableTransformer(nn.Module):
         positions = torch.cat([embed.expand(count, -1) for embed, count in zip(self.level_embed, cells, strict=True)])[None]
         if additive is not None:
             positions = flatten_levels(additive) + positions
-        tokens = self.encoder(flatten_levels(features), positions, levels, position.inject)
+        tokens = self.encoder(flatten_levels(features), positions, levels, position)
         return Memory(tokens, tokens)

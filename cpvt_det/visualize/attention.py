@@ -84,8 +84,7 @@ def _look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Te
     attention, inputs = record.layers[part][layer], record.inputs[part, layer]
     with torch.no_grad():
         if record.is_dense:
-            queries, keys, values, *mask = inputs
-            return attention_weights(attention, queries[:, chosen], keys, values, *mask).cpu()
+            return attention_weights(attention, *inputs, chosen=chosen).cpu()
         queries, references, _, levels = inputs
         samples = sampling_points(attention, queries[:, chosen], references[:, chosen], levels)
         return Samples(samples.locations.cpu(), samples.weights.cpu()), references[:, chosen].cpu()
