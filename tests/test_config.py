@@ -7,7 +7,6 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det import config
 from cpvt_det.builders import (
-    build_class_mapper,
     build_criterion,
     build_detector,
     build_device,
@@ -49,11 +48,10 @@ def test_every_config_of_the_package_loads_and_builds(name):
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 7
     with torch.device("meta"):
         detector = build_detector(cfg)
+        if is_classifier(cfg):
+            assert detector.class_embed.weight.shape == (7, detector.backbone.channels[-1])
+            return
         maps = detector.backbone(torch.zeros(2, 3, 96, 64), torch.zeros(2, 96, 64, dtype=torch.bool))
-    if is_classifier(cfg):
-        assert maps[-1].shape[1] == detector.class_embed.in_features and detector.class_embed.out_features == 7
-        assert build_class_mapper(cfg).prepare(torch.zeros(3, 50, 40, dtype=torch.uint8)).shape[0] == 3
-        return
     detr = cfg.MODEL.DETR
     convolutions = [module for module in detector.input_proj.modules() if isinstance(module, torch.nn.Conv2d)]
     assert [features.shape[1] for features in maps] == [module.in_channels for module in convolutions[: len(maps)]]
