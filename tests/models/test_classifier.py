@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.config import load_cfg
+from cpvt_det.export import Canvas, ExportModule, compare, prepare, trace
+from cpvt_det.inference import ClassScores
 from cpvt_det.losses.image_classes import ClassCriterion
 
 COUNTS = {
@@ -21,8 +23,11 @@ COUNTS = {
     "cpvt_gap_tiny": 5_681_320,
     "cpvt_gap_small": 21_978_472,
     "cpvt_gap_base": 86_423_272,
+    "tnt_small": 23_768_584,
+    "tnt_base": 65_428_680,
 }
-"""144 d^2 + 2125 d + 1000 for DeiT of width d; without the table 197 d less; 10 d for a PEG; d less without a class token."""
+"""144 d^2 + 2125 d + 1000 for DeiT of width d; without the table 197 d less; 10 d for a PEG; d less without a class token. TNT:
+timm's."""
 
 
 def imagenet(name, *words, num_classes=1000):
@@ -78,3 +83,13 @@ def test_an_image_of_any_shape_has_the_same_scores_in_any_batch(name):
     for one, image in zip(found, images, strict=True):
         batch = model.preprocess([image])
         torch.testing.assert_close(model(batch.images, batch.padding_mask).scores()[0], one, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny", "tnt_small"])
+def test_a_traced_classifier_has_the_model_s_scores_at_other_sizes(name):
+    """One layer; a batch and a canvas that it was not traced at."""
+    torch.manual_seed(0)
+    model = imagenet(name, "MODEL.BACKBONE.DEPTH", "1", num_classes=5).eval()
+    run = trace(ExportModule(prepare(model), ClassScores()), Canvas(2, 48, 64)).module()
+    found = compare(model, ClassScores(), run, Canvas(3, 80, 32))
+    assert found.boxes is None and found.scores < 1e-5

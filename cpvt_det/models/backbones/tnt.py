@@ -86,7 +86,7 @@ class TransformerInTransformer(VisionTransformer):
         cut = images.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
         cut = cut.flatten(0, 2)  # (B, C, H * side, W * side) -> (B * H * W, C, side, side)
         pixels = ((cut if self.legacy else self.pixel_embed(cut)) + self.pixel_table).flatten(2).transpose(1, 2)
-        patches = self.project(pixels).unflatten(0, (len(images), rows, columns))
+        patches = self.project(pixels).unflatten(0, (images.shape[0], rows, columns))
         return patches.permute(0, 3, 1, 2), pixels
 
     def _encode(self, tokens: Tensor, state: Tensor, padding_mask: Tensor | None, position: BesideTokens) -> Tensor:
@@ -137,7 +137,7 @@ class _Layer(nn.Module):
     def forward(self, tokens: Tensor, pixels: Tensor, padding_mask: Tensor | None, place: Any) -> tuple[Tensor, Tensor]:
         """Tokens (B, T + N, C), of which the last N are patches, and their pixels (B * N, ., C'), to the same."""
         pixels = self.inner(pixels, None, None)
-        added = self.project(pixels).unflatten(0, (len(tokens), -1))
+        added = self.project(pixels).unflatten(0, (tokens.shape[0], -1))
         count = tokens.shape[1] - added.shape[1]
         patches = tokens[:, count:] + added
         tokens = torch.cat((tokens[:, :count], patches), dim=1) if count else patches
