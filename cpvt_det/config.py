@@ -79,7 +79,9 @@ def _add_model(cfg: CfgNode) -> None:
 
 def _add_features(model: CfgNode) -> None:
     model.BACKBONE = CfgNode(new_allowed=True)
-    model.BACKBONE.NAME = "resnet50"  # resnet10 to 101, deit_, cpvt_tiny, _small, _base, timm/<name>; with detectron2 its own too
+    model.BACKBONE.NAME = (
+        "resnet50"  # resnet10 to 101; deit_, cpvt_tiny, _small, _base, tnt_small, _base; timm/<name>; detectron2's
+    )
     model.BACKBONE.WEIGHTS = ""  # a name (torchvision: IMAGENET1K_V1, DEFAULT; timm: pip, DEFAULT) or a file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN or GN (not for timm) to train from scratch
     model.BACKBONE.WIDTH = 64  # channels of the stem; all stages scale with it; pretrained weights exist for 64 only
@@ -87,12 +89,12 @@ def _add_features(model: CfgNode) -> None:
     model.BACKBONE.DC5 = False  # True: stage 5 is dilated and has the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # last stage that keeps its pretrained weights (is frozen); 1 is the stem, 0 trains all stages
     model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in batches of the official code
-    model.BACKBONE.PATCH_SIZE = 16  # deit, cpvt: side of a patch in pixels, and stride of the one map
-    model.BACKBONE.EMBED_DIM = 0  # deit, cpvt: channels; 0: those of the name, 192, 384 or 768
-    model.BACKBONE.DEPTH = 0  # deit, cpvt: number of layers; 0: that of the name, 12
-    model.BACKBONE.NUM_HEADS = 0  # deit, cpvt: number of attention heads; 0: that of the name, 3, 6 or 12
-    model.BACKBONE.NUM_TOKENS = 1  # deit, cpvt: tokens beside the patches: 1, the class token; 2, distillation too; 0, none
-    model.BACKBONE.DROP_PATH = 0.0  # deit, cpvt: probability that an image skips a part of the last layer; 0 in the first
+    model.BACKBONE.PATCH_SIZE = 16  # deit, cpvt, tnt: side of a patch in pixels, and stride of the one map
+    model.BACKBONE.EMBED_DIM = 0  # deit, cpvt, tnt: channels; 0: those of the name
+    model.BACKBONE.DEPTH = 0  # deit, cpvt, tnt: number of layers; 0: 12
+    model.BACKBONE.NUM_HEADS = 0  # deit, cpvt, tnt: number of attention heads; 0: that of the name
+    model.BACKBONE.NUM_TOKENS = 1  # deit, cpvt, tnt: tokens beside the patches: 1, the class token; 2, distillation too; 0, none
+    model.BACKBONE.DROP_PATH = 0.0  # deit, cpvt, tnt: probability that an image skips a part of the last layer; 0 in the first
 
     model.NECK = CfgNode(new_allowed=True)
     model.NECK.NAME = ""  # neck; empty: the detector's default, projection for CPVTDetr, multi_level for CPVTDeformableDetr
@@ -113,8 +115,8 @@ def _add_features(model: CfgNode) -> None:
     model.POSITION.MASK_INPUT = True  # peg: keep padded tokens out of convolution and statistics; False: as in the authors' code
     model.POSITION.ZERO_INIT = False  # peg: True: start as the identity, to fine-tune trained weights
 
-    model.BACKBONE.POSITION = model.POSITION.clone()  # deit, cpvt: encoding of the patches
-    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt: encoding of the patches; empty: the model's own: table, or for cpvt peg_plain
+    model.BACKBONE.POSITION = model.POSITION.clone()  # deit, cpvt, tnt: encoding of the patches
+    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: encoding of the patches; empty: the own one: table, cpvt: peg_plain
     for key in ("DECODER", "SHARE_LEVELS"):
         del model.BACKBONE.POSITION[key]
 
@@ -236,7 +238,7 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.BACKBONE_LR = 2e-5  # learning rate of the backbone
     solver.POINTS_LR_MULTIPLIER = 0.1  # factor on BASE_LR for Deformable-DETR's sampling offsets and reference points
     solver.LR_MULTIPLIERS = []  # learning rate factors, [part, factor] each: ["backbone.body.layer2", 0.5]; nested parts multiply
-    solver.LAYER_DECAY = 1.0  # deit, cpvt: factor on the learning rate per layer that comes after a weight, in the backbone
+    solver.LAYER_DECAY = 1.0  # deit, cpvt, tnt: factor on the learning rate per layer that comes after a weight, in the backbone
     solver.WEIGHT_DECAY = 1e-4  # weight decay of AdamW
     solver.WEIGHT_DECAY_NORM = None  # weight decay of norms; None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: the same as for such parameters elsewhere

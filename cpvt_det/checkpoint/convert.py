@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
 from cpvt_det.models.backbones.vit_weights import DEIT, convert_deit
 
 _NOT_WEIGHTS = re.compile(r"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.")
@@ -156,7 +157,9 @@ CONVERSIONS: dict[str, Conversion] = {
         ),
     ),
     # github.com/facebookresearch/deit, whose names are timm's too: classifiers, distilled or not
-    "deit": Conversion(marker=rf"^{re.escape(DEIT)}$", convert=convert_deit),
+    "deit": Conversion(marker=DEIT, convert=convert_deit),
+    # timm's TNT, and github.com/huawei-noah/Efficient-AI-Backbones
+    "tnt": Conversion(marker=TNT, convert=convert_tnt),
     # DeformableDetrForObjectDetection of transformers
     "hf_deformable_detr": Conversion(
         marker=r"^model\.level_embed$",

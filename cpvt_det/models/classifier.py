@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cpvt_det import defaults
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.heads import full_precision
-from cpvt_det.models.image_model import ImageModel, without_padding
+from cpvt_det.models.image_model import ImageModel, require_contract, without_padding
 from cpvt_det.ops.linear import Linear
 from cpvt_det.structures import Targets, level_padding_mask
 
@@ -43,7 +43,7 @@ class Classifier(ImageModel):
 
     Args:
         backbone: extractor by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; one that has ``tokens`` is asked
-            for these, of another the last map is taken.
+            for these, of another the last map is taken. The width is that of its last map.
         num_classes: K.
         pool: ``token``: the class token, and where there is a distillation token a head for each; ``mean``: the mean of what is
             not padded, of the last map or of the patch tokens; empty: ``token`` where the backbone has one, else ``mean``.
@@ -70,7 +70,9 @@ class Classifier(ImageModel):
         super().__init__(backbone, pixel_mean, pixel_std)
         self.strides = [backbone.strides[-1]]
         self.size_divisibility = math.lcm(max(backbone.strides), backbone.size_divisibility)
-        num_special, channels = self._special_tokens()
+        if hasattr(backbone, "tokens"):
+            require_contract(backbone, "backbone with tokens", "num_tokens")
+        num_special, channels = getattr(backbone, "num_tokens", 0), backbone.channels[-1]
         if pool not in ("", *POOLS):
             raise UnknownNameError("MODEL.CLASSIFIER.POOL", pool, POOLS)
         if pool == "token" and not num_special:
@@ -109,16 +111,6 @@ class Classifier(ImageModel):
         last = self.backbone(images, padding_mask)[-1]
         mask = level_padding_mask(padding_mask, self.strides[0])
         return None, last.flatten(2).transpose(1, 2), mask.flatten(1)  # (B, C, H, W) -> (B, N, C)
-
-    @torch.no_grad()
-    def _special_tokens(self) -> tuple[int, int]:
-        """The number of special tokens of the backbone, and its channels; tokens are made of one image to find out."""
-        if not hasattr(self.backbone, "tokens"):
-            return 0, self.backbone.channels[-1]
-        images, was_training = torch.zeros(1, 3, self.size_divisibility, self.size_divisibility), self.backbone.training
-        special, tokens, _ = self.backbone.eval().tokens(images, torch.zeros_like(images[:, 0], dtype=torch.bool))
-        self.backbone.train(was_training)
-        return 0 if special is None else special.shape[1], tokens.shape[2]
 
 
 def _mean_of_valid(tokens: Tensor, padding_mask: Tensor) -> Tensor:

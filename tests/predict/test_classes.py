@@ -12,8 +12,10 @@ from PIL import Image
 from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import main
+from cpvt_det.cli.export import _report
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, RunStoppedError
+from cpvt_det.export import Canvas, Comparison
 from cpvt_det.predict import ClassPredictor, Predictor
 from cpvt_det.runner.train import run
 
@@ -89,12 +91,10 @@ def test_an_exported_classifier_of_any_size_has_the_model_s_scores(weights, tmp_
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-5)
 
 
-def test_a_program_that_differs_is_not_written(weights, tmp_path, monkeypatch):
-    from cpvt_det.inference import ClassScores
-
-    monkeypatch.setattr(ClassScores, "decode", lambda self, predictions: (predictions.scores() * 0.99,))
-    done = call("export", weights, "--format", "torch_export", "--output", tmp_path / "model")
-    assert done.exit_code == 1 and "no file was written" in done.output and not (tmp_path / "model").exists()
+def test_a_program_with_other_scores_is_refused():
+    _report([Comparison(Canvas(1, 32, 32), None, 5e-5, (1.0, 1.0))], 1e-4)
+    with pytest.raises(RunStoppedError, match=r"scores by up to 2.0e-01, 1e-04 is allowed; no file was written"):
+        _report([Comparison(Canvas(1, 32, 32), None, 0.2, (1.0, 1.0))], 1e-4)
 
 
 def test_the_other_commands_know_classifiers(folders, weights, tmp_path):

@@ -44,14 +44,14 @@ class ToyTokens(nn.Module):
 
     def __init__(self, num_special=1):
         super().__init__()
-        self.strides, self.channels, self.size_divisibility, self.num_special = [16], [8], 16, num_special
+        self.strides, self.channels, self.size_divisibility, self.num_tokens = [16], [8], 16, num_special
         self.patch = nn.Conv2d(3, 8, 16, 16)
 
     def tokens(self, images, padding_mask):
         mask = level_padding_mask(padding_mask, 16).flatten(1)
         patches = self.patch(images).flatten(2).transpose(1, 2)
         mean = patches.masked_fill(mask[..., None], 0).sum(1) / (~mask).sum(1, keepdim=True)
-        special = torch.stack([mean * (1 + n) for n in range(self.num_special)], 1) if self.num_special else None
+        special = torch.stack([mean * (1 + n) for n in range(self.num_tokens)], 1) if self.num_tokens else None
         return special, patches, mask
 
 
@@ -126,6 +126,10 @@ def test_a_head_that_cannot_be_is_refused(folders, tmp_path):
         classifier(folders, tmp_path, MODEL__CLASSIFIER__POOL="token")
     with pytest.raises(UnknownNameError, match=r"unknown MODEL.CLASSIFIER.POOL 'max'; known: mean, token"):
         classifier(folders, tmp_path, MODEL__CLASSIFIER__POOL="max")
+    backbone = ToyTokens()
+    del backbone.num_tokens
+    with pytest.raises(TypeError, match=r"backbone with tokens ToyTokens has no num_tokens; its contract asks for num_tokens"):
+        Classifier(backbone, 3)
 
 
 def test_a_run_writes_what_a_detector_s_run_writes(trained):

@@ -25,7 +25,8 @@ The contract of a backbone, an ``nn.Module``:
 - ``pixel_mean`` and ``pixel_std``, three numbers each, for pixel values from 0 to 255: what its pretrained weights
   expect. Optional; used where ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD`` have their defaults;
 - ``tokens(images, padding_mask) -> (special, patches, padding_mask)``, for classifiers, of a transformer: class and distillation
-  token (B, 1 or 2, C), or ``None``; patches (B, N, C), and their mask (B, N). Optional: a classifier takes the last map otherwise;
+  token (B, 1 or 2, C), or ``None``; patches (B, N, C), and their mask (B, N); and ``num_tokens``, the number of the former.
+  Optional: a classifier takes the last map otherwise;
 - ``layers_above(name)``: number of layers after the parameter of that name, for ``SOLVER.LAYER_DECAY``. Optional.
 """
 

@@ -6,6 +6,7 @@ On the road of one image: the first part of ``models/detector.py``.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,7 @@ class VisionTransformer(nn.Module):
         drop_path: that of the last layer, as in :class:`Encoder`.
         stages: the one map, of stride 2 ** n; ``None``: whatever it is.
         checkpointing: layers are computed again in the backward pass instead of kept.
+        layers: options of a subclass's layers.
 
     Attributes:
         num_tokens: tokens beside the patches.
@@ -71,6 +73,7 @@ class VisionTransformer(nn.Module):
         drop_path: float = 0.0,
         stages: Sequence[int] | None = None,
         checkpointing: bool = False,
+        **layers: Any,
     ):
         super().__init__()
         if patch_size < 2 or patch_size.bit_count() != 1:
@@ -90,7 +93,7 @@ class VisionTransformer(nn.Module):
         self.position = position(channels=channels, num_layers=num_layers, num_heads=num_heads)
         has_table = any(isinstance(part, TableEncoding) for part in self.position.modules())
         self.special_positions = nn.Parameter(torch.empty(num_tokens, channels)) if num_tokens and has_table else None
-        self._build(channels, num_layers, num_heads, checkpointing)
+        self._build(channels, num_layers, num_heads, checkpointing, **layers)
         self.apply(_initialise)
         for tokens in (self.special_tokens, self.special_positions):
             if tokens is not None:
@@ -146,16 +149,16 @@ class VisionTransformer(nn.Module):
         tokens, count = patches.flatten(2).transpose(1, 2), self.num_tokens  # (B, C, H, W) -> (B, N, C)
         if count:
             special = self.special_tokens if self.special_positions is None else self.special_tokens + self.special_positions
-            tokens = torch.cat((special.expand(len(tokens), -1, -1).to(tokens.dtype), tokens), dim=1)
+            tokens = torch.cat((special.expand(tokens.shape[0], -1, -1).to(tokens.dtype), tokens), dim=1)
         keys = F.pad(mask.flatten(1), (count, 0)) if has_padding(mask) else None
-        encoded = self._encode(tokens, state, keys, _BesideTokens(self.position, count, mask))
+        encoded = self._encode(tokens, state, keys, BesideTokens(self.position, count, mask))
         return encoded[:, :count] if count else None, encoded[:, count:], mask.flatten(1)
 
     def _embed(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """The patches (B, C, H, W), and what else the layers need."""
         return self.patch_embed(images), None
 
-    def _encode(self, tokens: Tensor, state: Tensor | None, padding_mask: Tensor | None, position: "_BesideTokens") -> Tensor:
+    def _encode(self, tokens: Tensor, state: Tensor | None, padding_mask: Tensor | None, position: "BesideTokens") -> Tensor:
         return self.encoder(tokens, None, padding_mask, position.level_shapes, position)
 
     def layers_above(self, name: str) -> int:
@@ -166,7 +169,7 @@ class VisionTransformer(nn.Module):
         return 0 if parts[:2] == ["encoder", "norm"] else total + 1
 
 
-class _BesideTokens:
+class BesideTokens:
     """A position encoding that acts on the patches of a sequence; the tokens before them pass by.
 
     Args:

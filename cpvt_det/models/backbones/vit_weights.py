@@ -4,7 +4,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from cpvt_det.models.backbones.registry import load_all
 
 logger = logging.getLogger("cpvt_det")
 TABLE = re.compile(r"^position\.(additive\.)?table$")
-DEIT = "blocks.0.attn.qkv.weight"
+DEIT = r"^blocks\.0\.attn\.qkv\.weight$"
 """A name that weights of facebookresearch/deit and timm have, and ours do not."""
 _DEIT_NAMES = (
     (r"^patch_embed\.proj\.", "patch_embed."),
@@ -38,25 +38,42 @@ def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         WeightsError: a table that is not square, or no DeiT's names.
     """
-    found, others = {}, dict(state_dict)
+    others = dict(state_dict)
     try:
         special = torch.cat([others.pop(name)[0] for name in ("cls_token", "dist_token") if name in others])
         rows = others.pop("pos_embed")[0]
     except (KeyError, IndexError, RuntimeError, ValueError) as error:
         raise WeightsError("these are no weights of DeiT: they have no cls_token (1, 1, C) and pos_embed (1, N, C)") from error
+    return {**split_table(special, rows), **{rename(name, _DEIT_NAMES): tensor for name, tensor in others.items()}}
+
+
+def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """Class tokens (T, C) and a table (T + H * W, C), of a square grid, under our names.
+
+    Raises:
+        WeightsError: a table of another grid.
+    """
     side = math.isqrt(len(rows) - len(special))
     if side * side != len(rows) - len(special):
-        raise WeightsError(f"pos_embed has {len(rows)} rows: beside {len(special)} of tokens no square number, so no known grid")
-    found["backbone.special_tokens"] = special
-    found["backbone.special_positions"] = rows[: len(special)]
+        raise WeightsError(
+            f"the table has {len(rows)} rows: beside {len(special)} of tokens no square number, so its grid is not known"
+        )
     table = rows[len(special) :].unflatten(0, (side, side)).permute(2, 0, 1)  # (H * W, C) -> (C, H, W)
-    found["backbone.position.table"] = table.contiguous()
-    for name, tensor in others.items():
-        head = re.match(r"^head(_dist)?\.(.+)$", name)
-        for pattern, replacement in () if head else _DEIT_NAMES:
-            name = re.sub(pattern, replacement, name)
-        found[f"{'distilled' if head[1] else 'class'}_embed.{head[2]}" if head else f"backbone.{name}"] = tensor
-    return found
+    return {
+        "backbone.special_tokens": special,
+        "backbone.special_positions": rows[: len(special)],
+        "backbone.position.table": table.contiguous(),
+    }
+
+
+def rename(name: str, renames: Sequence[tuple[str, str]]) -> str:
+    """Our name of a tensor: (pattern, replacement) pairs one after the other, then heads, and the rest in the backbone."""
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    for theirs, ours in (("head.", "class_embed."), ("head_dist.", "distilled_embed.")):
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return f"backbone.{name}"
 
 
 def load_vit(
@@ -73,7 +90,7 @@ def load_vit(
         weights: path of the file.
         read: reader of a file's state dict.
         convert: function from names of others to ours.
-        marker: name that only those of others have.
+        marker: pattern of a name that only those of others have.
 
     Raises:
         WeightsError: no such file, weights of another network, or a table of another grid.
@@ -81,7 +98,8 @@ def load_vit(
     if not Path(weights).expanduser().is_file():
         raise WeightsError(f"MODEL.BACKBONE.WEIGHTS of a vision transformer is a file of weights, got {weights!r}")
     state_dict = read(weights)
-    state_dict = convert(state_dict) if marker in state_dict else state_dict
+    if any(re.search(marker, name) for name in state_dict):
+        state_dict = convert(state_dict)
     found = {name.removeprefix("backbone."): tensor for name, tensor in state_dict.items() if name.startswith("backbone.")}
     own = backbone.state_dict()
     table = next(filter(TABLE.match, own), None)
