@@ -86,7 +86,7 @@ class TransformerInTransformer(VisionTransformer):
         cut = images.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
         cut = cut.flatten(0, 2)  # (B, C, H * side, W * side) -> (B * H * W, C, side, side)
         pixels = ((cut if self.legacy else self.pixel_embed(cut)) + self.pixel_table).flatten(2).transpose(1, 2)
-        patches = self.project(pixels).unflatten(0, (len(images), rows, columns))
+        patches = self.project(pixels).unflatten(0, (images.shape[0], rows, columns))
         return patches.permute(0, 3, 1, 2), pixels
 
     def _encode(self, tokens: Tensor, state: Tensor, padding_mask: Tensor | None, position: BesideTokens) -> Tensor:
@@ -137,7 +137,7 @@ class _Layer(nn.Module):
     def forward(self, tokens: Tensor, pixels: Tensor, padding_mask: Tensor | None, place: Any) -> tuple[Tensor, Tensor]:
         """Tokens (B, T + N, C), of which the last N are patches, and their pixels (B * N, ., C'), to the same."""
         pixels = self.inner(pixels, None, None)
-        added = self.project(pixels).unflatten(0, (len(tokens), -1))
+        added = self.project(pixels).unflatten(0, (tokens.shape[0], -1))
         count = tokens.shape[1] - added.shape[1]
         patches = tokens[:, count:] + added
         tokens = torch.cat((tokens[:, :count], patches), dim=1) if count else patches
@@ -201,7 +201,7 @@ def transformer_in_transformer(
         size: key of ``SIZES``.
         variant: ``legacy`` or ``se``, as of :class:`TransformerInTransformer`; empty: neither.
         position, embed_dim, depth, num_heads, patch_size, num_tokens, drop_path, stages, checkpointing: as of
-            :func:`cpvt_det.models.backbones.vit.vision_transformer`; with other channels, pixels have a sixteenth of them.
+            :func:`cpvt_det.models.backbones.vit.vision_transformer`; with other channels, pixels have about a sixteenth of them.
 
     Raises:
         ValueError: as :class:`TransformerInTransformer`.
@@ -209,7 +209,11 @@ def transformer_in_transformer(
     *own, inner_channels = SIZES[size]
     sizes = [given or usual for given, usual in zip((embed_dim, depth, num_heads), own, strict=True)]
     position = position or partial(build_position, OWN_POSITIONS[f"tnt_{size}"])
-    options = {"inner_channels": embed_dim // 16 or inner_channels, "legacy": variant == "legacy", "squeeze": variant == "se"}
+    options = {
+        "inner_channels": 4 * max(1, embed_dim // 64) if embed_dim else inner_channels,
+        "legacy": variant == "legacy",
+        "squeeze": variant == "se",
+    }
     shared = (position, patch_size, num_tokens, drop_path, stages, checkpointing)
     return TransformerInTransformer(*sizes, *shared, **options)
 

@@ -149,7 +149,7 @@ class VisionTransformer(nn.Module):
         tokens, count = patches.flatten(2).transpose(1, 2), self.num_tokens  # (B, C, H, W) -> (B, N, C)
         if count:
             special = self.special_tokens if self.special_positions is None else self.special_tokens + self.special_positions
-            tokens = torch.cat((special.expand(len(tokens), -1, -1).to(tokens.dtype), tokens), dim=1)
+            tokens = torch.cat((special.expand(tokens.shape[0], -1, -1).to(tokens.dtype), tokens), dim=1)
         keys = F.pad(mask.flatten(1), (count, 0)) if has_padding(mask) else None
         encoded = self._encode(tokens, state, keys, BesideTokens(self.position, count, mask))
         return encoded[:, :count] if count else None, encoded[:, count:], mask.flatten(1)
