@@ -23,4 +23,4 @@ POINTS = 4
 HYBRID_MATCHES = 6
 """Queries of the hybrid branch per object, arXiv 2207.13080."""
 MANY_MATCHES, MANY_THRESHOLD, MANY_CLASS_WEIGHT = 6, 0.4, 2.0
-"""Of the one-to-many supervision, Atten4Vis/MS-DETR ``impl_a/main.py``."""
+"""Of the one-to-many supervision, Atten4Vis/MS-DETR ``main.py``."""
