@@ -217,7 +217,7 @@ def test_a_key_of_an_encoding_changes_it_or_is_refused(name, config):
         (
             {"MODEL__QUERIES__NAME": "fixed"},
             "MODEL.DETR.NUM_OBJECT_QUERIES is 6, but the query source 'fixed' does not take it; leave it at 100, or set "
-            "MODEL.QUERIES.NAME to learned, proposals, mixed",
+            "MODEL.QUERIES.NAME to learned, proposals, anchors, mixed",
         ),
         (
             {"MODEL__NECK__WIDTH": 3},
