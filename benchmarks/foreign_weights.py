@@ -1,78 +1,57 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of DINO, DAB-Deformable-DETR and H-DETR in our models: names, shapes and outputs.
+"""Weights of DINO, DAB-Deformable-DETR, H-DETR and MS-DETR in our models: names, shapes and outputs.
 
 The authors' code builds each of its models and saves it with random weights. Our config of that model loads the file by itself, as
 ``cpvt-det eval FILE --config-file CONFIG`` does; what was not loaded is an error. Then both get the same images, one by one, since
-the authors' codes pad in their own ways.
+the authors' codes pad in their own ways. Of MS-DETR the one-to-many supervision is compared too, in training.
 
-``python benchmarks/foreign_weights.py --peer dino=PATH --peer hdetr=PATH --peer detrex=PATH``, with the paths of checkouts of
-IDEA-Research/DINO, HDETR/H-Deformable-DETR and IDEA-Research/detrex; detrex needs an installed detectron2, and so does Swin. About
-two minutes on one core.
+``python benchmarks/foreign_weights.py --peer dino=PATH --peer hdetr=PATH --peer msdetr=PATH --peer detrex=PATH``, with the paths of
+checkouts of IDEA-Research/DINO, HDETR/H-Deformable-DETR, Atten4Vis/MS-DETR and IDEA-Research/detrex; detrex needs an installed
+detectron2, and so does Swin. About two minutes on one core.
 """
 
-import argparse
 import contextlib
 import functools
-import importlib
 import json
-import runpy
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import click
 import torch
+from fvcore.common.config import CfgNode
 from tabulate import tabulate
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
 from benchmarks.clocks import fixed_threads
-from benchmarks.detrex_model import imports_from, replaced_names
+from benchmarks.detrex_model import replaced_names
 from benchmarks.equal import difference
+from benchmarks.foreign_models import BUILDERS, Case, Foreign
 from benchmarks.machine import machine, versions
 from benchmarks.models import DRAWN_WIDE
 from benchmarks.parity_outcomes import DoubleTorch
-from benchmarks.peers import find_peers, official_core, packages_of, peer_versions, with_extension
-from cpvt_det.builders import detector_arguments
+from benchmarks.peers import find_peers, peer_versions
+from cpvt_det.builders import build_criterion, detector_arguments
 from cpvt_det.checkpoint import load_weights
 from cpvt_det.config import load_cfg
 from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
-from cpvt_det.errors import BadInputError
+from cpvt_det.losses.matcher import PaddedTargets
+from cpvt_det.losses.one_to_many import OneToManyMatcher
+from cpvt_det.structures import Predictions, Targets
 
 SIZE = (192, 256)
 """Of the images: no padding in any code, and more tokens than queries."""
 LIMIT = 1e-9
 """Largest relative difference of outputs in float64, of which some hundred operations lose digits."""
-NOT_CALLED = ("panopticapi", "pycocotools", "termcolor", "addict", "mmcv", "mmdet", "mmcv_custom")
-"""Packages that DINO's and H-DETR's files import, and that these models do not call."""
 EPSILON = 1e-5
 """Of the numbers of boxes, from 0 and 1, as in our code; 1e-3 in DINO's and detrex's."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model.
-
-    Args:
-        peer: checkout whose code it is.
-        name: name in the table.
-        config: file below ``configs/coco`` for our model.
-        arguments: what the authors' model is made of: for DINO and H-DETR the options that differ, for detrex a config file.
-        swin: True: our backbone is detectron2's Swin-T.
-    """
-
-    peer: str
-    name: str
-    config: str
-    arguments: Any
-    swin: bool = False
 
 
 CASES = [
@@ -80,6 +59,7 @@ CASES = [
     Case("dino", "DINO, 5 scales", "dino_r50_5scale_official_12ep", "DINO_5scale.py"),
     Case("dino", "DINO, 4 scales, Swin-T", "dino_r50_4scale_official_12ep", "DINO_4scale.py", swin=True),
     Case("hdetr", "H-DETR", "h_deformable_detr_r50_official_12ep", None),
+    Case("msdetr", "MS-DETR", "ms_deformable_detr_r50_pp_sine_offset_12ep", None),
     Case("detrex", "DINO, 4 scales", "dino_r50_4scale_sine_offset_12ep", "dino/configs/dino-resnet/dino_r50_4scale_12ep.py"),
     Case("detrex", "DINO, 5 scales", "dino_r50_5scale_sine_offset_12ep", "dino/configs/dino-resnet/dino_r50_5scale_12ep.py"),
     Case(
@@ -104,115 +84,19 @@ CASES = [
 ]
 
 
-# The authors' models
-
-
-@dataclass
-class Foreign:
-    """A model of the authors' code.
-
-    Args:
-        module: the model.
-        predict: function from (1, 3, H, W) images to logits (1, Q, K) and boxes (1, Q, 4).
-        namespaces: names of its files, of which ``inverse_sigmoid`` and ``torch`` are replaced while it runs.
-    """
-
-    module: nn.Module
-    predict: Callable[[Tensor], tuple[Tensor, Tensor]]
-    namespaces: list[dict[str, Any]]
-
-
-def build_dino(folder: Path, case: Case) -> Foreign:
-    """A model of IDEA-Research/DINO, from its config."""
-    options = runpy.run_path(str(folder / "config/DINO" / case.arguments))
-    options = {name: value for name, value in options.items() if not name.startswith("_")}
-    options |= {"device": "cpu", "masks": False, "backbone": "swin_T_224_1k" if case.swin else options["backbone"]}
-    detector, misc, namespaces = _imported(folder, "models.dino.dino", "util.misc")
-    attention = next(space for space in namespaces if space["__name__"] == "models.dino.ops.modules.ms_deform_attn")
-    attention["MSDeformAttnFunction"] = argparse.Namespace(apply=functools.partial(_apply_core, official_core(folder, "dino")))
-    for space in namespaces:
-        space.update({"is_main_process": lambda: False} if "is_main_process" in space else {})  # it would download weights
-    module = detector.build_dino(argparse.Namespace(**options))[0]
-    return Foreign(module, lambda images: _official(module, misc.NestedTensor, images), namespaces)
-
-
-def build_hdetr(folder: Path, case: Case) -> Foreign:
-    """A model of HDETR/H-Deformable-DETR with all its "tricks", as its script ``*_hybrid_branch_*`` makes it."""
-    words = {"dataset_file": "coco", "device": "cpu", "masks": False, "frozen_weights": None, "aux_loss": True}
-    words |= {"backbone": "resnet50", "lr_backbone": 2e-5, "dilation": False, "position_embedding": "sine", "num_feature_levels": 4}
-    words |= {"hidden_dim": 256, "dim_feedforward": 2048, "nheads": 8, "dropout": 0.0, "enc_layers": 6, "dec_layers": 6}
-    words |= {"enc_n_points": 4, "dec_n_points": 4, "num_queries_one2one": 300, "num_queries_one2many": 1500, "topk": 100}
-    words |= {"with_box_refine": True, "two_stage": True, "mixed_selection": True, "look_forward_twice": True}
-    words |= {"set_cost_class": 2, "set_cost_bbox": 5, "set_cost_giou": 2, "cls_loss_coef": 2, "bbox_loss_coef": 5}
-    words |= {"giou_loss_coef": 2, "focal_alpha": 0.25, "use_checkpoint": False}
-    detector, misc, namespaces = _imported(folder, "models.deformable_detr", "util.misc")
-    attention = next(space for space in namespaces if space["__name__"] == "models.ops.modules.ms_deform_attn")
-    attention["MSDeformAttnFunction"] = argparse.Namespace(apply=functools.partial(_apply_core, official_core(folder, "hdetr")))
-    for space in namespaces:
-        space.update({"is_main_process": lambda: False} if "is_main_process" in space else {})
-    module = detector.build(argparse.Namespace(**words))[0]
-
-    def predict(images: Tensor) -> tuple[Tensor, Tensor]:
-        module.num_queries, module.transformer.two_stage_num_proposals = 300, 300  # as in its evaluation
-        return _official(module, misc.NestedTensor, images)
-
-    return Foreign(module, predict, namespaces)
-
-
-def build_detrex(folder: Path, case: Case) -> Foreign:
-    """A model of detrex, from its config."""
-    with imports_from([folder]):
-        try:
-            from detectron2.config import LazyConfig, instantiate
-
-            importlib.import_module("detrex.config").get_config = lambda path: mock.MagicMock()  # of data and optimiser
-            config = LazyConfig.load(str(folder / "projects" / case.arguments)).model
-            config.device = "cpu"
-            module = instantiate(config)
-        except Exception as error:
-            raise BadInputError(f"peer detrex: {case.name} cannot be built: {error}; it needs detectron2 too") from error
-    module.normalizer = nn.Identity()
-    found: list[tuple[Tensor, Tensor]] = []
-    module.inference = lambda logits, boxes, sizes: found.append((logits, boxes)) or []
-
-    def predict(images: Tensor) -> tuple[Tensor, Tensor]:
-        module([{"image": image} for image in images])
-        return found.pop()
-
-    names = [name for name in sys.modules if name.startswith(("detrex.", "projects."))]
-    return Foreign(module, predict, [vars(sys.modules[name]) for name in names])
-
-
-BUILDERS = {"dino": build_dino, "hdetr": build_hdetr, "detrex": build_detrex}
-
-
-def _imported(folder: Path, *names: str) -> tuple[Any, ...]:
-    """Modules of a checkout, and the namespaces of all its files that they import."""
-    with packages_of(folder), with_extension(folder), imports_from([folder], NOT_CALLED):
-        modules = [importlib.import_module(name) for name in names]
-        found = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("models", "util")]
-        return (*modules, [vars(module) for module in found])
-
-
-def _apply_core(core: Callable[..., Tensor], value: Tensor, shapes: Tensor, start: Tensor, *rest: Any) -> Tensor:
-    """The pure-PyTorch core in place of the compiled op."""
-    locations, weights, _ = rest
-    return core(value, shapes.tolist(), locations, weights)
-
-
-def _official(module: nn.Module, nested: Callable[..., Any], images: Tensor) -> tuple[Tensor, Tensor]:
-    found = module(nested(images, torch.zeros(len(images), *images.shape[2:], dtype=torch.bool)))
-    return found["pred_logits"], found["pred_boxes"]
-
-
 # Ours
+
+
+def config_of(case: Case, **overrides: str) -> CfgNode:
+    """Our config of a model, for the classes of its authors' files."""
+    classes = len(COCO_CLASSES if case.peer == "detrex" else COCO_ROWS)
+    words = {"MODEL.NUM_CLASSES": str(classes), "MODEL.BACKBONE.MASK_PADDING": "False", "MODEL.BACKBONE.WEIGHTS": "", **overrides}
+    return load_cfg(f"coco/{case.config}.yaml", [word for pair in words.items() for word in pair])
 
 
 def build_ours(case: Case, **overrides: str) -> nn.Module:
     """Our detector by the config alone, in evaluation mode; over detectron2's Swin-T where the case has it."""
-    classes = len(COCO_CLASSES if case.peer == "detrex" else COCO_ROWS)
-    words = {"MODEL.NUM_CLASSES": str(classes), "MODEL.BACKBONE.MASK_PADDING": "False", "MODEL.BACKBONE.WEIGHTS": "", **overrides}
-    cfg = load_cfg(f"coco/{case.config}.yaml", [word for pair in words.items() for word in pair])
+    cfg = config_of(case, **overrides)
     backbone = None
     if case.swin:
         from detectron2.modeling.backbone.swin import SwinTransformer
@@ -292,9 +176,79 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
     row |= {"loaded": len(report.loaded), "not loaded": len(report.missing) + len(report.unexpected) + len(report.remade)}
     row |= {"logits": max(logits), "boxes": max(boxes), "spread of boxes": float(wanted[1].std(1).mean())}
     row |= {"bit-equal with a zero PEG": equal}
+    row |= compare_training(case, foreign, ours.double()) if case.peer == "msdetr" else {}
     if not max(*logits, *boxes) < LIMIT or not equal:
         raise click.ClickException(f"outputs differ: {row}")
     return row
+
+
+def compare_training(case: Case, foreign: Foreign, ours: nn.Module) -> dict[str, Any]:
+    """The one-to-many supervision of MS-DETR: its predictions, pairs and losses, of all layers, for two images with objects.
+
+    Objects are predicted boxes with noise, far enough from each other that no query fits two of them: there the codes differ.
+    """
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(2, 3, *SIZE, generator=generator, dtype=torch.float64)
+    mask = torch.zeros(2, *SIZE, dtype=torch.bool)
+    ours.train()
+    for module in ours.backbone.modules():
+        module.eval()
+    criterion = build_criterion(config_of(case))
+    found = ours(images, mask)
+    many, targets = found.one_to_many, []
+    for boxes, corner in zip(many.boxes[-1].detach(), ((0.3, 0.3), (0.6, 0.4)), strict=True):
+        near = (boxes[:, :2] - torch.tensor(corner)).abs().sum(-1).argmin()
+        noise = 0.02 * torch.randn(1, 4, generator=generator, dtype=torch.float64)
+        targets.append(Targets(torch.randint(80, (1,), generator=generator), (boxes[near][None] + noise).clamp(0.05, 0.95)))
+    labels = _labels(targets)
+    foreign.module.train()
+    with float64_of(foreign):
+        output = foreign.module(foreign.nested(images, mask))
+        theirs = foreign.criterion(output, labels)
+        layers = [*output["o2m_outputs"]["aux_outputs"], output["o2m_outputs"]]
+    count = compare_pairs(foreign, criterion.one_to_many, Predictions(many.logits, many.boxes), targets)
+    count += sum(compare_pairs(foreign, criterion.one_to_many, *draw_clusters(seed)) for seed in range(10))
+    gaps = [difference(many.logits[n], layer["pred_logits"]) for n, layer in enumerate(layers)]
+    gaps += [difference(many.boxes[n], layer["pred_boxes"]) for n, layer in enumerate(layers)]
+    losses = criterion(found, targets).losses
+    for kind, name in {"class": "ce", "l1": "bbox", "giou": "giou"}.items():
+        names = [f"loss_{name}{suffix}_o2m" for suffix in ("", *(f"_{n}" for n in range(len(layers) - 1)))]
+        total = sum(foreign.criterion.weight_dict[name] * theirs[name] for name in names)
+        gaps.append(difference(losses[f"loss_many_{kind}"], total))
+    if not max(gaps) < LIMIT:
+        raise click.ClickException(f"one-to-many supervision differs: {gaps}")
+    return {"one-to-many": max(gaps), "its pairs": count}
+
+
+def compare_pairs(foreign: Foreign, matcher: OneToManyMatcher, predictions: Predictions, targets: list[Targets]) -> int:
+    """The number of pairs of the one-to-many matching, which have to be the same ones."""
+    wanted = set()
+    for layer, (logits, boxes) in enumerate(zip(predictions.logits, predictions.boxes, strict=True)):
+        with float64_of(foreign):
+            found = foreign.criterion.matcher_o2m({"pred_logits": logits, "pred_boxes": boxes}, _labels(targets))
+        for image, pairs in enumerate(found):
+            wanted |= {(layer, image, int(query), int(number)) for query, number in zip(*pairs, strict=True)}
+    matches = matcher(predictions, PaddedTargets.from_targets(targets, torch.float64))
+    ours = [part.tolist() for part in (matches.layer, matches.image, matches.query, matches.target)]
+    if wanted != set(zip(*ours, strict=True)):
+        raise click.ClickException(f"pairs of the one-to-many matching differ: {wanted ^ set(zip(*ours, strict=True))}")
+    return len(wanted)
+
+
+def draw_clusters(seed: int) -> tuple[Predictions, list[Targets]]:
+    """300 boxes for each of two images, 20 of them near each of three objects that lie apart; the second has none."""
+    generator = torch.Generator().manual_seed(seed)
+    wanted = torch.tensor([(0.2, 0.2, 0.3, 0.2), (0.7, 0.2, 0.4, 0.3), (0.4, 0.7, 0.5, 0.4)], dtype=torch.float64)
+    boxes = 0.05 + 0.1 * torch.rand(2, 2, 300, 4, generator=generator, dtype=torch.float64)
+    noise = 0.08 * torch.randn(2, 3, 20, 4, generator=generator, dtype=torch.float64)
+    boxes[:, 0, :60] = (wanted[:, None] + noise).clamp(min=0.01).flatten(1, 2)
+    logits = torch.randn(2, 2, 300, 91, generator=generator, dtype=torch.float64)
+    objects = Targets(torch.randint(91, (3,), generator=generator), wanted)
+    return Predictions(logits, boxes), [objects, Targets(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4).double())]
+
+
+def _labels(targets: list[Targets]) -> list[dict[str, Tensor]]:
+    return [{"labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets]
 
 
 def _zero_peg(case: Case) -> dict[str, str]:
@@ -303,7 +257,7 @@ def _zero_peg(case: Case) -> dict[str, str]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--peer", "given", multiple=True, metavar="NAME=PATH", help="Checkout: dino, hdetr, detrex.")
+@click.option("--peer", "given", multiple=True, metavar="NAME=PATH", help="Checkout: dino, hdetr, msdetr, detrex.")
 @click.option("--model", "pattern", default="", help="Only models whose name contains this.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("output/benchmarks/foreign_weights"), show_default=True)
 def main(given: tuple[str, ...], pattern: str, output: Path) -> None:

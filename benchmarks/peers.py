@@ -26,6 +26,7 @@ CHECKOUTS = {
     "detr": ("facebookresearch/detr", "models/detr.py"),
     "dino": ("IDEA-Research/DINO", "models/dino/ops/functions/ms_deform_attn_func.py"),
     "hdetr": ("HDETR/H-Deformable-DETR", "models/ops/functions/ms_deform_attn_func.py"),
+    "msdetr": ("Atten4Vis/MS-DETR", "models/ops/functions/ms_deform_attn_func.py"),
     "detrex": ("IDEA-Research/detrex", "detrex/layers/multi_scale_deform_attn.py"),
     "detectron2": ("facebookresearch/detectron2", "detectron2/data/dataset_mapper.py"),
 }

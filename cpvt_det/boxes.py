@@ -40,7 +40,7 @@ def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
 
     Source: fundamentalvision/Deformable-DETR ``util/misc.py``.
     """
-    return (x.clamp(eps, 1) / (1 - x).clamp(eps, 1)).log()
+    return (x.clamp(eps, 1.0) / (1 - x).clamp(eps, 1.0)).log()
 
 
 def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:

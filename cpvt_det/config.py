@@ -159,11 +159,15 @@ def _add_transformer(model: CfgNode) -> None:
 
 def _add_criterion(model: CfgNode) -> None:
     model.CRITERION = CfgNode(new_allowed=True)
-    model.CRITERION.CLASSIFICATION = "softmax"  # softmax, focal, or mal: sigmoids that learn how well a box fits (DEIM)
+    model.CRITERION.CLASSIFICATION = "softmax"  # softmax, focal; scores that learn how well a box fits: mal, varifocal, ia_bce
     model.CRITERION.BACKGROUND_WEIGHT = defaults.BACKGROUND_WEIGHT  # softmax: weight of the class "no object"
     model.CRITERION.FOCAL_ALPHA = defaults.FOCAL_ALPHA  # focal: weight of objects against background
     model.CRITERION.FOCAL_GAMMA = defaults.FOCAL_GAMMA  # focal: focusing parameter; a higher value gives easy examples less weight
-    model.CRITERION.MAL_GAMMA = defaults.MAL_GAMMA  # mal: power of overlaps and scores
+    model.CRITERION.MAL_GAMMA = defaults.MAL_GAMMA  # mal (DEIM): power of overlaps and scores
+    model.CRITERION.VARIFOCAL_ALPHA = defaults.VARIFOCAL_ALPHA  # varifocal: weight of background
+    model.CRITERION.VARIFOCAL_GAMMA = defaults.VARIFOCAL_GAMMA  # varifocal: power of the scores of background
+    model.CRITERION.IA_BCE_ALPHA = defaults.IA_BCE_ALPHA  # ia_bce (Align-DETR): share of the score in the target
+    model.CRITERION.IA_BCE_GAMMA = defaults.IA_BCE_GAMMA  # ia_bce: power of the scores of background
     model.CRITERION.CLASS_WEIGHT = defaults.CLASS_WEIGHT  # weight of loss_class in the total loss; 0 leaves it out
     model.CRITERION.L1_WEIGHT = defaults.L1_WEIGHT  # weight of loss_l1 in the total loss; 0 leaves it out
     model.CRITERION.GIOU_WEIGHT = defaults.GIOU_WEIGHT  # weight of loss_giou in the total loss; 0 leaves it out

@@ -52,7 +52,7 @@ def take_steps(folder, detector, spoilt):
         SOLVER__EMA__ENABLED=True,
         SOLVER__EMA__DECAY=0.5,
         SOLVER__BASE_LR=1e-3,
-        **{**DETECTORS, "dino": DINO}[detector],
+        **{**DETECTORS, "dino": DINO, "without noise": {**DINO, "MODEL__QUERIES__DENOISING": 0}}[detector],
     )
     torch.manual_seed(0)
     model = builders.build_detector(cfg).double()

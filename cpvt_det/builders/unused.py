@@ -22,7 +22,16 @@ from cpvt_det.registry import PartRegistry
 logger = logging.getLogger("cpvt_det")
 KEYWORDS = {"DC5": "dilation", "FOCAL_ALPHA": "alpha", "FOCAL_GAMMA": "gamma"}
 """Keys -> keywords of the parts that take them; of other keys the keyword is the key in lower case."""
-CLASSIFICATION_KEYS = ("BACKGROUND_WEIGHT", "FOCAL_ALPHA", "FOCAL_GAMMA", "MAL_GAMMA")
+CLASSIFICATION_KEYS = (
+    "BACKGROUND_WEIGHT",
+    "FOCAL_ALPHA",
+    "FOCAL_GAMMA",
+    "MAL_GAMMA",
+    "VARIFOCAL_ALPHA",
+    "VARIFOCAL_GAMMA",
+    "IA_BCE_ALPHA",
+    "IA_BCE_GAMMA",
+)
 QUERY_KEYS = (
     "CLASS_PROPOSALS",
     "HYBRID",

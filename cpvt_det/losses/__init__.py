@@ -4,18 +4,19 @@
 from cpvt_det.losses.classification import (
     CLASSIFICATION_REGISTRY,
     FocalClassification,
-    MatchabilityClassification,
     SoftmaxClassification,
     make_classification,
 )
 from cpvt_det.losses.criterion import Losses, SetCriterion
 from cpvt_det.losses.matcher import HungarianMatcher
 from cpvt_det.losses.one_to_many import OneToManyMatcher
+from cpvt_det.losses.overlap_classification import AlignClassification, MatchabilityClassification, VarifocalClassification
 from cpvt_det.losses.terms import LOSS_REGISTRY, Matched, Normalizers
 
 __all__ = [
     "CLASSIFICATION_REGISTRY",
     "LOSS_REGISTRY",
+    "AlignClassification",
     "FocalClassification",
     "HungarianMatcher",
     "Losses",
@@ -25,5 +26,6 @@ __all__ = [
     "OneToManyMatcher",
     "SetCriterion",
     "SoftmaxClassification",
+    "VarifocalClassification",
     "make_classification",
 ]

@@ -17,7 +17,7 @@ CLASSIFICATION_REGISTRY = PartRegistry("CLASSIFICATION", "classification")
 
 The contract is that of :class:`SoftmaxClassification`: ``num_classes``, ``num_logits``, ``prior_probability``, ``cost``, ``loss``,
 ``normalizer``, ``decode`` and ``predicted_object``, which have to agree with each other. One with ``uses_overlaps`` is told the
-overlaps of boxes too, as a third argument of ``cost`` and of ``loss``, as in :class:`MatchabilityClassification`.
+overlaps of boxes too, as a third argument of ``cost`` and of ``loss``, as in ``losses/overlap_classification.py``.
 """
 SOFTPLUS_IS_LINEAR = 40.0  # from here on to the last digit of float64; torch's own 20 is for float32
 
@@ -173,73 +173,12 @@ class FocalClassification(SigmoidClassification):
 
         Its slope, weight * p^gamma * (p + gamma * (1 - p) * -log(1 - p)), is written to ``slope``.
         """
-        probability, entropy = x.sigmoid(), _softplus(x)
+        probability, entropy = x.sigmoid(), softplus(x)
         factor = (probability**self.gamma).mul_(weight)
         losses = factor * entropy
         entropy.mul_(self.gamma)
         torch.addcmul(entropy, entropy, probability, value=-1, out=slope).add_(probability).mul_(factor)
         return losses
-
-
-@CLASSIFICATION_REGISTRY.register_as("mal")
-class MatchabilityClassification(SigmoidClassification):
-    """K independent sigmoids that learn how well a box fits: the matchability-aware loss.
-
-    The target of a query's class is the overlap of its box with the object, to the power of gamma, and has the weight 1; all else
-    is 0 and has the weight p^gamma, which counts as constant.
-
-    Args:
-        num_classes: K.
-        mal_gamma: gamma.
-
-    Source: arXiv 2412.04234 (DEIM), section 3. The matching cost, of which the paper says nothing new, is made as the focal one
-    of arXiv 2010.04159: the loss of a pair as a positive less that as a negative.
-    """
-
-    uses_overlaps = True
-
-    def __init__(self, num_classes: int, mal_gamma: float = defaults.MAL_GAMMA):
-        super().__init__(num_classes)
-        self.gamma = mal_gamma
-
-    def cost(self, logits: Tensor, labels: Tensor, overlaps: Tensor) -> Tensor:
-        """The cost of giving a query a target.
-
-        Args:
-            logits: (D, B, Q, K) float.
-            labels: (B, T) int64 in [0, K).
-            overlaps: (D, B, T, Q) float, intersection over union of the boxes, without gradient.
-
-        Returns:
-            (D, B, T, Q).
-        """
-        x = pick_classes(logits, labels)
-        return (1 - x.sigmoid() ** self.gamma) * _softplus(x) - overlaps**self.gamma * x
-
-    def loss(self, logits: Tensor, classes: Tensor, overlaps: Tensor) -> Tensor:
-        """The loss, summed over images and queries.
-
-        Args:
-            logits: (D, B, Q, K) float.
-            classes: (D, B, Q) int64 in [0, K], K = no object.
-            overlaps: (D, B, Q) float, intersection over union with the object's box, without gradient; of queries without an
-                object it has no effect.
-
-        Returns:
-            (D,).
-        """
-        classes = classes[..., None]
-        with torch.no_grad():
-            is_object, index = classes != self.num_classes, classes.clamp(max=self.num_classes - 1)
-            slopes = logits.sigmoid()
-            weights, losses = slopes**self.gamma, _softplus(logits)
-            own, target = logits.gather(-1, index), overlaps[..., None] ** self.gamma
-            positive, positive_slope = losses.gather(-1, index) - target * own, slopes.gather(-1, index) - target
-            losses.mul_(weights)
-            slopes.mul_(weights)
-            losses.scatter_(-1, index, torch.where(is_object, positive, losses.gather(-1, index)))
-            slopes.scatter_(-1, index, torch.where(is_object, positive_slope, slopes.gather(-1, index)))
-        return PrecomputedGradient.apply(logits, losses.sum((1, 2, 3)), slopes)
 
 
 class PrecomputedGradient(torch.autograd.Function):
@@ -257,7 +196,7 @@ class PrecomputedGradient(torch.autograd.Function):
         return slopes * gradient.view(-1, *[1] * (slopes.ndim - 1)), None, None
 
 
-Classification = SoftmaxClassification | FocalClassification | MatchabilityClassification
+Classification = SoftmaxClassification | SigmoidClassification
 
 
 def uses_overlaps(classification: Classification) -> bool:
@@ -274,7 +213,7 @@ def make_classification(name: str, num_classes: int, **options: float) -> Classi
     return CLASSIFICATION_REGISTRY.build(name, {"num_classes": num_classes}, options)
 
 
-def _softplus(x: Tensor) -> Tensor:
+def softplus(x: Tensor) -> Tensor:
     """-log(1 - p) for p = sigmoid(x)."""
     return F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)
 

@@ -30,7 +30,7 @@ class OneToManyMatcher:
     Raises:
         ValueError: fewer matches than one, or a threshold outside (0, 1].
 
-    Source: arXiv 2401.03989, section 3.2, and Atten4Vis/MS-DETR ``impl_a/models/matcher_o2m.py``. Two things differ: a query that
+    Source: arXiv 2401.03989, section 3.2, and Atten4Vis/MS-DETR ``models/matcher_o2m.py``. Two things differ: a query that
     two objects choose is matched with that of the higher score alone, where that code adds both losses of boxes and leaves the
     class to the order of writing; and where more than a quarter of the queries count, it draws a quarter of them at random.
     """

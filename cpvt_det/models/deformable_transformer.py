@@ -171,7 +171,7 @@ class MixedDecoderLayer(DeformableDecoderLayer):
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
             :class:`DeformableDecoderLayer`.
 
-    Source: arXiv 2401.03989, section 3.3, implementation (a) of its figure 4, as in Atten4Vis/MS-DETR ``impl_a``.
+    Source: arXiv 2401.03989, section 3.3; Atten4Vis/MS-DETR ``models/deformable_transformer.py``, with its ``use_aux_ffn``.
     """
 
     def __init__(self, channels: int, num_heads: int, ffn_channels: int, *more):

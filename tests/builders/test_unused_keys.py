@@ -237,7 +237,7 @@ def test_a_key_of_a_backbone_s_encoding_changes_it_or_is_refused(backbone, encod
         (
             {"MODEL__QUERIES__NAME": "fixed"},
             "MODEL.DETR.NUM_OBJECT_QUERIES is 6, but the query source 'fixed' does not take it; leave it at 100, or set "
-            "MODEL.QUERIES.NAME to learned, proposals, mixed",
+            "MODEL.QUERIES.NAME to learned, proposals, anchors, mixed",
         ),
         (
             {"MODEL__NECK__WIDTH": 3},

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The detectron2 runner at its seams: config, model, loader, step, checkpoints, evaluation."""
 
+import itertools
 import json
 
 import pytest
 import torch
 from test_runner import assert_same_run, losses_of
-from tiny import DEFORMABLE, DETECTORS, overrides
+from tiny import DEFORMABLE, DETECTORS, DINO, overrides
 
 from cpvt_det import Predictor, builders
 from cpvt_det.config import get_cfg as get_core_cfg
@@ -67,12 +68,14 @@ def test_yaml_stays_safe_and_unknown_keys_are_named(d2, tmp_path):
         d2.run.load_cfg("", ["SOLVER.BASE_LRR", "1"])
 
 
-@pytest.mark.parametrize("position", ["none", "sine", "learned", "peg", "sine+peg"])
-@pytest.mark.parametrize("kind", ["softmax", "focal", "deformable"])
+@pytest.mark.parametrize(
+    ("kind", "position"),
+    [*itertools.product(("softmax", "focal", "deformable"), ("none", "sine", "learned", "peg", "sine+peg")), ("dino", "peg")],
+)
 def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, position, kind):
     from detectron2.modeling import build_model
 
-    of_kind = DEFORMABLE if kind == "deformable" else {"MODEL__CRITERION__CLASSIFICATION": kind}
+    of_kind = {"deformable": DEFORMABLE, "dino": DINO}.get(kind, {"MODEL__CRITERION__CLASSIFICATION": kind})
     more = {"MODEL__POSITION__NAME": position, "SOLVER__IMS_PER_BATCH": 5, **of_kind}
     words = overrides(drawn_coco.files, tmp_path, MODEL__NUM_CLASSES=3, **more)
     core_cfg, d2_cfg = load_core_cfg("", words), d2.run.load_cfg("", words)
@@ -92,10 +95,11 @@ def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, posit
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.parametrize("detector", DETECTORS)
+@pytest.mark.parametrize("detector", [*DETECTORS, "dino"])
 def test_both_runners_take_the_same_run(runs, detector):
+    """The last one with denoising, the hybrid branch and mixed supervision."""
     more = {
-        **DETECTORS[detector],
+        **{**DETECTORS, "dino": DINO}[detector],
         "MODEL__DETR__DROPOUT": 0.2,
         "SOLVER__ACCUMULATE": 2,
         "SOLVER__EMA__ENABLED": True,

@@ -467,7 +467,8 @@ def test_criterion_of_the_config_takes_its_weights():
 
 def test_unknown_classification_lists_the_known():
     with pytest.raises(
-        UnknownNameError, match=r"unknown classification 'sofmax' \(did you mean 'softmax'\?\); known: focal, mal, softmax"
+        UnknownNameError,
+        match=r"unknown classification 'sofmax' \(did you mean 'softmax'\?\); known: focal, ia_bce, mal, softmax, varifocal",
     ):
         make_classification("sofmax", K)
 

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of DINO, H-DETR, MS-DETR and detrex with random weights, made by the authors' code from checkouts."""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.detrex_model import imports_from
+from benchmarks.peers import official_core, packages_of, with_extension
+from cpvt_det.errors import BadInputError
+
+NOT_CALLED = ("panopticapi", "pycocotools", "termcolor", "addict", "mmcv", "mmdet", "mmcv_custom")
+"""Packages that DINO's and H-DETR's files import, and that these models do not call."""
+LOSSES = {"cls": 2, "bbox": 5, "giou": 2}
+"""Weights of H-DETR's losses, and of those of MS-DETR but its one-to-one class loss."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Args:
+        peer: checkout whose code it is.
+        name: name in the table.
+        config: file below ``configs/coco`` for our model.
+        arguments: what the authors' model is made of: for DINO and H-DETR the options that differ, for detrex a config file.
+        swin: True: our backbone is detectron2's Swin-T.
+    """
+
+    peer: str
+    name: str
+    config: str
+    arguments: Any
+    swin: bool = False
+
+
+@dataclass
+class Foreign:
+    """A model of the authors' code.
+
+    Args:
+        module: the model.
+        predict: function from (1, 3, H, W) images to logits (1, Q, K) and boxes (1, Q, 4).
+        namespaces: names of its files, of which ``inverse_sigmoid`` and ``torch`` are replaced while it runs.
+        criterion: its criterion, where losses are compared too.
+        nested: its batch of images and padding mask.
+    """
+
+    module: nn.Module
+    predict: Callable[[Tensor], tuple[Tensor, Tensor]]
+    namespaces: list[dict[str, Any]]
+    criterion: nn.Module | None = None
+    nested: Callable[..., Any] | None = None
+
+
+def build_dino(folder: Path, case: Case) -> Foreign:
+    """A model of IDEA-Research/DINO, from its config."""
+    options = runpy.run_path(str(folder / "config/DINO" / case.arguments))
+    options = {name: value for name, value in options.items() if not name.startswith("_")}
+    options |= {"device": "cpu", "masks": False, "backbone": "swin_T_224_1k" if case.swin else options["backbone"]}
+    detector, misc, namespaces = _imported(folder, "models.dino.dino", "util.misc")
+    _run_without_cuda(namespaces, "models.dino.ops.modules.ms_deform_attn", official_core(folder, "dino"))
+    module = detector.build_dino(argparse.Namespace(**options))[0]
+    return Foreign(module, lambda images: _official(module, misc.NestedTensor, images), namespaces)
+
+
+def build_hdetr(folder: Path, case: Case) -> Foreign:
+    """A model of HDETR/H-Deformable-DETR with all its "tricks", as its script ``*_hybrid_branch_*`` makes it."""
+    numbers = {"num_queries_one2one": 300, "num_queries_one2many": 1500, "topk": 100, "use_checkpoint": False}
+    foreign = _build_official(folder, case.peer, **numbers)
+
+    def predict(images: Tensor) -> tuple[Tensor, Tensor]:
+        foreign.module.num_queries, foreign.module.transformer.two_stage_num_proposals = 300, 300  # as in its evaluation
+        return foreign.predict(images)
+
+    return dataclasses.replace(foreign, predict=predict)
+
+
+def build_msdetr(folder: Path, case: Case) -> Foreign:
+    """A model of Atten4Vis/MS-DETR, as its script ``train_ms_detr_pp_300.sh`` makes it."""
+    words = {"num_queries": 300, "use_ms_detr": True, "use_aux_ffn": True, "topk_eval": 100, "nms_iou_threshold": None}
+    words |= {f"{part}_{name}_loss_coef": weight for part in ("o2m", "enc") for name, weight in LOSSES.items()}
+    return _build_official(folder, case.peer, **{**words, "cls_loss_coef": 1})
+
+
+def _build_official(folder: Path, peer: str, **more: Any) -> Foreign:
+    """A Deformable-DETR++ of a checkout that is made of Deformable-DETR's."""
+    words = {"dataset_file": "coco", "device": "cpu", "masks": False, "frozen_weights": None, "aux_loss": True}
+    words |= {"backbone": "resnet50", "lr_backbone": 2e-5, "dilation": False, "position_embedding": "sine", "num_feature_levels": 4}
+    words |= {"hidden_dim": 256, "dim_feedforward": 2048, "nheads": 8, "dropout": 0.0, "enc_layers": 6, "dec_layers": 6}
+    words |= {"enc_n_points": 4, "dec_n_points": 4, "focal_alpha": 0.25}
+    words |= {"with_box_refine": True, "two_stage": True, "mixed_selection": True, "look_forward_twice": True}
+    words |= {f"{name}_loss_coef": weight for name, weight in LOSSES.items()}
+    words |= {"set_cost_class": 2, "set_cost_bbox": 5, "set_cost_giou": 2, **more}
+    detector, misc, namespaces = _imported(folder, "models.deformable_detr", "util.misc")
+    _run_without_cuda(namespaces, "models.ops.modules.ms_deform_attn", official_core(folder, peer))
+    module, criterion, _ = detector.build(argparse.Namespace(**words))
+    return Foreign(module, lambda images: _official(module, misc.NestedTensor, images), namespaces, criterion, misc.NestedTensor)
+
+
+def _run_without_cuda(namespaces: list[dict[str, Any]], attention: str, core: Callable[..., Tensor]) -> None:
+    """The pure-PyTorch core in place of the compiled op, and no download of a backbone's weights."""
+    for space in namespaces:
+        if space["__name__"] == attention:
+            space["MSDeformAttnFunction"] = argparse.Namespace(apply=functools.partial(_apply_core, core))
+        if "is_main_process" in space:
+            space["is_main_process"] = lambda: False
+
+
+def build_detrex(folder: Path, case: Case) -> Foreign:
+    """A model of detrex, from its config."""
+    with imports_from([folder]):
+        try:
+            from detectron2.config import LazyConfig, instantiate
+
+            importlib.import_module("detrex.config").get_config = lambda path: mock.MagicMock()  # of data and optimiser
+            config = LazyConfig.load(str(folder / "projects" / case.arguments)).model
+            config.device = "cpu"
+            module = instantiate(config)
+        except Exception as error:
+            raise BadInputError(f"peer detrex: {case.name} cannot be built: {error}; it needs detectron2 too") from error
+    module.normalizer = nn.Identity()
+    found: list[tuple[Tensor, Tensor]] = []
+    module.inference = lambda logits, boxes, sizes: found.append((logits, boxes)) or []
+
+    def predict(images: Tensor) -> tuple[Tensor, Tensor]:
+        module([{"image": image} for image in images])
+        return found.pop()
+
+    names = [name for name in sys.modules if name.startswith(("detrex.", "projects."))]
+    return Foreign(module, predict, [vars(sys.modules[name]) for name in names])
+
+
+BUILDERS = {"dino": build_dino, "hdetr": build_hdetr, "msdetr": build_msdetr, "detrex": build_detrex}
+
+
+def _imported(folder: Path, *names: str) -> tuple[Any, ...]:
+    """Modules of a checkout, and the namespaces of all its files that they import."""
+    with packages_of(folder), with_extension(folder), imports_from([folder], NOT_CALLED):
+        modules = [importlib.import_module(name) for name in names]
+        found = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("models", "util")]
+        return (*modules, [vars(module) for module in found])
+
+
+def _apply_core(core: Callable[..., Tensor], value: Tensor, shapes: Tensor, start: Tensor, *rest: Any) -> Tensor:
+    """The pure-PyTorch core in place of the compiled op."""
+    locations, weights, _ = rest
+    return core(value, shapes.tolist(), locations, weights)
+
+
+def _official(module: nn.Module, nested: Callable[..., Any], images: Tensor) -> tuple[Tensor, Tensor]:
+    found = module(nested(images, torch.zeros(len(images), *images.shape[2:], dtype=torch.bool)))
+    return found["pred_logits"], found["pred_boxes"]

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of classification whose scores learn how well a box fits: sigmoids with the overlap in the target of an object's class."""
+
+import torch
+from torch import Tensor
+
+from cpvt_det import defaults
+from cpvt_det.losses.classification import (
+    CLASSIFICATION_REGISTRY,
+    PrecomputedGradient,
+    SigmoidClassification,
+    pick_classes,
+    softplus,
+)
+
+
+class OverlapClassification(SigmoidClassification):
+    """K independent sigmoids p. The loss of an object's class is the cross-entropy with ``target``, times ``weight``; that of all
+    else is the cross-entropy with 0, times ``factor`` p^``gamma``. Targets and weights count as constants, and so does p^gamma
+    unless ``is_focal``. The matching cost, of which the papers say nothing new, is made as the focal one of arXiv 2010.04159: the
+    loss of a pair as a positive less that as a negative.
+
+    Args:
+        num_classes: K.
+        gamma: power of the scores of negatives.
+        factor: weight of negatives.
+    """
+
+    uses_overlaps = True
+    is_focal = False
+
+    def __init__(self, num_classes: int, gamma: float, factor: float = 1.0):
+        super().__init__(num_classes)
+        self.gamma = gamma
+        self.factor = factor
+
+    def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
+        """What the probability of an object's class should be, in [0, 1], for overlaps of the same shape."""
+        raise NotImplementedError
+
+    def weight(self, overlaps: Tensor) -> Tensor:
+        """Weights of positives, of the overlaps' shape."""
+        return torch.ones_like(overlaps)
+
+    def cost(self, logits: Tensor, labels: Tensor, overlaps: Tensor) -> Tensor:
+        """The cost of giving a query a target.
+
+        Args:
+            logits: (D, B, Q, K) float.
+            labels: (B, T) int64 in [0, K).
+            overlaps: (D, B, T, Q) float, intersection over union of the boxes, without gradient.
+
+        Returns:
+            (D, B, T, Q).
+        """
+        x = pick_classes(logits, labels)
+        probabilities, entropies = x.sigmoid(), softplus(x)
+        positives = self.weight(overlaps) * (entropies - self.target(probabilities, overlaps) * x)
+        return positives - self.factor * probabilities**self.gamma * entropies
+
+    def loss(self, logits: Tensor, classes: Tensor, overlaps: Tensor) -> Tensor:
+        """The loss, summed over images and queries.
+
+        Args:
+            logits: (D, B, Q, K) float.
+            classes: (D, B, Q) int64 in [0, K], K = no object.
+            overlaps: (D, B, Q) float, intersection over union with the object's box, without gradient; of queries without an
+                object it has no effect.
+
+        Returns:
+            (D,).
+        """
+        classes = classes[..., None]
+        with torch.no_grad():
+            is_object, index = classes != self.num_classes, classes.clamp(max=self.num_classes - 1)
+            own, overlaps = logits.gather(-1, index), overlaps[..., None]
+            probabilities, weights = own.sigmoid(), self.weight(overlaps)
+            target = self.target(probabilities, overlaps)
+            losses, slopes = self._negatives(logits)
+            positive, positive_slope = weights * (softplus(own) - target * own), weights * (probabilities - target)
+            losses.scatter_(-1, index, torch.where(is_object, positive, losses.gather(-1, index)))
+            slopes.scatter_(-1, index, torch.where(is_object, positive_slope, slopes.gather(-1, index)))
+        return PrecomputedGradient.apply(logits, losses.sum((1, 2, 3)), slopes)
+
+    def _negatives(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses of negatives, and their slopes."""
+        slopes, losses = logits.sigmoid(), softplus(logits)
+        weights = (slopes**self.gamma).mul_(self.factor)
+        if self.is_focal:  # the slope of p^gamma is gamma p^gamma (1 - p)
+            slopes = slopes + self.gamma * (1 - slopes) * losses
+        return losses.mul_(weights), slopes.mul_(weights)
+
+
+@CLASSIFICATION_REGISTRY.register_as("mal")
+class MatchabilityClassification(OverlapClassification):
+    """The matchability-aware loss: the target is the overlap to the power of gamma.
+
+    Args:
+        num_classes: K.
+        mal_gamma: gamma, of overlaps and of the scores of negatives.
+
+    Source: arXiv 2412.04234 (DEIM), section 3.
+    """
+
+    def __init__(self, num_classes: int, mal_gamma: float = defaults.MAL_GAMMA):
+        super().__init__(num_classes, mal_gamma)
+
+    def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
+        return overlaps**self.gamma
+
+
+@CLASSIFICATION_REGISTRY.register_as("varifocal")
+class VarifocalClassification(OverlapClassification):
+    """The varifocal loss: target and weight of a positive are the overlap.
+
+    Args:
+        num_classes: K.
+        varifocal_alpha: weight of negatives.
+        varifocal_gamma: power of the scores of negatives.
+
+    Source: arXiv 2008.13367, section 3.2; the defaults from arXiv 2304.08069 (RT-DETR).
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        varifocal_alpha: float = defaults.VARIFOCAL_ALPHA,
+        varifocal_gamma: float = defaults.VARIFOCAL_GAMMA,
+    ):
+        super().__init__(num_classes, varifocal_gamma, varifocal_alpha)
+
+    def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
+        return overlaps
+
+    def weight(self, overlaps: Tensor) -> Tensor:
+        return overlaps
+
+
+@CLASSIFICATION_REGISTRY.register_as("ia_bce")
+class AlignClassification(OverlapClassification):
+    """IoU-aware cross-entropy: the target is p^alpha u^(1 - alpha) for the overlap u, at least 0.01; negatives are focal.
+
+    Args:
+        num_classes: K.
+        ia_bce_alpha: share of the score in the target.
+        ia_bce_gamma: power of the scores of negatives.
+
+    Source: arXiv 2304.07527 (Align-DETR), section 3.2, and IDEA-Research/detrex ``projects/align_detr/modeling/losses``.
+    """
+
+    is_focal = True
+    LEAST = 0.01
+
+    def __init__(self, num_classes: int, ia_bce_alpha: float = defaults.IA_BCE_ALPHA, ia_bce_gamma: float = defaults.IA_BCE_GAMMA):
+        super().__init__(num_classes, ia_bce_gamma)
+        self.alpha = ia_bce_alpha
+
+    def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
+        return (probabilities**self.alpha * overlaps ** (1 - self.alpha)).clamp_(min=self.LEAST)
