@@ -36,6 +36,7 @@ ELSEWHERE = {
     r"python benchmarks/before_after.py ": "another checkout: tests/benchmarks/test_before_after.py",
     r"(DETECTRON2_DATASETS=DIR )?cpvt-det study run ": "hours of training: tests/study/test_study.py",
     r"cpvt-det train --import my_parts ": "tests/docs/test_extend.py",
+    r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ": "tests/docs/test_clusters.py",
     r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
     r"cpvt-det shapes datasets/shapes$": "tests/data/test_shapes.py draws fewer",
 }

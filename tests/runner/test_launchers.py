@@ -47,10 +47,10 @@ def test_a_process_that_is_alone_stays_alone(alone):
     [
         (
             SRUN,
-            r"one of 2 processes \(srun\), and MASTER_ADDR and MASTER_PORT of the first .*write srun --ntasks-per-node 1 torch",
+            r"one of 2 processes \(srun\), without MASTER_ADDR and MASTER_PORT of the first.*write srun --ntasks-per-node 1 torch",
         ),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "one of 8 processes"),
-        ({**MPIRUN, "MASTER_ADDR": "node-a"}, r"\(mpirun\), and MASTER_PORT of the first is not set.*write mpirun -x MASTER_ADDR="),
+        ({**MPIRUN, "MASTER_ADDR": "node-a"}, r"\(mpirun\), without MASTER_PORT of the first: .*write mpirun -x MASTER_ADDR="),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "export MASTER_ADDR=FIRST_HOST MASTER_PORT=29500, or start one torchrun per machine"),
         ({"RANK": "0", **ADDRESS}, "but not WORLD_SIZE"),
         ({"WORLD_SIZE": "2", **ADDRESS}, "but not RANK"),
