@@ -7,8 +7,8 @@ A server imports once and forks each process. Its parent is therefore not the te
 import contextlib
 import multiprocessing
 import os
-import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,39 +37,41 @@ class Ended(NamedTuple):
     text: str
 
 
-def start_group(folder: Path, words: Sequence[object], before: Sequence[str] = ("", "")) -> list[multiprocessing.Process]:
-    """Start ``cpvt-det WORDS`` in as many processes as ``before`` has Python to run first; they print to ``<folder>/RANK.txt``."""
+def start_group(
+    folder: Path, words: Sequence[object], before: Sequence[str] = ("", ""), **env: str
+) -> list[multiprocessing.Process]:
+    """Start ``cpvt-det WORDS`` in as many processes as ``before`` has Python to run first.
+
+    Each prints to ``<folder>/RANK.txt`` and has ``RANK`` and the like; and ``env``, where "RANK" stands for its rank, and an empty
+    value takes a variable away.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     CONTEXT.set_forkserver_preload(["cpvt_det.cli.train", "cpvt_det.runner.train", "cpvt_det.runner.launch", "torch.optim"])
-    group = {
-        "WORLD_SIZE": str(len(before)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    group = {"RANK": "RANK", "WORLD_SIZE": str(len(before)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
     started = []
     for rank, code in enumerate(before):
-        arguments = ([str(word) for word in words], folder / f"{rank}.txt", {**group, "RANK": str(rank)}, code)
+        own = {name: value.replace("RANK", str(rank)) for name, value in group.items()}
+        arguments = ([str(word) for word in words], folder / f"{rank}.txt", own, code)
         started.append(CONTEXT.Process(target=_run, args=arguments, daemon=True))
         started[-1].start()
     return started
 
 
-def end_group(folder: Path, processes: Sequence[multiprocessing.Process], seconds: float = 60) -> list[Ended]:
-    """Wait for processes, of which frozen ones are killed when the others have ended."""
-    for process in sorted(processes, key=lambda one: _is_frozen(one.pid)):
-        process.join(0 if _is_frozen(process.pid) else seconds)
+def end_group(folder: Path, processes: Sequence[multiprocessing.Process], seconds: float = 100) -> list[Ended]:
+    """Wait for processes; frozen ones are killed when the others have ended."""
+    end = time.monotonic() + seconds
+    while any(one.is_alive() and not _is_frozen(one.pid) for one in processes) and time.monotonic() < end:
+        time.sleep(0.1)
     ended = [Ended(one.exitcode, (folder / f"{rank}.txt").read_text(errors="replace")) for rank, one in enumerate(processes)]
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
     return ended
 
 
-def run_group(folder: Path, words: Sequence[object], before: Sequence[str] = ("", "")) -> list[Ended]:
+def run_group(folder: Path, words: Sequence[object], before: Sequence[str] = ("", ""), **env: str) -> list[Ended]:
     """:func:`start_group` and :func:`end_group`."""
-    return end_group(folder, start_group(folder, words, before))
+    return end_group(folder, start_group(folder, words, before, **env))
 
 
 def _is_frozen(pid: int) -> bool:
@@ -82,7 +84,9 @@ def _run(words: list[str], printed: Path, env: dict[str, str], before: str) -> N
     with printed.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    os.environ.update(env)
+    os.environ.update({**env, "GLOO_SOCKET_IFNAME": "lo"})
+    for name in [name for name, value in env.items() if not value]:
+        del os.environ[name]
     import torch
 
     torch.set_num_threads(1)

@@ -84,7 +84,7 @@ def _of_a_launcher(environment: Mapping[str, str]) -> tuple[str, dict[str, str]]
 
 
 def _way_out(name: str, size: str, lacking: list[str]) -> str:
-    told = f"this is one of {size} processes ({name}), and {' and '.join(lacking)} of the first is not set: each would train alone"
+    told = f"this is one of {size} processes ({name}), without {' and '.join(lacking)} of the first: each would train alone"
     if name == "srun":
         return (
             f"{told}; write srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node GPUS --rdzv-backend c10d "

@@ -12,9 +12,11 @@ from types import FrameType
 
 from cpvt_det import distributed
 from cpvt_det.errors import exit_code
+from cpvt_det.runner.launchers import is_of_torchrun
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SAME = 0.5  # seconds; a second signal within this time is ignored: one Ctrl-C is sent by the terminal and by torchrun
+SAME = 0.5  # seconds; a second signal within this time is ignored: one Ctrl-C is sent by the terminal and by the launcher
+SAME_BY_TORCHRUN = 15.0  # the same under torchrun, which passes on what a scheduler may have sent to all, and kills after 30
 
 
 class Stopped(BaseException):
@@ -67,7 +69,7 @@ class StopSignals:
             self._signum, self._time = signum, time.monotonic()
             if self._at_once:
                 raise Stopped
-        elif time.monotonic() - self._time > SAME:
+        elif time.monotonic() - self._time > (SAME_BY_TORCHRUN if is_of_torchrun() else SAME):
             for worker in multiprocessing.active_children():
                 worker.kill()
             os._exit(exit_code(signum))

@@ -5,7 +5,7 @@ Two processes with gloo take the steps of one on the same global batch, with all
 float64 with synchronised norms the losses differ by at most 4e-15, weights, running statistics and moving average by 7e-14
 (`test_processes.py`). There, too: a killed process ends the others within seconds under torchrun and under `--num-gpus`, with
 its number and its signal; a step that is bad in one process is left out in all; `torchrun --max-restarts` continues from the last
-checkpoint, without `--resume` on the command line, to the same bits.
+step, without `--resume` on the command line, to the same bits.
 
 A run holds a lock on `.lock` in its `OUTPUT_DIR`. It ends with the process, so that a dead one never blocks.
 
@@ -98,8 +98,8 @@ def dead_worker_between_steps(folder: Path) -> Ending:
 
 LOCK = "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"
 STALE = """file.seek(0)
-            if file.read():  # a lock that is a file, and outlives its process
-                raise OSError"""
+        if file.read():  # a lock that is a file, and outlives its process
+            raise OSError"""
 
 CASES = [
     Case(

@@ -62,7 +62,7 @@ def test_a_run_leaves_its_files(train):
     lines = metrics_of(folder)
     assert [line["iteration"] for line in lines if "total_loss" in line] == list(range(6))
     assert [line["iteration"] for line in lines if "bbox/AP" in line] == [1, 3, 5]
-    assert {"lr", "time", "images_per_second", "eta_seconds", "grad_norm", "loss_giou"} <= lines[0].keys()
+    assert {"lr", "time", "images_per_second", "eta_seconds", "data_time", "grad_norm", "loss_giou"} <= lines[0].keys()
     log = (folder / "log.txt").read_text()
     assert "6 iterations of 2 images / 5 images = 2.4 epochs" in log
     assert "boxes without area, left out: 1" in log

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from nodes import ENV, children
 from test_runner import assert_same_run, losses_of
 from tiny import DETECTORS, overrides
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 DRIVER = str(Path(__file__).parents[1] / "process_driver.py")
-ENV = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 RUNNERS = ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)]
 
 
@@ -61,12 +61,6 @@ def test_a_bad_step_in_one_process_is_skipped_in_all(tmp_path):
     assert one["skipped"] == two["skipped"] == 1
     assert largest_difference(one["model"], two["model"]) <= 1e-10
     assert "Iteration 1 is skipped: the predictions are not finite for images 100, 101, 102, 103" in told
-
-
-def children(pid):
-    """The processes that a process has started, by pid."""
-    found = [line.split() for line in subprocess.run(["ps", "-eo", "ppid,pid"], capture_output=True, text=True).stdout.splitlines()]
-    return [int(child) for parent, child in found[1:] if int(parent) == pid]
 
 
 @pytest.fixture
@@ -151,15 +145,15 @@ main()
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_torchrun_restarts_from_the_last_checkpoint_to_the_same_weights(command, tmp_path, runner):
-    """The second process is killed in step 4; the checkpoint is of step 2."""
+def test_torchrun_restarts_from_the_step_that_a_survivor_saved_to_the_same_weights(command, tmp_path, runner):
+    """The second process is killed before step 4; the last periodic checkpoint is of step 2."""
     more = {"runner": runner, "MODEL__BACKBONE__NORM": "SyncBN", "MODEL__POSITION__NORM": "SyncBN"}
     script = tmp_path / "kill_once.py"
     script.write_text(KILL_ONCE)
     options = ["--num-gpus", "0"]
     result = run(*TORCHRUN, "--max-restarts=1", script, *command("cut", *options, **more), env={**ENV, "KILL_AT": "4"})
     assert result.returncode == 0, result.stderr[-3000:]
-    assert f"Resumed from {tmp_path / 'cut' / 'model_0000002.pth'}" in (tmp_path / "cut/log.txt").read_text()
+    assert f"Resumed from {tmp_path / 'cut' / 'model_0000003.pth'}" in (tmp_path / "cut/log.txt").read_text()
     assert run(*TORCHRUN, "-m", "cpvt_det", *command("whole", *options, **more)).returncode == 0
     if runner == "builtin":  # detectron2 writes medians over steps, which start anew
         assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
