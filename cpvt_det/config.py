@@ -73,9 +73,7 @@ def _add_model(cfg: CfgNode) -> None:
 
 def _add_features(model: CfgNode) -> None:
     model.BACKBONE = CfgNode(new_allowed=True)
-    model.BACKBONE.NAME = (
-        "resnet50"  # resnet10 to 101; deit_, cpvt_tiny, _small, _base, tnt_small, _base; timm/<name>; detectron2's
-    )
+    model.BACKBONE.NAME = "resnet50"  # resnet10 to 101; deit_, cpvt_, tnt_small, also _tiny and _base; timm/<name>; or detectron2's
     model.BACKBONE.WEIGHTS = ""  # a name (torchvision: IMAGENET1K_V1, DEFAULT; timm: pip, DEFAULT) or a file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN or GN (not for timm) to train from scratch
     model.BACKBONE.WIDTH = 64  # channels of the stem; all stages scale with it; pretrained weights exist for 64 only

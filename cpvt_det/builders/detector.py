@@ -12,7 +12,7 @@ from torch import nn
 
 from cpvt_det import defaults, distributed
 from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, backbone_position, keyword_of, refuse_unused
-from cpvt_det.config import get_cfg, key_names
+from cpvt_det.config import flat_items, get_cfg, key_names
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.inference import ClassScores, PostProcessor
 from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, SetCriterion
@@ -243,14 +243,29 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
 
     Raises:
         UnknownNameError: an unknown name, or a key of the user's own that the backbone does not take.
+        ConfigError: a transformer whose patches are larger than images will be.
     """
     name = cfg.MODEL.BACKBONE.NAME
     facts, options = {"checkpointing": cfg.MODEL.CHECKPOINTING}, _options(cfg, "BACKBONE", BACKBONE_REGISTRY, name)
     if "position" in options:
+        _require_patches(cfg)
         position = backbone_position(cfg)
         own = part_options(cfg.MODEL.BACKBONE.POSITION, get_cfg().MODEL.BACKBONE.POSITION, POSITION_REGISTRY, position)
         options["position"] = functools.partial(build_position, position, **own)
     return BACKBONE_REGISTRY.build(name, facts, options)
+
+
+def _require_patches(cfg: CfgNode) -> None:
+    """Refuse sizes of images below that of a patch; 0 means no resize."""
+    patch, sizes = cfg.MODEL.BACKBONE.PATCH_SIZE, dict(flat_items(cfg.INPUT, "INPUT."))
+    for key in ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "CLASSIFY.SIZE", "CLASSIFY.TEST_SIZE"):
+        value = sizes.get(f"INPUT.{key}", ())
+        small = [side for side in (value if isinstance(value, (list, tuple)) else [value]) if 0 < side < patch]
+        if small:
+            raise ConfigError(
+                f"INPUT.{key} makes images of {small[0]} pixels, smaller than a patch of {patch}: use larger images, or set "
+                "MODEL.BACKBONE.PATCH_SIZE"
+            )
 
 
 def _pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[float]]:

@@ -65,7 +65,7 @@ class AxialRotaryEncoding(RotaryEncoding):
             -torch.arange(self.num_frequencies, dtype=y.dtype, device=y.device) / self.num_frequencies
         )
         rows, columns = (axis[:, None] * frequencies for axis in (y, x))
-        shape = (len(y), len(x), -1)
+        shape = (y.shape[0], x.shape[0], -1)
         return torch.cat((rows[:, None].expand(shape), columns.expand(shape)), dim=-1)
 
 

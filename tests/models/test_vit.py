@@ -300,5 +300,26 @@ def test_keys_of_a_transformer_are_refused_by_other_backbones():
         build_optimizer(cfg, build_detector(cfg))
 
 
+@pytest.mark.parametrize(("key", "value"), [("MIN_SIZE_TRAIN", (32, 8)), ("MIN_SIZE_TEST", 15), ("MAX_SIZE_TRAIN", 12)])
+def test_images_smaller_than_a_patch_are_refused_before_the_first(key, value):
+    smallest = min(value) if isinstance(value, tuple) else value
+    with pytest.raises(ConfigError, match=f"INPUT.{key} makes images of {smallest} pixels, smaller than a patch of 16"):
+        build_detector(random_config(**{**VIT, f"INPUT__{key}": value}))
+    build_detector(random_config(**{**VIT, "INPUT__MIN_SIZE_TEST": 0}))  # no resize
+
+
+def test_a_backbone_is_one_program_at_any_size_and_batch():
+    """TNT, which reshapes most, with an encoding inside the attention and one on the tokens; the table's own test is its own."""
+    backbone = make(NAME="tnt_small", POSITION__NAME="relative+peg_plain", EMBED_DIM=64, DEPTH=1).float()
+    batch, rows, columns = (torch.export.Dim(name, min=2, max=64) for name in ("batch", "rows", "columns"))
+    shapes = {"images": {0: batch, 2: 16 * rows, 3: 16 * columns}, "padding_mask": {0: batch, 1: 16 * rows, 2: 16 * columns}}
+    inputs = (torch.zeros(3, 3, 48, 64), torch.zeros(3, 48, 64, dtype=torch.bool))
+    program = torch.export.export(backbone, inputs, dynamic_shapes=shapes).module()
+    batch = PaddedBatch.from_images([image.float() for image in draw()], 16)
+    with torch.no_grad():
+        (expected,), (found,) = (run(batch.images, batch.padding_mask) for run in (backbone, program))
+    assert found.shape == expected.shape == (3, 64, 6, 5) and (found - expected).abs().max() < 1e-5
+
+
 def test_their_names_are_registered():
     assert {f"{family}_{size}" for family in ("deit", "cpvt") for size in ("tiny", "small", "base")} <= set(BACKBONE_REGISTRY.names)

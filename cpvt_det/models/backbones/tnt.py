@@ -201,7 +201,7 @@ def transformer_in_transformer(
         size: key of ``SIZES``.
         variant: ``legacy`` or ``se``, as of :class:`TransformerInTransformer`; empty: neither.
         position, embed_dim, depth, num_heads, patch_size, num_tokens, drop_path, stages, checkpointing: as of
-            :func:`cpvt_det.models.backbones.vit.vision_transformer`; with other channels, pixels have a sixteenth of them.
+            :func:`cpvt_det.models.backbones.vit.vision_transformer`; with other channels, pixels have about a sixteenth of them.
 
     Raises:
         ValueError: as :class:`TransformerInTransformer`.
@@ -209,7 +209,11 @@ def transformer_in_transformer(
     *own, inner_channels = SIZES[size]
     sizes = [given or usual for given, usual in zip((embed_dim, depth, num_heads), own, strict=True)]
     position = position or partial(build_position, OWN_POSITIONS[f"tnt_{size}"])
-    options = {"inner_channels": embed_dim // 16 or inner_channels, "legacy": variant == "legacy", "squeeze": variant == "se"}
+    options = {
+        "inner_channels": 4 * max(1, embed_dim // 64) if embed_dim else inner_channels,
+        "legacy": variant == "legacy",
+        "squeeze": variant == "se",
+    }
     shared = (position, patch_size, num_tokens, drop_path, stages, checkpointing)
     return TransformerInTransformer(*sizes, *shared, **options)
 
