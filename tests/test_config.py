@@ -18,8 +18,13 @@ TABLE = [
     *(f"coco/deformable_detr_r50_{encoding}_50ep.yaml" for encoding in ("none", "sine_offset", "peg", "sine_offset+peg")),
 ]
 RECIPES = [
-    f"coco/{model}_{encoding}_12ep.yaml"
-    for model in ("deformable_detr_r50_pp", "dino_r50_4scale")
+    f"coco/{model}_{encoding}_{epochs}ep.yaml"
+    for model, epochs in (
+        ("deformable_detr_r50_pp", 12),
+        ("ms_deformable_detr_r50_pp", 12),
+        ("dino_r50_4scale", 12),
+        ("dino_r50_4scale", 24),
+    )
     for encoding in ("sine_offset", "peg", "sine_offset+peg")
 ]
 OFFICIAL = ["_single_scale", "_single_scale_dc5", "_refine", "_two_stage"]
@@ -73,9 +78,10 @@ def test_configs_of_the_table_differ_in_one_key(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_recipes_of_12_epochs_differ_in_the_encoding_alone(name):
+def test_the_recipes_of_12_and_24_epochs_differ_in_the_encoding_alone(name):
     """What DINO has beside Deformable-DETR++: positions, denoising, a norm, classes of proposals, 900 queries, other rates."""
-    model, encoding = name.removeprefix("coco/").removesuffix("_12ep.yaml").split("_4scale_" if "dino" in name else "_pp_")
+    stem, epochs = name.removeprefix("coco/").removesuffix("ep.yaml").rsplit("_", 1)
+    model, encoding = stem.split("_4scale_" if "dino" in name else "_pp_")
     own = [line.strip() for line in find_config(name).read_text().splitlines()]
     assert own[0].startswith("_BASE_: _base_") and own[1:] == ["MODEL:", "POSITION:", f"NAME: {encoding}"]
     cfg = load_cfg(name)
@@ -83,7 +89,9 @@ def test_the_recipes_of_12_epochs_differ_in_the_encoding_alone(name):
     assert (queries.NAME, queries.REFINED_POSITIONS, queries.DENOISING > 0, queries.HYBRID) == ("mixed", is_dino, is_dino, 0)
     assert cfg.MODEL.DEFORMABLE.LOOK_FORWARD_TWICE and is_dino == cfg.MODEL.DEFORMABLE.FINAL_NORM
     assert (900 if is_dino else 300) == cfg.MODEL.DETR.NUM_OBJECT_QUERIES
-    assert (solver.EPOCHS, tuple(solver.STEP_EPOCHS), solver.IMS_PER_BATCH) == (12, (11,), 16)
+    assert model.startswith("ms_") == cfg.MODEL.DEFORMABLE.MIXED_SUPERVISION
+    step = {"12": 11, "24": 20}[epochs]
+    assert (solver.EPOCHS, tuple(solver.STEP_EPOCHS), solver.IMS_PER_BATCH) == (int(epochs), (step,), 16)
     assert ((1e-4, 1e-5) if is_dino else (2e-4, 2e-5)) == (solver.BASE_LR, solver.BACKBONE_LR)
     length = build_schedule(cfg, 118_287)
     assert (solver.MAX_ITER, tuple(solver.STEPS)) == (length.max_iter, length.steps)

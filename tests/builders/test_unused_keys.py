@@ -217,7 +217,7 @@ def test_a_key_of_an_encoding_changes_it_or_is_refused(name, config):
         (
             {"MODEL__QUERIES__NAME": "fixed"},
             "MODEL.DETR.NUM_OBJECT_QUERIES is 6, but the query source 'fixed' does not take it; leave it at 100, or set "
-            "MODEL.QUERIES.NAME to learned, proposals, mixed",
+            "MODEL.QUERIES.NAME to learned, proposals, anchors, mixed",
         ),
         (
             {"MODEL__NECK__WIDTH": 3},
@@ -292,7 +292,7 @@ def listen(found):
     logging.getLogger("cpvt_det").addHandler(handler)
 
 
-KEPT = {"KERNEL_SIZE: 3": "KERNEL_SIZE: 7", "FOCAL_GAMMA: 2.0": "FOCAL_GAMMA: 3.0"}
+KEPT = {"KERNEL_SIZE: 3": "KERNEL_SIZE: 7", " FOCAL_GAMMA: 2.0": " FOCAL_GAMMA: 3.0"}
 
 
 def as_before(text):
