@@ -312,7 +312,7 @@ def listen(found):
     logging.getLogger("cpvt_det").addHandler(handler)
 
 
-KEPT = {"KERNEL_SIZE: 3": "KERNEL_SIZE: 7", "FOCAL_GAMMA: 2.0": "FOCAL_GAMMA: 3.0"}
+KEPT = {"KERNEL_SIZE: 3": "KERNEL_SIZE: 7", " FOCAL_GAMMA: 2.0": " FOCAL_GAMMA: 3.0"}
 
 
 def as_before(text):
