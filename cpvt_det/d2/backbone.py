@@ -10,9 +10,12 @@ from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
 from torch import Tensor, nn
 
 from cpvt_det import models
+from cpvt_det.d2.padding import keep_padding_out
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.models import ResNetBackbone
+from cpvt_det.models.backbones.masking import InexactError, ValidCells, of_batch
 from cpvt_det.registry import IMPORT_HINT
+from cpvt_det.structures import has_padding
 
 
 class Detectron2Backbone(nn.Module):
@@ -21,12 +24,15 @@ class Detectron2Backbone(nn.Module):
     Args:
         body: backbone of detectron2, whose ``output_shape`` contains strides and channels.
         stages: stages whose maps are used; the map of stage n has stride 2 ** n, whatever its name (``res5``, ``p5``, ``scale5``).
+        mask_padding: keep the padding out of convolutions, poolings and means over the map, so that an image's features do not
+            depend on what it is batched with. Whether that is possible is tried when the backbone is built.
 
     Raises:
         ValueError: no stage, or a stage for which there is not exactly one map.
+        InexactError: a backbone that cannot be exact with ``mask_padding``.
     """
 
-    def __init__(self, body: Backbone, stages: Sequence[int] = (5,)):
+    def __init__(self, body: Backbone, stages: Sequence[int] = (5,), mask_padding: bool = False):
         super().__init__()
         if not stages:
             raise ValueError(f"stages must contain at least one stage, got {list(stages)}")
@@ -44,6 +50,9 @@ class Detectron2Backbone(nn.Module):
             self.names.append(names[0])
             self.strides.append(2**stage)
             self.channels.append(shapes[names[0]].channels)
+        self.mask_padding = mask_padding
+        if mask_padding:
+            keep_padding_out(body, self._maps, self.size_divisibility)
 
     @property
     def size_divisibility(self) -> int:
@@ -53,8 +62,13 @@ class Detectron2Backbone(nn.Module):
         return math.lcm(max(self.strides), needed or 1)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
-        """(B, 3, H, W) images -> maps over levels; the backbone does not see the padding mask."""
-        features = self.body(images)
+        """(B, 3, H, W) images, zero under the padding, and (B, H, W) bool, True = padded -> maps over levels."""
+        cells = ValidCells(padding_mask) if self.mask_padding and has_padding(padding_mask) else None
+        with of_batch(cells):
+            return self._maps(self.body, images)
+
+    def _maps(self, body: nn.Module, images: Tensor) -> list[Tensor]:
+        features = body(images)
         return [features[name] for name in self.names]
 
 
@@ -62,8 +76,8 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     """The backbone if ``MODEL.BACKBONE.NAME`` is in detectron2's registry; ``None`` if it is one of ours.
 
     Raises:
-        ConfigError: ``MASK_PADDING``, ``DC5`` or ``CHECKPOINTING`` with a backbone of detectron2, stages without a map, or an
-            unknown name.
+        ConfigError: ``DC5`` or ``CHECKPOINTING`` with a backbone of detectron2, ``MASK_PADDING`` with one that cannot keep the
+            padding out, stages without a map, or an unknown name.
     """
     node = cfg.MODEL.BACKBONE
     if node.NAME in models.BACKBONE_REGISTRY:
@@ -71,16 +85,18 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     if node.NAME not in BACKBONE_REGISTRY:
         known = [*models.BACKBONE_REGISTRY.names, *(name for name, _ in BACKBONE_REGISTRY)]
         raise UnknownNameError("backbone", node.NAME, known, IMPORT_HINT)
-    if node.MASK_PADDING:
-        raise ConfigError(
-            f"backbone {node.NAME} of detectron2 cannot keep its padding zero: set MODEL.BACKBONE.MASK_PADDING to False"
-        )
     if node.DC5 or cfg.MODEL.CHECKPOINTING:
         raise ConfigError(
             f"backbone {node.NAME} of detectron2 does not support MODEL.BACKBONE.DC5 and MODEL.CHECKPOINTING: set both to False"
         )
     with config_errors("MODEL.BACKBONE"):
-        return Detectron2Backbone(build_backbone(cfg), node.STAGES)
+        try:
+            return Detectron2Backbone(build_backbone(cfg), node.STAGES, node.MASK_PADDING)
+        except InexactError as error:
+            raise ConfigError(
+                f"backbone {node.NAME} of detectron2 cannot keep the padding out of its features: {error}; choose another one, or "
+                "take it all the same, with features that depend on the batch, by MODEL.BACKBONE.MASK_PADDING False"
+            ) from error
 
 
 class _OurBackbone(Backbone):
