@@ -63,6 +63,7 @@ TEST = [
     "onnx==1.23.2",
     "onnxscript==0.7.2",
     "onnxruntime==1.31.1",
+    "playwright==1.65.2",  # drives the system's Chromium, where there is one
     "ruff==0.17.5",
 ]
 
@@ -76,7 +77,7 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["cpvt_det", "cpvt_det.*"]), *("cpvt_det/" + f for f in CONFIG_FOLDERS)],
     package_dir={"cpvt_det/" + folder: folder for folder in CONFIG_FOLDERS},
-    package_data={"cpvt_det/" + folder: ["*.yaml"] for folder in CONFIG_FOLDERS},
+    package_data={"cpvt_det.visualize": ["pages/*"], **{"cpvt_det/" + folder: ["*.yaml"] for folder in CONFIG_FOLDERS}},
     install_requires=INSTALL,
     extras_require={
         **{"detectron2": DETECTRON2, "export": EXPORT, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},

@@ -59,10 +59,16 @@ def _empty_class(module: str, name: str) -> type:
 
 
 @contextmanager
-def _imports_from(folders: list[Path]) -> Iterator[None]:
-    """Import from checkouts in this block, with empty modules for what is not installed; no bytecode is written to them."""
+def imports_from(folders: list[Path], not_called: tuple[str, ...] = ()) -> Iterator[None]:
+    """Import from checkouts in this block, with empty modules for what is not installed; no bytecode is written to them.
+
+    Args:
+        folders: checkouts.
+        not_called: packages that they import and do not call, beside those of detrex.
+    """
     path, written = sys.path[:], sys.dont_write_bytecode
-    finder = EmptyModules(tuple(name for name in NOT_CALLED if importlib.util.find_spec(name) is None), COMPILED)
+    packages = tuple(name for name in (*NOT_CALLED, *not_called) if importlib.util.find_spec(name) is None)
+    finder = EmptyModules(packages, COMPILED)
     sys.path[:0], sys.dont_write_bytecode = [str(folder) for folder in folders], True
     sys.meta_path.append(finder)
     try:
@@ -87,7 +93,7 @@ def detrex_modules(folder: Path, detectron2: Path | None) -> types.SimpleNamespa
     Raises:
         BadInputError: files that cannot be imported.
     """
-    with _imports_from([folder, *([detectron2] if detectron2 else [])]):
+    with imports_from([folder, *([detectron2] if detectron2 else [])]):
         try:
             return types.SimpleNamespace(
                 project=importlib.import_module("projects.deformable_detr.modeling"),

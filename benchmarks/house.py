@@ -46,7 +46,7 @@ from benchmarks.house_road import PACKAGE, ROADS
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     "cli __main__",
-    "runner d2 predict study studies",
+    "runner d2 predict serve study studies",
     "tasks",
     "visualize show export checkpoint plug",
     "builders build",

@@ -24,6 +24,8 @@ from cpvt_det.study.origin import commit_of
 CHECKOUTS = {
     "deformable_detr": ("fundamentalvision/Deformable-DETR", "models/ops/functions/ms_deform_attn_func.py"),
     "detr": ("facebookresearch/detr", "models/detr.py"),
+    "dino": ("IDEA-Research/DINO", "models/dino/ops/functions/ms_deform_attn_func.py"),
+    "hdetr": ("HDETR/H-Deformable-DETR", "models/ops/functions/ms_deform_attn_func.py"),
     "detrex": ("IDEA-Research/detrex", "detrex/layers/multi_scale_deform_attn.py"),
     "detectron2": ("facebookresearch/detectron2", "detectron2/data/dataset_mapper.py"),
 }
@@ -88,14 +90,14 @@ EXTENSION = "MultiScaleDeformableAttention"
 
 
 @functools.cache
-def official_op_file(folder: Path) -> types.ModuleType:
+def official_op_file(folder: Path, peer: str = "deformable_detr") -> types.ModuleType:
     """``models/ops/functions/ms_deform_attn_func.py`` of a checkout, with the compiled extension if it is built.
 
     Raises:
         BadInputError: a file that cannot be imported.
     """
-    with _extension(folder):
-        return _module("deformable_detr", folder)
+    with with_extension(folder):
+        return _module(peer, folder)
 
 
 @functools.cache
@@ -121,7 +123,7 @@ def _module(name: str, folder: Path) -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def _extension(folder: Path) -> Iterator[None]:
+def with_extension(folder: Path) -> Iterator[None]:
     """The installed extension, else the one built inside the checkout, else an empty module of its name."""
     built = sorted({str(path.parent) for path in (folder / "models/ops").rglob(f"{EXTENSION}*.so")})
     before = sys.path[:]
@@ -196,7 +198,7 @@ def official_deformable_detr(folder: Path) -> types.SimpleNamespace:
     Raises:
         BadInputError: files that cannot be imported.
     """
-    with packages_of(folder), _extension(folder):
+    with packages_of(folder), with_extension(folder):
         try:
             detector = importlib.import_module("models.deformable_detr")
             backbone = importlib.import_module("models.backbone")
@@ -224,9 +226,9 @@ def _official_op(compiled: Callable[..., Any] | None, core: Callable[..., Any], 
     return core(value, shapes.tolist(), locations, weights)
 
 
-def official_core(folder: Path) -> Callable[..., Any]:
+def official_core(folder: Path, peer: str = "deformable_detr") -> Callable[..., Any]:
     """``ms_deform_attn_core_pytorch(value, level_shapes, locations, weights)``; with level shapes in a list it copies nothing."""
-    return official_op_file(folder).ms_deform_attn_core_pytorch
+    return official_op_file(folder, peer).ms_deform_attn_core_pytorch
 
 
 def official_cuda_op(folder: Path) -> Callable[..., Any] | None:

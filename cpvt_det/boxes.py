@@ -40,8 +40,7 @@ def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
 
     Source: fundamentalvision/Deformable-DETR ``util/misc.py``.
     """
-    x = x.clamp(0, 1)
-    return (x.clamp(min=eps) / (1 - x).clamp(min=eps)).log()
+    return (x.clamp(eps, 1) / (1 - x).clamp(eps, 1)).log()
 
 
 def generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def get_cfg() -> CfgNode:
     cfg = CfgNode()
     cfg.VERSION = 2  # version of the config format, as in detectron2
     cfg.OUTPUT_DIR = "./output"  # folder of everything that a run writes; one run at a time
-    cfg.TASK = "detection"  # what is read, trained and measured: detection, or a registered task of your own
+    cfg.TASK = "detection"  # what is read, trained and measured: detection, classification, or a registered task of your own
     cfg.TASK_OPTIONS = CfgNode(new_allowed=True)  # options of a task of your own
     cfg.CALLBACKS = []  # what watches a training run: wandb, mlflow or your own; names, or [name, {option: value}]
     cfg.SEED = -1  # seed of weights, data order and augmentation; negative: a random seed per run, which is logged
@@ -54,7 +54,7 @@ def get_cfg() -> CfgNode:
 
 def _add_model(cfg: CfgNode) -> None:
     cfg.MODEL = model = CfgNode()
-    model.META_ARCHITECTURE = "CPVTDetr"  # detector: CPVTDetr or CPVTDeformableDetr
+    model.META_ARCHITECTURE = "CPVTDetr"  # detector: CPVTDetr or CPVTDeformableDetr; CPVTClassifier, with TASK classification
     model.DEVICE = "auto"  # auto (cuda if torch finds a GPU, else cpu), cuda, cuda:1 or cpu
     model.WEIGHTS = ""  # checkpoint to start from; class heads are matched by class name, new classes get random weights
     model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
@@ -70,10 +70,18 @@ def _add_model(cfg: CfgNode) -> None:
     _add_transformer(model)
     _add_criterion(model)
 
+    model.CLASSIFIER = CfgNode()  # CPVTClassifier only
+    model.CLASSIFIER.POOL = ""  # input of the head: token (class token) or mean; empty: token where there is one, else mean
+    model.CLASSIFIER.SMOOTHING = 0.0  # label smoothing: part of the label that is spread over all classes
+    model.CLASSIFIER.TEACHER = ""  # classifier to learn from: a checkpoint of ours, or timm/<name>; empty: none
+    model.CLASSIFIER.TEACHER_WEIGHTS = ""  # timm teacher: a file with timm's names, or DEFAULT, timm's own; classes in our order
+
 
 def _add_features(model: CfgNode) -> None:
     model.BACKBONE = CfgNode(new_allowed=True)
-    model.BACKBONE.NAME = "resnet50"  # resnet10, 18, 34, 50, 101, or timm/<name>; with detectron2 also every name in its registry
+    model.BACKBONE.NAME = (
+        "resnet50"  # resnet10 to 101; deit_, cpvt_tiny, _small, _base, tnt_small, _base; timm/<name>; detectron2's
+    )
     model.BACKBONE.WEIGHTS = ""  # a name (torchvision: IMAGENET1K_V1, DEFAULT; timm: pip, DEFAULT) or a file; empty: random
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN or GN (not for timm) to train from scratch
     model.BACKBONE.WIDTH = 64  # channels of the stem; all stages scale with it; pretrained weights exist for 64 only
@@ -81,20 +89,36 @@ def _add_features(model: CfgNode) -> None:
     model.BACKBONE.DC5 = False  # True: stage 5 is dilated and has the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # last stage that keeps its pretrained weights (is frozen); 1 is the stem, 0 trains all stages
     model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in batches of the official code
+    model.BACKBONE.PATCH_SIZE = 16  # deit, cpvt, tnt: side of a patch in pixels, and stride of the one map
+    model.BACKBONE.EMBED_DIM = 0  # deit, cpvt, tnt: channels; 0: those of the name
+    model.BACKBONE.DEPTH = 0  # deit, cpvt, tnt: number of layers; 0: 12
+    model.BACKBONE.NUM_HEADS = 0  # deit, cpvt, tnt: number of attention heads; 0: that of the name
+    model.BACKBONE.NUM_TOKENS = 1  # deit, cpvt, tnt: tokens beside the patches: 1, the class token; 2, distillation too; 0, none
+    model.BACKBONE.DROP_PATH = 0.0  # deit, cpvt, tnt: probability that an image skips a part of the last layer; 0 in the first
 
     model.NECK = CfgNode(new_allowed=True)
     model.NECK.NAME = ""  # neck; empty: the detector's default, projection for CPVTDetr, multi_level for CPVTDeformableDetr
 
     model.POSITION = CfgNode(new_allowed=True)
-    model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, peg, sine+peg, sine_offset+peg, or an ablation (peg_*)
+    model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, table, relative, rope, rope_mixed, peg, <one>+<a PEG>, or peg_*
     model.POSITION.DECODER = "sine"  # encoding of the keys in DETR's decoder: sine, same (as in the encoder) or none
+    model.POSITION.NORMALIZE = True  # sine: True: rows and columns as parts of the image; False: their numbers
+    model.POSITION.TEMPERATURE = defaults.TEMPERATURE  # sine: longest wavelength over the shortest; weights of DINO's authors: 20
     model.POSITION.TABLE_SIZE = 50  # learned: largest height and width of a feature map
+    model.POSITION.GRID = (14, 14)  # table: its height and width; it is interpolated to the cells of each image
+    model.POSITION.ANTIALIAS = False  # table: True: interpolate as timm does, which also differs where a table is enlarged
+    model.POSITION.RANGE = 8  # relative: largest offset of rows and of columns with a vector of its own
     model.POSITION.POSITIONS = [0]  # peg: encoder layers after which a PEG acts; -1 is before the first layer
     model.POSITION.SHARE_LEVELS = False  # peg: True: one PEG for all levels of Deformable-DETR; False: one PEG per level
     model.POSITION.KERNEL_SIZE = 3  # peg: kernel size of the convolution
     model.POSITION.NORM = "BN"  # peg: norm after the convolution: BN, SyncBN, GN or none
     model.POSITION.MASK_INPUT = True  # peg: keep padded tokens out of convolution and statistics; False: as in the authors' code
     model.POSITION.ZERO_INIT = False  # peg: True: start as the identity, to fine-tune trained weights
+
+    model.BACKBONE.POSITION = model.POSITION.clone()  # deit, cpvt, tnt: encoding of the patches
+    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: encoding of the patches; empty: the own one: table, cpvt: peg_plain
+    for key in ("DECODER", "SHARE_LEVELS"):
+        del model.BACKBONE.POSITION[key]
 
 
 def _add_transformer(model: CfgNode) -> None:
@@ -115,19 +139,24 @@ def _add_transformer(model: CfgNode) -> None:
     model.DEFORMABLE.BOX_REFINEMENT = False  # True: every decoder layer corrects the boxes of the previous layer
     model.DEFORMABLE.LOOK_FORWARD_TWICE = False  # True: a layer's loss corrects the previous boxes too (DINO)
     model.DEFORMABLE.FINAL_NORM = False  # True: one norm between the decoder's layers and their heads (DINO)
+    model.DEFORMABLE.MIXED_SUPERVISION = (
+        False  # True: objects also train several queries each, before these see each other (MS-DETR)
+    )
     model.DEFORMABLE.TWO_STAGE = False  # True: queries come from the encoder's best proposals; needs BOX_REFINEMENT
     model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two-stage: proposals above this IoU with a better one are chosen last (DETA); 1: no NMS
     model.DEFORMABLE.IMPLEMENTATION = "auto"  # kernel of deformable attention: auto, numba, triton, eager, export or grid_sample
 
     model.QUERIES = CfgNode(new_allowed=True)
-    model.QUERIES.NAME = ""  # learned, proposals or mixed; empty: the detector's default: learned, or proposals if TWO_STAGE
+    model.QUERIES.NAME = ""  # learned, anchors, proposals or mixed; empty: the detector's: learned, or proposals if TWO_STAGE
     model.QUERIES.CLASS_PROPOSALS = False  # proposals, mixed: True: proposals have classes (DINO); False: they are objects or not
     model.QUERIES.HYBRID = 0  # proposals, mixed: queries of training alone, matched with each object HYBRID_MATCHES times (H-DETR)
-    model.QUERIES.DENOISING = 0  # proposals, mixed: pairs of noised objects per image, in training; 0: no denoising (DINO: 100)
+    model.QUERIES.DENOISING = 0  # all but learned: pairs of noised objects per image, in training; 0: no denoising (DINO: 100)
     model.QUERIES.LABEL_NOISE = 0.5  # denoising: twice the probability that an object's class is replaced by a random one
     model.QUERIES.BOX_NOISE = 1.0  # denoising: how far corners move, of at most half a side for positives and one for negatives
     model.QUERIES.SHARED_CONTENT = False  # mixed: True: all queries share one learned vector, so their number can change later
+    model.QUERIES.TOKEN_CONTENT = False  # mixed: True: contents are the features of the proposals' tokens; nothing is learned
     model.QUERIES.REFINED_POSITIONS = False  # mixed: True: positions follow the boxes from decoder layer to decoder layer (DINO)
+    model.QUERIES.SCALED_POSITIONS = False  # anchors, mixed: True: such positions are scaled by what the layer before decoded (DAB)
 
 
 def _add_criterion(model: CfgNode) -> None:
@@ -146,6 +175,9 @@ def _add_criterion(model: CfgNode) -> None:
     model.CRITERION.GIOU_COST = defaults.GIOU_WEIGHT  # weight of the GIoU cost in the matching
     model.CRITERION.PROPOSAL_MATCHES = 1  # two-stage: proposals matched with each object; more than 1, as in H-DETR, trains faster
     model.CRITERION.HYBRID_MATCHES = defaults.HYBRID_MATCHES  # queries of MODEL.QUERIES.HYBRID matched with each object
+    model.CRITERION.MANY_MATCHES = defaults.MANY_MATCHES  # mixed supervision: most queries matched with each object
+    model.CRITERION.MANY_THRESHOLD = defaults.MANY_THRESHOLD  # mixed supervision: lowest score, of overlap and class, of a match
+    model.CRITERION.MANY_CLASS_WEIGHT = defaults.MANY_CLASS_WEIGHT  # mixed supervision: weight of its class loss
 
 
 def _add_data(cfg: CfgNode) -> None:
@@ -155,17 +187,33 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.INPUT.MAX_SIZE_TRAIN = 1333  # longest long side in pixels
     cfg.INPUT.MIN_SIZE_TEST = 800  # short side in pixels; 0: no resize
     cfg.INPUT.MAX_SIZE_TEST = 1333  # longest long side in pixels
+    cfg.INPUT.AUGMENTATIONS = []  # each a name or [name, {option: value}], in this order, before flip, crop and resize
+    cfg.INPUT.MIN_VISIBLE = 0.25  # boxes of which an augmentation leaves less than this share of the area are removed
+    cfg.INPUT.CLOSE_EPOCHS = 0.0  # length in epochs of the end of the run in which no images are mixed (Mosaic, MixUp, CopyPaste)
     cfg.INPUT.RANDOM_FLIP = "horizontal"  # horizontal: flip half of the images; none: do not flip
     cfg.INPUT.RESIZE_CROP = CfgNode()  # half the images: resize to one of SIZES, crop sides in RANGE, resize as above
     cfg.INPUT.RESIZE_CROP.ENABLED = True  # True: use DETR's random crop, on half of the images
     cfg.INPUT.RESIZE_CROP.SIZES = (400, 500, 600)  # short sides in pixels, one drawn per image, before the crop
     cfg.INPUT.RESIZE_CROP.RANGE = (384, 600)  # smallest and largest side of the crop in pixels
 
+    cfg.INPUT.CLASSIFY = CfgNode()  # CPVTClassifier only; RANDOM_FLIP applies too, no other key above
+    cfg.INPUT.CLASSIFY.SIZE = 224  # training: side of the crops in pixels
+    cfg.INPUT.CLASSIFY.SCALE = (0.08, 1.0)  # training: smallest and largest area of a crop, as a part of the image's
+    cfg.INPUT.CLASSIFY.RATIO = (0.75, 4 / 3)  # training: smallest and largest width of a crop, as a multiple of its height
+    cfg.INPUT.CLASSIFY.RANDAUGMENT = ()  # RandAugment: number of operations and magnitude, 0 to 30, such as (2, 9); (): none
+    cfg.INPUT.CLASSIFY.ERASE = 0.0  # probability that a rectangle of a training image is erased
+    cfg.INPUT.CLASSIFY.MIXUP = 0.0  # Mixup: parameter of its Beta distribution; 0: none; with CutMix, each on half of the batches
+    cfg.INPUT.CLASSIFY.CUTMIX = 0.0  # CutMix: parameter of its Beta distribution; 0: none
+    cfg.INPUT.CLASSIFY.REPEATS = 1  # times that an image is in a batch, augmented differently; an epoch has that part of the images
+    cfg.INPUT.CLASSIFY.TEST_SIZE = 224  # evaluation: side of the crop in pixels
+    cfg.INPUT.CLASSIFY.CROP_RATIO = 0.875  # evaluation: crop's part of the resized short side; 0: whole images, TEST_SIZE short
+
     cfg.DATASETS = CfgNode()
     cfg.DATASETS.TRAIN = ()  # names of the training sets
     cfg.DATASETS.TEST = ()  # names of the test sets; the first one decides which checkpoint is the best
-    cfg.DATASETS.REGISTER = []  # your data sets, each as [name, COCO JSON, image folder] or [name, YOLO or VOC folder, split]
+    cfg.DATASETS.REGISTER = []  # your data sets: [name, COCO JSON, image folder], or [name, folder of YOLO, VOC or classes, split]
     cfg.DATASETS.ON_BAD = "error"  # error: list all errors in the data and stop; drop: leave out the images and boxes with errors
+    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for what was read of annotation files above 4 MB; "": none
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4  # number of processes that load and augment images; 0: the training process does it
@@ -182,13 +230,15 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.STEPS = ()  # iterations at which the learning rate is multiplied by GAMMA; used if EPOCHS is 0
     solver.WARMUP_ITERS = 0  # iterations in which the learning rate rises to its full value; used if EPOCHS is 0
     solver.GAMMA = 0.1  # factor on the learning rate at each step of the schedule
-    solver.SCHEDULE = "step"  # step; or cosine, which falls to 0 at the end
+    solver.SCHEDULE = "step"  # step; or cosine, which falls to COSINE_END at the end
+    solver.COSINE_END = 0.0  # cosine: part of the learning rate that is left at the end
     solver.IMS_PER_BATCH = 32  # batch size over all processes and accumulated parts
     solver.ACCUMULATE = 1  # number of parts in which each process computes its share of a batch; more parts need less memory
     solver.BASE_LR = 1e-4  # learning rate of everything but the backbone
     solver.BACKBONE_LR = 2e-5  # learning rate of the backbone
     solver.POINTS_LR_MULTIPLIER = 0.1  # factor on BASE_LR for Deformable-DETR's sampling offsets and reference points
     solver.LR_MULTIPLIERS = []  # learning rate factors, [part, factor] each: ["backbone.body.layer2", 0.5]; nested parts multiply
+    solver.LAYER_DECAY = 1.0  # deit, cpvt, tnt: factor on the learning rate per layer that comes after a weight, in the backbone
     solver.WEIGHT_DECAY = 1e-4  # weight decay of AdamW
     solver.WEIGHT_DECAY_NORM = None  # weight decay of norms; None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: the same as for such parameters elsewhere
@@ -204,11 +254,14 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.CHECKPOINT_KEEP = 3  # number of newest periodic checkpoints that are kept, beside the best and the final one
     solver.EARLY_STOPPING = 0  # evaluations in a row without a new best one after which the run ends; 0: no early stopping
     solver.LOG_PERIOD = 20  # iterations between log lines
+    solver.PEER_TIMEOUT = 120.0  # seconds without a sign of life from a process after which the others save and end
 
 
 SAME_RUN = re.compile(
-    r"VERSION$|OUTPUT_DIR$|CALLBACKS$|MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|TEST\.|"
-    r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER)$|SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING)$"
+    r"VERSION$|OUTPUT_DIR$|CALLBACKS$|TEST\.|"
+    r"MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|"
+    r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER|CACHE)$|"
+    r"SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING|PEER_TIMEOUT)$"
 )
 """Keys that may change when a run is resumed: they do not change its steps."""
 
@@ -283,7 +336,7 @@ class _WithBases(CfgNode):
     def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> Any:
         """fvcore's, which calls itself with the file's folder and ``_BASE_`` joined."""
         path = Path(filename)
-        names = [Path(*path.parts[start:]) for start in range(1, len(path.parts))]
+        names = [Path(*path.parts[start:]) for start in range(len(path.parts))]
         found = next((config_root() / name for name in names if (config_root() / name).is_file()), path)
         return super().load_yaml_with_base(str(path if path.is_file() else found), allow_unsafe)
 

@@ -15,8 +15,12 @@ CLASS_WEIGHT, L1_WEIGHT, GIOU_WEIGHT = 1.0, 5.0, 2.0
 BACKGROUND_WEIGHT = 0.1
 FOCAL_ALPHA, FOCAL_GAMMA = 0.25, 2.0
 MAL_GAMMA = 1.5
+TEMPERATURE = 10000.0
+"""Of sine encodings, arXiv 2005.12872, appendix A.4."""
 LEVELS = 4
 POINTS = 4
 """Sampling points per head and level of Deformable-DETR, arXiv 2010.04159."""
 HYBRID_MATCHES = 6
 """Queries of the hybrid branch per object, arXiv 2207.13080."""
+MANY_MATCHES, MANY_THRESHOLD, MANY_CLASS_WEIGHT = 6, 0.4, 2.0
+"""Of the one-to-many supervision, Atten4Vis/MS-DETR ``impl_a/main.py``."""

@@ -36,22 +36,44 @@ def all_reduce_mean(values: Tensor) -> Tensor:
     return all_reduce_sum(values) / world_size()
 
 
-def all_reduce_max(value: int) -> int:
-    """The largest of the processes' numbers, exchanged on the host: by gloo, also where gradients go by NCCL."""
+def all_reduce_max(value: float) -> float:
+    """The largest of the processes' numbers, exchanged on the host: by gloo, also where gradients go by NCCL.
+
+    Args:
+        value: an int or a float, the same type in all processes; the result has it too.
+    """
     if not is_initialized():
         return value
-    largest = torch.tensor(value)
+    largest = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
+    return largest.item()
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The picklable values of all processes, in order of rank, on every process."""
+    """The picklable values of all processes, in order of rank, on every process: for small values."""
     if not is_initialized():
         return [value]
     values = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_to_first(value: Any) -> list[Any]:
+    """The picklable values of all processes, in order of rank, on process 0; an empty list on the others, which hold no other's."""
+    if not is_initialized():
+        return [value]
+    values = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
+def broadcast_object(value: Any) -> Any:
+    """Process 0's picklable value, on every process; what the others give is not looked at."""
+    if not is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def share_buffers(module: nn.Module) -> None:

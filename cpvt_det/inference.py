@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.losses.classification import Classification
+from cpvt_det.models.classifier import ClassLogits
 from cpvt_det.structures import Detections, Predictions, Size
 
 
@@ -23,9 +24,14 @@ class PostProcessor:
         classification: the classification that the model was trained with.
         max_detections: largest number of detections per image.
 
+    Attributes:
+        outputs: names of what :meth:`decode` returns, for exported programs.
+
     Raises:
         ValueError: a maximum below 1.
     """
+
+    outputs = ("boxes", "scores", "labels")
 
     def __init__(self, classification: Classification, max_detections: int = 100):
         if max_detections < 1:
@@ -62,6 +68,16 @@ class PostProcessor:
         return cxcywh_to_xyxy(boxes).clamp(0, 1), scores, labels
 
 
+class ClassScores:
+    """Decodes the answer of a classifier."""
+
+    outputs = ("scores",)
+
+    def decode(self, predictions: ClassLogits) -> tuple[Tensor]:
+        """(B, K) float scores of the classes, whose sum is 1."""
+        return (predictions.scores(),)
+
+
 @torch.no_grad()
 def detect(detector: nn.Module, postprocess: PostProcessor, samples: Sequence[Mapping[str, Any]]) -> list[Detections]:
     """Samples -> detections in pixels of the original images.
@@ -74,6 +90,18 @@ def detect(detector: nn.Module, postprocess: PostProcessor, samples: Sequence[Ma
     batch = detector.preprocess([sample["image"] for sample in samples])
     predictions = detector(batch.images, batch.padding_mask)
     return [found.cpu() for found in postprocess(predictions, [(sample["height"], sample["width"]) for sample in samples])]
+
+
+@torch.no_grad()
+def classify(classifier: nn.Module, samples: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """Samples -> (K,) float scores of the classes of each, on the CPU; their sum is 1.
+
+    Args:
+        classifier: a classifier in evaluation mode.
+        samples: dicts with ``image`` (3, h, w) in [0, 255].
+    """
+    batch = classifier.preprocess([sample["image"] for sample in samples])
+    return list(classifier(batch.images, batch.padding_mask).scores().cpu())
 
 
 @contextlib.contextmanager

@@ -121,6 +121,8 @@ class Predictions:
         by_class: whether the logits of proposals are those of classes, and not of "an object" in one row.
         hybrid: predictions of further queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4), which the
             loss matches with every object several times.
+        one_to_many: predictions of the same queries, logits (D, B, Q, K') and boxes (D, B, Q, 4), each layer's before its queries
+            have seen each other; in training, for the loss alone, which matches every object with several of them.
     """
 
     logits: Tensor
@@ -131,6 +133,7 @@ class Predictions:
     groups: int = 1
     by_class: bool = False
     hybrid: "Predictions | None" = None
+    one_to_many: "Predictions | None" = None
 
 
 @dataclass

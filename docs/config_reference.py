@@ -26,6 +26,10 @@ warning. This page is written by `python docs/config_reference.py` from `cpvt_de
 """
 
 
+COPIED = "MODEL.POSITION."
+"""Keys that MODEL.BACKBONE has too, with the same meanings."""
+
+
 @dataclass(frozen=True)
 class Key:
     """One key of the config: its full name, its default and what the source says beside it."""
@@ -40,12 +44,12 @@ def find_keys() -> list[Key]:
     source = Path(cpvt_det.config.__file__).read_text(encoding="utf-8")
     comments = _comments(source)
     cfg = cpvt_det.config.get_cfg()
-    found = []
+    described = {}
     for function in ast.parse(source).body:
         if isinstance(function, ast.FunctionDef):
-            found += [Key(name, _value(cfg, name), comments.get(line, "")) for name, line in _assignments(function)]
-    places = {name: place for place, name in enumerate(cpvt_det.config.key_names(cfg))}
-    return sorted((key for key in found if key.name in places), key=lambda key: places[key.name])
+            described |= {name: comments.get(line, "") for name, line in _assignments(function)}
+    described = {**{f"MODEL.BACKBONE.{name[6:]}": text for name, text in described.items() if name.startswith(COPIED)}, **described}
+    return [Key(name, _value(cfg, name), described[name]) for name in cpvt_det.config.key_names(cfg) if name in described]
 
 
 def _assignments(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:

@@ -121,6 +121,15 @@ def tiny_run(tmp_path_factory):
     return functools.cache(lambda detector: train_tiny(tmp_path_factory.mktemp("runs") / detector, detector))
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """A browser, :func:`browser.open_browser`."""
+    from browser import open_browser
+
+    with open_browser() as opened:
+        yield opened
+
+
 @pytest.fixture
 def train(drawn_coco, tmp_path):
     """Train in a folder of the given name, with more settings."""

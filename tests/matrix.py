@@ -36,21 +36,12 @@ INSTRUCTIONS = {
 }
 THREADS = (1, 2)
 COMPUTED = (
-    "layers/test_attention.py",
-    "layers/test_norm.py",
-    "losses/test_losses.py",
-    "models/test_backbone.py",
-    "models/test_deformable_detr.py",
-    "models/test_models.py",
-    "ops/test_deformable_attention.py",
-    "ops/test_dropout.py",
-    "ops/test_kernels.py",
-    "ops/test_nms.py",
-    "ops/test_products.py",
-    "position/test_peg.py",
-    "position/test_peg_ablations.py",
-    "position/test_position.py",
-    "solver/test_solver.py",
+    "layers",
+    "losses",
+    "models",
+    "ops",
+    "position",
+    "solver",
     "test_structures.py",
     "visualize/test_analyze.py",
     "whole/test_padding.py",
@@ -58,7 +49,7 @@ COMPUTED = (
     "whole/test_parity_transformers.py",
     "whole/test_seams.py",
 )
-"""Files of tests whose results come out of the kernels of torch, oneDNN, MKL and numba."""
+"""Tests, folders and files, whose results come out of the kernels of torch, oneDNN, MKL and numba."""
 DESCRIBE = "import torch; print(torch.__version__, torch.backends.cpu.get_cpu_capability(), sep='|')"
 
 
@@ -69,7 +60,7 @@ def run_cell(python: str, instructions: str, threads: int, files: list[str]) -> 
         python: an interpreter with the package's extra ``test``.
         instructions: a key of :data:`INSTRUCTIONS`.
         threads: of torch, in the tests and in the processes that they start.
-        files: of tests.
+        files: files and folders of tests.
     """
     environment = {**os.environ, **INSTRUCTIONS[instructions], "TEST_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
     described = subprocess.run([python, "-c", DESCRIBE], env=environment, capture_output=True, text=True, check=True).stdout.strip()
@@ -113,7 +104,7 @@ def main() -> None:
     parser.add_argument("pythons", nargs="+", help="interpreters, each with a torch of its own")
     parser.add_argument("--instructions", nargs="+", choices=INSTRUCTIONS, default=list(INSTRUCTIONS))
     parser.add_argument("--threads", nargs="+", type=int, default=THREADS)
-    parser.add_argument("--tests", nargs="+", default=[f"tests/{name}" for name in COMPUTED], help="files of tests")
+    parser.add_argument("--tests", nargs="+", default=[f"tests/{name}" for name in COMPUTED], help="files and folders of tests")
     chosen = parser.parse_args()
     cells = []
     for python in chosen.pythons:

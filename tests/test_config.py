@@ -6,7 +6,14 @@ import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det import config
-from cpvt_det.builders import build_criterion, build_detector, build_device, build_postprocessor, build_schedule
+from cpvt_det.builders import (
+    build_criterion,
+    build_detector,
+    build_device,
+    build_postprocessor,
+    build_schedule,
+    is_classifier,
+)
 from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.config import config_root, find_config, get_cfg, load_cfg, merge_overrides, read_config
 from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
@@ -41,6 +48,9 @@ def test_every_config_of_the_package_loads_and_builds(name):
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 7
     with torch.device("meta"):
         detector = build_detector(cfg)
+        if is_classifier(cfg):
+            assert detector.class_embed.weight.shape == (7, detector.backbone.channels[-1])
+            return
         maps = detector.backbone(torch.zeros(2, 3, 96, 64), torch.zeros(2, 96, 64, dtype=torch.bool))
     detr = cfg.MODEL.DETR
     convolutions = [module for module in detector.input_proj.modules() if isinstance(module, torch.nn.Conv2d)]

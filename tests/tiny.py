@@ -9,6 +9,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det.builders import build_detector
 from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.position import POSITION_REGISTRY
 
 MODEL = {
     "MODEL.DEVICE": "cpu",
@@ -43,6 +44,11 @@ DINO = {
     "MODEL__QUERIES__HYBRID": 5,
 }
 DETECTORS = {"detr": {}, "deformable": DEFORMABLE}
+IN_ATTENTION = ("relative", "rope", "rope_mixed")
+"""The encodings that need products of queries and keys, which deformable attention refuses."""
+ADDED_OR_INJECTED = [name for name in POSITION_REGISTRY.names if name not in IN_ATTENTION]
+ENCODED = [*(("detr", name) for name in POSITION_REGISTRY.names), *(("deformable", name) for name in ADDED_OR_INJECTED)]
+"""Every kind of detector with every registered encoding that it takes."""
 SMALL_WORDS = [
     word
     for pair in {

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """``INPUT``, ``DATALOADER`` and ``TEST`` -> what a run reads, its loaders, its evaluator."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from fvcore.common.config import CfgNode
 
 from cpvt_det import distributed
+from cpvt_det.builders.augmentation import build_augmentations, check_augmentations, closing_epoch
 from cpvt_det.builders.datasets import check_datasets, require_names
 from cpvt_det.builders.detector import build_device, build_postprocessor
-from cpvt_det.data.coco import CocoDataset, ImageRecord
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
-from cpvt_det.data.validation.check import Seen, look_at_images
+from cpvt_det.data.records import ImageRecord, sizes_of
+from cpvt_det.data.validation.check import CheckedData, Seen, look_at_images
 from cpvt_det.data.validation.issues import require_no_errors
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
@@ -27,10 +29,12 @@ def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
 
     Raises:
         BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop; classes that differ between sets or
-            from the config's number; settings of the evaluation.
+            from the config's number; settings of the augmentation and the evaluation.
     """
     require_names(cfg, "TRAIN")
-    return _load(cfg, ("TRAIN", "TEST"))
+    train, tests = _load(cfg, ("TRAIN", "TEST"))
+    check_augmentations(cfg, [record for dataset in train for record in dataset.records])
+    return train, tests
 
 
 def load_tests(cfg: CfgNode) -> list[CocoDataset]:
@@ -40,30 +44,40 @@ def load_tests(cfg: CfgNode) -> list[CocoDataset]:
 
 
 def _load(cfg: CfgNode, splits: Sequence[str]) -> tuple[list[CocoDataset], list[CocoDataset]]:
-    data = check_datasets(cfg, splits, look=_look_once)
+    data = load_checked(cfg, splits, check_datasets)
+    check_evaluation(cfg)
+    return data.train, data.tests
+
+
+def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., CheckedData]) -> CheckedData:
+    """Data sets by a function like :func:`cpvt_det.builders.check_datasets`, in a run of one or several processes.
+
+    Raises:
+        BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop.
+    """
+    data = check(cfg, splits, look=_look_once)
     try:
         require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
     except DataError as error:
         if distributed.rank() == 0:
             raise
         raise DataError(first_line(error)) from error  # once is enough for the list
-    check_evaluation(cfg)
-    return data.train, data.tests
+    return data
 
 
 def _look_once(paths: Mapping[str, str], decode: bool) -> dict[str, Seen]:
     """The first process looks at the images for all."""
-    return distributed.gather_objects(look_at_images(paths, decode) if distributed.rank() == 0 else None)[0]
+    return distributed.broadcast_object(look_at_images(paths, decode) if distributed.rank() == 0 else None)
 
 
-def build_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> TrainLoader:
+def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> TrainLoader:
     """Augmented batches of this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
         ConfigError: a batch that the processes do not divide, or sizes that make no sense.
     """
     node, loader = cfg.INPUT, cfg.DATALOADER
-    _require_rgb(cfg)
+    require_rgb(cfg)
     with config_errors("INPUT, SOLVER or DATALOADER"):
         crop = node.RESIZE_CROP
         transform = train_transform(
@@ -73,12 +87,16 @@ def build_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> T
             crop_sizes=crop.SIZES if crop.ENABLED else (),
             crop_range=tuple(crop.RANGE),
         )
-        dataset = MappedDataset(records, Mapper(transform, with_targets=True), seed)
+        steps = build_augmentations(cfg)
+        mapper = Mapper(transform, True, steps, records)
+        closing = closing_epoch(cfg, steps, len(records)), mapper.without_mixing()
+        dataset = MappedDataset(records, mapper, seed, closing)
+        height, width = sizes_of(records).T
         batches = TrainBatches(
             len(records),
             cfg.SOLVER.IMS_PER_BATCH,
             seed,
-            wide=[record.width > record.height for record in records] if loader.ASPECT_RATIO_GROUPING else None,
+            wide=width > height if loader.ASPECT_RATIO_GROUPING else None,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
         )
@@ -91,7 +109,7 @@ def build_test_mapper(cfg: CfgNode) -> Mapper:
     Raises:
         ConfigError: another order of channels than RGB.
     """
-    _require_rgb(cfg)
+    require_rgb(cfg)
     transform = evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
     return Mapper(transform, with_targets=False, with_pixels=build_tiling(cfg) is not None)
 
@@ -103,7 +121,7 @@ def build_tiling(cfg: CfgNode) -> Tiling | None:
         return Tiling(tiles.SIZE, tiles.OVERLAP, tiles.MERGE, tiles.WHOLE) if tiles.SIZE else None
 
 
-def build_test_loader(cfg: CfgNode, records: list[ImageRecord]) -> torch.utils.data.DataLoader:
+def build_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
     """Every record once, at the test size, over all processes."""
     with config_errors("INPUT or TEST"):
         dataset = MappedDataset(records, build_test_mapper(cfg))
@@ -130,11 +148,15 @@ def check_evaluation(cfg: CfgNode) -> None:
 def build_evaluator(cfg: CfgNode, dataset: CocoDataset) -> CocoEvaluator:
     """The evaluator of ``TEST.EVALUATOR``."""
     classes = dataset.classes
-    truth = dataset.ground_truth
-    return CocoEvaluator(truth, classes.ids, classes.names, cfg.TEST.EVALUATOR)
+    return CocoEvaluator(dataset.records, classes.ids, classes.names, cfg.TEST.EVALUATOR)
 
 
-def _require_rgb(cfg: CfgNode) -> None:
+def require_rgb(cfg: CfgNode) -> None:
+    """Refuse another order of channels than RGB, and an unknown flip.
+
+    Raises:
+        ConfigError: one of these.
+    """
     if cfg.INPUT.FORMAT != "RGB":
         raise ConfigError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT!r}; our loader reads RGB, the order of torchvision's weights")
     if cfg.INPUT.RANDOM_FLIP not in ("horizontal", "none"):

@@ -5,12 +5,16 @@ Without torch: ``cpvt-det check-data`` would wait longer for its import than for
 """
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from fvcore.common.config import CfgNode
 
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
-from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord
+from cpvt_det.data.coco import Classes, CocoDataset
+from cpvt_det.data.records import ImageRecord, join
 from cpvt_det.data.validation.check import CheckedData, LookAtImages, check_data, look_at_images
+from cpvt_det.data.validation.image_classes import check_image_classes
 from cpvt_det.data.validation.issues import EXAMPLES, POLICIES
 from cpvt_det.errors import ConfigError, UnknownNameError
 
@@ -38,13 +42,19 @@ def check_datasets(
     if cfg.DATASETS.ON_BAD not in POLICIES:
         raise UnknownNameError("DATASETS.ON_BAD", cfg.DATASETS.ON_BAD, POLICIES)
     train, tests = ([] if split not in splits else _find(cfg, split) for split in ("TRAIN", "TEST"))
-    data = check_data(train, tests, cfg.MODEL.DETR.NUM_OBJECT_QUERIES, decode, examples, look)
+    cache = Path(cfg.DATASETS.CACHE) if cfg.DATASETS.CACHE else None
+    data = check_data(train, tests, cfg.MODEL.DETR.NUM_OBJECT_QUERIES, decode, examples, look, cache)
     for dataset in (data.train + data.tests)[:1]:
         try:
             set_classes(cfg, dataset.classes)
         except ConfigError as error:
             data.issues[-1].add_error("classes", str(error))
     return data
+
+
+def check_class_datasets(cfg: CfgNode, *args: Any, **options: Any) -> CheckedData:
+    """:func:`check_datasets` of images that have one class each; arguments, result and errors are its own."""
+    return check_image_classes(check_datasets(cfg, *args, **options))
 
 
 def _find(cfg: CfgNode, split: str) -> list[DatasetFiles]:
@@ -79,7 +89,8 @@ def set_classes(cfg: CfgNode, classes: Classes, source: str = "the data") -> Non
     cfg.MODEL.NUM_CLASSES = len(classes)
 
 
-def training_records(cfg: CfgNode, datasets: list[CocoDataset]) -> list[ImageRecord]:
+def training_records(cfg: CfgNode, datasets: list[CocoDataset]) -> Sequence[ImageRecord]:
     """The images to train on; without those without objects under ``DATALOADER.FILTER_EMPTY_ANNOTATIONS``."""
-    records = [record for dataset in datasets for record in dataset.records]
-    return [record for record in records if len(record.labels)] if cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS else records
+    if not cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
+        return join([dataset.records for dataset in datasets])
+    return join([dataset.records.select(dataset.records.num_boxes > 0) for dataset in datasets])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MODEL`` -> detector, criterion, post-processing, device."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,20 +11,21 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det import defaults, distributed
-from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, keyword_of, refuse_unused
-from cpvt_det.config import get_cfg
+from cpvt_det.builders.unused import CLASSIFICATION_KEYS, UNUSED_BY, backbone_position, keyword_of, refuse_unused
+from cpvt_det.config import get_cfg, key_names
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
-from cpvt_det.inference import PostProcessor
-from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, SetCriterion
+from cpvt_det.inference import ClassScores, PostProcessor
+from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY, HungarianMatcher, OneToManyMatcher, SetCriterion
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import (
     BACKBONE_REGISTRY,
     DETR,
     NECK_REGISTRY,
     QUERY_REGISTRY,
+    Classifier,
     DeformableDETR,
     DeformableTransformer,
-    Detector,
+    ImageModel,
     Transformer,
 )
 from cpvt_det.models.denoising import ContrastiveDenoising
@@ -32,17 +34,36 @@ from cpvt_det.registry import PartRegistry
 
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""
+OF_ONE_STAGE = ("learned", "anchors")
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
 """``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
 arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
 
 
-def register_detector(name: str, detector: type[Detector], unused: Sequence[str] | None = None) -> Callable:
+def _keys(*groups: str) -> list[str]:
+    """Full names of all keys in groups of the config."""
+    return [name for name in key_names(get_cfg()) if name.startswith(tuple(f"{group}." for group in groups))]
+
+
+OF_CLASSIFIERS = _keys("MODEL.CLASSIFIER", "INPUT.CLASSIFY")
+OF_DETECTORS = [
+    *_keys(
+        "MODEL.NECK", "MODEL.POSITION", "MODEL.DETR", "MODEL.DEFORMABLE", "MODEL.QUERIES", "MODEL.CRITERION", "INPUT.RESIZE_CROP"
+    ),
+    *(f"INPUT.{side}_SIZE_{split}" for side in ("MIN", "MAX") for split in ("TRAIN", "TEST")),
+    *(f"DATALOADER.{key}" for key in ("ASPECT_RATIO_GROUPING", "FILTER_EMPTY_ANNOTATIONS")),
+    *(f"TEST.{key}" for key in ("DETECTIONS_PER_IMAGE", "EVALUATOR", "PICTURE_THRESHOLD")),
+    "SOLVER.POINTS_LR_MULTIPLIER",
+]
+"""Keys that only classifiers, or only detectors, take."""
+
+
+def register_detector(name: str, detector: type[ImageModel], unused: Sequence[str] | None = None) -> Callable:
     """Register a detector's class, with the decorated function, which reads the config for it.
 
     Args:
         name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 also the name of a meta architecture.
-        detector: subclass of :class:`cpvt_det.models.Detector`.
+        detector: subclass of :class:`cpvt_det.models.Detector`, or of :class:`cpvt_det.models.Classifier`.
         unused: full names of keys that this detector does not take, as in ``MODEL.DETR.PRE_NORM``; refused where they differ from
             their defaults. ``None``: those of the registered detector that it is a subclass of.
     """
@@ -96,6 +117,7 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
         *(f"MODEL.DEFORMABLE.{key}" for key in get_cfg().MODEL.DEFORMABLE if key != "PROPOSAL_NMS"),  # the query source's
         "MODEL.POSITION.SHARE_LEVELS",
         "SOLVER.POINTS_LR_MULTIPLIER",
+        *OF_CLASSIFIERS,
     ],
 )
 def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
@@ -109,15 +131,15 @@ def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     }
 
 
-@register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER"])
+@register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER", *OF_CLASSIFIERS])
 def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     deformable, source = cfg.MODEL.DEFORMABLE, cfg.MODEL.QUERIES.NAME
-    if source in ("learned", *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
+    if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
         leave = "leave the name empty: TWO_STAGE chooses between 'learned' and 'proposals'"
-        raise ConfigError(
-            f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; "
-            f"{'set it to True' if source == 'mixed' else leave}"
-        )
+        way_out = {"mixed": "set it to True", "anchors": "set it to False"}.get(source, leave)
+        raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; {way_out}")
+    if deformable.MIXED_SUPERVISION and build_classification(cfg).prior_probability is None:
+        raise ConfigError("MODEL.DEFORMABLE.MIXED_SUPERVISION matches by sigmoids: set MODEL.CRITERION.CLASSIFICATION to focal")
     return {
         **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
         "transformer": DeformableTransformer(
@@ -128,6 +150,7 @@ def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict
             implementation=deformable.IMPLEMENTATION,
             look_forward_twice=deformable.LOOK_FORWARD_TWICE,
             final_norm=deformable.FINAL_NORM,
+            mixed_supervision=deformable.MIXED_SUPERVISION,
         ),
         "num_levels": deformable.NUM_LEVELS,
         "box_refinement": deformable.BOX_REFINEMENT,
@@ -135,6 +158,27 @@ def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict
         "proposal_nms": deformable.PROPOSAL_NMS,
         "mask_padding": cfg.MODEL.BACKBONE.MASK_PADDING,
     }
+
+
+@register_detector("CPVTClassifier", Classifier, unused=OF_DETECTORS)
+def _classifier_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
+    num_classes, backbone = _num_classes(cfg), backbone or build_backbone(cfg)
+    return {
+        "backbone": backbone,
+        "num_classes": num_classes,
+        "pool": cfg.MODEL.CLASSIFIER.POOL,
+        **_pixel_statistics(cfg, backbone),
+        "frozen": cfg.MODEL.FREEZE,
+    }
+
+
+def is_classifier(cfg: CfgNode) -> bool:
+    """Whether ``MODEL.META_ARCHITECTURE`` is a classifier.
+
+    Raises:
+        UnknownNameError: a name that is not registered.
+    """
+    return issubclass(DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE).detector, Classifier)
 
 
 def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
@@ -158,7 +202,7 @@ def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) 
     backbone = backbone or build_backbone(cfg)
     arguments = {
         "backbone": backbone,
-        "position": build_encoder_position(cfg, detr.HIDDEN_DIM, num_levels, detr.ENC_LAYERS),
+        "position": build_encoder_position(cfg, detr.HIDDEN_DIM, num_levels, detr.ENC_LAYERS, detr.NHEADS),
         "channels": detr.HIDDEN_DIM,
         "num_queries": detr.NUM_OBJECT_QUERIES,
         "num_logits": classification.num_logits,
@@ -203,8 +247,12 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
         UnknownNameError: an unknown name, or a key of the user's own that the backbone does not take.
     """
     name = cfg.MODEL.BACKBONE.NAME
-    facts = {"checkpointing": cfg.MODEL.CHECKPOINTING}
-    return BACKBONE_REGISTRY.build(name, facts, _options(cfg, "BACKBONE", BACKBONE_REGISTRY, name))
+    facts, options = {"checkpointing": cfg.MODEL.CHECKPOINTING}, _options(cfg, "BACKBONE", BACKBONE_REGISTRY, name)
+    if "position" in options:
+        position = backbone_position(cfg)
+        own = part_options(cfg.MODEL.BACKBONE.POSITION, get_cfg().MODEL.BACKBONE.POSITION, POSITION_REGISTRY, position)
+        options["position"] = functools.partial(build_position, position, **own)
+    return BACKBONE_REGISTRY.build(name, facts, options)
 
 
 def _pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[float]]:
@@ -214,21 +262,39 @@ def _pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[f
     return {name: getattr(backbone, name, value) if are_defaults else value for name, value in given.items()}
 
 
-def build_encoder_position(cfg: CfgNode, channels: int, num_levels: int, num_layers: int) -> PositionEncoding:
+def build_encoder_position(
+    cfg: CfgNode, channels: int, num_levels: int, num_layers: int, num_heads: int = defaults.HEADS
+) -> PositionEncoding:
     """The encoding of ``MODEL.POSITION.NAME``, with the other keys of the node that it accepts.
 
     Raises:
         UnknownNameError: an unknown name, or a key of the user's own that the encoding does not take.
     """
     name = cfg.MODEL.POSITION.NAME
-    return build_position(name, channels, num_levels, num_layers, **_options(cfg, "POSITION", POSITION_REGISTRY, name))
+    options = _options(cfg, "POSITION", POSITION_REGISTRY, name)
+    return build_position(name, channels, num_levels, num_layers, num_heads, **options)
 
 
 def _options(cfg: CfgNode, node: str, registry: PartRegistry, name: str, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """The keys of a node of ``MODEL`` that a part takes, as keywords; of our keys only ``keys``, by default all."""
-    values, taken = cfg.MODEL[node], registry.parameters(name)
+    return part_options(cfg.MODEL[node], get_cfg().MODEL[node], registry, name, keys)
+
+
+def part_options(
+    values: CfgNode, defaults: CfgNode, registry: PartRegistry, name: str, keys: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """The keys of a part's node that it takes, as keywords, and those that are not in our defaults.
+
+    Args:
+        values: the node.
+        defaults: the node in the default config.
+        registry: registry of the part.
+        name: name of the part.
+        keys: those of our keys that may apply; ``None``: all.
+    """
+    taken = registry.parameters(name)
     known = {keyword_of(key): values[key] for key in keys or values if keyword_of(key) in taken}
-    return known | _own_options(cfg, node)
+    return known | {key.lower(): value for key, value in values.items() if key not in defaults}
 
 
 def _own_options(cfg: CfgNode, node: str) -> dict[str, Any]:
@@ -243,7 +309,8 @@ def _decoder_position(cfg: CfgNode, channels: int) -> PositionEncoding | str | N
         raise UnknownNameError("MODEL.POSITION.DECODER", node.DECODER, ("sine", "same", "none"))
     if node.DECODER == "sine":
         # If the encoder has the same map, it is not computed twice.
-        return "same" if node.NAME in ("sine", "sine+peg") else build_position("sine", channels)
+        same = node.NAME in ("sine", "sine+peg")
+        return "same" if same else build_position("sine", channels, temperature=node.TEMPERATURE)
     return None if node.DECODER == "none" else "same"
 
 
@@ -253,14 +320,19 @@ def build_classification(cfg: CfgNode) -> Classification:
     Raises:
         ConfigError: a number of classes below 1: it is not known yet.
     """
-    criterion, num_classes = cfg.MODEL.CRITERION, cfg.MODEL.NUM_CLASSES
-    if num_classes < 1:
-        raise ConfigError(
-            f"MODEL.NUM_CLASSES is {num_classes}; set it to the number of classes; only training and evaluation read it from data"
-        )
+    criterion, num_classes = cfg.MODEL.CRITERION, _num_classes(cfg)
     name = criterion.CLASSIFICATION
     options = _options(cfg, "CRITERION", CLASSIFICATION_REGISTRY, name, CLASSIFICATION_KEYS)
     return CLASSIFICATION_REGISTRY.build(name, {"num_classes": num_classes}, options)
+
+
+def _num_classes(cfg: CfgNode) -> int:
+    if cfg.MODEL.NUM_CLASSES < 1:
+        raise ConfigError(
+            f"MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}; set it to the number of classes; only training and evaluation read it "
+            "from data"
+        )
+    return cfg.MODEL.NUM_CLASSES
 
 
 def build_criterion(cfg: CfgNode) -> SetCriterion:
@@ -277,13 +349,25 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
     losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
     weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
     with config_errors("MODEL.CRITERION"):
-        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES)
+        many = OneToManyMatcher(node.MANY_MATCHES, node.MANY_THRESHOLD), node.MANY_CLASS_WEIGHT
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES, *many)
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:
-    """Predictions -> detections, at most ``TEST.DETECTIONS_PER_IMAGE``."""
+    """Predictions -> detections, at most ``TEST.DETECTIONS_PER_IMAGE``.
+
+    Raises:
+        ConfigError: a classifier, or no detection.
+    """
+    if is_classifier(cfg):
+        raise ConfigError(f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE!r} is no detector; set TASK to classification")
     with config_errors("TEST.DETECTIONS_PER_IMAGE"):
         return PostProcessor(build_classification(cfg), cfg.TEST.DETECTIONS_PER_IMAGE)
+
+
+def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
+    """What decodes the answers of a model: :func:`build_postprocessor`, or for a classifier its scores."""
+    return ClassScores() if is_classifier(cfg) else build_postprocessor(cfg)
 
 
 def build_device(cfg: CfgNode) -> torch.device:

@@ -46,8 +46,9 @@ def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
                 "SOLVER.LR_MULTIPLIERS must contain pairs [part, factor of at least 0], such as ['backbone.body.layer2', 0.5]; "
                 f"got {entry!r}"
             )
+    decays = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG)
     with config_errors("SOLVER"):
-        return make_optimizer(parameter_groups(detector, *rates, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG, factors))
+        return make_optimizer(parameter_groups(detector, *rates, *decays, factors, solver.LAYER_DECAY))
 
 
 def build_ema(cfg: CfgNode, detector: nn.Module) -> MovingAverage | None:
@@ -93,7 +94,7 @@ def build_step(
         max_bad_steps=solver.MAX_BAD_STEPS,
     )
     with config_errors("SOLVER"):
-        learning_rate = LRSchedule(schedule, solver.SCHEDULE, solver.GAMMA)
+        learning_rate = LRSchedule(schedule, solver.SCHEDULE, solver.GAMMA, solver.COSINE_END)
     return TrainStep(model, optimizer, learning_rate, options, seed, ema)
 
 

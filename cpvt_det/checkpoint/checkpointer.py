@@ -6,12 +6,13 @@ node is ours. Data order and random state are not saved: both follow from the se
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fvcore.common.checkpoint import Checkpointer
-from torch import nn
+from torch import Tensor, nn
 
 from cpvt_det import distributed
 from cpvt_det.builders.unused import inapplicable_keys
@@ -23,17 +24,28 @@ from cpvt_det.checkpoint.files import (
     write_checkpoint,
     write_line,
 )
-from cpvt_det.checkpoint.resume import NUMBERED, TAG, checkpoints_of, choose_of_run, choose_to_resume, name_run, run_id_of
+from cpvt_det.checkpoint.resume import (
+    NUMBERED,
+    TAG,
+    checkpoints_of,
+    choose_of_run,
+    choose_to_resume,
+    name_run,
+    named_run,
+    run_id_of,
+)
 from cpvt_det.config import changed_keys
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.files import remove_unfinished
 from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.solver.step import TrainStep
+from cpvt_det.solver.step import TrainStep, Whole
 
 logger = logging.getLogger("cpvt_det")
 BEST = "model_best"
+SEEN = 60.0
+"""Seconds after which every machine sees a new file of a shared folder."""
 
 
 class RunState:
@@ -80,6 +92,7 @@ class RunState:
             "seed": self.seed,
             "run_id": self.run_id,
             "data": self.data,
+            "processes": distributed.world_size(),
             **self.best.state_dict(),
             "thresholds": None if self.thresholds is None else self.thresholds.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
@@ -107,11 +120,23 @@ class RunState:
                 before["images"],
                 self.data["images"],
             )
+        self._compare_processes(state.get("processes"))
         self.seed, self.run_id = state["seed"], run_id_of({"cpvt_det": state})
         self.best.load_state_dict(state)
         self.thresholds = state.get("thresholds") and Thresholds.from_state_dict(state["thresholds"], len(names))
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
+
+    def _compare_processes(self, before: int | None) -> None:
+        """Log what another number of processes changes; older checkpoints do not contain it."""
+        now = distributed.world_size()
+        if before not in (None, now):
+            logger.warning(
+                "The run to resume had %d process(es), and now there are %d: batches and their order stay the same; sums are in "
+                "another order, dropout and denoising draw other numbers, and BN (not SyncBN) sees the images of one process alone",
+                before,
+                now,
+            )
 
 
 class TrainerState:
@@ -152,15 +177,32 @@ class RunCheckpointer(Checkpointer):
             remove_unfinished(folder)
 
     def save(self, name: str, iteration: int) -> None:
-        """Write ``<name>.pth``. Unless it is the best one, it becomes the last checkpoint, and the oldest are removed.
+        """Write ``<name>.pth``, in the first process. Unless it is the best one, it becomes the last checkpoint, and the oldest are
+        removed.
 
         Raises:
             RunStoppedError: weights with a NaN or an infinity, or a file that cannot be written.
         """
-        if not self.save_to_disk:
-            return
-        content: dict[str, Any] = {"model": self.model.state_dict()}
+        if self.save_to_disk:
+            self._write(name, iteration, {})
+
+    def save_whole(self, whole: Whole) -> None:
+        """Write ``model_<iteration>.pth`` in whatever process, in the middle of a later step too.
+
+        Raises:
+            RunStoppedError: as :meth:`save`; or a folder that is not the one in which the first process works.
+        """
+        state: RunState = self.checkpointables["cpvt_det"]
+        if not self.save_to_disk and named_run(self.save_dir) != state.run_id:
+            raise RunStoppedError(f"OUTPUT_DIR {self.save_dir} is not a folder that all machines share")
+        self._write(f"model_{whole.iteration:07d}", whole.iteration, whole.statistics)
+
+    def _write(self, name: str, iteration: int, statistics: dict[int, Tensor]) -> None:
+        weights = self.model.state_dict()
+        content: dict[str, Any] = {"model": {key: statistics.get(value.data_ptr(), value) for key, value in weights.items()}}
         content |= {key: checkpointable.state_dict() for key, checkpointable in self.checkpointables.items()}
+        for node in (content["trainer"], content["trainer"].get("_trainer", {})):
+            node.update({"iteration": iteration} if "iteration" in node else {})  # in the middle of a later step theirs is higher
         folder = Path(self.save_dir)
         broken = not_finite(content["model"]) or not_finite(content["cpvt_det"]["ema"] or {})
         if broken:
@@ -189,13 +231,29 @@ class RunCheckpointer(Checkpointer):
             WeightsError: no readable checkpoint, or a checkpoint of another model or of other classes.
         """
         state: RunState = self.checkpointables["cpvt_det"]
-        chosen = self._choose() if resume else choose_of_run(self.save_dir, state.run_id)
+        chosen = None
+        if self.save_to_disk:  # the others take the same, even if their machines see the folder some seconds later
+            chosen = self._choose() if resume else choose_of_run(self.save_dir, state.run_id)
+        name = distributed.broadcast_object(chosen and chosen[0].name)
+        if name is not None and chosen is None:
+            chosen = self._wait_for(Path(self.save_dir) / name)
         if chosen is not None:
             self._take(*chosen)
-        distributed.gather_objects(None)  # until here, other processes may still read which run the folder belongs to
         if self.save_to_disk:
             name_run(self.save_dir, state.run_id)
         return 0 if chosen is None else chosen[1]["iteration"] + 1
+
+    def _wait_for(self, path: Path) -> tuple[Path, dict[str, Any]]:
+        """A checkpoint that the first process found."""
+        end = time.monotonic() + SEEN
+        while not path.is_file() and time.monotonic() < end:
+            time.sleep(0.5)
+        if not path.is_file():
+            raise WeightsError(
+                f"process {distributed.rank()} does not find {path}, which process 0 resumes from; set OUTPUT_DIR to a folder that "
+                "all machines share"
+            )
+        return path, read_checkpoint(path)
 
     def _choose(self) -> tuple[Path, dict[str, Any]] | None:
         if checkpoints_of(Path(self.save_dir)):
@@ -242,15 +300,20 @@ class RunCheckpointer(Checkpointer):
 
     def _take_best(self, state: RunState) -> None:
         """The best evaluation of this run is that of ``model_best.pth``: the last checkpoint is older than its own evaluation."""
-        best, state.best.figure, state.best.iteration = self._read_best(), None, -1
+        best = self._best_of(state) if self.save_to_disk else None
+        state.best.figure, state.best.iteration = distributed.broadcast_object(best)
+
+    def _best_of(self, state: RunState) -> tuple[float | None, int]:
+        """Figure and iteration of the best evaluation; ``None`` and -1 if there is none that compares."""
+        best = self._read_best()
         if best is None or run_id_of(best) != state.run_id:
-            return
+            return None, -1
         node, name = best["cpvt_det"], state.best.name
         if node.get("best_figure", name) != name:
             before = f"by {node['best_figure']}, and the next evaluation decides by {name} (TEST.BEST_FIGURE)"
             logger.warning("The best checkpoint so far was chosen %s: it will be replaced", before)
-            return
-        state.best.figure, state.best.iteration = node["best"], node.get("best_iteration", best["iteration"])
+            return None, -1
+        return node["best"], node.get("best_iteration", best["iteration"])
 
     def _read_best(self) -> dict[str, Any] | None:
         path = Path(self.save_dir) / f"{BEST}.pth"

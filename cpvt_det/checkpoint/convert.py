@@ -3,18 +3,22 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
+from cpvt_det.models.backbones.vit_weights import DEIT, convert_deit
 
 _NOT_WEIGHTS = re.compile(r"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.")
 _PROJECTION = re.compile(r"\.([qkv])_proj\.(weight|bias)$")
 _HEAD_ALIAS = re.compile(r"\.decoder\.(class|bbox)_embed\.")
 _HEAD = re.compile(r"^(class|bbox)_embed\.(\d+)\.(.+)$")
+_MAP_PROJECTION = re.compile(r"^input_proj\.(\d+)\.")
+_EXTRA_LEVEL = re.compile(r"(?<=^input_proj\.)extra_(\d+)")
 _DECODER_LAYER = re.compile(r"^transformer\.decoder\.layers\.(\d+)\.")
 
 Renames = tuple[tuple[str, str], ...]
@@ -29,12 +33,14 @@ class Conversion:
         renames: (pattern, replacement) pairs, applied one after the other.
         absent: pattern that no name of this source matches, which distinguishes it from other sources with the same marker.
         drops_shared: True: of several equal tensors, its files contain only one.
+        convert: function from its tensors to ours, where new names are not enough; ``None``: the renames are all.
     """
 
     marker: str
-    renames: Renames
+    renames: Renames = ()
     absent: str | None = None
     drops_shared: bool = False
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
 
     def is_source_of(self, names: Iterable[str]) -> bool:
         """Whether these are names of this source."""
@@ -73,8 +79,21 @@ _DETECTRON2_RESNET: Renames = (
     (r"^(backbone\.body\..*)\.shortcut\.norm\.", r"\1.downsample.1."),
     (r"^(backbone\.body\..*)\.shortcut\.", r"\1.downsample.0."),
 )
-# Modules of our queries that the public Deformable-DETRs have in their transformer
+# Modules of our queries that the public Deformable-DETRs have in their transformer, and those of DAB and DINO in its decoder
 _QUERIES = r"(reference_points|enc_output|enc_output_norm|pos_trans|pos_trans_norm)\."
+_ANCHORS: Renames = (
+    (r"^transformer\.decoder\.(ref_point_head|query_scale)\.", r"queries.\1."),
+    (r"^(transformer\.)?tgt_embed\.", "queries.query_embed."),
+    (r"^refpoint_embed\.", "queries.refpoint_embed."),
+    (r"^label_enc\.", "queries.denoising.label_enc."),
+)
+_OFFICIAL_DEFORMABLE: Renames = (
+    (r"^backbone\.0\.(body\.)?", "backbone.body."),
+    (r"^backbone\.1\.", "position."),
+    (r"^query_embed\.", "queries.query_embed."),
+    (rf"^transformer\.{_QUERIES}", r"queries.\1."),
+    (r"^transformer\.decoder\.(class|bbox)_embed\.", r"\1_embed."),
+)
 
 CONVERSIONS: dict[str, Conversion] = {
     # github.com/facebookresearch/detr
@@ -102,32 +121,32 @@ CONVERSIONS: dict[str, Conversion] = {
             *_HF_RESNET,
         ),
     ),
-    # github.com/fundamentalvision/Deformable-DETR
+    # github.com/fundamentalvision/Deformable-DETR and github.com/HDETR/H-Deformable-DETR
     "deformable_detr": Conversion(
         marker=r"^transformer\.(reference_points|enc_output)\.",
-        absent=r"^transformer\.level_embeds$",
-        renames=(
-            (r"^backbone\.0\.body\.", "backbone.body."),
-            (r"^backbone\.1\.", "position."),
-            (r"^query_embed\.", "queries.query_embed."),
-            (rf"^transformer\.{_QUERIES}", r"queries.\1."),
-            (r"^transformer\.decoder\.(class|bbox)_embed\.", r"\1_embed."),
-        ),
+        absent=r"^transformer\.(level_embeds$|enc_out_class_embed\.)",
+        renames=_OFFICIAL_DEFORMABLE,
     ),
-    # github.com/IDEA-Research/detrex, projects/deformable_detr, over detectron2's ResNet
+    # github.com/IDEA-Research/DINO, with its ResNet or its Swin, which has detectron2's names
+    "dino": Conversion(
+        marker=r"^transformer\.enc_out_class_embed\.",
+        renames=(*_OFFICIAL_DEFORMABLE, *_ANCHORS, (r"^transformer\.enc_out_(class|bbox)_embed\.", r"queries.\1_embed.")),
+    ),
+    # github.com/IDEA-Research/detrex, projects/{deformable_detr,dab_deformable_detr,dino}, over detectron2's ResNet or Swin
     "detrex_deformable_detr": Conversion(
         marker=r"^transformer\.level_embeds$",
         renames=(
             *_DETECTRON2_RESNET,
+            (r"^backbone\.(patch_embed|absolute_pos_embed|layers|norm\d)", r"backbone.body.\1"),
             (r"^position_embedding\.", "position."),
             (r"^neck\.convs\.(\d+)\.conv\.", r"input_proj.\1.0."),
             (r"^neck\.convs\.(\d+)\.norm\.", r"input_proj.\1.1."),
-            # levels beyond the three of the backbone
-            *((rf"^neck\.extra_convs\.{n}\.conv\.", f"input_proj.{n + 3}.0.") for n in range(3)),
-            *((rf"^neck\.extra_convs\.{n}\.norm\.", f"input_proj.{n + 3}.1.") for n in range(3)),
+            (r"^neck\.extra_convs\.(\d+)\.conv\.", r"input_proj.extra_\1.0."),
+            (r"^neck\.extra_convs\.(\d+)\.norm\.", r"input_proj.extra_\1.1."),
             (r"^query_embedding\.", "queries.query_embed."),
             (r"^transformer\.level_embeds$", "transformer.level_embed"),
             (rf"^transformer\.{_QUERIES}", r"queries.\1."),
+            *_ANCHORS,
             (r"^transformer\.decoder\.(class|bbox)_embed\.", r"\1_embed."),
             (r"\.attentions\.0\.(attn\.)?", ".self_attn."),
             (r"\.attentions\.1\.", ".cross_attn."),
@@ -137,6 +156,10 @@ CONVERSIONS: dict[str, Conversion] = {
             *((rf"^(transformer\.decoder\..*)\.norms\.{n}\.", rf"\1.norm{norm}.") for n, norm in enumerate((2, 1, 3))),
         ),
     ),
+    # github.com/facebookresearch/deit, whose names are timm's too: classifiers, distilled or not
+    "deit": Conversion(marker=DEIT, convert=convert_deit),
+    # timm's TNT, and github.com/huawei-noah/Efficient-AI-Backbones
+    "tnt": Conversion(marker=TNT, convert=convert_tnt),
     # DeformableDetrForObjectDetection of transformers
     "hf_deformable_detr": Conversion(
         marker=r"^model\.level_embed$",
@@ -162,8 +185,9 @@ CONVERSIONS: dict[str, Conversion] = {
 def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Rename weights of another project to our names.
 
-    Shapes do not change, so class heads keep all their rows; only ``q_proj``, ``k_proj`` and ``v_proj`` are joined into one tensor.
-    If all layers of a Deformable-DETR share their heads, one pair is kept; the last pair, of the proposals, moves to the queries.
+    Shapes do not change, so class heads keep all their rows; only ``q_proj``, ``k_proj`` and ``v_proj`` are joined into one tensor,
+    and of the classes' vectors for denoising, those beyond the rows of the class heads, which stand for nothing, are left out. If
+    all layers of a Deformable-DETR share their heads, one pair is kept; the last pair, of the proposals, moves to the queries.
 
     Args:
         state_dict: tensors under the names of ``source``; none is changed.
@@ -184,9 +208,11 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
         example = f"the first one is {next(iter(state_dict), 'missing')}" if found is None else f"they are the names of {found}"
         raise WeightsError(f"the weights do not have the names of {source}: {example}")
     conversion = CONVERSIONS[source]
-    renamed = _fuse_projections(_rename_all(state_dict, conversion.renames))
+    if conversion.convert is not None:
+        return conversion.convert(state_dict)
+    renamed = _number_extra_levels(_fuse_projections(_rename_all(state_dict, conversion.renames)))
     refined = any(_HEAD_ALIAS.search(name) for name in state_dict)
-    return _sort_heads(renamed, refined, conversion.drops_shared)
+    return _cut_spare_labels(_sort_heads(renamed, refined, conversion.drops_shared))
 
 
 def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
@@ -232,6 +258,20 @@ def _fuse_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
             raise WeightsError(f"{name} needs q_proj, k_proj and v_proj, but the weights contain only {', '.join(sorted(found))}")
         fused[name] = torch.cat([found[part] for part in "qkv"])
     return fused
+
+
+def _number_extra_levels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Projections ``input_proj.extra_N`` of levels that the backbone does not have -> numbered after those of its maps."""
+    first = 1 + max((int(match[1]) for match in map(_MAP_PROJECTION.match, state_dict) if match), default=-1)
+    return {_EXTRA_LEVEL.sub(lambda match: str(first + int(match[1])), name): t for name, t in state_dict.items()}
+
+
+def _cut_spare_labels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DINO's code makes one vector more than there are classes, for no class, and never uses it."""
+    head, labels = "class_embed.0.weight", "queries.denoising.label_enc.weight"
+    if head in state_dict and labels in state_dict:
+        return {**state_dict, labels: state_dict[labels][: len(state_dict[head])]}
+    return state_dict
 
 
 def _sort_heads(state_dict: dict[str, Tensor], refined: bool, complete: bool) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 """Initial weights of a run: ``MODEL.WEIGHTS`` or ``MODEL.BACKBONE.WEIGHTS``."""
 
 import logging
+import re
 
 from fvcore.common.config import CfgNode
 from torch import nn
@@ -9,11 +10,12 @@ from torch import nn
 from cpvt_det.builders.unused import inapplicable_keys
 from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.checkpoint.load import WeightsReport, load_backbone_weights, load_weights
-from cpvt_det.checkpoint.weights import CLASS_HEAD
+from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 
+QUERIES = re.compile(r"(^|\.)(query|refpoint)_embed\.weight$")
 logger = logging.getLogger("cpvt_det")
 
 
@@ -84,8 +86,9 @@ def require_shapes(report: WeightsReport, origin: str) -> None:
     Raises:
         WeightsError: a tensor of another shape; the message names the first one.
     """
+    may_differ = (CLASS_HEAD, PROPOSALS_HEAD, DENOISING_LABELS, QUERIES)
     for name, shapes in report.remade.items():
-        if not CLASS_HEAD.search(name) and not name.endswith("query_embed.weight"):
+        if not any(pattern.search(name) for pattern in may_differ):
             raise WeightsError(
                 f"{origin} has other shapes than the config's model: {name} is {shapes}; "
                 "set the keys of MODEL that it was trained with"

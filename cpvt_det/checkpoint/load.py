@@ -4,7 +4,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
-from cpvt_det.checkpoint.weights import CLASS_HEAD, PROPOSALS_HEAD, Weights, read_weights
+from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD, Weights, read_weights
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
+
+POSITION = re.compile(r"^(backbone\.)?position\.")
 
 
 @dataclass
@@ -29,7 +31,7 @@ class WeightsReport:
         unexpected: names in the weights only.
         rows_by_name: if the classes differ: class name -> row of the weights that was loaded for it; ``None`` for a class that kept
             its initial row; empty if the classes agree.
-        first_row_only: names among ``loaded`` of which only row 0 was loaded: class heads of proposals, whose row 0 means "an
+        first_row_only: names among ``loaded`` of which only row 0 was loaded: class heads of proposals whose row 0 means "an
             object"; the other rows stand for no class and were only trained to give low scores.
         source: source of the names that the weights had, a key of ``CONVERSIONS``; ``None`` for our names.
         thresholds: score thresholds that the weights came with, of their own classes; ``None`` if they came with none.
@@ -81,8 +83,8 @@ def load_weights(
     Args:
         model: model that is changed in place.
         weights: weights as for :func:`cpvt_det.checkpoint.read_weights`, or its result.
-        class_names: names of the model's labels 0..K-1. If the weights' classes are known and differ, rows of the class heads are
-            selected by class name; "no object", the last row, remains the last one.
+        class_names: names of the model's labels 0..K-1. If the weights' classes are known and differ, rows of the class heads, and
+            vectors of classes for denoising, are selected by class name; "no object", the last row, remains the last one.
 
     Returns:
         The names that were loaded, and those that kept their initial values.
@@ -93,23 +95,25 @@ def load_weights(
     """
     read = weights if isinstance(weights, Weights) else read_weights(weights)
     own = model.state_dict()
+    read = replace(read, state_dict=_beside_pegs(read.state_dict, own))
     rows = _rows_by_name(read, class_names)
     shared = {name: tensor for name, tensor in read.state_dict.items() if name in own}
-    fitted = {name: _fit(name, tensor, own[name], read, rows) for name, tensor in shared.items()}
+    meaning = _meaning_of_proposals(model, read)
+    fitted = {name: _fit(name, tensor, own[name], read, rows, meaning) for name, tensor in shared.items()}
     chosen = {name: tensor for name, tensor in fitted.items() if tensor is not None}
     if not any(CLASS_HEAD.search(name) for name in chosen):
         rows = dict.fromkeys(rows)
     report = WeightsReport(
         loaded=list(chosen),
-        remade={
-            name: f"{_shape(tensor)} in the weights, {_shape(own[name])} in the model"
-            for name, tensor in shared.items()
-            if name not in chosen
-        },
+        remade={name: _why_remade(name, tensor, own[name], meaning) for name, tensor in shared.items() if name not in chosen},
         missing=_without_counters([name for name in own if name not in shared]),
         unexpected=_without_counters([name for name in read.state_dict if name not in own]),
         rows_by_name=rows,
-        first_row_only=[name for name in chosen if PROPOSALS_HEAD.search(name) and (rows or len(shared[name]) != len(own[name]))],
+        first_row_only=[
+            name
+            for name in chosen
+            if PROPOSALS_HEAD.search(name) and meaning == "objects" and (rows or len(shared[name]) != len(own[name]))
+        ],
         source=read.source,
         thresholds=read.thresholds,
     )
@@ -121,6 +125,12 @@ def load_weights(
         )
     model.load_state_dict(chosen, strict=False)
     return report
+
+
+def _beside_pegs(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of an encoding under the names that it has beside a PEG, where the model has it there: ``table`` in ``table+peg``."""
+    beside = {name: POSITION.sub(r"\1position.additive.", name) for name in state_dict}
+    return {beside[name] if name not in own and beside[name] in own else name: tensor for name, tensor in state_dict.items()}
 
 
 def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
@@ -150,16 +160,36 @@ def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str,
     return {name: row_of.get(name) for name in class_names}
 
 
-def _fit(name: str, tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
+def _meaning_of_proposals(model: nn.Module, read: Weights) -> str:
+    """What the rows of the proposals' class heads stand for: ``classes``, ``objects``, or one in the model and the other in the
+    weights, ``both``. Where the weights do not tell, it is taken to be what it is in the model."""
+    here = bool(getattr(getattr(model, "queries", None), "class_proposals", False))
+    there = here if read.class_proposals is None else read.class_proposals
+    return ("classes" if here else "objects") if here == there else "both"
+
+
+def _fit(
+    name: str, tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None], meaning: str
+) -> Tensor | None:
     """The new value of the model's tensor ``own``; ``None`` if it has to keep its value.
 
     For heads with other classes, (K', ...) and (K'', ...), this is a copy of ``own`` with the rows that were found.
     """
-    if PROPOSALS_HEAD.search(name) and tensor.shape[1:] == own.shape[1:] and (rows_by_name or len(tensor) != len(own)):
+    of_proposals = PROPOSALS_HEAD.search(name)
+    if of_proposals and meaning == "both":
+        return None
+    if of_proposals and meaning == "objects" and tensor.shape[1:] == own.shape[1:] and (rows_by_name or len(tensor) != len(own)):
         return torch.cat((tensor[:1].to(own), own[1:]))
-    if not rows_by_name or not CLASS_HEAD.search(name):
+    has_classes = CLASS_HEAD.search(name) or DENOISING_LABELS.search(name) or of_proposals
+    if not rows_by_name or not has_classes:
         return tensor if tensor.shape == own.shape else None
     return _pick_rows(tensor, own, read, rows_by_name)
+
+
+def _why_remade(name: str, tensor: Tensor, own: Tensor, meaning: str) -> str:
+    if PROPOSALS_HEAD.search(name) and meaning == "both":
+        return "rows are classes in one of weights and model, and in the other row 0 means an object"
+    return f"{_shape(tensor)} in the weights, {_shape(own)} in the model"
 
 
 def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:

@@ -98,6 +98,12 @@ def name_run(folder: str | Path, run_id: str) -> None:
     write_line(run_id, Path(folder) / RUN_ID)
 
 
+def named_run(folder: str | Path) -> str:
+    """The run that was started or resumed last in a folder; empty if no file names it."""
+    file = Path(folder) / RUN_ID
+    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+
+
 def checkpoints_of(folder: Path) -> list[Path]:
     """All checkpoints in a folder except ``model_best.pth``."""
     return [path for path in folder.glob("model_*.pth") if path.stem == FINAL or NUMBERED.match(path.stem)]
@@ -123,9 +129,8 @@ def _look(folder: Path) -> tuple[list[Candidate], dict[str, str]]:
 
 def _named_run(folder: Path, candidates: list[Candidate]) -> str:
     """The run that the folder belongs to: from its file ``run_id``, else from the tagged checkpoint, else from the newest."""
-    file = folder / RUN_ID
-    if file.is_file():
-        return file.read_text(encoding="utf-8", errors="replace").strip()
+    if (folder / RUN_ID).is_file():
+        return named_run(folder)
     newest = max(candidates, key=lambda one: (one.is_tagged, one.written), default=None)
     return "" if newest is None else newest.run_id
 

@@ -18,8 +18,10 @@ from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 
-CLASS_HEAD = re.compile(r"^class_embed\.(\d+\.)?(weight|bias)$")
-PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")  # row 0 means "an object", the other rows stand for no class
+CLASS_HEAD = re.compile(r"^(class_embed\.(\d+\.)?|distilled_embed\.)(weight|bias)$")
+PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")
+"""Its rows are classes, or row 0 means "an object" and the other rows stand for no class: ``MODEL.QUERIES.CLASS_PROPOSALS``."""
+DENOISING_LABELS = re.compile(r"^queries\.denoising\.label_enc\.weight$")
 HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0}  # rows of a class head beyond the labels in its config.json
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -35,6 +37,7 @@ class Weights:
         origin: name of the weights in messages.
         config: config of the model that they were trained in, as YAML; ``None`` if it is unknown.
         thresholds: score thresholds of their last evaluation; ``None`` if they were not kept.
+        class_proposals: whether the rows of the proposals' class head are classes; ``None`` if it is unknown.
     """
 
     state_dict: dict[str, Tensor]
@@ -43,6 +46,7 @@ class Weights:
     origin: str
     config: str | None = None
     thresholds: Thresholds | None = None
+    class_proposals: bool | None = None
 
     def as_checkpoint(self) -> dict[str, Any]:
         """The weights in the layout of our checkpoints, with the classes, the config and the thresholds if they are known."""
@@ -93,9 +97,18 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         classes = COCO_ROWS
     if classes is None and found == "detrex_deformable_detr" and rows == len(COCO_CLASSES):
         classes = COCO_CLASSES
-    config = node.get("config")
+    config = node.get("config") if isinstance(node.get("config"), str) else None
     thresholds = None if classes is None else _stored_thresholds(node.get("thresholds"), len(classes), origin)
-    return Weights(state_dict, classes, found, origin, config if isinstance(config, str) else None, thresholds)
+    return Weights(state_dict, classes, found, origin, config, thresholds, _proposes_classes(state_dict, found, config))
+
+
+def _proposes_classes(state_dict: Mapping[str, Tensor], source: str | None, config: str | None) -> bool | None:
+    """``Weights.class_proposals``: of our weights by their config; of others DAB's and DINO's do."""
+    if not any(PROPOSALS_HEAD.search(name) for name in state_dict):
+        return None
+    if source is not None:
+        return "queries.ref_point_head.layers.0.weight" in state_dict
+    return None if config is None else bool(re.search(r"^ +CLASS_PROPOSALS: true$", config, re.MULTILINE | re.IGNORECASE))
 
 
 def _file_of(path: Path) -> Path:

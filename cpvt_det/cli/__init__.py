@@ -18,16 +18,18 @@ from cpvt_det.own_modules import import_modules
 
 COMMANDS = {
     "analyze": "Count parameters, operations, time and memory by part.",
-    "check-data": "Find faults in data sets.",
+    "check-data": "Find faults in a folder of images and annotations, or in the data sets of a config.",
     "compare": "Draw the curves of several runs in one picture.",
+    "configs": "List the configs of the package.",
     "convert-weights": "Convert DETR weights of other projects.",
     "eval": "Evaluate weights on a data set.",
     "export": "Convert weights to ONNX or a torch.export program.",
-    "predict": "Detect objects in images: pictures and JSON.",
+    "predict": "Detect objects in images, or classify them: pictures and JSON.",
+    "serve": "Look at detections in the browser.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "show": "Draw attention, position encodings, or the model's input.",
     "study": "Train the runs of a plan, and compare them.",
-    "train": "Train a detector, and evaluate it.",
+    "train": "Train a detector or a classifier, on a folder or as a config says, and evaluate it.",
 }
 
 
@@ -78,8 +80,8 @@ def main() -> None:
 
     \b
     Example:
-      cpvt-det shapes datasets/shapes
-      cpvt-det train --config-file quickstart/deformable_peg.yaml
+      cpvt-det train photos --budget 30m
+      cpvt-det predict output/photos/model_best.pth --input photo.jpg --output found
     """
 
 

@@ -8,7 +8,8 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from cpvt_det.cli.configs import build_any, config_options, load_any
+from cpvt_det import builders
+from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.errors import BadInputError, config_errors
 from cpvt_det.structures import PaddedBatch, Size
@@ -45,7 +46,8 @@ def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: st
     with config_errors(f"--sizes {sizes}"):  # a learned table has a last entry
         costs = [count_costs(detector, batch.images, batch.padding_mask, chosen) for batch in batches]
     names = [f"{height}x{width}" for height, width in sides]
-    click.echo(f"{type(detector).__name__}, {cfg.MODEL.POSITION.NAME}, {cfg.MODEL.NUM_CLASSES} classes\n")
+    kind = cfg.MODEL.BACKBONE.NAME if builders.is_classifier(cfg) else cfg.MODEL.POSITION.NAME
+    click.echo(f"{type(detector).__name__}, {kind}, {cfg.MODEL.NUM_CLASSES} classes\n")
     _print_parts(costs, names)
     _print_peg(costs, names)
     _print_speed(detector, batches, names)

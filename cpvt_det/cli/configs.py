@@ -1,57 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs for the commands that show what ``cpvt-det train`` would do: the same files, loaded as either runner loads them."""
+"""``cpvt-det configs``: the configs that come with the package, a line each."""
 
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-from fvcore.common.config import CfgNode
+import yaml
+from tabulate import tabulate
 
-from cpvt_det import builders
 from cpvt_det.cli import common_options
-from cpvt_det.cli.train import RUNNERS, choose_runner
-
-if TYPE_CHECKING:
-    from torch import nn
+from cpvt_det.config import config_root, find_config
 
 
-def config_options(command: Callable) -> Callable:
-    """The options of these commands."""
-    options = (
-        click.option(
-            "--config-file", required=True, metavar="FILE", help="Path of a config, or its name in the package's configs/."
-        ),
-        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: also use what it has registered."),
-        common_options,
-        click.argument("overrides", nargs=-1, metavar="[KEY VALUE]..."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+@click.command()
+@click.argument("part", default="")
+@common_options
+def configs(part: str) -> None:
+    """List the configs of the package, all or those with PART in their names.
 
+    Each name can follow --config-file, and _BASE_ in a config of your own.
 
-def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNode:
-    """The config as the runner would load it; data sets registered in detectron2 are found.
-
-    Raises:
-        ConfigError: as :func:`cpvt_det.config.load_cfg`.
+    \b
+    Example:
+      cpvt-det configs
+      cpvt-det configs deformable
     """
-    if choose_runner(runner) == "builtin":
-        return builders.load_cfg(config_file, overrides)
-    from cpvt_det.d2.config import load_cfg
-    from cpvt_det.d2.data import find_registered
-
-    cfg = load_cfg(config_file, overrides)
-    cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
-    find_registered(cfg)
-    return cfg
+    names = sorted(path.relative_to(config_root()).as_posix() for path in config_root().rglob("*.yaml"))
+    shown = [name for name in names if part in name and not Path(name).name.startswith("_")]
+    click.echo(tabulate([(name, describe(find_config(name))) for name in shown], tablefmt="plain"))
 
 
-def build_any(cfg: CfgNode, runner: str) -> "nn.Module":
-    """The detector of a config as the runner would build it, with random weights, in evaluation mode on its device."""
-    if choose_runner(runner) == "builtin":
-        return builders.build_detector(cfg).to(builders.build_device(cfg)).eval()
-    from cpvt_det.d2.trainer import build_detector
-
-    return build_detector(cfg).eval()
+def describe(path: Path) -> str:
+    """The first sentence of the comment that a config begins with; of one without, that of its base, and its encoding."""
+    text = path.read_text(encoding="utf-8")
+    comment = " ".join(line.lstrip("# ") for line in re.match(r"(?:#.*\n)*", text)[0].splitlines())
+    if comment:
+        return re.split(r"[.:;](?:\s|$)", comment, maxsplit=1)[0]
+    own = yaml.safe_load(text)
+    base = describe(path.parent / own["_BASE_"]) if "_BASE_" in own else ""
+    encoding = own.get("MODEL", {}).get("POSITION", {}).get("NAME")
+    return base + (f"; encoding: {encoding}" if encoding else "")

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det eval``: ``cpvt-det train --eval-only`` with the weights as an argument."""
 
+import tempfile
+from pathlib import Path
+
 import click
 
 from cpvt_det.cli.train import (
@@ -13,14 +16,17 @@ from cpvt_det.cli.train import (
     tiles_options,
     tiles_overrides,
 )
+from cpvt_det.errors import BadInputError, WeightsError
 
 
 @click.command(context_settings=RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
+@click.option("--config-file", default="", metavar="FILE", help="Path or name of a config.  [default: the one in WEIGHTS]")
 @run_options
 @allow_partial_option
 @tiles_options
 @click.option("--report", is_flag=True, help="Also write OUTPUT_DIR/report/: curves, confusion, thresholds, worst images.")
+@click.option("--sizes", default="", metavar="PIXELS,...", help="Evaluate at each of these test sizes, and write one table.")
 def eval(
     weights: str,
     config_file: str,
@@ -29,19 +35,49 @@ def eval(
     overrides: tuple[str, ...],
     allow_partial: bool,
     report: bool,
+    sizes: str,
     tiles: int | None,
     overlap: float | None,
 ) -> None:
     """Evaluate WEIGHTS, a file or a model folder, on DATASETS.TEST; KEY VALUE pairs override the config.
+
+    With --sizes, test images get these short sides one after the other, those of a classifier are crops of these sides; the figures
+    are in OUTPUT_DIR/sizes.md and sizes.json.
 
     \b
     Example:
       cpvt-det eval output/model_best.pth --config-file output/config.yaml OUTPUT_DIR output/eval
       cpvt-det eval output/model_best.pth --config-file output/config.yaml --report OUTPUT_DIR output/eval
       cpvt-det eval output/model_best.pth --config-file output/config.yaml --tiles 640 OUTPUT_DIR output/eval
+      cpvt-det eval output/model_best.pth --sizes 160,224,288,384,448,512 OUTPUT_DIR output/sizes
     """
     from cpvt_det.runner.launch import launch
 
+    at = _sizes(sizes)
+    if at and report:
+        raise BadInputError("--report is of one size: leave out --sizes, and set the size in INPUT")
     overrides = (*overrides, *tiles_overrides(tiles, overlap), "MODEL.WEIGHTS", weights)
     overrides += ("TEST.REPORT", "True") if report else ()
-    launch(run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), False, True, allow_partial)
+    with tempfile.TemporaryDirectory() as folder:
+        config_file = config_file or _config_in(weights, Path(folder))
+        options = (device_of(num_gpus), choose_runner(runner), False, True, allow_partial, at)
+        launch(run_config, num_gpus, config_file, overrides, *options)
+
+
+def _sizes(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")] if text else []
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise BadInputError(f"--sizes {text!r} must be sides in pixels, such as 160,224,288")
+    return [int(word) for word in words]
+
+
+def _config_in(weights: str, folder: Path) -> str:
+    """A file with the config that weights contain."""
+    from cpvt_det.checkpoint.weights import read_weights
+
+    config = read_weights(weights).config
+    if config is None:
+        raise WeightsError(f"{weights} contains no config; give its config with --config-file")
+    (folder / "log.txt").touch()  # what marks the config of a run, which may have keys of an older version
+    (folder / "config.yaml").write_text(config, encoding="utf-8")
+    return str(folder / "config.yaml")

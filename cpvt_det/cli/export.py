@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from fvcore.common.config import CfgNode
 from tabulate import tabulate
 
 from cpvt_det import builders
@@ -17,7 +18,7 @@ from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError
 from cpvt_det.export import check, files, program
 from cpvt_det.files import atomic_file
-from cpvt_det.models import Detector
+from cpvt_det.models import ImageModel
 from cpvt_det.structures import Size
 
 TOLERANCE = 1e-4  # allowed difference of a box coordinate, as a part of the image's side, and of a score
@@ -58,9 +59,9 @@ def export(
 ) -> None:
     """Convert WEIGHTS, a checkpoint of a run, to a program that runs without this package.
 
-    Pixels and padding mask in; boxes, scores and labels out. The program is compared with the model on three batches of sizes that
-    it was not traced at; FILE is written only if no box and no score differs by more than 1e-4 (with --half, 2e-2). KEY VALUE pairs
-    override the config.
+    Pixels and padding mask in; boxes, scores and labels, or of a classifier the scores of the classes, out. The program is compared
+    with the model on three batches of sizes that it was not traced at; FILE is written only if no box and no score differs by more
+    than 1e-4 (with --half, 2e-2). KEY VALUE pairs override the config.
 
     \b
     Example:
@@ -73,10 +74,10 @@ def export(
     trained = load_trained(weights, "cpu", config_file, overrides)
     detector = trained.detector
     canvas = check.traced_canvas(detector, *_fixed(names, batch, size, detector))
-    postprocess = builders.build_postprocessor(trained.cfg)
+    postprocess = builders.build_decoder(trained.cfg)
     module = program.ExportModule(program.prepare(detector, sampling), postprocess, half)
     with atomic_file(output) as file:
-        files.write_program(program.trace(module, canvas, names), format, file, _metadata(trained), half)
+        files.write_program(program.trace(module, canvas, names), format, file, _metadata(trained), half, postprocess.outputs)
         file.flush()
         run = files.open_program(file.name, format)
         unseen = enumerate(check.unseen_canvases(detector, canvas, names))
@@ -100,7 +101,7 @@ def _dimensions(text: str) -> list[str]:
     return names
 
 
-def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detector: Detector) -> tuple[int | None, Size | None]:
+def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detector: ImageModel) -> tuple[int | None, Size | None]:
     """The fixed batch and canvas of ``--batch`` and ``--size``; ``None`` where dynamic; the default of a fixed batch is 1."""
     if "batch" in dynamic and batch is not None:
         raise BadInputError(f"--batch {batch} contradicts --dynamic, which contains batch: remove one of them")
@@ -117,7 +118,7 @@ def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detect
     return batch, _whole_strides((int(match[1]), int(match[2])), detector)
 
 
-def _whole_strides(size: Size, detector: Detector) -> Size:
+def _whole_strides(size: Size, detector: ImageModel) -> Size:
     stride, largest = detector.size_divisibility, program.largest_sides(detector)
     given = "x".join(map(str, size))
     if min(size) < stride:
@@ -138,18 +139,30 @@ def _metadata(trained: Trained) -> dict[str, Any]:
     return {
         **({} if kept is None else {"threshold": kept.overall, "class_thresholds": list(kept.classes)}),
         "stride": trained.detector.size_divisibility,
-        "min_size": trained.cfg.INPUT.MIN_SIZE_TEST,
-        "max_size": trained.cfg.INPUT.MAX_SIZE_TEST,
+        **_sizes(trained.cfg),
         "class_names": list(trained.classes.names),
         "class_ids": list(trained.classes.ids),
     }
 
 
+def _sizes(cfg: CfgNode) -> dict[str, Any]:
+    """How images were resized in evaluation."""
+    if builders.is_classifier(cfg):
+        return {"size": cfg.INPUT.CLASSIFY.TEST_SIZE, "crop_ratio": cfg.INPUT.CLASSIFY.CROP_RATIO}
+    return {"min_size": cfg.INPUT.MIN_SIZE_TEST, "max_size": cfg.INPUT.MAX_SIZE_TEST}
+
+
 def _report(rows: list[check.Comparison], tolerance: float) -> None:
-    headers = ("images x height x width", "largest difference of boxes", "of scores", "seconds, model", "exported")
-    table = [(row.canvas, f"{row.boxes:.1e}", f"{row.scores:.1e}", *(f"{seconds:.3f}" for seconds in row.seconds)) for row in rows]
+    columns = {"largest difference of boxes": [row.boxes for row in rows], "of scores": [row.scores for row in rows]}
+    columns = {name: values for name, values in columns.items() if None not in values}  # a classifier has no boxes
+    shown = zip(*columns.values(), strict=True)
+    table = [
+        (row.canvas, *(f"{value:.1e}" for value in values), *(f"{seconds:.3f}" for seconds in row.seconds))
+        for row, values in zip(rows, shown, strict=True)
+    ]
+    headers = ("images x height x width", *columns, "seconds, model", "exported")
     click.echo(tabulate(table, headers, tablefmt="github", disable_numparse=True))
-    boxes, scores = max(row.boxes for row in rows), max(row.scores for row in rows)
+    boxes, scores = max(row.boxes or 0.0 for row in rows), max(row.scores for row in rows)
     if max(boxes, scores) > tolerance:
         raise RunStoppedError(
             f"the exported program differs from the model: boxes by up to {boxes:.1e}, scores by up to {scores:.1e}, "

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import click
 
+from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
 from cpvt_det.data.find_images import find_files
 from cpvt_det.data.validation.issues import POLICIES
 from cpvt_det.errors import BadInputError
-from cpvt_det.predict import Predictor
-from cpvt_det.predict.files import check_files, predict_files
+from cpvt_det.models import Classifier
+from cpvt_det.predict import ClassPredictor, Predictor
+from cpvt_det.predict.files import check_files, predict_classes, predict_files
 
 
 @click.command(context_settings=RUN_CONTEXT)
@@ -49,7 +51,8 @@ def predict(
 ) -> None:
     """Detect objects in images with WEIGHTS, a checkpoint or a model folder; KEY VALUE pairs override its config.
 
-    Writes pictures/, detections.json (COCO's results format), images.json (the id of each image) and coco.json (a COCO data set).
+    Writes pictures/, detections.json (COCO's results format), images.json (the id of each image) and coco.json (a COCO data set). A
+    classifier writes classes.json: the best five classes of each image, with their scores.
 
     \b
     Example:
@@ -66,10 +69,19 @@ def predict(
             raise BadInputError(f"{word} is a file, not a config key; put a glob in quotes: --input '*.jpg'")
     output = output.expanduser()
     paths = find_files(source, output)
-    predictor = Predictor.from_checkpoint(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
+    trained = load_trained(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
+    classifies = isinstance(trained.detector, Classifier)
+    if classifies and threshold is not None:
+        raise BadInputError(f"--threshold is for detections, and {weights} is a classifier; leave it out")
+    predictor = (ClassPredictor if classifies else Predictor).from_trained(trained)
     files, issues = check_files(paths, source, on_bad)
     for line in issues.lines(issues.faults):
         click.echo(line, err=True)
+    if classifies:
+        start = time.perf_counter()
+        count = predict_classes(predictor, files, output, batch, on_bad)
+        click.echo(f"{output / 'classes.json'}: {count} images, {count / (time.perf_counter() - start):.1f} images/s")
+        return
     if threshold is None:
         threshold = predictor.threshold
         click.echo(_origin(predictor, weights), err=True)

@@ -9,15 +9,17 @@ import torch
 from tabulate import tabulate
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
-from cpvt_det.cli.configs import build_any, config_options, load_any
+from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.images import read_image
 from cpvt_det.errors import BadInputError, config_errors
+from cpvt_det.models import Detector
 from cpvt_det.runner.setup import choose_seed
 from cpvt_det.solver.step import split_samples
 from cpvt_det.structures import Size
+from cpvt_det.tasks import build_task
 from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
 from cpvt_det.visualize.data import draw_batches
@@ -72,7 +74,7 @@ def attention(
     """
     given = [_point(word) for words in points for word in words.split()]
     image = read_image(image_file)
-    trained = load_trained(weights, config_file=config_file)
+    trained = _load_detector(weights, config_file)
     resized = builders.build_test_mapper(trained.cfg).prepare(image)
     classification = builders.build_classification(trained.cfg)
     size = tuple(image.shape[1:])
@@ -139,13 +141,14 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
     """
     cfg = load_any(config_file, overrides, runner)
     cfg.DATALOADER.NUM_WORKERS = 0  # enough for a few images; their number does not change the images
-    datasets, tests = builders.load_splits(cfg)
+    task = build_task(cfg)
+    datasets, tests = task.load_splits()
     detector = build_any(cfg, runner)
-    classes, records = datasets[0].classes, builders.training_records(cfg, datasets)
-    loader = builders.build_train_loader(cfg, records, choose_seed(cfg))
+    classes, records = datasets[0].classes, task.training_records(datasets)
+    loader = task.build_train_loader(records, choose_seed(cfg))
     parts = (part for samples in loader for part in split_samples(samples, max(1, cfg.SOLVER.ACCUMULATE)))
     for name, batches, known in [("train", parts, records)] + [
-        (dataset.name, builders.build_test_loader(cfg, dataset.records), dataset.records) for dataset in tests
+        (dataset.name, task.build_test_loader(dataset), dataset.records) for dataset in tests
     ]:
         path = output / f"{name}.png"
         drawn = draw_batches(batches, {record.image_id: record for record in known}, detector, classes, count, path)
@@ -155,14 +158,23 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
 def _model(name: str, config_file: str) -> NamedDetector:
     """The detector of a checkpoint, or of a config with random weights, which are equal for models of equal parts."""
     if Path(name).suffix.lower() not in (".yaml", ".yml"):
-        trained = load_trained(name, config_file=config_file)
+        trained = _load_detector(name, config_file)
         where = "/".join(Path(name).parts[-2:])
         return NamedDetector(f"{trained.cfg.MODEL.POSITION.NAME}, {where}", trained.detector)
     cfg = builders.load_cfg(name)
+    if builders.is_classifier(cfg):
+        raise BadInputError(f"{name} is of a classifier; this picture is of detectors")
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 1
     torch.manual_seed(0)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg)).eval()
     return NamedDetector(f"{cfg.MODEL.POSITION.NAME}, random weights", detector)
+
+
+def _load_detector(weights: str, config_file: str) -> Trained:
+    trained = load_trained(weights, config_file=config_file)
+    if not isinstance(trained.detector, Detector):
+        raise BadInputError(f"{weights} is a {type(trained.detector).__name__}; this picture is of detectors")
+    return trained
 
 
 def _size(text: str) -> Size:

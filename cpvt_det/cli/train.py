@@ -2,11 +2,13 @@
 """``cpvt-det train``, the command line of both runners; ``tools/train_net.py`` calls the same function."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import click
 
 from cpvt_det.cli import common_options, report_errors
+from cpvt_det.cli.folder import budget_option, choose_run, folder_options, take_folder
 from cpvt_det.errors import BadInputError
 from cpvt_det.garbage import quick_imports
 from cpvt_det.own_modules import import_inherited
@@ -15,12 +17,15 @@ RUNNERS = ("auto", "builtin", "detectron2")
 RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may contain negative numbers
 
 
-def run_options(command: Callable) -> Callable:
-    """The options of every command that runs a config."""
+def config_file_option(required: bool = True) -> Callable:
+    """``--config-file``; not required by a command that takes a folder instead."""
+    text = "Path of a config, or its name in the package's configs/ (cpvt-det configs lists them)."
+    return click.option("--config-file", required=required, default=None if required else "", metavar="FILE", help=text)
+
+
+def run_options(command: Callable, takes_folder: bool = False) -> Callable:
+    """The options of every command that runs a config, but for that of the config."""
     options = (
-        click.option(
-            "--config-file", required=True, metavar="FILE", help="Path of a config, or its name in the package's configs/."
-        ),
         click.option(
             "--num-gpus",
             type=click.IntRange(min=0),
@@ -28,7 +33,7 @@ def run_options(command: Callable) -> Callable:
         ),
         click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="auto: detectron2 if it is installed."),
         common_options,
-        click.argument("overrides", nargs=-1, metavar="[KEY VALUE]..."),
+        click.argument("overrides", nargs=-1, metavar="[FOLDER] [KEY VALUE]..." if takes_folder else "[KEY VALUE]..."),
     )
     for option in reversed(options):
         command = option(command)
@@ -55,7 +60,10 @@ def tiles_overrides(tiles: int | None, overlap: float | None) -> tuple[str, ...]
 
 
 @click.command(context_settings=RUN_CONTEXT)
-@run_options
+@config_file_option(required=False)
+@partial(run_options, takes_folder=True)
+@budget_option
+@folder_options
 @click.option("--resume", is_flag=True, help="Continue from the last checkpoint in OUTPUT_DIR.")
 @click.option("--eval-only", is_flag=True, help="Only evaluate MODEL.WEIGHTS, or with --resume the last checkpoint.")
 @allow_partial_option
@@ -65,19 +73,34 @@ def train(
     num_gpus: int | None,
     runner: str,
     overrides: tuple[str, ...],
+    budget: float | None,
+    data_format: str,
+    new_split: bool,
     resume: bool,
     eval_only: bool,
     allow_partial: bool,
 ) -> None:
-    """Train a detector and evaluate it; KEY VALUE pairs override the config.
+    """Train a detector and evaluate it: on a folder of images and annotations, or as a config says.
+
+    Of a FOLDER the format is found; model, image size and length are chosen from the data, from steps that are measured on this
+    machine, and from --budget. Nothing is written into it. OUTPUT_DIR (output/NAME_OF_FOLDER) gets chosen.yaml, with the reasons:
+    with --config-file it is the same run again. KEY VALUE pairs override what is chosen, or the config.
 
     \b
     Example:
+      cpvt-det train photos --budget 30m
       cpvt-det train --config-file coco/detr_r50_peg_50ep.yaml --num-gpus 8 OUTPUT_DIR output/peg
       torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/deformable_peg.yaml --num-gpus 0
     """
+    folder, overrides = take_folder(config_file, overrides)
     with quick_imports():
         from cpvt_det.runner.launch import launch  # and with it torch, which --help does not need
+    if folder is not None:
+        if eval_only:
+            raise BadInputError("--eval-only evaluates weights of a config; give the run's chosen.yaml as --config-file")
+        config_file, overrides = choose_run(folder, overrides, budget, data_format, new_split, num_gpus, resume)
+    elif budget is not None or data_format or new_split:
+        raise BadInputError("--budget, --format and --new-split belong to a FOLDER, as in cpvt-det train photos --budget 30m")
 
     launch(
         run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only, allow_partial
@@ -93,6 +116,7 @@ def run_config(
     resume: bool,
     eval_only: bool,
     allow_partial: bool,
+    sizes: Sequence[int] = (),
 ) -> dict:
     """Load a config and run it, in one process of the run; return the results of the last evaluation."""
     import_inherited()
@@ -104,7 +128,10 @@ def run_config(
         else:
             from cpvt_det.builders import load_cfg
             from cpvt_det.runner.train import run
-    return run(load_cfg(config_file, overrides), resume, eval_only, allow_partial)
+        from cpvt_det.runner.peers import lost_peers_named
+    cfg = load_cfg(config_file, overrides)
+    with lost_peers_named(cfg.SOLVER.PEER_TIMEOUT):
+        return run(cfg, resume, eval_only, allow_partial, sizes)
 
 
 def device_of(num_gpus: int | None) -> str | None:

@@ -15,12 +15,13 @@ from cpvt_det import builders
 from cpvt_det.boxes import xyxy_to_cxcywh
 from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.d2.backbone import build_detector_backbone
+from cpvt_det.d2.classifier import ClassifierProtocol
 from cpvt_det.d2.data import class_names, register_datasets
 from cpvt_det.data.catalog import registered_datasets
 from cpvt_det.errors import DataError
 from cpvt_det.inference import PostProcessor
 from cpvt_det.losses import SetCriterion
-from cpvt_det.models import Detector
+from cpvt_det.models import Classifier, Detector
 from cpvt_det.solver.step import compute_losses
 from cpvt_det.structures import Detections, Predictions, Targets
 
@@ -105,10 +106,10 @@ def register_detectors() -> None:
 
 
 def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
-    """A detector in detectron2, from a config or by keyword.
+    """A detector or a classifier in detectron2, from a config or by keyword.
 
-    Its keywords are those of the detector (``num_logits`` and ``prior_probability`` default to what the criterion needs),
-    ``criterion``, the set loss, and ``postprocessor``, which by default keeps the 100 best detections.
+    Its keywords are those of the model. A detector has two more: ``criterion``, the set loss, whose classification gives the
+    defaults of ``num_logits`` and ``prior_probability``; and ``postprocessor``, which by default keeps the 100 best detections.
     """
 
     @configurable
@@ -116,7 +117,8 @@ def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
         super(made, self).__init__(**arguments)
 
     text = f":class:`{detector.__module__}.{detector.__qualname__}` in detectron2, from a config or by keyword."
-    made = type(name, (Detectron2Protocol, detector), {"__init__": __init__, "__doc__": text, "__module__": __name__})
+    protocol = ClassifierProtocol if issubclass(detector, Classifier) else Detectron2Protocol
+    made = type(name, (protocol, detector), {"__init__": __init__, "__doc__": text, "__module__": __name__})
     return made
 
 

@@ -20,7 +20,8 @@ from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
 from cpvt_det.runner.callbacks import Callback, build_callbacks
 from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
-from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
+from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.tasks.registry import Results, build_task
 
 __all__ = ["load_cfg", "run"]
@@ -33,6 +34,7 @@ def run(
     resume: bool = False,
     eval_only: bool = False,
     allow_partial: bool = False,
+    sizes: Sequence[int] = (),
     callbacks: Sequence[Callback] = (),
 ) -> Results:
     """Train and evaluate, or only evaluate, as :func:`cpvt_det.runner.train.run` does, with a config from :func:`load_cfg`."""
@@ -42,10 +44,10 @@ def run(
     cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
     with only_run_in(cfg):
         find_registered(cfg)
-        return _evaluate_only(cfg, resume, allow_partial) if eval_only else _train(cfg, resume, callbacks)
+        return _evaluate_only(cfg, resume, allow_partial, sizes) if eval_only else _train(cfg, resume, callbacks)
 
 
-def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> Results:
+def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool, sizes: Sequence[int]) -> Results:
     task = build_task(cfg)
     tests = task.load_tests()
     if resume:
@@ -57,6 +59,8 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool) -> Results:
     model = build_detector(cfg)
     kept = load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     write_config(without_untouched(cfg), replace=False)
+    if sizes:
+        return evaluate_sizes(task, model, tests, sizes, output)
     results = evaluate(task, model, tests, output)
     choose_threshold(cfg, kept)
     task.show_results(model, tests, results, output)
@@ -75,8 +79,9 @@ def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results
     length = builders.build_schedule(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
-    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(), watching)
+    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(output), watching)
     trainer.resume_or_load(resume)
+    record_agents(output, trainer.state.run_id)
     write_config(without_untouched(cfg))
     logger.info(
         "Seed %d: iterations %d to %d of %s",

@@ -6,6 +6,7 @@ without a fixed range (floats, 32-bit integers) are refused.
 """
 
 import contextlib
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -70,13 +71,17 @@ class ImageHeader:
         return self.orientation >= 5
 
 
-def read_header(path: str) -> ImageHeader:
+def read_header(path: str, content: bytes | None = None) -> ImageHeader:
     """Read an image's header.
+
+    Args:
+        path: path of the file; with ``content`` only a name for messages.
+        content: bytes of the file, if it is not on the disk.
 
     Raises:
         DataError: a file that is missing, empty or of unknown format; pixels that :func:`read_image` refuses.
     """
-    file, kind = _open(path)
+    file, kind = _open(path, content)
     try:
         with file, Image.open(file) as image:
             _require_known_range(image)
@@ -89,8 +94,11 @@ def read_header(path: str) -> ImageHeader:
         raise _cannot_read(path, error) from error
 
 
-def read_image(path: str) -> "Tensor":
+def read_image(path: str, content: bytes | None = None) -> "Tensor":
     """Decode an image file to RGB, turned according to its EXIF data.
+
+    Args:
+        path, content: arguments as of :func:`read_header`.
 
     Returns:
         (3, H, W) uint8.
@@ -98,13 +106,15 @@ def read_image(path: str) -> "Tensor":
     Raises:
         DataError: a file that cannot be read; pixels without a fixed range.
     """
+    import torch
     from torchvision.io import ImageReadMode, decode_image
 
-    file, kind = _open(path)
+    file, kind = _open(path, content)
     try:
         with file:
             if kind == JPEG:  # JPEG only: a damaged byte in a PNG can crash torchvision 0.29 with a segmentation fault
-                return decode_image(path, ImageReadMode.RGB, apply_exif_orientation=True)
+                source = path if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                return decode_image(source, ImageReadMode.RGB, apply_exif_orientation=True)
             with Image.open(file) as image:
                 return _to_rgb(image, kind)
     except Exception as error:
@@ -142,14 +152,14 @@ def _to_rgb(image: Image.Image, kind: bytes | None) -> "Tensor":
     return torch.from_numpy(np.array(shown)).permute(2, 0, 1).contiguous()
 
 
-def _open(path: str) -> tuple[BinaryIO, bytes | None]:
+def _open(path: str, content: bytes | None = None) -> tuple[BinaryIO, bytes | None]:
     """The open file, at its start; and ``JPEG`` or ``PNG`` by its first bytes, whatever its suffix, ``None`` for other formats.
 
     Raises:
         DataError: a missing or empty file.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115, the caller closes it
+        file = open(path, "rb") if content is None else io.BytesIO(content)  # noqa: SIM115, the caller closes it
     except IsADirectoryError as error:
         raise DataError(f"cannot read image {path}: it is a folder") from error
     except FileNotFoundError as error:

@@ -8,6 +8,7 @@ iteration to continue where it stopped.
 import atexit
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import re
@@ -36,15 +37,17 @@ class MappedDataset(Dataset):
         records: records of one or more data sets.
         mapper: mapper from a record to a sample.
         seed: seed of the run.
+        closing: an epoch, counted from 0, and the mapper from that epoch on; ``None``: ``mapper`` for all epochs.
 
     Attributes:
         at_work: (workers, 2) int64 in shared memory: each worker's process id and the index of the record it is reading, or -1.
     """
 
-    def __init__(self, records: Sequence[ImageRecord], mapper: Mapper, seed: int = 0):
+    def __init__(self, records: Sequence[ImageRecord], mapper: Mapper, seed: int = 0, closing: tuple[float, Mapper] | None = None):
         self.records = records
         self.mapper = mapper
         self.seed = seed
+        self.closing = closing or (math.inf, mapper)
         self.at_work = torch.zeros(0, 2, dtype=torch.int64)
 
     def __len__(self) -> int:
@@ -55,10 +58,11 @@ class MappedDataset(Dataset):
         worker = get_worker_info()
         if worker is not None:
             self.at_work[worker.id] = torch.tensor([os.getpid(), index])
+        start, closing_mapper = self.closing
         with torch.random.fork_rng(devices=[]):  # in the main process the model's dropout draws from the same state
             # Not torch.manual_seed: it would reseed the GPUs too, whose states stay outside of this fork.
             torch.default_generator.manual_seed(mix_seed(self.seed, epoch, index))
-            sample = self.mapper(self.records[index])
+            sample = (self.mapper if epoch < start else closing_mapper)(self.records[index])
         if worker is not None:
             self.at_work[worker.id, 1] = -1
         return sample
@@ -84,6 +88,8 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
         dead = [int(pid) for pid in match[1].split(",")]
         images = [dataset.records[index].file_name for pid, index in dataset.at_work.tolist() if pid in dead and index >= 0]
         reading = f"while reading {', '.join(images)}" if images else "between two images"
+        if images and dataset.mapper.mixes:
+            reading += " or an image that is mixed with it"
         raise DeadWorkerError(
             f"a data worker (process {match[1]}) died {reading}; --resume continues from the last checkpoint"
         ) from error
@@ -132,15 +138,19 @@ class TrainBatches(Sampler[list[Draw]]):
         waiting: dict[int, list[Draw]] = {0: [], 1: []}
         number = 0
         for epoch in itertools.count():
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records)
-            for index in order.tolist():
-                group = waiting[self.groups[index]]
-                group.append((epoch, index))
+            for draw in self.draws(epoch):
+                group = waiting[self.groups[draw[1]]]
+                group.append(draw)
                 if len(group) == self.batch_size:
                     if number >= self.start:
                         yield group[self.slice]
                     number += 1
                     group.clear()
+
+    def draws(self, epoch: int) -> Iterator[Draw]:
+        """Every image once, in the order of an epoch."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records)
+        return ((epoch, index) for index in map(int, order))  # as a list a million take 36 MB in every process
 
 
 class TrainLoader:

@@ -4,9 +4,14 @@
 On the road of one image: after ``data/coco.py``, before ``structures.PaddedBatch``.
 """
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import functools
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision import tv_tensors
@@ -14,6 +19,8 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
 from cpvt_det.boxes import xyxy_to_cxcywh
+from cpvt_det.data.augmentation.registry import Scene
+from cpvt_det.data.augmentation.step import AugmentationStep, as_scene, augmentation_errors
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.images import read_image
 from cpvt_det.errors import DataError
@@ -149,26 +156,43 @@ class Mapper:
     Args:
         transform: transform of the image; with ``with_targets``, of (image, boxes, labels).
         with_targets: whether samples get targets, for training.
+        augmentations: what happens to training images before ``transform``, in this order.
+        records: images that augmentations draw from to mix them in.
         with_pixels: whether samples without targets get ``pixels``, the image as it was read, to be cut into tiles.
     """
 
-    def __init__(self, transform: v2.Transform, with_targets: bool, with_pixels: bool = False):
+    def __init__(
+        self,
+        transform: v2.Transform,
+        with_targets: bool,
+        augmentations: Sequence[AugmentationStep] = (),
+        records: Sequence[ImageRecord] = (),
+        with_pixels: bool = False,
+    ):
         self.transform = transform
         self.with_targets = with_targets
+        self.augmentations = list(augmentations)
+        self.records = records
         self.with_pixels = with_pixels
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a sample may show more than one image."""
+        return any(step.mixes for step in self.augmentations)
+
+    def without_mixing(self) -> "Mapper":
+        """The same mapper less the augmentations that mix images."""
+        mapper = copy.copy(self)
+        mapper.augmentations = [step for step in self.augmentations if not step.mixes]
+        return mapper
 
     def __call__(self, record: ImageRecord) -> Sample:
         """Make the sample of one record, with torch's global random state.
 
         Raises:
             DataError: an image that cannot be read, or whose size differs from that in the JSON.
+            ConfigError: an augmentation that fails on this image.
         """
-        image = read_image(record.file_name)
-        if tuple(image.shape[1:]) != (record.height, record.width):
-            raise DataError(
-                f"image {record.file_name} (id {record.image_id}) has {image.shape[2]} x {image.shape[1]} pixels after turning by "
-                f"EXIF, but {record.width} x {record.height} in the annotations; correct its size there, or replace the image"
-            )
         sample = {
             "file_name": record.file_name,
             "image_id": record.image_id,
@@ -176,9 +200,11 @@ class Mapper:
             "width": record.width,
         }
         if not self.with_targets:
+            image = _read(record)
             return {**sample, "image": self.prepare(image), **({"pixels": image} if self.with_pixels else {})}
-        boxes = tv_tensors.BoundingBoxes(record.boxes_xyxy, format="XYXY", canvas_size=image.shape[1:])
-        image, boxes, labels = self.transform(tv_tensors.Image(image), boxes, torch.from_numpy(record.labels))
+        with other_generators_seeded() if self.augmentations else contextlib.nullcontext():
+            scene = self._augmented(record, len(self.augmentations))
+        image, boxes, labels = self.transform(*scene)
         height, width = image.shape[1:]
         boxes_cxcywh = xyxy_to_cxcywh(boxes.as_subclass(Tensor)) / torch.tensor([width, height, width, height])
         return {**sample, "image": image.as_subclass(Tensor), "targets": Targets(labels, boxes_cxcywh.to(torch.float32))}
@@ -186,3 +212,40 @@ class Mapper:
     def prepare(self, image: Tensor) -> Tensor:
         """Transform an image without targets, (3, H, W) uint8 -> (3, h, w) uint8."""
         return self.transform(tv_tensors.Image(image)).as_subclass(Tensor)
+
+    def _augmented(self, record: ImageRecord, count: int) -> Scene:
+        """A record's image after the first augmentations."""
+        labels = torch.from_numpy(record.labels)
+        scene = as_scene(_read(record), record.boxes_xyxy, labels, clips=not self.augmentations)
+        for number, step in enumerate(self.augmentations[:count]):
+            with augmentation_errors(step.name, scene, f"image {record.file_name} (id {record.image_id})"):
+                scene = step(*scene, functools.partial(self._draw, number)) if step.mixes else step(*scene)
+        return scene
+
+    def _draw(self, count: int) -> Scene:
+        """Another image, drawn at random, after the first augmentations."""
+        return self._augmented(self.records[int(torch.randint(len(self.records), ()))], count)
+
+
+@contextlib.contextmanager
+def other_generators_seeded() -> Iterator[None]:
+    """Within this block, the global generators of numpy and ``random`` go on from a seed that torch's draws; then as before."""
+    states, seed = (np.random.get_state(), random.getstate()), int(torch.randint(2**32, ()))
+    np.random.seed(seed)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(states[0])
+        random.setstate(states[1])
+
+
+def _read(record: ImageRecord) -> Tensor:
+    """The pixels of a record, (3, H, W) uint8, of the size that the record has."""
+    image = read_image(record.file_name)
+    if tuple(image.shape[1:]) != (record.height, record.width):
+        raise DataError(
+            f"image {record.file_name} (id {record.image_id}) has {image.shape[2]} x {image.shape[1]} pixels after turning by "
+            f"EXIF, but {record.width} x {record.height} in the annotations; correct its size there, or replace the image"
+        )
+    return image

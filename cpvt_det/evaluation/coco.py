@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
+from cpvt_det.data.records import Records
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.checks import check_classes, check_form, check_values
+from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.evaluation.matching import pair_images
 from cpvt_det.evaluation.precision_recall import best_thresholds, class_curve
 from cpvt_det.evaluation.thresholds import Thresholds
@@ -60,8 +62,8 @@ class CocoEvaluator:
     own evaluator; one of them merges the ``state`` of the others.
 
     Args:
-        ground_truth: COCO dict with ``images``, ``annotations`` and ``categories``, and the ids of the file. Missing ``iscrowd``
-            means no crowd, missing ``area`` the area of the box. The dict is copied, not changed.
+        ground_truth: records of the test set, or a COCO dict with ``images``, ``annotations`` and ``categories``, as of
+            :func:`cpvt_det.evaluation.ground_truth.ground_truth_of`. The dict is copied, not changed.
         class_ids: the category id in the file of each of the K classes.
         class_names: the name of each of the K classes.
         backend: "faster_coco_eval", or "pycocotools", which computes the same metrics more slowly.
@@ -74,7 +76,7 @@ class CocoEvaluator:
 
     def __init__(
         self,
-        ground_truth: dict[str, Any],
+        ground_truth: Records | dict[str, Any],
         class_ids: Sequence[int],
         class_names: Sequence[str],
         backend: str = "faster_coco_eval",
@@ -89,8 +91,9 @@ class CocoEvaluator:
         self.class_names = list(class_names)
         self.backend = backend
         self.max_detections = [limit for limit in (1, 10) if limit < max_detections] + [max_detections]
-        self._ground_truth = _lean_copy(ground_truth, self.class_ids)
-        self._image_ids = {image["id"] for image in self._ground_truth["images"]}
+        self._ground_truth = ground_truth_of(ground_truth, self.class_ids)
+        self._image_ids = self._ground_truth.image_ids.tolist()
+        self._known = frozenset(self._image_ids)
         self._found: dict[int, Found] = {}
 
     def add(self, image_id: int, detections: Detections) -> None:
@@ -134,7 +137,7 @@ class CocoEvaluator:
 
     def _rows(self) -> Iterator[tuple[int, int, list[float], float]]:
         """Image id, category id, box xywh and score of every detection, in the order of the images in the ground truth."""
-        image_ids = [image["id"] for image in self._ground_truth["images"] if image["id"] in self._found]
+        image_ids = [image_id for image_id in self._image_ids if image_id in self._found]
         found = [self._found[image_id] for image_id in image_ids]
         if not found:
             return iter(())
@@ -156,7 +159,9 @@ class CocoEvaluator:
                 {"id": n, "image_id": i, "category_id": c, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, "score": score}
                 for n, (i, c, box, score) in enumerate(self._rows(), start=1)
             ]
-            precision, recall = _match(self.backend, self._ground_truth, detected, self.max_detections)
+            sections = {"images": [{"id": i} for i in self._image_ids], "categories": [{"id": i} for i in self.class_ids]}
+            annotations = self._ground_truth.annotations(self.class_ids)
+            precision, recall = _match(self.backend, sections, annotations, detected, self.max_detections)
         return {"bbox": _figures(precision, recall, self.class_ids, self.class_names, self.max_detections)}
 
     def thresholds(self) -> Thresholds:
@@ -166,7 +171,7 @@ class CocoEvaluator:
             return best_thresholds([class_curve(images, label) for label in range(len(self.class_ids))])
 
     def _check_new(self, image_id: int) -> None:
-        if image_id not in self._image_ids:
+        if image_id not in self._known:
             raise ValueError(f"image id {image_id!r} is not in the ground truth of {len(self._image_ids)} images")
         if image_id in self._found:
             raise ValueError(f"the detections of image id {image_id!r} were already added; add every image once")
@@ -208,46 +213,25 @@ def _table(rows: list, headers: list[str], alignment: list[str]) -> str:
     return tabulate(rows, headers, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 
 
-def _lean_copy(ground_truth: dict[str, Any], class_ids: list[int]) -> dict[str, list[dict[str, Any]]]:
-    """A copy of what box evaluation needs, as the backends write into it; annotation ids start at 1, as 0 means "no match"."""
-    image_ids = [image["id"] for image in ground_truth["images"]]
-    known_images, known_classes = set(image_ids), set(class_ids)
-    if not image_ids or len(known_images) < len(image_ids) or not all(isinstance(key, int) for key in image_ids):
-        raise ValueError(f"the ground truth needs images with distinct integer ids, got {image_ids[:3]}")
-    annotations = []
-    for number, annotation in enumerate(ground_truth["annotations"], start=1):
-        image_id, class_id, area = annotation["image_id"], annotation["category_id"], annotation.get("area")
-        if image_id not in known_images or class_id not in known_classes:
-            raise ValueError(
-                f"annotation id {annotation.get('id')!r} has image id {image_id!r} and category id {class_id!r}; "
-                "the image must be in the ground truth and the category in class_ids"
-            )
-        box = [float(value) for value in annotation["bbox"]]
-        area = box[2] * box[3] if area is None else float(area)
-        copied = {"id": number, "image_id": image_id, "category_id": class_id, "bbox": box, "area": area}
-        annotations.append({**copied, "iscrowd": int(annotation.get("iscrowd") or 0)})
-    return {
-        "images": [{"id": image_id} for image_id in image_ids],
-        "annotations": annotations,
-        "categories": [{"id": class_id} for class_id in class_ids],
-    }
-
-
 def _match(
-    backend: str, ground_truth: dict[str, list], detected: list[dict[str, Any]], max_detections: list[int]
+    backend: str,
+    sections: dict[str, list[dict[str, Any]]],
+    truth: list[dict[str, Any]],
+    detected: list[dict[str, Any]],
+    max_detections: list[int],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Precision (10 IoUs, 101 recalls, K, 4 areas, limits) and recall (10, K, 4, limits), classes by rising id.
 
-    -1 means no ground truth. The detections are annotations, ids from 1; the backends write into them.
+    -1 means no ground truth. Objects and detections are annotations, ids from 1; the backends write into them.
     """
     coco_class, eval_class = BACKENDS[backend]()
     sides = []
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # pycocotools on numpy 2
-        for annotations in (ground_truth["annotations"], detected):
+        for annotations in (truth, detected):
             # not loadRes, which fails on an empty list in pycocotools
             side = coco_class()
-            side.dataset = {**ground_truth, "annotations": annotations}
+            side.dataset = {**sections, "annotations": annotations}
             side.createIndex()
             sides.append(side)
         evaluation = eval_class(*sides, "bbox")

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from pycocotools import mask
 
+from cpvt_det.evaluation.ground_truth import GroundTruth
+
 IOU = 0.5
 """Smallest IoU of a detection and the object that it may be matched to."""
 
@@ -83,11 +85,11 @@ class ScoredImage:
         return matched
 
 
-def pair_images(ground_truth: dict[str, Any], results: Sequence[dict[str, Any]], class_ids: Sequence[int]) -> list[ScoredImage]:
+def pair_images(ground_truth: GroundTruth, results: Sequence[dict[str, Any]], class_ids: Sequence[int]) -> list[ScoredImage]:
     """Collect the objects and detections of each image.
 
     Args:
-        ground_truth: COCO dict, as in :class:`cpvt_det.data.coco.CocoDataset`.
+        ground_truth: objects of the images.
         results: detections in COCO's results format.
         class_ids: the category id of each label.
 
@@ -95,17 +97,16 @@ def pair_images(ground_truth: dict[str, Any], results: Sequence[dict[str, Any]],
         One entry per image of the ground truth, by rising id.
     """
     label_of = {class_id: label for label, class_id in enumerate(class_ids)}
-    objects, found = defaultdict(list), defaultdict(list)
-    for annotation in ground_truth["annotations"]:
-        row = (*annotation["bbox"], label_of[annotation["category_id"]], bool(annotation["iscrowd"]))
-        objects[annotation["image_id"]].append(row)
+    found = defaultdict(list)
     for result in results:
         found[result["image_id"]].append((*result["bbox"], label_of[result["category_id"]], result["score"]))
+    ids, objects = ground_truth.image_ids, ground_truth.objects
+    starts = np.searchsorted(objects.image_of, np.arange(len(ids) + 1))
     images = []
-    for image_id in sorted(image["id"] for image in ground_truth["images"]):
-        there, here = (np.array(rows[image_id], dtype=float).reshape(-1, 6) for rows in (objects, found))
+    for index in np.argsort(ids).tolist():
+        here = np.array(found[int(ids[index])], dtype=float).reshape(-1, 6)
         here = here[np.argsort(-here[:, 5], kind="stable")]
-        crowd, labels, found_labels = there[:, 5] > 0, there[:, 4].astype(int), here[:, 4].astype(int)
-        boxes = (np.ascontiguousarray(rows[:, :4]) for rows in (there, here))
-        images.append(ScoredImage(image_id, next(boxes), labels, crowd, next(boxes), found_labels, here[:, 5]))
+        rows = slice(starts[index], starts[index + 1])
+        there = (objects.boxes_xywh[rows], objects.labels[rows].astype(int), objects.crowds[rows])
+        images.append(ScoredImage(int(ids[index]), *there, np.ascontiguousarray(here[:, :4]), here[:, 4].astype(int), here[:, 5]))
     return images

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cpvt_det.export.files import Run
 from cpvt_det.export.program import Canvas, largest_sides
-from cpvt_det.inference import PostProcessor
-from cpvt_det.models import Detector
+from cpvt_det.inference import ClassScores, PostProcessor
+from cpvt_det.models import ImageModel
 from cpvt_det.structures import Detections, PaddedBatch, Size
 
 TRACED = (2, 3, 4)  # images, and height and width in largest strides; all differ from those below
@@ -28,25 +28,25 @@ class Comparison:
 
     Attributes:
         canvas: shape of the batch.
-        boxes: largest difference of a box coordinate, as a part of the image's side.
+        boxes: largest difference of a box coordinate, as a part of the image's side; ``None`` for a classifier.
         scores: largest difference of a score.
         seconds: time of the detector and of the program, the second call of each.
     """
 
     canvas: Canvas
-    boxes: float
+    boxes: float | None
     scores: float
     seconds: tuple[float, float]
 
 
-def traced_canvas(detector: Detector, batch: int | None = None, size: Size | None = None) -> Canvas:
+def traced_canvas(detector: ImageModel, batch: int | None = None, size: Size | None = None) -> Canvas:
     """A small canvas to trace at; ``batch`` and ``size`` fix its dimensions."""
     stride = detector.size_divisibility
     height, width = size or (side * stride for side in _within(detector, TRACED[1:]))
     return Canvas(batch or TRACED[0], height, width)
 
 
-def unseen_canvases(detector: Detector, traced: Canvas, dynamic: Collection[str]) -> list[Canvas]:
+def unseen_canvases(detector: ImageModel, traced: Canvas, dynamic: Collection[str]) -> list[Canvas]:
     """Three canvases that differ from the traced one in every dynamic dimension, as far as a learned table allows."""
     stride = detector.size_divisibility
     canvases = []
@@ -62,16 +62,16 @@ def unseen_canvases(detector: Detector, traced: Canvas, dynamic: Collection[str]
     return canvases
 
 
-def _within(detector: Detector, sides: Collection[int]) -> list[int]:
+def _within(detector: ImageModel, sides: Collection[int]) -> list[int]:
     return [min(side, largest_sides(detector) or side) for side in sides]
 
 
 @torch.no_grad()
-def compare(detector: Detector, postprocess: PostProcessor, run: Run, canvas: Canvas, seed: int = 0) -> Comparison:
-    """Run the detector and the program on the same drawn images, all of different sizes.
+def compare(detector: ImageModel, postprocess: PostProcessor | ClassScores, run: Run, canvas: Canvas, seed: int = 0) -> Comparison:
+    """Run the model and the program on the same drawn images, all of different sizes.
 
     Args:
-        detector: a detector on the CPU, in evaluation mode, not prepared for export.
+        detector: a model on the CPU, in evaluation mode, not prepared for export.
         postprocess: the post-processor in the program.
         run: the program.
         canvas: shape of the batch.
@@ -82,6 +82,9 @@ def compare(detector: Detector, postprocess: PostProcessor, run: Run, canvas: Ca
     batch, pixels = detector.preprocess(images), PaddedBatch.from_images([image.float() for image in images], stride)
     predictions, expected_seconds = _timed(lambda: detector(batch.images, batch.padding_mask))
     answers, found_seconds = _timed(lambda: run(pixels.images, pixels.padding_mask))
+    if isinstance(postprocess, ClassScores):
+        difference_of_scores = _largest(answers[0] - predictions.scores())
+        return Comparison(canvas, None, difference_of_scores, (expected_seconds, found_seconds))
     # All pairs of query and class, so that ties at the cut-off do not count as differences.
     everything = PostProcessor(postprocess.classification, predictions.logits[-1, 0].numel()).decode(predictions)
     differences = [

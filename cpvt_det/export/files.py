@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from cpvt_det.errors import BadInputError, RunStoppedError, first_line
+from cpvt_det.inference import PostProcessor
 
 FORMATS = ("torch_export", "onnx")
 METADATA_KEY = "cpvt_det"  # key of the metadata, JSON, that is written with the program
 INPUTS = ("images", "padding_mask")
-OUTPUTS = ("boxes", "scores", "labels")
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-Run = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Run = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def require_format(format: str) -> None:
@@ -40,7 +40,12 @@ def require_format(format: str) -> None:
 
 
 def write_program(
-    program: ExportedProgram, format: str, file: BinaryIO, metadata: dict[str, Any], half_precision: bool = False
+    program: ExportedProgram,
+    format: str,
+    file: BinaryIO,
+    metadata: dict[str, Any],
+    half_precision: bool = False,
+    outputs: Sequence[str] = PostProcessor.outputs,
 ) -> None:
     """Write a program.
 
@@ -52,6 +57,7 @@ def write_program(
             are the metadata ``cpvt_det``.
         half_precision: whether the program computes in float16. The ONNX graph is then not optimised, but left to the runtime:
             onnxscript 0.7 merges float32 norms into half convolutions, which no runtime loads.
+        outputs: names of what the program returns, as of its post-processing.
 
     Raises:
         RunStoppedError: a program that cannot be converted to ONNX.
@@ -61,7 +67,7 @@ def write_program(
         return
     try:
         with _silenced("onnxscript"):  # it warns of what it cannot simplify
-            names = {"input_names": INPUTS, "output_names": OUTPUTS}
+            names = {"input_names": INPUTS, "output_names": outputs}
             converted = torch.onnx.export(program, **names, dynamo=True, verbose=False, optimize=not half_precision)
     except Exception as error:  # what torch raises has no common base
         raise RunStoppedError(f"torch.onnx cannot convert the program: {first_line(error)}") from error
@@ -106,8 +112,8 @@ def open_program(path: str | Path, format: str) -> Run:
     except Exception as error:  # what onnxruntime raises has no common base
         raise RunStoppedError(f"onnxruntime cannot load the converted program: {first_line(error)}") from error
 
-    def run(images: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        answers = session.run(list(OUTPUTS), {"images": images.numpy(), "padding_mask": padding_mask.numpy()})
+    def run(images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
+        answers = session.run(None, {"images": images.numpy(), "padding_mask": padding_mask.numpy()})
         return tuple(torch.from_numpy(answer) for answer in answers)
 
     return run

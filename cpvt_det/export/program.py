@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a detector to a program of aten operators: pixels and a padding mask in, boxes, scores and labels out."""
+"""From a model to a program of aten operators: pixels and a padding mask in; boxes, scores and labels, or class scores, out."""
 
 import contextlib
 import copy
@@ -12,10 +12,10 @@ from torch.export import Dim, ExportedProgram
 
 from cpvt_det.errors import RunStoppedError, first_line
 from cpvt_det.export import half
-from cpvt_det.inference import PostProcessor
+from cpvt_det.inference import ClassScores, PostProcessor
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedGroupNorm
-from cpvt_det.models import Detector
+from cpvt_det.models import ImageModel
 from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection
 
@@ -36,22 +36,22 @@ class Canvas:
 
 
 class ExportModule(nn.Module):
-    """A detector with normalisation before it and post-processing after it, so that a user of the file needs no constants.
+    """A model with normalisation before it and post-processing after it, so that a user of the file needs no constants.
 
     Args:
         detector: result of :func:`prepare`.
-        postprocess: post-processor for the detector's classification.
+        postprocess: post-processor for the detector's classification; for a classifier :class:`ClassScores`.
         half_precision: compute in float16 what autocast computes in float16 in training; norms, heads, boxes and positions stay in
             float32, and so do the weights in the file.
     """
 
-    def __init__(self, detector: Detector, postprocess: PostProcessor, half_precision: bool = False):
+    def __init__(self, detector: ImageModel, postprocess: PostProcessor | ClassScores, half_precision: bool = False):
         super().__init__()
         self.detector = detector
         self.postprocess = postprocess
         self.half_precision = half_precision
 
-    def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
         """Detect.
 
         Args:
@@ -61,6 +61,7 @@ class ExportModule(nn.Module):
 
         Returns:
             Boxes (B, n, 4) float32, xyxy in [0, 1] of the unpadded image; scores (B, n) float32, best first; labels (B, n) int64.
+            Of a classifier the scores of the classes, (B, K) float32.
         """
         normalised = (images - self.detector.pixel_mean) / self.detector.pixel_std
         computing = torch.autocast(images.device.type, torch.float16) if self.half_precision else contextlib.nullcontext()
@@ -69,7 +70,7 @@ class ExportModule(nn.Module):
         return self.postprocess.decode(predictions)
 
 
-def prepare(detector: Detector, sampling: str = "gather") -> Detector:
+def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
     """A copy of a detector for inference only.
 
     PEG's batch norm becomes part of its convolution; group norm, which depends on the input, is kept.
@@ -124,7 +125,7 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
     return program
 
 
-def largest_sides(detector: Detector) -> int | None:
+def largest_sides(detector: ImageModel) -> int | None:
     """Largest side of a canvas, in units of ``size_divisibility``; ``None``: no limit. A learned table has a last entry."""
     tables = [module.row_embed.num_embeddings for module in detector.modules() if isinstance(module, LearnedEncoding)]
     finest = min(detector.strides)
@@ -139,7 +140,7 @@ def foreign_operators(program: ExportedProgram) -> set[str]:
     return {str(operator) for operator in operators if operator.namespace != "aten"}
 
 
-def _dims(detector: Detector, dynamic: Collection[str]) -> dict[str, Dim]:
+def _dims(detector: ImageModel, dynamic: Collection[str]) -> dict[str, Dim]:
     stride, largest = detector.size_divisibility, largest_sides(detector)
     dims = {
         "batch": Dim("batch", min=1),

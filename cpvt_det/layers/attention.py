@@ -2,6 +2,7 @@
 """Attention, batch first: multi-head on ``scaled_dot_product_attention``, and multi-scale deformable."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,10 @@ from cpvt_det.ops.dropout import dropout
 from cpvt_det.ops.linear import Linear, linear
 from cpvt_det.structures import Levels, has_padding, require_bool
 
+Place = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""Projected queries and keys (B, M, N, C / M) -> the same turned, and what is added to their scores: a position encoding's
+``place`` for one layer."""
+
 
 class Attention(nn.Module):
     """Multi-head attention that spends one matrix product on inputs that queries, keys and values share.
@@ -23,19 +28,20 @@ class Attention(nn.Module):
         channels: C, a multiple of ``num_heads``.
         num_heads: M.
         dropout: probability that an attention weight is dropped, in training.
+        bias: whether queries, keys and values have a bias; the output has one in any case.
 
     Raises:
         ValueError: channels that the heads do not divide.
     """
 
-    def __init__(self, channels: int, num_heads: int, dropout: float = 0.0):
+    def __init__(self, channels: int, num_heads: int, dropout: float = 0.0, bias: bool = True):
         super().__init__()
         if num_heads < 1 or channels % num_heads:
             raise ValueError(f"channels must be a multiple of num_heads, got {channels} channels and {num_heads} heads")
         self.num_heads = num_heads
         self.dropout = dropout
         self.in_proj_weight = nn.Parameter(torch.empty(3 * channels, channels))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * channels))
+        self.register_parameter("in_proj_bias", nn.Parameter(torch.zeros(3 * channels)) if bias else None)
         self.out_proj = Linear(channels, channels)
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
@@ -47,6 +53,7 @@ class Attention(nn.Module):
         values: Tensor,
         padding_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        place: Place | None = None,
     ) -> Tensor:
         """Attend. Pass the same object twice where two inputs are the same: it is projected in one product.
 
@@ -57,6 +64,7 @@ class Attention(nn.Module):
             padding_mask: (B, N) bool, True = padded: keys that no query sees. An image needs one valid key.
             attention_mask: float, of a shape that broadcasts to (B, M, Q, N), added to the scores; -inf hides a key from a query.
                 Each query needs one key.
+            place: what a position encoding does here, of which the bias takes the place of ``attention_mask``.
 
         Returns:
             (B, Q, C).
@@ -68,6 +76,8 @@ class Attention(nn.Module):
             raise TypeError(f"attention_mask is added to the scores and must be float, got {attention_mask.dtype}")
         projected = self._project(queries, keys, values)
         q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected)  # (B, N, C) -> (B, M, N, C / M)
+        if place is not None:
+            q, k, attention_mask = place(q, k)
         attend = None if padding_mask is None or not has_padding(padding_mask) else ~padding_mask[:, None, None, :]
         if attention_mask is not None:
             attend = attention_mask.to(q.dtype) if attend is None else attention_mask.to(q.dtype).where(attend, -math.inf)
@@ -79,17 +89,19 @@ class Attention(nn.Module):
         return self.out_proj(attended.transpose(1, 2).flatten(2))  # (B, M, Q, C / M) -> (B, Q, C)
 
     def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         if queries is keys and keys is values:
             return linear(queries, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-        channels = queries.shape[-1]
         if queries is keys:
-            shared = linear(queries, self.in_proj_weight[: 2 * channels], self.in_proj_bias[: 2 * channels])
-            return *shared.chunk(2, dim=-1), linear(values, weights[2], biases[2])
+            return *self._product(queries, 0, 2), *self._product(values, 2, 3)
         if keys is values:
-            shared = linear(keys, self.in_proj_weight[channels:], self.in_proj_bias[channels:])
-            return linear(queries, weights[0], biases[0]), *shared.chunk(2, dim=-1)
-        return tuple(linear(x, w, b) for x, w, b in zip((queries, keys, values), weights, biases, strict=True))
+            return *self._product(queries, 0, 1), *self._product(keys, 1, 3)
+        return tuple(part for n, x in enumerate((queries, keys, values)) for part in self._product(x, n, n + 1))
+
+    def _product(self, x: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Those of the projections 0 (queries), 1 (keys) and 2 (values) that share the input ``x``."""
+        rows = slice(start * x.shape[-1], stop * x.shape[-1])
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
+        return linear(x, self.in_proj_weight[rows], bias).chunk(stop - start, dim=-1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None, probability: float) -> Tensor:

@@ -10,6 +10,7 @@ from cpvt_det.losses.classification import (
 )
 from cpvt_det.losses.criterion import Losses, SetCriterion
 from cpvt_det.losses.matcher import HungarianMatcher
+from cpvt_det.losses.one_to_many import OneToManyMatcher
 from cpvt_det.losses.terms import LOSS_REGISTRY, Matched, Normalizers
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "MatchabilityClassification",
     "Matched",
     "Normalizers",
+    "OneToManyMatcher",
     "SetCriterion",
     "SoftmaxClassification",
     "make_classification",

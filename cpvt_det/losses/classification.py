@@ -51,7 +51,7 @@ class SoftmaxClassification:
         Returns:
             (D, B, T, Q), minus the probability of the target's class.
         """
-        return -_pick(logits.softmax(-1), labels)
+        return -pick_classes(logits.softmax(-1), labels)
 
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The weighted cross-entropy, summed over images and queries.
@@ -143,7 +143,7 @@ class FocalClassification(SigmoidClassification):
 
     def cost(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The focal loss of a positive less that of a negative; arguments as in :meth:`SoftmaxClassification.cost`."""
-        probability = _pick(logits, labels).sigmoid_()
+        probability = pick_classes(logits, labels).sigmoid_()
         rest = 1 - probability
         minus_positive = (probability + 1e-8).log_().mul_(rest**self.gamma)
         minus_negative = (rest + 1e-8).log_().mul_(probability**self.gamma)
@@ -213,7 +213,7 @@ class MatchabilityClassification(SigmoidClassification):
         Returns:
             (D, B, T, Q).
         """
-        x = _pick(logits, labels)
+        x = pick_classes(logits, labels)
         return (1 - x.sigmoid() ** self.gamma) * _softplus(x) - overlaps**self.gamma * x
 
     def loss(self, logits: Tensor, classes: Tensor, overlaps: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ def _softplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)
 
 
-def _pick(values: Tensor, labels: Tensor) -> Tensor:
+def pick_classes(values: Tensor, labels: Tensor) -> Tensor:
     """The values of the target classes: (D, B, Q, K'), (B, T) -> (D, B, T, Q)."""
     layers, _, queries, _ = values.shape
     picked = values.gather(-1, labels[None, :, None].expand(layers, -1, queries, -1))

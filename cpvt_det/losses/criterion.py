@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cpvt_det import defaults, distributed
 from cpvt_det.losses.matcher import HungarianMatcher, Matches, PaddedTargets
+from cpvt_det.losses.one_to_many import OneToManyMatcher
 from cpvt_det.losses.terms import LOSS_REGISTRY, Loss, Matched, Normalizers
 from cpvt_det.structures import PROPOSAL_LABEL, Predictions, Targets
 
@@ -40,6 +41,8 @@ class SetCriterion:
         proposal_matches: proposals that each object is matched with; more than one give every object more to learn from.
         hybrid_matches: queries of the hybrid branch that each object is matched with.
         losses: further losses, name -> (weight, function); the contract is that of :data:`LOSS_REGISTRY`.
+        one_to_many: matcher of ``Predictions.one_to_many``, whose losses are divided by the same numbers as the queries' own.
+        many_class_weight: weight of their class loss.
 
     Raises:
         ValueError: fewer matches than one, or one of the three losses given twice.
@@ -56,6 +59,8 @@ class SetCriterion:
         proposal_matches: int = 1,
         losses: Mapping[str, tuple[float, Loss]] | None = None,
         hybrid_matches: int = defaults.HYBRID_MATCHES,
+        one_to_many: OneToManyMatcher | None = None,
+        many_class_weight: float = defaults.MANY_CLASS_WEIGHT,
     ):
         for name, matches in (("proposal_matches", proposal_matches), ("hybrid_matches", hybrid_matches)):
             if matches < 1:
@@ -66,6 +71,8 @@ class SetCriterion:
         self.classification = matcher.classification
         self.weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
         self.weights = {name: weight for name, weight in self.weights.items() if weight}
+        self.one_to_many = one_to_many or OneToManyMatcher()
+        self.many_weights = {"loss_class": many_class_weight}
         self.losses: dict[str, Loss] = {name: LOSS_REGISTRY.find(name.removeprefix("loss_")) for name in self.weights}
         for name, (weight, loss) in (losses or {}).items():
             if f"loss_{name}" in self.weights:
@@ -83,9 +90,9 @@ class SetCriterion:
         Returns:
             ``loss_class``, ``loss_l1``, ``loss_giou`` and further ones; of proposals, where there are any,
             ``loss_proposal_class`` and so on, with one class for every object; of denoising queries ``loss_denoising_class`` and so
-            on, of the hybrid branch ``loss_hybrid_class``; and ``metric_class_error`` (percent of matched
-            queries with the wrong class), ``metric_cardinality_error`` (mean difference of the counts of objects), both of the
-            last layer.
+            on, of the hybrid branch ``loss_hybrid_class``, of the one-to-many supervision ``loss_many_class``; and
+            ``metric_class_error`` (percent of matched queries with the wrong class), ``metric_cardinality_error`` (mean difference
+            of the counts of objects), both of the last layer.
         """
         padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
         matches = self.matcher(predictions, padded)
@@ -99,6 +106,9 @@ class SetCriterion:
         if predictions.hybrid is not None:
             losses |= self._of_repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches, "loss_hybrid_")
             finite = finite & _finite_images(predictions.hybrid)
+        if predictions.one_to_many is not None:
+            losses |= self._of_many(predictions.one_to_many, padded, normalizers)
+            finite = finite & _finite_images(predictions.one_to_many)
         if predictions.denoising is not None:
             losses |= self._of_denoising(predictions.denoising, padded, normalizers)
             finite = finite & _finite_images(predictions.denoising)
@@ -136,6 +146,11 @@ class SetCriterion:
         shares = Normalizers(normalizers.boxes * times, normalizers.classes * times)
         return self._weighted(predictions, padded, self.matcher(predictions, padded), shares, prefix)
 
+    def _of_many(self, predictions: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> dict[str, Tensor]:
+        """The weighted losses of predictions that each object is matched with as many of as fit it."""
+        matches = self.one_to_many(predictions, targets)
+        return self._weighted(predictions, targets, matches, normalizers, "loss_many_", self.many_weights)
+
     def _of_denoising(self, denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> dict[str, Tensor]:
         """The weighted losses of denoising queries, whose objects are known: there is nothing to match."""
         image, query = (denoising.objects >= 0).nonzero(as_tuple=True)
@@ -152,10 +167,12 @@ class SetCriterion:
         matches: Matches,
         normalizers: Normalizers,
         prefix: str = "loss_",
+        other_weights: Mapping[str, float] | None = None,
     ) -> dict[str, Tensor]:
         """The weighted losses, summed over layers, under names with this prefix."""
         by_layer = self.losses_by_layer(predictions, targets, matches, normalizers)
-        return {name.replace("loss_", prefix): self.weights[name] * values.sum() for name, values in by_layer.items()}
+        weights = {**self.weights, **(other_weights or {})}
+        return {name.replace("loss_", prefix): weights[name] * values.sum() for name, values in by_layer.items()}
 
     def losses_by_layer(
         self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors: modules from normalised images and a padding mask to predictions. No losses, no config."""
+"""Detectors and classifiers: modules from normalised images and a padding mask to predictions. No losses, no config."""
 
-from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone
+from cpvt_det.models.anchor_queries import AnchorQueries
+from cpvt_det.models.backbones import BACKBONE_REGISTRY, ResNetBackbone, VisionTransformer
+from cpvt_det.models.classifier import Classifier
 from cpvt_det.models.deformable_detr import DeformableDETR
 from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector
 from cpvt_det.models.detr import DETR
+from cpvt_det.models.image_model import ImageModel
 from cpvt_det.models.mixed_queries import MixedQueries
 from cpvt_det.models.necks import NECK_REGISTRY
+from cpvt_det.models.pyramid import SimplePyramid
 from cpvt_det.models.queries import QUERY_REGISTRY
 from cpvt_det.models.transformer import Transformer
 
@@ -16,10 +20,15 @@ __all__ = [
     "DETR",
     "NECK_REGISTRY",
     "QUERY_REGISTRY",
+    "AnchorQueries",
+    "Classifier",
     "DeformableDETR",
     "DeformableTransformer",
     "Detector",
+    "ImageModel",
     "MixedQueries",
     "ResNetBackbone",
+    "SimplePyramid",
     "Transformer",
+    "VisionTransformer",
 ]

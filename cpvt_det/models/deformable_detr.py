@@ -40,8 +40,9 @@ class DeformableDETR(Detector):
 
     Raises:
         UnknownNameError: no part of this name to freeze.
-        ValueError: no queries, fewer levels than maps, a transformer of another number of levels, two stages without box
-            refinement, with channels that are no multiple of 4 or with an NMS threshold outside (0, 1].
+        ValueError: no queries, fewer levels than maps, a transformer of another number of levels, an encoding that acts inside
+            dense attention, two stages without box refinement, with channels that are no multiple of 4 or with an NMS threshold
+            outside (0, 1].
 
     Source: arXiv 2010.04159.
     """
@@ -69,6 +70,11 @@ class DeformableDETR(Detector):
         neck = neck or MultiLevelNeck(backbone.channels, backbone.strides, channels, num_levels, mask_padding)
         if len(transformer.level_embed) != len(neck.strides):
             raise ValueError(f"num_levels is {len(neck.strides)}, but the transformer has {len(transformer.level_embed)}")
+        if position.acts_in_attention:
+            raise ValueError(
+                f"{type(position).__name__} acts on the product of queries and keys, which deformable attention does not have; "
+                "use an encoding that is added or acts on the tokens, or CPVTDetr"
+            )
         if two_stage and not box_refinement:
             raise ValueError("two stages need box refinement: proposals are boxes for the decoder to correct")
         super().__init__(backbone, neck, position, transformer, pixel_mean, pixel_std)

@@ -4,6 +4,7 @@
 Source: arXiv 2010.04159, sections 4 and A.4; names of parameters as in fundamentalvision/Deformable-DETR.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,7 +16,7 @@ from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.heads import Heads
 from cpvt_det.models.queries import Queries
-from cpvt_det.models.transformer import Inject, Memory
+from cpvt_det.models.transformer import Memory
 from cpvt_det.ops.dropout import Dropout
 from cpvt_det.ops.linear import Linear
 from cpvt_det.position.registry import PositionEncoding
@@ -84,24 +85,24 @@ class DeformableEncoder(nn.Module):
         self.checkpointing = checkpointing
         self.layers = nn.ModuleList(DeformableEncoderLayer(*layer) for _ in range(num_layers))
 
-    def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, inject: Inject) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, position: PositionEncoding) -> Tensor:
         """Encode.
 
         Args:
             tokens: (B, N, C) float.
             positions: (B, N, C) float.
             levels: layout of the tokens.
-            inject: :meth:`PositionEncoding.inject`.
+            position: encoding that acts on the tokens.
 
         Returns:
             (B, N, C), the memory.
         """
         reference_points = levels.to_level_coordinates(levels.centers())
-        tokens = inject(tokens, levels.padding_mask, levels.shapes, -1)
+        tokens = position.inject(tokens, levels.padding_mask, levels.shapes, -1)
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
             tokens = run_layer(tokens, positions, reference_points, levels)
-            tokens = inject(tokens, levels.padding_mask, levels.shapes, index)
+            tokens = position.inject(tokens, levels.padding_mask, levels.shapes, index)
         return tokens
 
 
@@ -163,6 +164,50 @@ class DeformableDecoderLayer(nn.Module):
         return self.norm3(self.dropout.add(queries, self.linear2(self.dropout.after_relu(self.linear1(queries)))))
 
 
+class MixedDecoderLayer(DeformableDecoderLayer):
+    """A decoder layer whose queries look at the image before they see each other, so that what they find can be supervised.
+
+    Args:
+        channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
+            :class:`DeformableDecoderLayer`.
+
+    Source: arXiv 2401.03989, section 3.3, implementation (a) of its figure 4, as in Atten4Vis/MS-DETR ``impl_a``.
+    """
+
+    def __init__(self, channels: int, num_heads: int, ffn_channels: int, *more):
+        super().__init__(channels, num_heads, ffn_channels, *more)
+        self.linear3 = Linear(channels, ffn_channels)
+        self.linear4 = Linear(ffn_channels, channels)
+        self.norm4 = nn.LayerNorm(channels)
+
+    def forward(
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        reference_points: Tensor,
+        memory: Tensor,
+        levels: Levels,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer; arguments as in :meth:`DeformableDecoderLayer.forward`.
+
+        Returns:
+            Twice (B, Q, C): the queries, and in training what they were before they saw each other, by a feed-forward network of
+            its own; ``None`` in evaluation.
+        """
+        attended = self.cross_attn(queries + positions, reference_points, memory, levels)
+        queries = self.norm1(self.dropout.add(queries, attended))
+        candidates = None
+        if self.training:
+            candidates = self.linear4(self.dropout.after_relu(self.linear3(queries)))
+            candidates = self.norm4(self.dropout.add(queries, candidates))
+        placed = queries + positions
+        attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
+        queries = self.norm2(self.dropout.add(queries, attended))
+        fed = self.linear2(self.dropout.after_relu(self.linear1(queries)))
+        return self.norm3(self.dropout.add(queries, fed)), candidates
+
+
 class DeformableDecoder(nn.Module):
     """Decoder layers, each followed by the heads.
 
@@ -172,16 +217,27 @@ class DeformableDecoder(nn.Module):
         look_forward_twice: the loss of a layer also corrects the boxes of the layer before, which it starts from (arXiv
             2203.03605, section 3.5); ``False``: those of its own alone. No effect without box refinement.
         final_norm: one norm for all layers before the heads, as in DINO. What a layer hands on, queries and boxes, is made without.
+        mixed_supervision: layers are :class:`MixedDecoderLayer`, and in training the predictions of what queries find before they
+            see each other are ``Predictions.one_to_many``.
 
     Raises:
         ValueError: no layer.
     """
 
-    def __init__(self, num_layers: int, *layer, look_forward_twice: bool = False, final_norm: bool = False):
+    def __init__(
+        self,
+        num_layers: int,
+        *layer,
+        look_forward_twice: bool = False,
+        final_norm: bool = False,
+        mixed_supervision: bool = False,
+    ):
         super().__init__()
         if num_layers < 1:
             raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
-        self.layers = nn.ModuleList(DeformableDecoderLayer(*layer) for _ in range(num_layers))
+        kind = MixedDecoderLayer if mixed_supervision else DeformableDecoderLayer
+        self.layers = nn.ModuleList(kind(*layer) for _ in range(num_layers))
+        self.mixed_supervision = mixed_supervision
         self.look_forward_twice = look_forward_twice
         self.norm = nn.LayerNorm(layer[0]) if final_norm else None
 
@@ -195,19 +251,25 @@ class DeformableDecoder(nn.Module):
             heads: heads of every layer.
 
         Returns:
-            Logits (D, B, Q, K') and boxes (D, B, Q, 4).
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4); with mixed supervision, in training, ``one_to_many`` too.
         """
-        decoded, positions, outputs = queries.content, queries.positions, []
+        decoded, positions, outputs, many = queries.content, queries.positions, [], []
         references = start = queries.references  # where a layer looks; what its boxes correct
         for index, layer in enumerate(self.layers):
             if index and heads.refine:
                 start = self.refine(decoded, references, outputs[-1].boxes, heads, index - 1)
                 references = start.detach()
-                positions = positions if queries.place is None else queries.place(references)
+                positions = positions if queries.place is None else queries.place(references, decoded)
             points = levels.to_level_coordinates(references)
             decoded = layer(decoded, positions, points, memory.tokens, levels, queries.attention_mask)
-            outputs.append(heads(decoded if self.norm is None else self.norm(decoded), start, index))
-        return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
+            if self.mixed_supervision:
+                decoded, candidates = decoded
+                many += [] if candidates is None else [heads(self._normed(candidates), start, index)]
+            outputs.append(heads(self._normed(decoded), start, index))
+        return dataclasses.replace(_stacked(outputs), one_to_many=_stacked(many) if many else None)
+
+    def _normed(self, decoded: Tensor) -> Tensor:
+        return decoded if self.norm is None else self.norm(decoded)
 
     def refine(self, decoded: Tensor, references: Tensor, boxes: Tensor, heads: Heads, layer: int) -> Tensor:
         """What the boxes of the next layer start from: (B, Q, 4), with a gradient only to correct this layer's.
@@ -224,6 +286,11 @@ class DeformableDecoder(nn.Module):
         return refined if twice else refined.detach()
 
 
+def _stacked(outputs: Sequence[Predictions]) -> Predictions:
+    """D times logits (B, Q, K') and boxes (B, Q, 4) -> (D, B, Q, K') and (D, B, Q, 4)."""
+    return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
+
+
 class DeformableTransformer(nn.Module):
     """The encoder, the decoder and the level embedding under the official names.
 
@@ -233,7 +300,7 @@ class DeformableTransformer(nn.Module):
         channels, num_heads, ffn_channels, dropout, num_levels, implementation: as in :class:`DeformableEncoderLayer`.
         encoder_points, decoder_points: P of each.
         checkpointing: recomputation in the encoder, as in :class:`DeformableEncoder`.
-        look_forward_twice, final_norm: as in :class:`DeformableDecoder`.
+        look_forward_twice, final_norm, mixed_supervision: as in :class:`DeformableDecoder`.
     """
 
     def __init__(
@@ -251,12 +318,14 @@ class DeformableTransformer(nn.Module):
         checkpointing: bool = False,
         look_forward_twice: bool = False,
         final_norm: bool = False,
+        mixed_supervision: bool = False,
     ):
         super().__init__()
         shared = (channels, num_heads, ffn_channels, dropout, num_levels)
         self.encoder = DeformableEncoder(encoder_layers, *shared, encoder_points, implementation, checkpointing=checkpointing)
         decoder = (decoder_layers, *shared, decoder_points, implementation)
-        self.decoder = DeformableDecoder(*decoder, look_forward_twice=look_forward_twice, final_norm=final_norm)
+        options = {"look_forward_twice": look_forward_twice, "final_norm": final_norm, "mixed_supervision": mixed_supervision}
+        self.decoder = DeformableDecoder(*decoder, **options)
         self.level_embed = nn.Parameter(torch.empty(num_levels, channels))
         nn.init.normal_(self.level_embed)
         for module in self.modules():
@@ -279,5 +348,5 @@ class DeformableTransformer(nn.Module):
         positions = torch.cat([embed.expand(count, -1) for embed, count in zip(self.level_embed, cells, strict=True)])[None]
         if additive is not None:
             positions = flatten_levels(additive) + positions
-        tokens = self.encoder(flatten_levels(features), positions, levels, position.inject)
+        tokens = self.encoder(flatten_levels(features), positions, levels, position)
         return Memory(tokens, tokens)

@@ -58,6 +58,11 @@ class ContrastiveDenoising(nn.Module):
         self.box_noise = box_noise
         self.label_enc = nn.Embedding(num_classes, channels)
 
+    def count(self, targets: Sequence[Targets]) -> tuple[int, int]:
+        """The number of groups for a batch with these targets, and of queries in each."""
+        most = max(map(len, targets))
+        return max(1, self.pairs // max(1, most)), 2 * most
+
     def forward(self, queries: Queries, targets: Sequence[Targets], place: Callable[[Tensor], Tensor]) -> Queries:
         """Put the queries of denoising before others.
 
@@ -72,8 +77,8 @@ class ContrastiveDenoising(nn.Module):
         """
         labels = pad_sequence([target.labels for target in targets], batch_first=True)  # (B, T)
         boxes = pad_sequence([target.boxes_cxcywh for target in targets], batch_first=True).to(queries.references)
-        most = labels.shape[1]
-        groups = max(1, self.pairs // max(1, most))
+        groups, size = self.count(targets)
+        most = size // 2
         counts = torch.tensor([len(target) for target in targets]).to(labels.device, non_blocking=True)
         objects = torch.arange(most, device=labels.device).expand_as(labels)
         objects = objects.masked_fill(objects >= counts[:, None], -1)[:, None, None].repeat(1, groups, 2, 1)  # (B, G, 2, T)
@@ -89,8 +94,8 @@ class ContrastiveDenoising(nn.Module):
             content=torch.cat((content.to(queries.content), queries.content), dim=1),
             positions=torch.cat((place(references), queries.positions), dim=1),
             references=torch.cat((references, queries.references), dim=1),
-            attention_mask=_mask(queries, groups, 2 * most),
-            num_denoising=groups * 2 * most,
+            attention_mask=_mask(queries, groups, size),
+            num_denoising=groups * size,
             objects=objects.flatten(1),
             groups=groups,
         )

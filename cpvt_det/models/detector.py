@@ -7,16 +7,15 @@ On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` i
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from cpvt_det.layers.heads import Heads
-from cpvt_det.models.parts import belongs_to_part, freeze
+from cpvt_det.models.image_model import ImageModel, require_contract, without_padding
 from cpvt_det.position.registry import PositionEncoding
-from cpvt_det.structures import PaddedBatch, Predictions, Targets, require_bool
+from cpvt_det.structures import Predictions, Targets
 
 
-class Detector(nn.Module):
+class Detector(ImageModel):
     """Five parts and a position encoding. DETR is the case of one level and full attention.
 
     Parts are registered under the names of the official code, so that its weights fit: the neck as ``input_proj``, the heads of
@@ -53,19 +52,14 @@ class Detector(nn.Module):
         pixel_mean: Sequence[float],
         pixel_std: Sequence[float],
     ):
-        super().__init__()
-        _require(backbone, "backbone", "strides", "channels", "size_divisibility")
-        _require(neck, "neck", "strides")
-        _require(transformer, "transformer", "encode", "decoder")
-        self.backbone = backbone.to(memory_format=torch.channels_last)  # 1.1 to 1.4 times as fast on a CPU
+        super().__init__(backbone, pixel_mean, pixel_std)
+        require_contract(neck, "neck", "strides")
+        require_contract(transformer, "transformer", "encode", "decoder")
         self.input_proj = neck
         self.position = position
         self.transformer = transformer
         self.strides: list[int] = neck.strides
         self.size_divisibility = math.lcm(max(neck.strides), backbone.size_divisibility)
-        self.frozen: tuple[str, ...] = ()
-        self.register_buffer("pixel_mean", torch.tensor(pixel_mean)[:, None, None], persistent=False)
-        self.register_buffer("pixel_std", torch.tensor(pixel_std)[:, None, None], persistent=False)
 
     @property
     def neck(self) -> nn.Module:
@@ -76,35 +70,6 @@ class Detector(nn.Module):
     def num_queries(self) -> int:
         """Q, without queries that exist in training only."""
         return self.queries.num_queries
-
-    def freeze(self, parts: Sequence[str]) -> None:
-        """Keep parts as they are: without gradients, and in evaluation mode, so that statistics of norms stay too.
-
-        Args:
-            parts: names, as of :func:`cpvt_det.models.parts.belongs_to_part`: ``backbone``, ``encoder``, ``class_embed``.
-
-        Raises:
-            UnknownNameError: a name of no part.
-        """
-        freeze(self, parts)
-        self.frozen = (*self.frozen, *parts)
-        self.train(self.training)
-
-    def train(self, mode: bool = True) -> "Detector":
-        """Set the mode; what is frozen stays in evaluation."""
-        super().train(mode)
-        for name, module in self.named_modules():
-            if any(belongs_to_part(name, part) for part in self.frozen):
-                module.eval()
-        return self
-
-    def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
-        """Images as the mapper gives them -> one normalised, padded batch on the detector's device.
-
-        Args:
-            images: each (3, h, w), RGB in [0, 255], any dtype.
-        """
-        return PaddedBatch.from_images(images, self.size_divisibility, self.pixel_mean, self.pixel_std)
 
     def forward(self, images: Tensor, padding_mask: Tensor, targets: Sequence[Targets] | None = None) -> Predictions:
         """Detect.
@@ -121,25 +86,9 @@ class Detector(nn.Module):
             TypeError: a mask that is not bool.
             ValueError: a mask of another shape.
         """
-        maps = self.backbone(_without_padding(images, padding_mask), padding_mask)
+        maps = self.backbone(without_padding(images, padding_mask), padding_mask)
         features, levels = self.neck(maps, padding_mask)  # zero under the padding
         memory = self.transformer.encode(features, levels, self.position)
         queries = self.queries(memory.tokens, levels, targets)
         heads = Heads(self.class_embed, self.bbox_embed, self.refine_boxes)
         return queries.split(self.transformer.decoder(queries, memory, levels, heads))
-
-
-def _require(part: nn.Module, kind: str, *names: str) -> None:
-    """Refuse a part that lacks what its contract says."""
-    missing = [name for name in names if not hasattr(part, name)]
-    if missing:
-        lacks, needs = " and no ".join(missing), ", ".join(names)
-        raise TypeError(f"the {kind} {type(part).__name__} has no {lacks}; its contract asks for {needs}")
-
-
-def _without_padding(images: Tensor, padding_mask: Tensor) -> Tensor:
-    """The images (B, 3, H, W), zero under a padding mask that fits them."""
-    require_bool(padding_mask)
-    if padding_mask.shape != (images.shape[0], *images.shape[2:]):
-        raise ValueError(f"images {tuple(images.shape)} need a padding_mask (B, H, W), got {tuple(padding_mask.shape)}")
-    return images.masked_fill(padding_mask[:, None], 0).contiguous(memory_format=torch.channels_last)

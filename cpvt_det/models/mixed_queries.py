@@ -4,16 +4,15 @@
 On the road of one image: after the encoder, before the decoder; a query source as those of ``models/queries.py``.
 """
 
-import torch
 from torch import Tensor, nn
 
-from cpvt_det.layers.heads import MLP
-from cpvt_det.models.queries import QUERY_REGISTRY, ProposedQueries, Queries, sines_of_boxes
+from cpvt_det.models.anchor_queries import BoxPositions
+from cpvt_det.models.queries import QUERY_REGISTRY, ProposedQueries, Queries
 from cpvt_det.structures import Predictions
 
 
 @QUERY_REGISTRY.register_as("mixed")
-class MixedQueries(ProposedQueries):
+class MixedQueries(BoxPositions, ProposedQueries):
     """Boxes of the encoder's best proposals, with contents that are learned and the same for every image.
 
     A proposal's token may show a part of an object, or several; so its place is taken and its features are not.
@@ -25,15 +24,18 @@ class MixedQueries(ProposedQueries):
             per query, the first for the best proposal.
         refined_positions: the positions of queries follow their boxes from decoder layer to decoder layer, by a network of the
             boxes' sines; ``False``: they stay those of the proposals.
+        scaled_positions: such positions are multiplied by a function of what the layer before decoded.
+        token_content: nothing is learned: contents are the features of the proposals' tokens, without gradient.
 
     The positions are those in the unpadded image. DINO's code takes them in the padded map of the finest level instead, so that an
     answer depends on the batch; where there is no padding, both are the same.
 
     Raises:
-        ValueError: as in :class:`ProposedQueries`.
+        ValueError: as in :class:`ProposedQueries`; scaled positions that are not refined, or shared contents of tokens.
 
     Source: arXiv 2203.03605, section 3.4, and IDEA-Research/DINO ``deformable_transformer.py``; without refined positions
-    HDETR/H-Deformable-DETR; the refined positions from arXiv 2201.12329, section 4.2.
+    HDETR/H-Deformable-DETR; the refined positions from arXiv 2201.12329, section 4.2; scaled ones and contents of tokens as in the
+    two-stage model of IDEA-Research/detrex ``projects/dab_deformable_detr``.
     """
 
     def __init__(
@@ -48,22 +50,26 @@ class MixedQueries(ProposedQueries):
         denoising: nn.Module | None = None,
         shared_content: bool = False,
         refined_positions: bool = False,
+        scaled_positions: bool = False,
+        token_content: bool = False,
     ):
+        if scaled_positions and not refined_positions:
+            raise ValueError("scaled_positions needs refined_positions: other positions are those of the proposals in every layer")
+        if shared_content and token_content:
+            raise ValueError("shared_content is for contents that are learned, and with token_content none is")
         super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising)
-        self.query_embed = nn.Embedding(1 if shared_content else num_queries + hybrid, channels)
+        self.query_embed = None if token_content else nn.Embedding(1 if shared_content else num_queries + hybrid, channels)
         self.refined_positions = refined_positions
         if refined_positions:
             del self.pos_trans, self.pos_trans_norm
-            self.ref_point_head = MLP(2 * channels, channels, channels)
+            self.add_position_heads(channels, scaled_positions)
 
-    def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
-        batch, count = references.shape[:2]
-        content = self.query_embed.weight[:count].expand(batch, count, -1)
+    def _queries(self, references: Tensor, proposals: Predictions, tokens: Tensor) -> Queries:
+        content = tokens if self.query_embed is None else self.query_embed.weight[: tokens.shape[1]].expand_as(tokens)
         place = self.place if self.refined_positions else None
         return Queries(content, self.place(references), references, proposals, place=place)
 
-    def place(self, boxes: Tensor) -> Tensor:
-        if not self.refined_positions:
-            return super().place(boxes)
-        x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
-        return self.ref_point_head(sines_of_boxes(torch.stack((y, x, width, height), -1), self.channels // 2))
+    def place(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
+        if self.refined_positions:
+            return super().place(boxes, decoded)
+        return ProposedQueries.place(self, boxes)

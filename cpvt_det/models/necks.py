@@ -85,6 +85,8 @@ class MultiLevelNeck(nn.ModuleList):
         masks = [level_padding_mask(padding_mask, stride) for stride in self.strides]
         features = []
         x = maps[-1]
+        if self.mask_padding and len(maps) < len(self) and has_padding(padding_mask):  # a backbone may leave anything there
+            x = x.masked_fill(masks[len(maps) - 1][:, None], 0)
         for index, ((convolution, norm), mask) in enumerate(zip(self, masks, strict=True)):
             source = maps[index] if index < len(maps) else x
             projected = norm(convolution(source), ~mask[:, None] if self.mask_padding else None)

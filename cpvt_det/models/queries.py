@@ -54,8 +54,8 @@ class Queries:
         groups: number of times that each target is among ``objects``.
         num_hybrid: number of queries, the last ones, that exist in training only and that the loss matches with every object
             several times.
-        place: function from (B, Q, 4) boxes, as corrected by a decoder layer, to the (B, Q, C) positions in the next layer;
-            ``None``: positions stay.
+        place: function from (B, Q, 4) boxes, as corrected by a decoder layer, and the (B, Q, C) queries that it decoded, to the
+            (B, Q, C) positions in the next layer; ``None``: positions stay.
     """
 
     content: Tensor
@@ -67,7 +67,7 @@ class Queries:
     objects: Tensor | None = None
     groups: int = 1
     num_hybrid: int = 0
-    place: Callable[[Tensor], Tensor] | None = None
+    place: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def split(self, predictions: Predictions) -> Predictions:
         """The decoder's predictions (D, B, Q, ...), with the groups that only the loss sees beside them.
@@ -76,10 +76,13 @@ class Queries:
             ValueError: denoising queries without their objects.
         """
         if self.objects is None and not self.num_denoising + self.num_hybrid:
-            return Predictions(predictions.logits, predictions.boxes, self.proposals)
+            return dataclasses.replace(predictions, proposals=self.proposals)
+        own = (self.num_denoising, -self.num_hybrid or None)
+        many = predictions.one_to_many
         return Predictions(
-            *_part(predictions, self.num_denoising, -self.num_hybrid or None),
+            *_part(predictions, *own),
             self.proposals,
+            one_to_many=None if many is None else Predictions(*_part(many, *own)),
             denoising=self._denoising(predictions),
             hybrid=Predictions(*_part(predictions, -self.num_hybrid, None)) if self.num_hybrid else None,
         )
@@ -105,7 +108,7 @@ class QueryEmbedding(nn.Embedding):
     """
 
     def __init__(self, channels: int, num_queries: int):
-        super().__init__(_at_least_one(num_queries), channels)
+        super().__init__(at_least_one(num_queries), channels)
         self.num_queries = num_queries
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
@@ -127,7 +130,7 @@ class LearnedQueries(nn.Module):
 
     def __init__(self, channels: int, num_queries: int):
         super().__init__()
-        self.num_queries = _at_least_one(num_queries)
+        self.num_queries = at_least_one(num_queries)
         self.query_embed = nn.Embedding(num_queries, 2 * channels)
         self.reference_points = Linear(channels, 2)
         nn.init.xavier_uniform_(self.reference_points.weight)
@@ -190,7 +193,7 @@ class ProposedQueries(nn.Module):
         if channels % 4:
             raise ValueError(f"two stages need channels in multiples of 4, for the sines of a box's four numbers; got {channels}")
         self.channels = channels
-        self.num_queries = _at_least_one(num_queries)
+        self.num_queries = at_least_one(num_queries)
         self.nms_threshold = nms_threshold
         self.class_proposals = class_proposals
         self.hybrid = hybrid
@@ -218,13 +221,13 @@ class ProposedQueries(nn.Module):
         """
         learning = self.training and targets is not None
         hybrid = self.hybrid if learning else 0
-        proposals = self._propose(memory, levels, self.num_queries + hybrid)
+        proposals, tokens = self._propose(memory, levels, self.num_queries + hybrid)
         chosen = self._choose(proposals, self.num_queries + hybrid)
         references = _pick(proposals.boxes[0], chosen).detach()
         if self.class_proposals:
             logits, boxes = (_pick(part[0], chosen)[None] for part in (proposals.logits, proposals.boxes))
             proposals = Predictions(logits, boxes, by_class=True)
-        queries = self._queries(references, proposals)
+        queries = self._queries(references, proposals, _pick(tokens, chosen).detach())
         queries = _with_hybrid(queries, hybrid) if hybrid else queries
         return self.denoising(queries, targets, self.place) if learning and self.denoising is not None else queries
 
@@ -239,8 +242,8 @@ class ProposedQueries(nn.Module):
         """
         return self._transform(boxes).chunk(2, dim=-1)[0]
 
-    def _queries(self, references: Tensor, proposals: Predictions) -> Queries:
-        """Queries at (B, Q, 4) boxes."""
+    def _queries(self, references: Tensor, proposals: Predictions, tokens: Tensor) -> Queries:
+        """Queries at (B, Q, 4) boxes, which were proposed by (B, Q, C) tokens."""
         positions, content = self._transform(references).chunk(2, dim=-1)
         return Queries(content, positions, references, proposals)
 
@@ -257,8 +260,9 @@ class ProposedQueries(nn.Module):
         boxes = cxcywh_to_xyxy(proposals.boxes[0].detach())
         return nms_topk(boxes, scores, scores == PADDED_LOGIT, self.nms_threshold, count)
 
-    def _propose(self, memory: Tensor, levels: Levels, count: int) -> Predictions:
-        """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, ``count``) for a choice of as many."""
+    def _propose(self, memory: Tensor, levels: Levels, count: int) -> tuple[Predictions, Tensor]:
+        """Logits (1, B, N', K') and boxes (1, B, N', 4), with N' = max(N, ``count``) for a choice of as many; and the (B, N', C)
+        tokens that they are made of."""
         missing = count - memory.shape[1]
         # An exported program takes any number of tokens; of plain numbers torch 2.9 compiles no sym_max.
         missing = torch.sym_max(0, missing) if isinstance(missing, torch.SymInt) else max(0, missing)
@@ -273,7 +277,7 @@ class ProposedQueries(nn.Module):
             # An infinite start makes the box of an unusable token a constant without gradient.
             start = anchors.masked_fill(~usable, 0.5).logit().masked_fill(~usable, math.inf)
             boxes = (self.bbox_embed(tokens) + start).sigmoid()
-        return Predictions(logits[None], boxes[None])
+        return Predictions(logits[None], boxes[None]), tokens
 
 
 def sines_of_boxes(boxes: Tensor, channels: int) -> Tensor:
@@ -307,7 +311,12 @@ def _pick(values: Tensor, tokens: Tensor) -> Tensor:
     return values.gather(1, tokens[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def _at_least_one(num_queries: int) -> int:
+def at_least_one(num_queries: int) -> int:
+    """The number of queries.
+
+    Raises:
+        ValueError: none.
+    """
     if num_queries < 1:
         raise ValueError(f"num_queries must be at least 1, got {num_queries}")
     return num_queries

@@ -26,12 +26,13 @@ class PEGDetection(nn.Module):
             neighbours and into the statistics, and only the outputs are restored.
         zero_init: multiply the branch by a scale per channel that starts at 0, so that a trained model starts unchanged. The
             scale stands after the activation: a zero before the ReLU would have no gradient.
+        plain: the form of CPVT's classifiers, with the norm ``none``: a bias in the convolution, no ReLU; 10 C weights.
 
     Raises:
         ValueError: a kernel size that is not odd and positive, or fewer than one channel.
         UnknownNameError: a norm of another name.
 
-    Source: arXiv 2102.10882, appendix (PEG for detection).
+    Source: arXiv 2102.10882, appendix (PEG for detection); algorithm 1 (plain), whose initial values are not published: torch's.
     """
 
     def __init__(
@@ -41,14 +42,15 @@ class PEGDetection(nn.Module):
         norm: str = "BN",
         mask_input: bool = True,
         zero_init: bool = False,
+        plain: bool = False,
     ):
         super().__init__()
         if channels < 1:
             raise ValueError(f"channels must be at least 1, got {channels}")
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd and at least 1, so that a token has a centre; got {kernel_size}")
-        self.mask_input = mask_input
-        self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=False)
+        self.mask_input, self.plain = mask_input, plain
+        self.conv = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels, bias=plain)
         self.norm = make_norm(norm, channels)
         if zero_init:
             self.scale = nn.Parameter(torch.zeros(channels))
@@ -107,7 +109,8 @@ class PEGDetection(nn.Module):
         branch = branches[0] if len(branches) == 1 else torch.cat(branches, dim=1)
         branch = branch.transpose(1, 2)[..., None]  # (B, N, C) -> (B, C, N, 1), a map for the norm
         branch = self.norm(branch, ~padding_mask[:, None, :, None] if is_masked else None)
-        branch = F.relu(branch[..., 0].transpose(1, 2))  # (B, C, N, 1) -> (B, N, C)
+        branch = branch[..., 0].transpose(1, 2)  # (B, C, N, 1) -> (B, N, C)
+        branch = branch if self.plain else F.relu(branch)
         return branch if self.scale is None else branch * self.scale
 
     def _convolve(self, tokens: Tensor, padding_mask: Tensor, shape: Size) -> Tensor:
@@ -138,8 +141,9 @@ class PEGDetection(nn.Module):
         if isinstance(self.norm, NoNorm):
             return self
         factor = self.norm.weight * torch.rsqrt(self.norm.running_var + self.norm.eps)
+        shift = self.norm.running_mean if self.last_conv.bias is None else self.norm.running_mean - self.last_conv.bias
         self.last_conv.weight.mul_(factor[:, None, None, None])
-        self.last_conv.bias = nn.Parameter(self.norm.bias - self.norm.running_mean * factor)
+        self.last_conv.bias = nn.Parameter(self.norm.bias - shift * factor)
         self.norm = NoNorm()
         return self
 

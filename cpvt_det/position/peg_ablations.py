@@ -9,7 +9,7 @@ depthwise, PEG without zero padding keeps its residual, and that on queries and 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -148,9 +148,14 @@ def _branch_of_map(peg: PEGDetection, feature: Tensor, padding_mask: Tensor) -> 
     return branch.transpose(1, 2).unflatten(2, shape)
 
 
-register_position("peg_separable")(functools.partial(PEGEncoding, peg=SeparablePEG))
-register_position("peg_stacked")(functools.partial(PEGEncoding, peg=stacked_separable))
-register_position("peg_frozen")(functools.partial(PEGEncoding, peg=FrozenPEG))
-register_position("peg_borderless")(functools.partial(PEGEncoding, peg=BorderlessPEG))
-register_position("peg_twelve_1x1")(functools.partial(PEGEncoding, peg=stacked_single_cell))
+ABLATIONS: dict[str, Callable[..., nn.Module]] = {
+    "separable": SeparablePEG,
+    "stacked": stacked_separable,
+    "frozen": FrozenPEG,
+    "borderless": BorderlessPEG,
+    "twelve_1x1": stacked_single_cell,
+}
+"""Name -> builder of one PEG; registered as ``peg_<name>``, and of the classifiers' PEG as ``peg_plain_<name>``."""
+for _name, _peg in ABLATIONS.items():
+    register_position(f"peg_{_name}")(functools.partial(PEGEncoding, peg=_peg))
 register_position("peg_query_key")(QueryKeyPEG)

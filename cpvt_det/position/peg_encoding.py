@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEG as the encoder's encoding: after which layers it acts, alone or beside sine."""
+"""PEG as the encoder's encoding: after which layers it acts, alone or beside another encoding."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
@@ -9,18 +8,17 @@ from torch import Tensor, nn
 from cpvt_det import defaults
 from cpvt_det.position.peg import PEGDetection, encode_levels
 from cpvt_det.position.registry import PositionEncoding, register_position
-from cpvt_det.position.sine import SineEncoding
 from cpvt_det.structures import Size
 
 
 class PEGEncoding(PositionEncoding):
-    """:class:`PEGDetection` after chosen encoder layers, alone or beside an additive encoding.
+    """:class:`PEGDetection` after chosen encoder layers, alone or beside an encoding that is added or acts in the attention.
 
     Args:
         channels: C.
         num_levels: L.
         num_layers: encoder layers, the bound of ``positions``.
-        additive: builder, from the channels, of the encoding whose embedding is added; ``None``: nothing is added.
+        additive: builder, from the channels, of the encoding beside it; ``None``: there is none.
         peg: builder of one PEG, from the channels and the last four arguments: :class:`PEGDetection` or one of
             ``position/peg_ablations.py``.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
@@ -69,7 +67,15 @@ class PEGEncoding(PositionEncoding):
             return tokens
         return encode_levels(self.pegs[key], tokens, padding_mask, level_shapes)
 
+    def place(
+        self, queries: Tensor, keys: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        inputs = (queries, keys, padding_mask, level_shapes, layer)
+        return super().place(*inputs) if self.additive is None else self.additive.place(*inputs)
+
+    @property
+    def acts_in_attention(self) -> bool:
+        return self.additive is not None and self.additive.acts_in_attention
+
 
 register_position("peg")(PEGEncoding)
-register_position("sine+peg")(functools.partial(PEGEncoding, additive=SineEncoding))
-register_position("sine_offset+peg")(functools.partial(PEGEncoding, additive=functools.partial(SineEncoding, offset=-0.5)))

@@ -5,7 +5,9 @@ A new encoding is one class or function registered under its name; the contract 
 ``builders/detector.py`` passes it the options of ``MODEL.POSITION`` as keywords.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,16 +15,53 @@ from cpvt_det import defaults
 from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import Size
 
-POSITION_REGISTRY = PartRegistry("POSITION", "position encoding", chosen=frozenset({"additive", "peg"}))
-"""Name -> what builds the encoding. It is called with keywords: its own options, and those of ``channels``, ``num_levels`` and
-``num_layers`` that it names."""
+
+class PositionRegistry(PartRegistry):
+    """Encodings by name. ``<one>+<PEG>`` is any of them beside a PEG, such as ``table+peg_plain``, with the options of both."""
+
+    def __contains__(self, name: str) -> bool:
+        return super().__contains__(name) or self._is_sum(name)
+
+    def find(self, name: str) -> Callable[..., nn.Module]:
+        """The builder of a name.
+
+        Raises:
+            UnknownNameError: a name that is not registered, nor a sum of two that are.
+        """
+        if super().__contains__(name) or not self._is_sum(name):
+            return super().find(name)
+        return _beside(*(super(PositionRegistry, self).find(part) for part in name.split("+")))
+
+    def _is_sum(self, name: str) -> bool:
+        parts = name.split("+")
+        known = len(parts) == 2 and all(super(PositionRegistry, self).__contains__(part) for part in parts)
+        return known and ["additive" in inspect.signature(self.get(part)).parameters for part in parts] == [False, True]
+
+
+def _beside(one: Callable[..., nn.Module], peg: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """A builder of PEGs with another encoding beside them, which takes the keywords of both."""
+    of_one, of_peg = inspect.signature(one).parameters, inspect.signature(peg).parameters
+
+    def build(**options: Any) -> nn.Module:
+        additive = one(**{name: value for name, value in options.items() if name in of_one})
+        return peg(additive=lambda channels: additive, **{name: value for name, value in options.items() if name in of_peg})
+
+    keywords = {**of_peg, **of_one}.values()
+    build.__signature__ = inspect.Signature([keyword.replace(kind=keyword.KEYWORD_ONLY) for keyword in keywords])
+    return build
+
+
+POSITION_REGISTRY = PositionRegistry("POSITION", "position encoding", chosen=frozenset({"additive", "peg"}))
+"""Name -> what builds the encoding. It is called with keywords: its own options, and those of ``channels``, ``num_levels``,
+``num_layers`` and ``num_heads`` that it names."""
 
 
 class PositionEncoding(nn.Module):
     """The contract, and the encoding that does nothing.
 
     The encoder asks two things, always with the *projected* features and one padding mask per level (DETR has one level), so
-    that an encoding may condition on what it encodes.
+    that an encoding may condition on what it encodes; and where attention compares queries with keys, a third one,
+    :meth:`place`. They are asked about an image's tokens alone: class and distillation tokens pass by.
     """
 
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor] | None:
@@ -51,13 +90,65 @@ class PositionEncoding(nn.Module):
         """
         return tokens
 
+    def place(
+        self, queries: Tensor, keys: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Act inside the self-attention of a layer: turn its queries and keys, or bias their products. Optional.
+
+        Args:
+            queries, keys: (B, M, N, C / M) float, projected, of the tokens in the order of :meth:`inject`.
+            padding_mask: (B, N) bool, True = padded.
+            level_shapes: (H_l, W_l) of each level.
+            layer: the index of the layer.
+
+        Returns:
+            Queries and keys in their shape and dtype, and what is added to their scaled products: float, of a shape that
+            broadcasts to (B, M, N, N), or ``None``.
+        """
+        return queries, keys, None
+
+    @property
+    def acts_in_attention(self) -> bool:
+        """Whether :meth:`place` does anything; attention without products of queries and keys refuses such an encoding."""
+        return type(self).place is not PositionEncoding.place
+
+
+def require_one_level(level_shapes: Sequence[Size]) -> Size:
+    """The shape of the only level, for encodings that act inside attention.
+
+    Raises:
+        ValueError: several levels, whose cells have no common grid.
+    """
+    if len(level_shapes) != 1:
+        raise ValueError(f"an encoding inside attention needs one level, whose cells are one grid, got {len(level_shapes)}")
+    return level_shapes[0]
+
+
+def channels_per_head(channels: int, num_heads: int, multiple: int = 1) -> int:
+    """C / M.
+
+    Raises:
+        ValueError: heads that do not divide the channels, or parts of them that are no multiple of ``multiple``.
+    """
+    if num_heads < 1 or channels % (num_heads * multiple):
+        what = f"channels per head in multiples of {multiple}" if multiple > 1 else "heads that divide the channels"
+        raise ValueError(f"this position encoding needs {what}, got {channels} channels and {num_heads} heads")
+    return channels // num_heads
+
 
 def register_position(name: str) -> Callable:
     """Register a class or function under a name that need not be a Python one, as in ``sine+peg``."""
     return POSITION_REGISTRY.register_as(name)
 
 
-def build_position(name: str, channels: int, num_levels: int = 1, num_layers: int = defaults.LAYERS, **options) -> PositionEncoding:
+def build_position(
+    name: str,
+    channels: int,
+    num_levels: int = 1,
+    num_layers: int = defaults.LAYERS,
+    num_heads: int = defaults.HEADS,
+    **options,
+) -> PositionEncoding:
     """Build a registered encoding.
 
     Args:
@@ -65,13 +156,14 @@ def build_position(name: str, channels: int, num_levels: int = 1, num_layers: in
         channels: C.
         num_levels: feature levels of the encoder.
         num_layers: layers of the encoder.
+        num_heads: M, heads of the encoder's attention.
         options: further keywords of the encoding's constructor.
 
     Raises:
         UnknownNameError: a name that is not registered, or an option that this encoding does not take.
         ValueError: options that the encoding refuses.
     """
-    facts = {"channels": channels, "num_levels": num_levels, "num_layers": num_layers}
+    facts = {"channels": channels, "num_levels": num_levels, "num_layers": num_layers, "num_heads": num_heads}
     return POSITION_REGISTRY.build(name, facts, options)
 
 

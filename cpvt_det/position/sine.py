@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cpvt_det import defaults
 from cpvt_det.position.registry import PositionEncoding, register_position
 from cpvt_det.structures import require_bool
 
 
 class SineEncoding(PositionEncoding):
-    """Sines and cosines of the row and the column, normalised to the valid part of the map.
+    """Sines and cosines of the row and the column, by default as parts of the valid part of the map.
 
     Computed in float32, or float64 for float64 features, whatever autocast says; so half precision cannot round positions.
 
@@ -21,21 +22,25 @@ class SineEncoding(PositionEncoding):
         channels: C, a multiple of 4; the first half encodes the row, the second the column.
         offset: number added to the cell index, which counts from 1: 0 in DETR, -0.5 in Deformable-DETR.
         temperature: the longest wavelength over the shortest, for as many channels.
+        normalize: the valid part of the map is the whole turn; ``False``: a cell is one radian, whatever the image's size.
 
     Raises:
-        ValueError: channels that are no multiple of 4.
+        ValueError: channels that are no multiple of 4, or a temperature that is not above 0.
         TypeError: in ``forward``, a mask that is not bool.
 
     Source: arXiv 2005.12872, appendix A.4; the offset from fundamentalvision/Deformable-DETR ``models/position_encoding.py``.
     """
 
-    def __init__(self, channels: int, offset: float = 0.0, temperature: float = 10000.0):
+    def __init__(self, channels: int, offset: float = 0.0, temperature: float = defaults.TEMPERATURE, normalize: bool = True):
         super().__init__()
         if channels % 4:
             raise ValueError(f"a sine encoding needs channels in multiples of 4, got {channels}")
+        if not temperature > 0:
+            raise ValueError(f"the temperature of a sine encoding must be above 0, got {temperature}")
         self.channels_per_axis = channels // 2
         self.offset = offset
         self.temperature = temperature
+        self.normalize = normalize
 
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
         for mask in padding_masks:
@@ -46,13 +51,14 @@ class SineEncoding(PositionEncoding):
         compute, axes = torch.promote_types(dtype, torch.float32), []
         for dim in (1, 2):
             index = valid.cumsum(dim).to(compute)  # (B, H, W), of cells from 1
-            extent = index.narrow(dim, index.shape[dim] - 1, 1)
-            angle = (index + self.offset) / (extent + 1e-6) * (2 * math.pi)
+            angle = index + self.offset
+            if self.normalize:
+                angle = angle / (index.narrow(dim, index.shape[dim] - 1, 1) + 1e-6) * (2 * math.pi)
             axes.append(sines(angle, self.channels_per_axis, self.temperature))
         return torch.cat(axes, dim=-1).permute(0, 3, 1, 2).to(dtype)  # (B, H, W, C) -> (B, C, H, W)
 
 
-def sines(angle: Tensor, channels: int, temperature: float = 10000.0) -> Tensor:
+def sines(angle: Tensor, channels: int, temperature: float = defaults.TEMPERATURE) -> Tensor:
     """Sines and cosines alternately, of wavelengths that rise from 2 pi to nearly ``temperature`` times that.
 
     Args:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a trained detector: images of any kind -> detections with class names."""
+"""Run a trained model: images of any kind -> detections with class names, or classes with scores."""
 
+from cpvt_det.predict.classes import ClassPredictor, ImageClasses
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.predictor import Predictor
 
-__all__ = ["ImageDetections", "Predictor"]
+__all__ = ["ClassPredictor", "ImageClasses", "ImageDetections", "Predictor"]

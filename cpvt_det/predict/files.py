@@ -16,6 +16,7 @@ from cpvt_det.data.validation.check import look_at_images
 from cpvt_det.data.validation.issues import Issues
 from cpvt_det.errors import BadInputError, DataError, DataFaultsError
 from cpvt_det.files import write_json
+from cpvt_det.predict.classes import ClassPredictor
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.predictor import Predictor
 
@@ -144,6 +145,31 @@ def predict_files(
     return total
 
 
+def predict_classes(predictor: ClassPredictor, files: Sequence[InputFile], output: Path, batch_size: int, on_bad: str) -> int:
+    """Classify; write ``classes.json``: for each image its file, and names and scores of the best classes.
+
+    Args:
+        predictor: predictor of a trained classifier.
+        files, output, batch_size, on_bad: as of :func:`predict_files`.
+
+    Returns:
+        The number of images.
+
+    Raises:
+        BadInputError: a folder that cannot be written to.
+        DataError: an image that cannot be decoded, unless it is dropped.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"cannot write to {output}: {error.strerror}; choose another folder") from error
+    with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
+        each = _predict_each(predictor, files, batch_size, on_bad, bar)
+        rows = [{"file_name": file.name, "found": found.best()} for file, found in each]
+    write_json(rows, output / "classes.json", indent=1)
+    return len(rows)
+
+
 def picture_names(names: Sequence[str]) -> dict[str, str]:
     """Name of an image -> name of its picture: ``a.jpg`` for ``a.png``, or ``a.png.jpg`` if two images would share a name."""
     short = {name: str(PurePosixPath(name).with_suffix(".jpg")) for name in names}
@@ -154,7 +180,7 @@ def picture_names(names: Sequence[str]) -> dict[str, str]:
 
 def _predict_each(
     predictor: Predictor, files: Sequence[InputFile], batch_size: int, on_bad: str, bar: tqdm
-) -> Iterator[tuple[InputFile, ImageDetections]]:
+) -> Iterator[tuple[InputFile, Any]]:
     for start in range(0, len(files), batch_size):
         read = []
         for file in files[start : start + batch_size]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
 from cpvt_det.checkpoint.model_folder import save_model
-from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.errors import DataError
@@ -81,12 +81,20 @@ class Predictor:
             WeightsError: weights that cannot be read, without config or classes, or for only a part of the model.
             ConfigError: keys that cannot be used, or a device that does not exist.
         """
-        trained = load_trained(path, device, config_file, overrides)
-        parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
-        more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
-        predictor = cls(trained.detector, *parts, *more)
+        predictor = cls.from_trained(load_trained(path, device, config_file, overrides))
         predictor.origin = Path(path).expanduser()
         return predictor
+
+    @classmethod
+    def from_trained(cls, trained: Trained) -> "Predictor":
+        """A predictor of a loaded model.
+
+        Raises:
+            ConfigError: a model of another task, or keys that cannot be used.
+        """
+        parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
+        more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
+        return cls(trained.detector, *parts, *more)
 
     @classmethod
     def from_pretrained(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fvcore.common.config import CfgNode
 
+from cpvt_det import builders
 from cpvt_det.checkpoint.checkpointer import BEST, RunState
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.data.coco import ImageRecord
@@ -17,23 +18,28 @@ logger = logging.getLogger("cpvt_det")
 FROM_SCRATCH = 300_000
 """Typical number of iterations for training a DETR from random weights: 500 epochs of COCO with batch size 64 are 920,000, 50 with
 batch size 32 are 185,000."""
-FEW = 30_000
+FEW = {"random weights": 30_000, "a pretrained backbone": 3_000}
+"""What a run starts from -> iterations below which a warning is due."""
 
 
 def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[ImageRecord]) -> None:
-    """Warn of a run from random weights that is far too short, and of images with nearly as many objects as there are queries.
+    """Warn of a detector's run from random weights that is far too short, and of images with nearly as many objects as queries.
 
     Args:
         cfg: config of the run.
         schedule: schedule of the run.
         records: training images of the run.
     """
-    if not cfg.MODEL.WEIGHTS and schedule.max_iter < FEW:
+    if builders.is_classifier(cfg):
+        return
+    start = "a pretrained backbone" if cfg.MODEL.BACKBONE.WEIGHTS else "random weights"
+    if not cfg.MODEL.WEIGHTS and schedule.max_iter < FEW[start]:
         logger.warning(
-            "%d iterations (%s) from random weights; a DETR needs about %d on photographs, fewer on simple images. Set "
-            "MODEL.WEIGHTS to start from trained weights",
+            "%d iterations (%s) from %s; a DETR needs about %d on photographs, fewer on simple images. Set MODEL.WEIGHTS to start "
+            "from trained weights",
             schedule.max_iter,
             f"{len(records)} images x epochs / batch of {cfg.SOLVER.IMS_PER_BATCH}",
+            start,
             FROM_SCRATCH,
         )
     queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
@@ -68,7 +74,7 @@ def log_next_steps(cfg: CfgNode, state: RunState, output: Path) -> None:
         f"cpvt-det eval {_quoted(weights)} --config-file {_quoted(config)} --report OUTPUT_DIR {_quoted(output / 'eval')}",
         f"cpvt-det train --config-file {_quoted(config)} --resume {longer}",
     ]
-    logger.info("%s: %s. Next: find objects, report on them, train longer:\n  %s", which, weights, "\n  ".join(commands))
+    logger.info("%s: %s. Next: predict, report, train longer:\n  %s", which, weights, "\n  ".join(commands))
 
 
 def _quoted(path: Path) -> str:

@@ -11,7 +11,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 from tqdm import tqdm
 
-from cpvt_det import distributed
+from cpvt_det import builders, distributed
 from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.errors import DataError, RunStoppedError
@@ -60,25 +60,28 @@ def measure(task: Any, detector: nn.Module, datasets: Sequence[Any], output: Pat
     """
     _require_finite(detector)
     distributed.share_buffers(detector)
-    results, first = {}, None
-    for dataset in datasets:
+    results: Results = {}
+    thresholds = None
+    for number, dataset in enumerate(datasets):
         folder = place_of(dataset, datasets, output / "inference")
         if distributed.rank() == 0:
             remove_unfinished(folder)  # of an evaluation that was killed; the folder is this run's alone
-        results[dataset.name], evaluator = _evaluate_one(task, detector, dataset, folder)
-        first = evaluator if first is None else first
+        results[dataset.name], found = _evaluate_one(task, detector, dataset, folder, with_thresholds=number == 0)
+        thresholds = found if number == 0 else thresholds
     merged = results[datasets[0].name] if len(datasets) == 1 else results
     if distributed.rank() == 0:
         write_results(merged, output / "results.json")
-    thresholds = first.thresholds() if hasattr(first, "thresholds") else None
     if thresholds is not None:
         logger.info("Score threshold of the best F1: %s", thresholds.describe(datasets[0].classes.names))
     return Measured(merged, thresholds)
 
 
 def choose_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> None:
-    """Set ``TEST.PICTURE_THRESHOLD``, unless the config gives one: that of the best F1, else 0.5; the log says which."""
-    if cfg.TEST.PICTURE_THRESHOLD is not None:
+    """Set ``TEST.PICTURE_THRESHOLD``, unless the config gives one: that of the best F1, else 0.5; the log says which.
+
+    The answers of a classifier need no threshold.
+    """
+    if cfg.TEST.PICTURE_THRESHOLD is not None or builders.is_classifier(cfg):
         return
     kept = None if thresholds is None else thresholds.overall
     cfg.TEST.PICTURE_THRESHOLD = DEFAULT_THRESHOLD if kept is None else kept
@@ -86,7 +89,10 @@ def choose_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> None:
     logger.info("Pictures and report: scores from %.3g (%s; TEST.PICTURE_THRESHOLD sets another)", cfg.TEST.PICTURE_THRESHOLD, why)
 
 
-def _evaluate_one(task: Any, detector: nn.Module, dataset: Any, folder: Path) -> tuple[Results, Any]:
+def _evaluate_one(
+    task: Any, detector: nn.Module, dataset: Any, folder: Path, with_thresholds: bool
+) -> tuple[Results, Thresholds | None]:
+    """The figures of one test set, and its thresholds if asked for; the first process computes them for all."""
     evaluator, loader = task.build_evaluator(dataset), task.build_test_loader(dataset)
     is_first, total = distributed.rank() == 0, len(loader.dataset)
     bar = tqdm(total=total, desc="evaluating", unit="img", leave=False, disable=not is_first, mininterval=1.0, file=sys.stderr)
@@ -95,14 +101,17 @@ def _evaluate_one(task: Any, detector: nn.Module, dataset: Any, folder: Path) ->
             for sample, found in zip(samples, task.infer(detector, samples), strict=True):
                 evaluator.add(sample["image_id"], found)
             bar.update(len(samples) * distributed.world_size())
-    for other, state in enumerate(distributed.gather_objects(evaluator.state())):
-        if other != distributed.rank():
-            evaluator.merge(state)
+    for state in distributed.gather_to_first(evaluator.state())[1:]:
+        evaluator.merge(state)
+    measured = _figures(task, evaluator, dataset, folder, with_thresholds) if is_first else None
+    return distributed.broadcast_object(measured)
+
+
+def _figures(task: Any, evaluator: Any, dataset: Any, folder: Path, with_thresholds: bool) -> tuple[Results, Thresholds | None]:
     results = evaluator.evaluate()
-    if is_first:
-        task.write_outputs(evaluator, folder)
-        logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
-    return results, evaluator
+    task.write_outputs(evaluator, folder)
+    logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
+    return results, evaluator.thresholds() if with_thresholds and hasattr(evaluator, "thresholds") else None
 
 
 def _require_finite(detector: nn.Module) -> None:

@@ -4,6 +4,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 from fvcore.common.config import CfgNode
 
@@ -11,6 +12,8 @@ from cpvt_det import distributed
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.errors import DeadWorkerError, InterruptedRun, RunStoppedError
+from cpvt_det.layers.norm import has_own_statistics
+from cpvt_det.runner.peers import current
 from cpvt_det.runner.signals import Stopped, StopSignals
 from cpvt_det.solver.step import TrainStep
 
@@ -20,8 +23,8 @@ logger = logging.getLogger("cpvt_det")
 class RunGuard:
     """Saves the progress of a run. Every process must call its methods after the same steps.
 
-    If an error leaves its ``with`` block between two steps, the last step is saved; in a run of one process only, because in
-    several the others may be at another step.
+    If an error leaves its ``with`` block, the last step is saved: the weights of all processes are the same after it. Of several
+    processes with the same step one saves it, the first if it lives.
 
     Args:
         cfg: config of the run, whose ``SOLVER`` contains the periods.
@@ -39,17 +42,26 @@ class RunGuard:
         self._signals = StopSignals()
         self._is_due = False
         self._start, self._iteration, self._saved = start, start - 1, start - 1
+        self._peers = current()
 
     def __enter__(self) -> "RunGuard":
         self._signals.__enter__()
+        if self._peers is not None:
+            self._peers.rescue = self._rescue
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *more: object) -> None:
+        if self._peers is not None and isinstance(error, Exception):
+            self._peers.note_error()
         whole = isinstance(error, DeadWorkerError) or not isinstance(error, RunStoppedError)
         try:
-            if isinstance(error, Exception) and whole and distributed.world_size() == 1:
-                self._rescue()
+            if isinstance(error, Exception) and whole:
+                saved = self._rescue()
+                if saved:
+                    logger.warning("%s", saved[0].upper() + saved[1:])
         finally:
+            if self._peers is not None:
+                self._peers.rescue = None
             self._signals.__exit__(kind, error, *more)
 
     def after_step(self, iteration: int) -> None:
@@ -70,8 +82,9 @@ class RunGuard:
 
     def save_final(self, iteration: int) -> None:
         """Save ``model_final.pth`` after the last evaluation, with its thresholds; it may have been saved before it too."""
-        self.checkpointer.save(FINAL, iteration)
-        self._saved = iteration
+        with self.step.lock:
+            self.checkpointer.save(FINAL, iteration)
+            self._note_saved(iteration)
 
     def obey_signals(self) -> None:
         """End the run if a signal was received, after all work of a step is done.
@@ -115,16 +128,19 @@ class RunGuard:
             return f"all steps since --resume were bad: {look}; or remove the last checkpoint, which may be bad, and --resume again"
         return f"the last checkpoint, of iteration {self._saved}, is good: {look}, or --resume with a lower SOLVER.BASE_LR"
 
-    def _rescue(self) -> None:
-        """Save the last step after an error, unless the error came in the middle of a step; the error still ends the run."""
-        if self.step.done is None or self.step.done <= self._saved:
-            return
-        self._iteration = self.step.done
+    def _rescue(self) -> str:
+        """Save the last whole step after an error, or where the main thread does not come back; the error still ends the run.
+
+        Returns:
+            A sentence about it; empty if there was nothing to save.
+        """
         try:
-            self._save()
-            logger.warning("Iteration %d is saved; --resume continues after it", self._iteration)
+            saved = self._save_unsaved()
         except RunStoppedError as error:
-            logger.warning("The last step could not be saved: %s", error)
+            saved = f"the last step could not be saved: {error}"
+        if self._peers is not None:
+            self._peers.saved = saved
+        return saved
 
     def _leave(self, signum: int) -> None:
         self._save_unsaved()
@@ -133,10 +149,32 @@ class RunGuard:
         logger.warning("%s", error)
         raise error
 
-    def _save_unsaved(self) -> None:
-        if self._saved < self._iteration:
-            self._save()
+    def _save_unsaved(self) -> str:
+        """Save the last whole step, unless it is saved, or another process that has it too saves it; a sentence about it."""
+        is_first = distributed.rank() == 0
+        with self.step.lock:
+            whole = self.step.whole()
+        # The others have only asked for what is saved, and the first may have died while it wrote.
+        if whole is None or whole.iteration <= (self._saved if is_first else self._start - 1):
+            return ""
+        way_on = "--resume continues after it"
+        if not (self._peers.claims(whole.iteration, Path(self.checkpointer.save_dir)) if self._peers is not None else is_first):
+            return f"iteration {whole.iteration} is left to another process to save; {way_on}"
+        with self.step.lock:
+            whole = self.step.whole() or whole
+            self.checkpointer.save_whole(whole)
+            self._note_saved(whole.iteration)
+        own = not is_first and has_own_statistics(self.step.training_model)
+        told = f" (running statistics of norms are those of process {distributed.rank()})" if own else ""
+        return f"iteration {whole.iteration} is saved{told}; {way_on}"
 
     def _save(self) -> None:
-        self.checkpointer.save(f"model_{self._iteration:07d}", self._iteration)
-        self._saved, self._is_due = self._iteration, False
+        with self.step.lock:
+            self.checkpointer.save(f"model_{self._iteration:07d}", self._iteration)
+            self._note_saved(self._iteration)
+        self._is_due = False
+
+    def _note_saved(self, iteration: int) -> None:
+        self._saved = iteration
+        if self._peers is not None and self.checkpointer.save_to_disk:
+            self._peers.tell_saved(iteration)

@@ -7,8 +7,9 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +40,25 @@ class MetricsWriter:
         self.images_per_iter = images_per_iter
         self._records: list[dict[str, Tensor]] = []
         self._last_time = time.perf_counter()
+        self._waited = 0.0
         self._writes = distributed.rank() == 0
         if self._writes:
             self._json = (output / "metrics.json").open("a", encoding="utf-8")
             self._tensorboard = SummaryWriter(str(output), purge_step=start_iter or None)
             interval = 0.5 if sys.stderr.isatty() else 20.0
             self.bar = tqdm(total=max_iter, initial=start_iter, desc="training", unit="it", mininterval=interval, file=sys.stderr)
+
+    def timed(self, batches: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """The same batches; the seconds that a step waits for its own become ``data_time``, of the slowest process."""
+        batches = iter(batches)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - start
+            yield batch
 
     def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> dict[str, float] | None:
         """Collect the scalars of one iteration; write a line if one is due, and return what it contains."""
@@ -55,6 +69,8 @@ class MetricsWriter:
             elapsed, self._last_time = time.perf_counter() - self._last_time, time.perf_counter()
             per_iter = elapsed / len(self._records)
             scalars |= {"lr": lr, "time": per_iter, "images_per_second": self.images_per_iter / per_iter}
+            scalars["data_time"] = distributed.all_reduce_max(self._waited) / len(self._records)
+            self._waited = 0.0
             scalars["eta_seconds"] = per_iter * (self.max_iter - iteration - 1)
             self._records.clear()
             self.write(iteration, scalars)

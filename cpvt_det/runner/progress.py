@@ -48,6 +48,7 @@ class RunEvaluations:
         self.state: RunState = checkpointer.checkpointables["cpvt_det"]
         self._records = records
         self._baseline: dict[str, float] | None = None
+        self._constant = getattr(task, "constant", "an answer that is the same for every image")
         figure = cfg.TEST.BEST_FIGURE
         if figure and not tests:
             raise ConfigError(
@@ -71,14 +72,12 @@ class RunEvaluations:
             self._baseline = self.task.baseline(self._records, self.tests[0]) if has_one else {}
             if self._baseline:
                 listed = ", ".join(f"{name} {value:.1f}" for name, value in self._baseline.items())
-                logger.info("For comparison, the mean training box of each class, in every image the same: %s", listed)
+                logger.info("For comparison, %s: %s", self._constant, listed)
         scalars = flatten(results if len(self.tests) == 1 else results[self.tests[0].name])
         below = [name for name, value in self._baseline.items() if scalars.get(name, value) < value]
         if below:
             listed = ", ".join(f"{name} {scalars[name]:.1f} is below {self._baseline[name]:.1f}" for name in below)
-            logger.warning(
-                "After iteration %d the model is worse than one constant box per class: %s; %s", iteration, listed, WHAT_HELPS
-            )
+            logger.warning("After iteration %d the model is worse than %s: %s; %s", iteration, self._constant, listed, WHAT_HELPS)
 
 
 class LossWatch:

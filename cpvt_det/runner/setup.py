@@ -6,9 +6,11 @@ import logging
 import os
 import platform
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torchvision
@@ -17,8 +19,11 @@ from torch import nn
 
 import cpvt_det
 from cpvt_det import distributed
+from cpvt_det.checkpoint.files import write_line
+from cpvt_det.checkpoint.resume import named_run
 from cpvt_det.errors import ConfigError
 from cpvt_det.files import atomic_file
+from cpvt_det.runner.peers import current
 
 try:
     import fcntl
@@ -26,8 +31,10 @@ except ImportError:  # on Windows, where nothing is locked
     fcntl = None
 
 logger = logging.getLogger("cpvt_det")
-JOB_ID = "CPVT_DET_JOB_ID"
-"""Environment variable, set by ``launch``."""
+AGENTS = ".agents"
+"""File in ``OUTPUT_DIR``: the id of the run that was started there last, and what identifies the torchruns that started it."""
+RELEASE = 30.0
+"""Seconds that a process of several waits for the folder: the one that it replaces may still be saving, on another machine."""
 METRICS_LOGGER = "cpvt_det.metrics"
 """Logger whose lines go to the file only; on the screen the progress bar shows the same numbers."""
 
@@ -52,17 +59,26 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error
     with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            raise ConfigError(
-                f"another run, process {file.read().strip()}, is using OUTPUT_DIR {output}; stop it, or set another OUTPUT_DIR"
-            ) from error
+        end = time.monotonic() + (RELEASE if distributed.is_initialized() else 0)
+        while not _lock(file):
+            if time.monotonic() >= end:
+                file.seek(0)
+                raise ConfigError(
+                    f"another run, process {file.read().strip()}, is using OUTPUT_DIR {output}; stop it, or set another OUTPUT_DIR"
+                )
+            time.sleep(0.5)
         file.truncate(0)
         file.write(f"{os.getpid()}")
         file.flush()
         yield
+
+
+def _lock(file: TextIO) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def setup_run(cfg: CfgNode) -> Path:
@@ -132,13 +148,34 @@ def choose_seed(cfg: CfgNode) -> int:
     """
     if cfg.SEED >= 2**63:
         raise ConfigError(f"SEED must be below 2 ** 63, got {cfg.SEED}")
-    seed = cfg.SEED if cfg.SEED >= 0 else int.from_bytes(os.urandom(4), "little")
-    return distributed.gather_objects(seed)[0]
+    return distributed.broadcast_object(cfg.SEED if cfg.SEED >= 0 else int.from_bytes(os.urandom(4), "little"))
 
 
-def choose_run_id() -> str:
-    """A random id for each run, the same in all its processes, including those that torchrun starts to replace dead ones."""
-    return distributed.gather_objects(os.environ.get(JOB_ID) or uuid.uuid4().hex)[0]
+def choose_run_id(output: Path) -> str:
+    """A random id for each run, the same in all its processes.
+
+    Processes that torchrun starts to replace dead ones belong to the run of those, and get its id. One of the torchruns that
+    started the run named in ``output`` has started them too: one whose machine is lost can be replaced, but not all of them.
+    """
+    return distributed.broadcast_object(_kept_run_id(output) or uuid.uuid4().hex)
+
+
+def record_agents(output: Path, run_id: str) -> None:
+    """Write down which torchruns have started this run, for :func:`choose_run_id`."""
+    if distributed.rank() == 0:
+        write_line("\n".join([run_id, *_agents()]), output / AGENTS)
+
+
+def _kept_run_id(output: Path) -> str:
+    if distributed.rank() != 0 or not (output / AGENTS).is_file():
+        return ""
+    run_id, *agents = (output / AGENTS).read_text(encoding="utf-8", errors="replace").split("\n")
+    return run_id if named_run(output) == run_id and not set(agents).isdisjoint(_agents()) else ""
+
+
+def _agents() -> list[str]:
+    peers = current()
+    return sorted({member.agent for member in peers.members} - {""}) if peers is not None else []
 
 
 def _start_log(path: Path) -> None:

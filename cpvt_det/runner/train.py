@@ -19,7 +19,8 @@ from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.progress import LossWatch, RunEvaluations
-from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, setup_run, write_config
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
+from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
 from cpvt_det.tasks.registry import Results, build_task, flatten
@@ -32,6 +33,7 @@ def run(
     resume: bool = False,
     eval_only: bool = False,
     allow_partial: bool = False,
+    sizes: Sequence[int] = (),
     callbacks: Sequence[Callback] = (),
 ) -> Results:
     """Train and evaluate, or only evaluate.
@@ -41,6 +43,7 @@ def run(
         resume: go on from the last checkpoint in ``OUTPUT_DIR``, where there is one.
         eval_only: evaluate ``MODEL.WEIGHTS``, or with ``resume`` the last checkpoint.
         allow_partial: evaluate also weights that fit the model in part; the rest of it is random.
+        sizes: test sizes in pixels to evaluate at, one after the other; empty: at that of the config.
         callbacks: what watches the training beside the callbacks that ``CALLBACKS`` names.
 
     Returns:
@@ -52,10 +55,10 @@ def run(
         InterruptedRun: SIGTERM or Ctrl-C during training; the last step is saved.
     """
     with only_run_in(cfg):
-        return evaluate_only(cfg, resume, allow_partial) if eval_only else train(cfg, resume, callbacks)
+        return evaluate_only(cfg, resume, allow_partial, sizes) if eval_only else train(cfg, resume, callbacks)
 
 
-def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = False) -> Results:
+def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = False, sizes: Sequence[int] = ()) -> Results:
     """Evaluate weights; arguments and result as in :func:`run`."""
     task = build_task(cfg)
     tests = task.load_tests()
@@ -66,6 +69,8 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     kept = load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     write_config(cfg, replace=False)
+    if sizes:
+        return evaluate_sizes(task, detector, tests, sizes, output)
     results = evaluate(task, detector, tests, output)
     choose_threshold(cfg, kept)
     task.show_results(detector, tests, results, output)
@@ -85,7 +90,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
     log_advice(cfg, length, records)
 
     best_figure = cfg.TEST.BEST_FIGURE or task.main_figure
-    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(), task.describe(records), best_figure=best_figure)
+    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(output), task.describe(records), best_figure=best_figure)
     torch.manual_seed(state.seed)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     model = wrap_for_processes(task.build_training_model(detector))
@@ -95,6 +100,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
     evaluations, losses = RunEvaluations(cfg, task, records, tests, checkpointer), LossWatch()
     start = checkpointer.begin(resume)
+    record_agents(output, state.run_id)
     if start == 0:
         load_initial_weights(cfg, detector, classes)
     else:
@@ -125,7 +131,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
 
             if tests and start > 0 and (is_due(start - 1, length) or told.is_over):  # a checkpoint is older than its evaluation
                 results = evaluate_after(start - 1)
-            for iteration, samples in zip(range(start, length.max_iter), loader, strict=False):
+            for iteration, samples in zip(range(start, length.max_iter), writer.timed(loader), strict=False):
                 if told.is_over:
                     break
                 trainer.iteration = iteration

@@ -3,7 +3,8 @@
 
 One image of the first batch is passed through the detector, on the canvas of its batch, and what autograd keeps of it is counted.
 All images of a part of the batch are kept at the same time, so their sum is a lower bound of what the step needs beyond what the
-process has already: outputs that nothing keeps, gradients, the optimiser and the work space of operators come on top.
+process has already: outputs that nothing keeps, gradients, the optimiser and the work space of operators come on top. Queries of
+denoising are counted before: their attention mask alone may be more than there is.
 """
 
 import logging
@@ -17,11 +18,15 @@ from torch import Tensor, nn
 from cpvt_det import distributed, memory
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import ConfigError
-from cpvt_det.models import Detector
+from cpvt_det.models import ImageModel
+from cpvt_det.models.denoising import ContrastiveDenoising
+from cpvt_det.structures import Targets
 
 logger = logging.getLogger("cpvt_det")
 LARGE = 4_000
 """Bytes per pixel of a batch that must be available for a step to be taken without a look; detectors of this package keep less."""
+LARGE_SQUARE = 1_000
+"""The same per pair of queries that the decoder's self-attention compares; with denoising there may be thousands of them."""
 CERTAIN = 1.1
 """Refused is a step whose lower bound is this many times the available memory: several images may differ from one times several."""
 LIKELY = 1.5
@@ -32,7 +37,7 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
     """Refuse a step that cannot fit. Every process must call it; the detector and its statistics stay as they are.
 
     Args:
-        detector: model of the step, in training mode; one that is no detector of this package is not looked at.
+        detector: model of the step, in training mode; one that is no model of this package is not looked at.
         part: samples that are worked through at the same time.
         count: all samples of this process in a step.
         amp_dtype: dtype of autocast; ``None`` for full precision.
@@ -41,14 +46,16 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
         ConfigError: a step that needs more than there is, with the ``SOLVER.ACCUMULATE`` that helps.
     """
     available = memory.available()
-    if not isinstance(detector, Detector) or detector.pixel_mean.device.type != "cpu" or available is None:
+    if not isinstance(detector, ImageModel) or detector.pixel_mean.device.type != "cpu" or available is None:
         return
     batch = detector.preprocess([sample["image"] for sample in part])
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
-    pixels = batch.padding_mask.numel()
-    if not distributed.all_reduce_max(int(processes * pixels * LARGE > available)):  # all look, as norms may talk to each other
+    targets = [sample["targets"] for sample in part]
+    squared = _require_attention_mask(detector, targets, available // processes)
+    expected = processes * (batch.padding_mask.numel() * LARGE + len(part) * squared * LARGE_SQUARE)
+    if not distributed.all_reduce_max(int(expected > available)):  # all look, as norms may talk to each other
         return
-    targets = [sample["targets"] for sample in part[:1]]
+    targets = [max(targets, key=lambda target: 0 if target is None else len(target))]
     images, padding_mask = batch.images[:1].clone(), batch.padding_mask[:1].clone()
     buffers = {name: buffer.clone() for name, buffer in detector.named_buffers()}
     with torch.autocast("cpu", amp_dtype, enabled=amp_dtype is not None):
@@ -58,6 +65,27 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
     each = distributed.all_reduce_max(each)
     size = f"{len(part)} images on a canvas of {images.shape[2]} x {images.shape[3]} pixels"
     _judge(each, len(part), count, available, size)
+
+
+def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | None], available: int) -> int:
+    """Refuse denoising whose attention mask does not fit.
+
+    Returns:
+        The square of the number of queries, 0 without denoising.
+    """
+    denoising = getattr(getattr(detector, "queries", None), "denoising", None)
+    if not isinstance(denoising, ContrastiveDenoising) or None in targets:
+        return 0
+    groups, size = denoising.count(targets)
+    squared = (groups * size + detector.num_queries) ** 2
+    need = squared * detector.pixel_mean.element_size()
+    if distributed.all_reduce_max(int(need > available)):
+        raise ConfigError(
+            f"MODEL.QUERIES.DENOISING {denoising.pairs} makes {groups} groups of {size} queries for the first batch, and their "
+            f"attention mask alone needs {need / 1e9:.3g} GB of the {available / 1e9:.3g} GB of memory for each process; set fewer "
+            "pairs, or 0 where images have that many objects"
+        )
+    return squared
 
 
 def _judge(each: int, images: int, count: int, available: int, size: str) -> None:

@@ -25,6 +25,7 @@ def parameter_groups(
     norm_weight_decay: float | None = None,
     peg_weight_decay: float | None = None,
     lr_multipliers: Sequence[tuple[str, float]] = (),
+    layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Trainable parameters in groups of one learning rate and weight decay each.
 
@@ -38,13 +39,20 @@ def parameter_groups(
         peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None`` for no difference.
         lr_multipliers: (part, factor on its learning rate) pairs, with parts as in
             :func:`cpvt_det.models.parts.belongs_to_part`; for a part inside another one, both factors are multiplied.
+        layer_decay: factor on the learning rate of the backbone's parameters, per layer that comes after them; other than 1 only
+            for a backbone with ``layers_above`` (arXiv 2106.08254, appendix).
 
     Returns:
         Groups for ``torch.optim``, with ``params``, ``lr`` and ``weight_decay``.
 
     Raises:
         UnknownNameError: a factor for a part that the model does not have.
+        ValueError: a layer decay that is not above 0, or of a backbone without layers.
     """
+    if layer_decay <= 0:
+        raise ValueError(f"the decay per layer must be above 0, got {layer_decay}")
+    if layer_decay != 1 and not hasattr(model.backbone, "layers_above"):
+        raise ValueError(f"LAYER_DECAY is {layer_decay}, but the backbone is no transformer of ours; leave it at 1")
     require_parts(model, [part for part, _ in lr_multipliers], "learning rate")
     decay_of: dict[int, float] = {}
     for kind, decay in ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)):
@@ -56,6 +64,8 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             rate = backbone_lr if name.startswith("backbone.") else lr
+            if layer_decay != 1 and name.startswith("backbone."):
+                rate *= layer_decay ** model.backbone.layers_above(name.removeprefix("backbone."))
             rate = rate * points_lr_multiplier if POINTS.search(name) else rate
             rate *= math.prod(factor for part, factor in lr_multipliers if belongs_to_part(name, part))
             groups.setdefault((rate, decay_of.get(id(parameter), weight_decay)), []).append(parameter)

@@ -70,19 +70,23 @@ class LRSchedule:
 
     Args:
         schedule: schedule of the run.
-        kind: ``step`` (multiply by ``gamma`` at each step) or ``cosine`` (fall to 0 at the end).
+        kind: ``step`` (multiply by ``gamma`` at each step) or ``cosine`` (fall to ``end`` at the end).
         gamma: factor at each step.
+        end: last factor of a cosine.
 
     Raises:
         UnknownNameError: an unknown kind.
-        ValueError: no iterations, or steps that are not in rising order. Steps after the end are ignored.
+        ValueError: no iterations, an end outside [0, 1], or steps that are not in rising order. Steps after the end of the run are
+            ignored.
     """
 
-    def __init__(self, schedule: TrainingSchedule, kind: str = "step", gamma: float = 0.1):
+    def __init__(self, schedule: TrainingSchedule, kind: str = "step", gamma: float = 0.1, end: float = 0.0):
         if schedule.max_iter < 1:
             raise ValueError("there is nothing to train: SOLVER.EPOCHS or SOLVER.MAX_ITER must be above 0")
+        if not 0 <= end <= 1:
+            raise ValueError(f"COSINE_END must be from 0 to 1, got {end}")
         self.schedule = schedule
-        self._scheduler = _scheduler(schedule, kind, gamma)
+        self._scheduler = _scheduler(schedule, kind, gamma, end)
 
     def factor(self, iteration: int) -> float:
         """The factor at an iteration, counted from 0."""
@@ -90,9 +94,9 @@ class LRSchedule:
         return warmup * float(self._scheduler(min(iteration, self.schedule.max_iter - 1) / self.schedule.max_iter))
 
 
-def _scheduler(schedule: TrainingSchedule, kind: str, gamma: float) -> ParamScheduler:
+def _scheduler(schedule: TrainingSchedule, kind: str, gamma: float, end: float) -> ParamScheduler:
     if kind == "cosine":
-        return CosineParamScheduler(1.0, 0.0)
+        return CosineParamScheduler(1.0, end)
     if kind != "step":
         raise UnknownNameError("SOLVER.SCHEDULE", kind, SCHEDULES)
     steps = schedule.steps

@@ -10,9 +10,11 @@ decides that, and the host does not wait for it.
 
 import contextlib
 import itertools
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,9 @@ from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.memory_check import require_memory
 from cpvt_det.solver.schedule import LRSchedule
 from cpvt_det.structures import Targets
+
+DEVICE = 5.0
+"""Seconds that a GPU may take for the rest of a step before it counts as one that waits for another process."""
 
 
 class TrainingModel(nn.Module):
@@ -45,6 +50,11 @@ class TrainingModel(nn.Module):
     def forward(self, samples: Sequence[Sample], normalizers: Normalizers | None = None) -> Losses:
         """The losses of samples with ``image`` and ``targets``; ``normalizers`` as in :class:`SetCriterion`."""
         return compute_losses(self.detector, self.criterion, samples, normalizers)
+
+    def normalizers(self, samples: Sequence[Sample]) -> Normalizers:
+        """The divisors of a whole step, for :meth:`forward` with a part of its samples."""
+        targets: list[Targets] = [sample["targets"].to(self.detector.pixel_mean.device) for sample in samples]
+        return self.criterion.normalizers(targets, self.detector.num_queries)
 
 
 def wrap_for_processes(model: TrainingModel) -> nn.Module:
@@ -70,6 +80,18 @@ def compute_losses(
     targets = [sample["targets"].to(batch.images.device) for sample in samples]
     predictions = detector(batch.images, batch.padding_mask, targets)
     return criterion(predictions, targets, normalizers)
+
+
+class Whole(NamedTuple):
+    """A step that is there as a whole.
+
+    Attributes:
+        iteration: its number.
+        statistics: running statistics that a later step has changed already: address of the buffer -> its content after this step.
+    """
+
+    iteration: int
+    statistics: dict[int, Tensor]
 
 
 @dataclass
@@ -103,7 +125,8 @@ class TrainStep:
 
     Attributes:
         bad_steps: counter of skipped steps, read at log time.
-        done: the iteration of the last call; ``None`` before the first, during one, and after one that an error ended half-way.
+        done: the last iteration whose weights are there; ``None`` before the first.
+        lock: held while weights, optimizer and average change, and by a thread that saves them.
     """
 
     def __init__(
@@ -123,6 +146,10 @@ class TrainStep:
         self.seed = seed
         self.ema = ema
         self.done: int | None = None
+        self.lock = threading.RLock()
+        self._begun: Whole | None = None
+        self._is_changing = False
+        self._events: dict[int, torch.cuda.Event] = {}
         device = self.training_model.detector.pixel_mean.device
         self.bad_steps = NonFiniteGuard(options.max_bad_steps, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp_dtype == torch.float16)
@@ -164,7 +191,6 @@ class TrainStep:
         Raises:
             ConfigError: a first step that memory cannot hold.
         """
-        self.done = None
         self.model.train()
         if not self._fits:
             self._require_memory(samples)
@@ -175,16 +201,48 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         statistics = _running_statistics(self.training_model.detector)
         before = [buffer.clone() for buffer in statistics]
+        self._begun = Whole(iteration - 1, {buffer.data_ptr(): old for buffer, old in zip(statistics, before, strict=True)})
         record, finite = self._backward(samples)
-        record["grad_norm"] = self._clip()
-        bad = self.bad_steps.check(iteration, samples, finite, record["grad_norm"])
-        self._update(bad)
-        for buffer, old in zip(statistics, before, strict=True):
-            buffer.copy_(torch.where(bad, old, buffer))
-        if self.ema is not None:
-            self.ema.update_parameters(self.training_model.detector, ~bad)
-        self.done = iteration
+        with self.lock:  # from here on nothing waits for another process
+            self._is_changing = True
+            record["grad_norm"] = self._clip()
+            bad = self.bad_steps.check(iteration, samples, finite, record["grad_norm"])
+            self._update(bad)
+            for buffer, old in zip(statistics, before, strict=True):
+                if buffer.is_floating_point():
+                    buffer.copy_(torch.where(bad, old, buffer))
+            if self.ema is not None:
+                self.ema.update_parameters(self.training_model.detector, ~bad)
+            self._note_done(iteration)
+            self._is_changing = False
         return {**record, "skipped": bad.float()}
+
+    def whole(self) -> "Whole | None":
+        """The last step that is there as a whole, in the middle of the next one too; hold ``lock`` until it is saved.
+
+        Returns:
+            ``None`` before the first step, after an error in the change of the weights, and on a GPU that does not come to an end.
+        """
+        if self._begun is None or self._is_changing:
+            return None
+        before, is_done = self._begun, self.done == self._begun.iteration + 1
+        if is_done and self._is_over(self.done):
+            return Whole(self.done, {})
+        return before if is_done or self._is_over(before.iteration) else None
+
+    def _note_done(self, iteration: int) -> None:
+        self.done = iteration
+        if self.bad_steps.total.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            self._events = {iteration: event, **{k: kept for k, kept in self._events.items() if k == iteration - 1}}
+
+    def _is_over(self, iteration: int) -> bool:
+        """Whether the device has done all of a step; a GPU that waits for another process never does."""
+        event, end = self._events.get(iteration), time.monotonic() + DEVICE
+        while event is not None and not event.query() and time.monotonic() < end:
+            time.sleep(0.01)
+        return event is None or event.query()
 
     def _require_memory(self, samples: Sequence[Sample]) -> None:
         largest = max(split_samples(samples, self.options.accumulate), key=len)
@@ -201,7 +259,7 @@ class TrainStep:
     def _backward(self, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
         """Gradients of all parts. The sums of their losses and means of their metrics; (B,) bool, whose predictions are finite."""
         parts = split_samples(samples, self.options.accumulate)
-        normalizers = self._normalizers(samples) if len(parts) > 1 else None
+        normalizers = self.training_model.normalizers(samples) if len(parts) > 1 else None
         device = self.training_model.detector.pixel_mean.device
         record: dict[str, Tensor] = {}
         finite = []
@@ -218,11 +276,6 @@ class TrainStep:
                 record[name] = record.get(name, 0) + value.detach()
             finite.append(result.finite)
         return record, torch.cat(finite)
-
-    def _normalizers(self, samples: Sequence[Sample]) -> Normalizers:
-        detector, criterion = self.training_model.detector, self.training_model.criterion
-        targets: list[Targets] = [sample["targets"].to(detector.pixel_mean.device) for sample in samples]
-        return criterion.normalizers(targets, detector.num_queries)
 
     def _clip(self) -> Tensor:
         """Bound the gradients; the norm they had."""
@@ -248,6 +301,6 @@ def _nan_unless_finite(total: Tensor, finite: Tensor) -> Tensor:
 
 
 def _running_statistics(model: nn.Module) -> list[Tensor]:
-    """What norms in training write: means and variances, which one NaN would spoil for ever."""
+    """What norms in training write: means and variances, which one NaN would spoil for ever, and counters."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
-    return [buffer for norm in norms for buffer in norm.buffers(recurse=False) if buffer.is_floating_point()]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]

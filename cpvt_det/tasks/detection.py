@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object detection: COCO-style data sets in, boxes out, AP in the metrics."""
+"""Object detection: COCO-style data sets in, boxes out, AP in the metrics.
+
+What computes imports torch when it is called: ``cpvt-det check-data`` asks the task too, and needs none.
+"""
 
 import json
 import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from fvcore.common.config import CfgNode
-from torch import nn
-from torch.utils.data import DataLoader
 
-from cpvt_det import builders, distributed
+from cpvt_det import builders
 from cpvt_det.data.coco import CocoDataset, ImageRecord, describe_records
-from cpvt_det.data.images import read_image
-from cpvt_det.data.loader import TrainLoader
-from cpvt_det.data.mapper import Mapper, Sample
-from cpvt_det.evaluation.coco import CocoEvaluator, format_table, write_detections
-from cpvt_det.evaluation.constant import constant_detections
-from cpvt_det.inference import PostProcessor, detect, evaluation_mode
-from cpvt_det.solver.step import TrainingModel
-from cpvt_det.structures import Detections
+from cpvt_det.data.validation.check import CheckedData
+from cpvt_det.data.validation.issues import EXAMPLES
 from cpvt_det.tasks.registry import TASK_REGISTRY, Results, flatten, place_of
-from cpvt_det.tiles import Tiling, detect_tiles
-from cpvt_det.visualize.pictures import Compared, save_comparisons
-from cpvt_det.visualize.report import truth_of, write_report
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from cpvt_det.data.loader import TrainLoader
+    from cpvt_det.data.mapper import Mapper, Sample
+    from cpvt_det.evaluation.coco import CocoEvaluator
+    from cpvt_det.inference import PostProcessor
+    from cpvt_det.solver.step import TrainingModel
+    from cpvt_det.structures import Detections
+    from cpvt_det.tiles import Tiling
 
 logger = logging.getLogger("cpvt_det")
 DETECTIONS = "coco_instances_results.json"
@@ -42,9 +45,14 @@ class DetectionTask:
 
     main_figure = "bbox/AP"
     figures = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+    constant = "the mean training box of each class, in every image the same"
 
     def __init__(self, cfg: CfgNode):
         self.cfg = cfg
+
+    def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
+        """Training and test sets with their faults, as :func:`cpvt_det.builders.check_datasets`."""
+        return builders.check_datasets(self.cfg, decode=decode, examples=examples)
 
     def load_splits(self) -> tuple[list[CocoDataset], list[CocoDataset]]:
         """Training sets and test sets, as :func:`cpvt_det.builders.load_splits`."""
@@ -62,24 +70,38 @@ class DetectionTask:
         """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
         return describe_records(records)
 
-    def build_train_loader(self, records: list[ImageRecord], seed: int) -> TrainLoader:
+    def build_train_loader(self, records: list[ImageRecord], seed: int) -> "TrainLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_train_loader`."""
         return builders.build_train_loader(self.cfg, records, seed)
 
-    def build_test_loader(self, dataset: CocoDataset) -> DataLoader:
+    def build_test_loader(self, dataset: CocoDataset) -> "DataLoader":
         """Every image of a test set once, as :func:`cpvt_det.builders.build_test_loader`."""
         return builders.build_test_loader(self.cfg, dataset.records)
 
-    def build_training_model(self, detector: nn.Module) -> TrainingModel:
+    def set_test_size(self, size: int) -> None:
+        """Resize test images to this short side; the limit of the long side changes in proportion."""
+        node = self.cfg.INPUT
+        if node.MIN_SIZE_TEST > 0:
+            node.MAX_SIZE_TEST = round(node.MAX_SIZE_TEST * size / node.MIN_SIZE_TEST)
+        node.MIN_SIZE_TEST = size
+
+    def build_training_model(self, detector: "nn.Module") -> "TrainingModel":
         """The detector with its set loss."""
+        from cpvt_det.solver.step import TrainingModel
+
         return TrainingModel(detector, builders.build_criterion(self.cfg))
 
-    def build_evaluator(self, dataset: CocoDataset) -> CocoEvaluator:
+    def build_evaluator(self, dataset: CocoDataset) -> "CocoEvaluator":
         """The evaluator of a test set; the first key of what it returns is the group of :attr:`main_figure`."""
         return builders.build_evaluator(self.cfg, dataset)
 
     def baseline(self, records: Sequence[ImageRecord], dataset: CocoDataset) -> dict[str, float]:
         """AP and AP50 of the constant box, :func:`cpvt_det.evaluation.constant.constant_detections`, on a test set."""
+        import torch
+
+        from cpvt_det.evaluation.constant import constant_detections
+        from cpvt_det.structures import Detections
+
         constant, evaluator = constant_detections(records), builders.build_evaluator(self.cfg, dataset)
         for record in dataset.records:
             sides = torch.tensor([record.width, record.height, record.width, record.height])
@@ -88,22 +110,26 @@ class DetectionTask:
         return {name: figures[name] for name in (self.main_figure, f"{self.main_figure}50") if name in figures}
 
     @cached_property
-    def postprocessor(self) -> PostProcessor:
+    def postprocessor(self) -> "PostProcessor":
         """Predictions -> detections."""
         return builders.build_postprocessor(self.cfg)
 
-    @cached_property
-    def mapper(self) -> Mapper:
+    @property
+    def mapper(self) -> "Mapper":
         """What makes the test size of an image, or of a tile."""
         return builders.build_test_mapper(self.cfg)
 
     @cached_property
-    def tiling(self) -> Tiling | None:
+    def tiling(self) -> "Tiling | None":
         """How images are cut into tiles, if they are."""
         return builders.build_tiling(self.cfg)
 
-    def infer(self, detector: nn.Module, samples: Sequence[Sample]) -> list[Detections]:
+    def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
         """What the evaluator's ``add`` takes beside the image's id, for each sample of a batch."""
+        from cpvt_det import distributed
+        from cpvt_det.inference import detect
+        from cpvt_det.tiles import detect_tiles
+
         if self.tiling is None:
             return detect(detector, self.postprocessor, samples)
         share = max(1, self.cfg.TEST.IMS_PER_BATCH // distributed.world_size())
@@ -111,13 +137,17 @@ class DetectionTask:
 
     def format_results(self, results: Results) -> str:
         """The figures of one test set as text."""
+        from cpvt_det.evaluation.coco import format_table
+
         return format_table(results)
 
-    def write_outputs(self, evaluator: CocoEvaluator, folder: Path) -> None:
+    def write_outputs(self, evaluator: "CocoEvaluator", folder: Path) -> None:
         """Write all detections of a test set, in COCO's format."""
+        from cpvt_det.evaluation.coco import write_detections
+
         write_detections(evaluator.coco_results(), folder / DETECTIONS)
 
-    def show_results(self, detector: nn.Module, datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
+    def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
         """Write what there is to look at after the last evaluation: pictures, and with ``TEST.REPORT`` the report.
 
         Args:
@@ -126,6 +156,9 @@ class DetectionTask:
             results: what the evaluation returned.
             output: ``OUTPUT_DIR``, with the detections of the evaluation.
         """
+        from cpvt_det import distributed
+        from cpvt_det.visualize.report import write_report
+
         if distributed.rank() != 0:
             return
         self._draw_pictures(detector, datasets[0], output / "pictures" / "detections.png")
@@ -138,8 +171,13 @@ class DetectionTask:
             logger.info("Report: %s", folder / "report.md")
             _warn_of_low([found["score"] for found in detections], test.PICTURE_THRESHOLD, f"on {dataset.name}")
 
-    def _draw_pictures(self, detector: nn.Module, dataset: CocoDataset, path: Path) -> None:
+    def _draw_pictures(self, detector: "nn.Module", dataset: CocoDataset, path: Path) -> None:
         """Draw detections over ``TEST.PICTURES`` images, spread over the data set, beside their ground truth."""
+        from cpvt_det.data.images import read_image
+        from cpvt_det.inference import evaluation_mode
+        from cpvt_det.visualize.pictures import Compared, save_comparisons
+        from cpvt_det.visualize.report import truth_of
+
         count = min(self.cfg.TEST.PICTURES, len(dataset.records))
         if count < 1:
             return

@@ -13,7 +13,7 @@ from cpvt_det.registry import PartRegistry
 
 TASK_REGISTRY = PartRegistry("TASK", "task")
 """``TASK`` of a config -> builder of a task, called with ``cfg``; further keywords are options, keys of ``TASK_OPTIONS``. Both
-runners, ``study`` and the checkpoints of a run ask it.
+runners, ``study``, ``check-data``, ``show data`` and the checkpoints of a run ask it.
 
 The contract of a task, that of :class:`cpvt_det.tasks.DetectionTask`:
 
@@ -22,15 +22,19 @@ The contract of a task, that of :class:`cpvt_det.tasks.DetectionTask`:
   the main figure comes first;
 - ``figures``: names in the group of ``main_figure`` of the figures that a study records, the main one first;
 - read: ``load_splits``, ``load_tests``, ``training_records``. A data set has ``name``, ``classes`` (ids and names), ``records`` and
-  ``issues`` (what a check found);
+  ``issues`` (what a check found). ``check_data(decode, examples)``: both splits with their faults, whatever ``DATASETS.ON_BAD`` is,
+  as :class:`cpvt_det.data.validation.check.CheckedData`;
 - feed: ``build_train_loader``, ``build_test_loader``: batches of samples, dicts with ``image`` and ``image_id``, in training also
   ``targets``, whose ``to`` moves them to a device;
 - compare: ``build_training_model``: a module with ``detector``, called with samples, that returns :class:`cpvt_det.losses.Losses`;
+  its ``normalizers(samples)`` is what it is also called with where the samples are a part of a step;
 - measure: ``build_evaluator`` (with ``add``, ``state``, ``merge`` and ``evaluate``), ``infer``, ``format_results`` and
   ``write_outputs``;
 - show: ``describe``, ``show_results``;
 - optional: ``baseline(records, dataset)``: figures by name, as in the metrics, of an answer that is the same for every image; a run
-  below it is warned. ``thresholds()`` of the evaluator: :class:`cpvt_det.evaluation.thresholds.Thresholds`, which checkpoints keep.
+  below it is warned. ``constant``: what that answer is, for the log. ``thresholds()`` of the evaluator:
+  :class:`cpvt_det.evaluation.thresholds.Thresholds`, which checkpoints keep. ``set_test_size(size)``, for ``cpvt-det eval
+  --sizes``: changes ``INPUT`` of the config so that test images have this size in pixels.
 """
 
 Results = dict[str, Any]

@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cpvt_det.visualize.curves import save_figure
 from cpvt_det.visualize.figures import new_grid, show_faded
-from cpvt_det.visualize.forward_record import AttendedQuery, ForwardRecord
+from cpvt_det.visualize.forward_record import AttendedQuery, ForwardRecord, Point
 from cpvt_det.visualize.pictures import class_color
 from cpvt_det.visualize.recording import Samples, attention_weights, sampling_points
 
@@ -64,7 +65,7 @@ def _draw(
     figure, panels = new_grid(len(attended), len(columns), panel, title)
     paint: Callable = _paint_weights if record.is_dense else _paint_samples
     for column, (name, layer, head) in enumerate(columns):
-        seen = _look(record, part, layer, [query.index for query in attended])
+        seen = look(record, part, layer, [query.index for query in attended])
         for row, query in enumerate(attended):
             axes = panels[row, column]
             show_faded(axes, record.image, record.original_size)
@@ -79,13 +80,22 @@ def _draw(
     return path
 
 
-def _look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Tensor | tuple[Samples, Tensor]:
-    """(1, M, Q', N) weights; or samples and their reference points, (1, Q', L, 2 or 4)."""
+def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Tensor | tuple[Samples, Tensor]:
+    """Where tokens or queries look in one layer.
+
+    Args:
+        record: record of one image's forward pass.
+        part: "encoder" or "decoder".
+        layer: index of the layer.
+        chosen: indices of Q' tokens or queries.
+
+    Returns:
+        (1, M, Q', N) float weights of a dense attention; else samples, and their reference points (1, Q', L, 2 or 4). On the CPU.
+    """
     attention, inputs = record.layers[part][layer], record.inputs[part, layer]
     with torch.no_grad():
         if record.is_dense:
-            queries, keys, values, *mask = inputs
-            return attention_weights(attention, queries[:, chosen], keys, values, *mask).cpu()
+            return attention_weights(attention, *inputs, chosen=chosen).cpu()
         queries, references, _, levels = inputs
         samples = sampling_points(attention, queries[:, chosen], references[:, chosen], levels)
         return Samples(samples.locations.cpu(), samples.weights.cpu()), references[:, chosen].cpu()
@@ -93,18 +103,32 @@ def _look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Te
 
 def _paint_weights(axes: "Axes", record: ForwardRecord, weights: Tensor, row: int, head: int | None) -> str:
     """Draw a heat map of the cells with more than even attention; return a note with the peak, in multiples of even attention."""
-    shown = weights[0, :, row].mean(0) if head is None else weights[0, head, row]
-    shape, stride, (x, y) = record.shape_of(0), record.strides[0], record.scale
-    # Padded cells have no weight, and lie beyond the image.
-    rows, columns = (-(-side // stride) for side in record.image.shape[1:])
-    heat = shown.view(shape)[:rows, :columns].numpy() * (rows * columns)
+    heat, (right, bottom) = heat_map(record, weights[0, :, row].mean(0) if head is None else weights[0, head, row])
     peak = heat.max()
     share = ((heat - 1) / max(peak - 1, 1e-6)).clip(0, 1)
-    extent = (0, columns * stride * x, rows * stride * y, 0)
+    extent = (0, right, bottom, 0)
     drawn = axes.imshow(share, extent=extent, cmap="inferno", alpha=0.85 * share, vmin=0, vmax=1, interpolation="bilinear")
     height, width = record.original_size  # the last cells reach into the padding
     drawn.set_clip_path(axes.fill([0, width, width, 0], [0, 0, height, height], fill=False, linewidth=0)[0])
     return f"peak {peak:.1f} x even"
+
+
+def heat_map(record: ForwardRecord, weights: Tensor) -> tuple[np.ndarray, Point]:
+    """Attention by cell, without the padding.
+
+    Args:
+        record: record of one image's forward pass.
+        weights: (N,) float, the weights of one token or query; they sum to 1.
+
+    Returns:
+        (rows, columns) float32 array in multiples of even attention; and the (x, y) of its lower right corner in pixels of the
+        original image, which may lie beyond it.
+    """
+    stride, (x, y) = record.strides[0], record.scale
+    # Padded cells have no weight, and lie beyond the image.
+    rows, columns = (-(-side // stride) for side in record.image.shape[1:])
+    heat = weights.view(record.shape_of(0))[:rows, :columns].numpy() * (rows * columns)
+    return heat, (columns * stride * x, rows * stride * y)
 
 
 def _paint_samples(axes: "Axes", record: ForwardRecord, seen: tuple[Samples, Tensor], row: int, head: int | None) -> str:

@@ -31,7 +31,7 @@ PARTS = {
     "encoder": ("encoder", "level_embed"),
     "decoder": ("decoder",),
     "queries": ("query_embed", "queries"),
-    "heads": ("class_embed", "bbox_embed"),
+    "heads": ("class_embed", "distilled_embed", "bbox_embed"),
 }
 """Part -> names of modules and parameters; where they are nested, the longest name decides."""
 REST = "rest"

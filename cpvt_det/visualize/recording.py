@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.layers.attention import Attention, DeformableAttention
+from cpvt_det.layers.attention import Attention, DeformableAttention, Place
 from cpvt_det.position.registry import PositionEncoding
 from cpvt_det.structures import Levels, Size
 
@@ -40,27 +40,37 @@ def record_inputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[
 
 
 def attention_weights(
-    attention: Attention, queries: Tensor, keys: Tensor, values: Tensor | None = None, padding_mask: Tensor | None = None
+    attention: Attention,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    place: Place | None = None,
+    chosen: Sequence[int] | None = None,
 ) -> Tensor:
     """The attention weights of a layer, computed from its inputs.
 
     Args:
         attention: the layer.
-        queries: (B, Q, C) float, all queries or some of them.
-        keys: (B, N, C) float.
-        values: unused, so that the layer's arguments can be passed on.
-        padding_mask: (B, N) bool, True = padded.
+        queries, keys, values, padding_mask, attention_mask, place: arguments of its call; values have no effect.
+        chosen: indices of the queries that are asked for; ``None``: all.
 
     Returns:
-        (B, M, Q, N) float; they sum to 1 over N.
+        (B, M, Q, N) float, of the chosen queries; they sum to 1 over N.
     """
     channels = queries.shape[-1]
-    weights, biases = attention.in_proj_weight.split(channels), attention.in_proj_bias.split(channels)
+    biases = (None, None) if attention.in_proj_bias is None else attention.in_proj_bias.split(channels)
     q, k = (
         F.linear(x, weight, bias).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)  # (B, N, C) -> (B, M, N, C / M)
-        for x, weight, bias in zip((queries, keys), weights, biases, strict=False)
+        for x, weight, bias in zip((queries, keys), attention.in_proj_weight.split(channels), biases, strict=False)
     )
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if place is not None:
+        q, k, attention_mask = place(q, k)
+    rows = slice(None) if chosen is None else list(chosen)
+    scores = q[:, :, rows] @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if attention_mask is not None:
+        scores = scores + attention_mask.expand(*q.shape[:-1], -1)[:, :, rows]
     if padding_mask is not None:
         scores = scores.masked_fill(padding_mask[:, None, None], -math.inf)
     return scores.softmax(-1)

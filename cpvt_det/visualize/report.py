@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of an evaluation: curves, confusion matrix, thresholds and the worst images, as pictures, JSON, CSV and one page."""
+"""The report of an evaluation: curves, confusion matrix, thresholds and the worst images, as pictures, JSON, CSV and two pages."""
 
 import csv
 import math
@@ -16,12 +16,14 @@ from cpvt_det.data.coco import CocoDataset, ImageRecord
 from cpvt_det.data.images import read_image
 from cpvt_det.evaluation.coco import format_table
 from cpvt_det.evaluation.confusion import Mistakes, confusion_matrix, worst_images
+from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.evaluation.matching import IOU, ScoredImage, pair_images
 from cpvt_det.evaluation.precision_recall import Curve, OperatingPoint, class_curve, pooled_curve
 from cpvt_det.files import write_json
 from cpvt_det.structures import Detections
 from cpvt_det.visualize.curves import new_figure, save_figure
 from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet
+from cpvt_det.visualize.report_page import write_report_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +41,7 @@ def write_report(
     threshold: float,
     num_worst: int,
 ) -> None:
-    """Write ``report.md`` and the files that it shows.
+    """Write ``report.md`` and the files that it shows, and ``report.html``.
 
     Args:
         dataset: data set with the ground truth.
@@ -53,7 +55,7 @@ def write_report(
         BadInputError: matplotlib is not installed, or a file cannot be written.
     """
     names, ids = dataset.classes.names, dataset.classes.ids
-    images = pair_images(dataset.ground_truth, results, ids)
+    images = pair_images(ground_truth_of(dataset.records, ids), results, ids)
     curves = [class_curve(images, label) for label in range(len(names))]
     matrix = confusion_matrix(images, len(names), threshold)
     worst = worst_images(images, threshold, num_worst)
@@ -65,6 +67,7 @@ def write_report(
     content["best_score"] = max((result["score"] for result in results), default=None)
     write_json(content, folder / "report.json", indent=2)
     (folder / "report.md").write_text(_page(content, figures, curves, drawn), encoding="utf-8")
+    write_report_page(dataset, images, curves, figures, folder / "report.html", threshold)
 
 
 def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "Figure":
@@ -92,8 +95,11 @@ def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "F
 
 
 def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
-    """The matrix of :func:`cpvt_det.evaluation.confusion.confusion_matrix`; the shade of a cell is its share of the row."""
-    labels = [*map(_plain, names), BACKGROUND]
+    """The matrix of :func:`cpvt_det.evaluation.confusion.confusion_matrix`; the shade of a cell is its share of the row.
+
+    One of image classes, (K, K), has no background.
+    """
+    labels = [*map(_plain, names), BACKGROUND][: len(matrix)]
     counted = len(names) <= COUNTED_CLASSES
     side = min(max(5.0, (0.6 if counted else 0.2) * len(labels)), 40.0)
     figure = new_figure(side + 1.5, side)

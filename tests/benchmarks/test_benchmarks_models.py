@@ -45,8 +45,16 @@ def dropouts(module):
     return found | {value for value in values if isinstance(value, float)}
 
 
-@pytest.mark.parametrize("name", TINY_RECIPES)
-def test_models_of_one_recipe_do_the_same_work_and_peg_is_told_apart(name, tmp_path, small_limits, monkeypatch):
+@pytest.mark.parametrize(("capability", "has_bf16"), [("AVX2", False), ("AVX512", True), ("AVX512_VNNI", True), ("DEFAULT", False)])
+def test_bf16_is_measured_where_the_processor_has_its_products(capability, has_bf16, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert model.has_bf16("cpu") is has_bf16
+    assert model.has_bf16("cuda")
+
+
+@pytest.mark.parametrize(("name", "has_bf16"), [("DETR", True), ("Deformable-DETR", False)])
+def test_models_of_one_recipe_do_the_same_work_and_peg_is_told_apart(name, has_bf16, tmp_path, small_limits, monkeypatch):
+    monkeypatch.setattr(model, "has_bf16", lambda device: has_bf16)
     monkeypatch.setattr(model, "IMAGES", {"quick": (64, 128)})
     monkeypatch.setattr(model, "SMALL", (TINY_RECIPES[name],))
     monkeypatch.setattr(model, "PLANS", {"quick": Plan(warm_up=0, rounds=1, most_rounds=1, seconds=0)})
@@ -55,11 +63,13 @@ def test_models_of_one_recipe_do_the_same_work_and_peg_is_told_apart(name, tmp_p
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     (case,) = json.loads((tmp_path / "model_cpu.json").read_text())["cases"]
-    assert case["left_out"].keys() == {"official", "transformers"}
+    assert case["left_out"].keys() == {"official", "transformers"} | ({"bf16"} if not has_bf16 else set())
     differences = {row["name"]: row["difference"] for row in case["rows"]}
     assert differences["cpvt_det"] == 0
     assert "cpvt_det, padding masked" not in differences  # nothing is padded
-    assert differences["cpvt_det PEG"] is differences["cpvt_det PEG bf16"] is None
+    assert differences["cpvt_det PEG"] is None
+    assert ("cpvt_det PEG bf16" in differences) is has_bf16
+    assert differences.get("cpvt_det PEG bf16") is None
     assert model.PEG in result.output
 
 
@@ -76,8 +86,9 @@ def test_detr_of_transformers_does_our_work(small_limits, monkeypatch):
 
 @pytest.mark.parametrize("passes", model.PASSES)
 @pytest.mark.parametrize("name", TINY_RECIPES)
-def test_padded_batches_are_equal_work_and_our_default_is_other_work(name, passes, small_limits):
+def test_padded_batches_are_equal_work_and_our_default_is_other_work(name, passes, small_limits, monkeypatch):
     """With peers that are ours again: the public ones are not everywhere."""
+    monkeypatch.setattr(model, "has_bf16", lambda device: True)
     recipe = TINY_RECIPES[name]
     for sizes, padded in zip(model.PADDED, ("29 %", "50 %"), strict=True):
         shape = model.Shape(recipe, model.CANVAS, 2, passes, sizes)

@@ -106,7 +106,7 @@ for name in sys.argv[1:]:
     cfg.merge_from_file(name)
     print(sum("peg" in key for key in build_model(cfg).state_dict()))
 """
-    names = sorted(path for path in (config_root() / "plug").glob("*.yaml") if not path.name.startswith("_"))
+    names = sorted(path for path in (config_root() / "plug").glob("*_r50_*.yaml"))
     counts = [int(line) for line in run_python(code, *map(str, names)).splitlines()]
     assert [count > 0 for count in counts] == ["_peg_" in path.name for path in names] and len(names) == 4
 

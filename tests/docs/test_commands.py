@@ -5,6 +5,7 @@ What a test cannot run here (a clone of detectron2, other projects' weights) has
 """
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import SIZES, draw_coco
+from conftest import draw_coco
+from image_classes import class_words, draw_folders
 from PIL import Image
 from run_commands import commands
 from test_foreign import write_voc
@@ -22,6 +24,7 @@ from tiny import MODEL, RUN
 
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
+from cpvt_det.runner.train import run as train_run
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
@@ -38,6 +41,7 @@ ELSEWHERE = {
     r"cpvt-det train --import my_parts ": "tests/docs/test_extend.py",
     r"cpvt-det train .* CALLBACKS ": "packages of others: tests/runner/test_callbacks.py",
     r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
+    r"cpvt-det serve ": "it serves until it is stopped: tests/serve/test_server.py",
     r"cpvt-det shapes datasets/shapes$": "tests/data/test_shapes.py draws fewer",
 }
 """Commands, by pattern, and why they are not run here."""
@@ -51,8 +55,7 @@ def playground(tmp_path_factory, tiny_run):
     """A folder with what the documents speak of: data sets, photographs, and runs that are done."""
     folder = tmp_path_factory.mktemp("playground")
     drawn = draw_coco(folder / "mine")
-    for name in ("train", "val"):
-        shutil.copy(drawn.files.annotations, folder / f"mine/{name}.json")
+    write_parts(drawn.content, {"train": [12, 30, 41, 5], "val": [7]}, folder / "mine")
     layouts = {"bccd": ("images", "train", "val"), "coco": ("train2017", "instances_train2017", "instances_val2017")}
     layouts["shapes"] = ("train", "train", "val")
     for name, (images, *splits) in layouts.items():
@@ -62,11 +65,13 @@ def playground(tmp_path_factory, tiny_run):
             shutil.copy(drawn.files.annotations, folder / f"datasets/{name}/annotations/{split}.json")
     for name in ("shapes/val", "coco/val2017"):
         shutil.copytree(folder / "mine/images", folder / "datasets" / name)
-    write_voc(folder / "datasets/BCCD_Dataset/BCCD", {"train": SIZES, "val": [7, 30]})
+    write_voc(folder / "datasets/BCCD_Dataset/BCCD", {"train": [12, 41, 5], "val": [7, 30]})
     run = tiny_run("detr")
     shutil.copytree(run.folder, folder / "output")
     for name in ("mine", "peg", "sine", "none", "quickstart", "tutorial"):
         shutil.copytree(run.folder, folder / "output" / name)
+    words = class_words(draw_folders(folder / "by_class"), folder / "output/classifier", SOLVER__MAX_ITER=1, SOLVER__EPOCHS=0)
+    train_run(load_cfg("", words))
     (folder / "photos/deeper").mkdir(parents=True)
     for name in ("photo.jpg", "picture.jpg", "photos/a.jpg", "photos/deeper/b.jpg"):
         Image.open(run.image(30)).save(folder / name)
@@ -75,7 +80,16 @@ def playground(tmp_path_factory, tiny_run):
     for name in ("configs", "tools", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "studies", folder / "studies")  # a report is written beside its plan
+    drawn.files.annotations.unlink()  # mine/ has two sets
     return folder
+
+
+def write_parts(content, parts, folder):
+    """A COCO JSON for each part of the images of another."""
+    for name, ids in parts.items():
+        images = [image for image in content["images"] if image["id"] in ids]
+        boxes = [box for box in content["annotations"] if box["image_id"] in ids]
+        (folder / f"{name}.json").write_text(json.dumps({**content, "images": images, "annotations": boxes}))
 
 
 @pytest.mark.parametrize("command", [text for text in DOCUMENTED if not any(re.match(pattern, text) for pattern in ELSEWHERE)])
@@ -91,7 +105,7 @@ def test_a_documented_command_runs(command, playground, monkeypatch):
         return
     assert words[0] == "cpvt-det" or words[1] == "tools/train_net.py", f"neither run here nor listed in ELSEWHERE: {command}"
     words = words[1:] if words[0] == "cpvt-det" else ["train", *words[2:]]
-    small = _short_and_small(words) if words[0] == "train" else SMALL_IMAGES.get(words[0 if words[0] == "analyze" else 1], [])
+    small = _short_and_small(words) if words[0] == "train" else SMALL_IMAGES.get(words[1 if words[0] == "show" else 0], [])
     result = CliRunner().invoke(main, [*words, *small])
     assert result.exit_code == 0, result.output
 
@@ -100,8 +114,15 @@ def _short_and_small(words: list[str]) -> list[str]:
     """Options and KEY VALUE words that come after and so win."""
     builtin = importlib.util.find_spec("detectron2") is None or "builtin" in words
     pairs = {**MODEL, **RUN, "SOLVER.MAX_ITER": 1, "MODEL.BACKBONE.WEIGHTS": ""}
-    if load_cfg(words[words.index("--config-file") + 1]).MODEL.META_ARCHITECTURE == "CPVTDeformableDetr":
+    is_folder = "--config-file" not in words
+    model = "CPVTDeformableDetr" if is_folder else load_cfg(words[words.index("--config-file") + 1]).MODEL.META_ARCHITECTURE
+    if model == "CPVTClassifier":
+        pairs = {key: value for key, value in pairs.items() if "DETR" not in key and not key.startswith("INPUT.")}
+        pairs["INPUT.CLASSIFY.SIZE"] = 32
+    if model == "CPVTDeformableDetr":
         pairs["MODEL.DEFORMABLE.NUM_LEVELS"] = 2
+    if is_folder:
+        pairs["OUTPUT_DIR"] = "output/folder"
     options = ["--num-gpus", "0", "--runner", "builtin" if builtin else "detectron2"]
     return [*options, *(str(word) for pair in pairs.items() for word in pair)]
 

@@ -2,6 +2,7 @@
 """Parts from outside the package, as docs/extend.md has them: trained by the command line, and loaded again from the checkpoint."""
 
 import csv
+import importlib.util
 import json
 import os
 import re
@@ -10,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import OBJECTS
+from test_augmentation import extent, paint, steps_of
 from tiny import overrides
 
 from cpvt_det import registry
@@ -30,6 +33,8 @@ KEYS = {
     "my_loss": {"MODEL__CRITERION__LOSSES": [["area", 0.5, {"floor": 0.01}]]},
     "my_detector": {"MODEL__META_ARCHITECTURE": "TiedDetr", "MODEL__DETECTOR__PERIOD": 2},
     "my_format": {},
+    "my_augmentation": {"INPUT__AUGMENTATIONS": [["shadow", {"strength": 0.7}]]},
+    "my_albumentations": {"INPUT__AUGMENTATIONS": [["weather", {"p": 0.7}]]},
     "my_callback": {"CALLBACKS": [["budget", {"minutes": 30}]]},
 }
 
@@ -53,6 +58,8 @@ def write_csv(folder):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_part_of_ones_own_is_trained_and_loaded(module, drawn_coco, tmp_path):
+    if module == "my_albumentations":
+        pytest.importorskip("albumentations")
     (tmp_path / f"{module}.py").write_text(MODULES[module], encoding="utf-8")
     words = overrides(drawn_coco.files, "output", SOLVER__MAX_ITER=2, TEST__PICTURES=0, **KEYS[module])
     if module == "my_format":
@@ -70,6 +77,26 @@ def test_a_part_of_ones_own_is_trained_and_loaded(module, drawn_coco, tmp_path):
     is_in_the_model = module in ("my_encoding", "my_backbone", "my_detector")
     assert without.returncode == (2 if is_in_the_model else 0)
     assert ("a module that registers it is imported with --import MODULE" in without.stderr) == is_in_the_model
+
+
+def test_albumentations_repeats_itself_and_its_boxes_are_those_of_the_pixels(tmp_path):
+    pytest.importorskip("albumentations")
+    (tmp_path / "my_albumentations.py").write_text(MODULES["my_albumentations"], encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("my_albumentations", tmp_path / "my_albumentations.py")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    scene = paint((60, 90), [(5, 10, 35, 30), (50, 20, 88, 55)])
+    (step,) = steps_of(["weather", {"p": 1}])
+    for seed in range(10):
+        torch.manual_seed(seed)
+        image, boxes, labels = step(*scene)
+        torch.manual_seed(seed)
+        again = step(*scene)
+        assert torch.equal(image, again[0]) and torch.equal(boxes, again[1])
+        for label, box in zip(labels.tolist(), boxes.as_subclass(torch.Tensor), strict=True):
+            strongest = image.as_subclass(torch.Tensor).int()
+            seen = extent((strongest[label] - strongest[2] > 60) & (strongest[label] - strongest[1 - label] > 60))
+            assert (seen[:2] >= box[:2] - 3).all() and (seen[2:] <= box[2:] + 3).all()
+    assert not torch.equal(image, scene[0])
 
 
 def test_every_example_of_the_page_is_run():

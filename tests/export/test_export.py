@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from PIL import Image
 from test_models import unlike_initial
 from test_solver import tiny_cfg
-from tiny import DETECTORS
+from tiny import DETECTORS, DINO
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.files import write_checkpoint
@@ -31,11 +31,24 @@ NAMES = ("cat", "dog", "tree")
 STATIC = ("--dynamic", "none", "--batch", "2", "--size", "48x64")
 NMS = {"MODEL__DEFORMABLE__PROPOSAL_NMS": 0.6}
 ONE_STAGE = {"MODEL__DEFORMABLE__BOX_REFINEMENT": False, "MODEL__DEFORMABLE__TWO_STAGE": False}
+ANCHORS = {
+    "MODEL__DEFORMABLE__TWO_STAGE": False,
+    "MODEL__QUERIES__NAME": "anchors",
+    "MODEL__QUERIES__SCALED_POSITIONS": True,
+    "MODEL__QUERIES__HYBRID": 0,
+    "MODEL__QUERIES__CLASS_PROPOSALS": False,
+    "MODEL__QUERIES__REFINED_POSITIONS": False,
+}
 REFINE = {"MODEL__DEFORMABLE__TWO_STAGE": False}
 
 
 def make_cfg(kind="detr", position="peg", **more):
-    overrides = {**DETECTORS[kind], "MODEL__POSITION__NAME": position, "INPUT__MIN_SIZE_TEST": 64, "INPUT__MAX_SIZE_TEST": 90}
+    overrides = {
+        **{**DETECTORS, "dino": DINO}[kind],
+        "MODEL__POSITION__NAME": position,
+        "INPUT__MIN_SIZE_TEST": 64,
+        "INPUT__MAX_SIZE_TEST": 90,
+    }
     return tiny_cfg(**{**overrides, **more})
 
 
@@ -88,6 +101,8 @@ STATIC_CASES = [
     ("detr", "learned", {"MODEL__CRITERION__CLASSIFICATION": "focal"}, ()),
     ("detr", "sine+peg", {"MODEL__BACKBONE__NORM": "FrozenBN"}, ()),
     ("deformable", "sine_offset", REFINE, ("--sampling", "grid_sample")),
+    ("dino", "sine_offset+peg", {}, ()),
+    ("dino", "peg", ANCHORS, ()),
     ("deformable", "sine_offset+peg", {**ONE_STAGE, "MODEL__POSITION__NORM": "GN"}, ()),
 ]
 
@@ -103,7 +118,7 @@ def test_a_torch_program_gives_the_models_answers(tmp_path, kind, position, more
     assert json.loads(extra["cpvt_det.json"])["class_ids"] == [3, 17, 90]
 
 
-@pytest.mark.parametrize(("kind", "position", "more", "words"), [STATIC_CASES[1], STATIC_CASES[3]])
+@pytest.mark.parametrize(("kind", "position", "more", "words"), [STATIC_CASES[1], *STATIC_CASES[3:6]])
 def test_an_onnx_file_gives_the_models_answers(tmp_path, kind, position, more, words):
     result = export(save(tmp_path, make_cfg(kind, position, **more)), tmp_path / "detector.onnx", *STATIC, *words, format="onnx")
     assert result.exit_code == 0, result.output

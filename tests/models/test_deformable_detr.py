@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from test_models import alone_and_together, build, detect, draw_images, small_cfg
+from tiny import ADDED_OR_INJECTED
 from torch import nn
 from torchvision.ops import box_iou
 
@@ -19,10 +20,9 @@ from cpvt_det.layers.norm import MaskedGroupNorm
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion
 from cpvt_det.models import DeformableDETR, DeformableTransformer, ResNetBackbone
 from cpvt_det.models.queries import PADDED_LOGIT, ProposedQueries
-from cpvt_det.position.registry import POSITION_REGISTRY, build_position
+from cpvt_det.position.registry import build_position
 from cpvt_det.structures import Levels, PaddedBatch, Predictions, Targets, padding_mask_of
 
-POSITIONS = [name for name, _ in POSITION_REGISTRY]
 DEFORMABLE = {"META_ARCHITECTURE": "CPVTDeformableDetr", "CRITERION__CLASSIFICATION": "focal", "DETR__NUM_OBJECT_QUERIES": 6}
 VARIANTS = {
     "single_scale": {"BACKBONE__STAGES": (5,), "DEFORMABLE__NUM_LEVELS": 1},
@@ -91,7 +91,7 @@ def test_image_gets_the_same_answer_whatever_it_is_batched_with(variant):
     assert alone_and_together(make_once(variant), draw_images()) <= 1e-10
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", ADDED_OR_INJECTED)
 def test_two_stage_image_gets_the_same_answer_under_every_encoding(position):
     """Proposals included: which tokens are chosen does not depend on the padding either."""
     assert alone_and_together(make_once("two_stage", POSITION__NAME=position), draw_images()) <= 1e-10
@@ -319,7 +319,7 @@ def test_attention_refuses_masks_of_another_type_or_shape():
 
 
 def test_level_embedding_stays_whatever_the_encoding_is():
-    for position in POSITIONS:
+    for position in ("none", "sine", "table", "peg", "sine+peg"):
         model = make("multi_scale", POSITION__NAME=position)
         detect(model, draw_images(), 64).boxes.sum().backward()
         assert model.transformer.level_embed.grad.abs().sum(1).gt(0).all()

@@ -122,7 +122,7 @@ def test_in_the_decoder_positions_follow_the_boxes_or_stay(refined):
 
 def test_proposals_with_classes_are_chosen_by_their_best_class_and_alone_seen_by_the_loss():
     queries = source(class_proposals=True)
-    found, everything = queries(memory_of(), LEVELS), queries._propose(memory_of(), LEVELS, 4)
+    found, (everything, _) = queries(memory_of(), LEVELS), queries._propose(memory_of(), LEVELS, 4)
     scores = everything.logits[0].amax(-1)
     assert found.proposals.logits.shape == (1, 2, 4, 3) and found.proposals.by_class
     for image in range(2):

@@ -7,15 +7,15 @@ import pytest
 import torch
 from fvcore.common.config import CfgNode
 
-from cpvt_det.builders import build_encoder_position
+from cpvt_det.builders import build_detector, build_encoder_position
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.position.peg_encoding import PEGEncoding
 from cpvt_det.position.registry import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.structures import padding_mask_of
 
-NAMES = [name for name, _ in POSITION_REGISTRY]
-CHANNELS, NUM_LAYERS = 16, 3
+NAMES = [*POSITION_REGISTRY.names, "relative+peg", "rope+peg_plain"]
+CHANNELS, NUM_LAYERS, NUM_HEADS = 16, 3, 2
 LEVELS = {1: [(5, 7)], 2: [(5, 7), (3, 4)]}
 SIZES = [(5, 7), (4, 3), (2, 6)]  # valid (h, w) on the first level; the second has half, rounded up
 
@@ -32,7 +32,7 @@ def num_levels(request):
 
 def build(name, num_levels=1, dtype=torch.float64, **options):
     torch.manual_seed(0)
-    encoding = build_position(name, CHANNELS, num_levels, NUM_LAYERS, **options).to(dtype)
+    encoding = build_position(name, CHANNELS, num_levels, NUM_LAYERS, NUM_HEADS, **options).to(dtype)
     for tensor in [*encoding.parameters(), *encoding.buffers()]:
         if tensor.dim() == 1:  # of norms, whose initial values would hide faults
             torch.nn.init.uniform_(tensor, 0.5, 1.5)
@@ -61,6 +61,18 @@ def flatten(features, masks):
     return tokens, torch.cat([mask.flatten(1) for mask in masks], dim=1)
 
 
+def scores_of(encoding, features, masks):
+    """(B, M, N, N) scores of attention per layer, of queries and keys that are the tokens; nothing for other encodings."""
+    tokens, mask = flatten(features, masks)
+    heads = tokens.unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2)
+    shapes, scores = [tuple(level.shape[-2:]) for level in features], []
+    for layer in range(NUM_LAYERS if encoding.acts_in_attention else 0):
+        queries, keys, bias = encoding.place(heads, heads.flip(-1), mask, shapes, layer)
+        assert queries.shape == keys.shape == heads.shape and queries.dtype == keys.dtype == heads.dtype
+        scores.append(queries @ keys.transpose(-1, -2) * heads.shape[-1] ** -0.5 + (0 if bias is None else bias))
+    return scores
+
+
 def inject_all(encoding, features, masks):
     """The tokens after every call that an encoder with layers that do nothing would make."""
     tokens, mask = flatten(features, masks)
@@ -78,7 +90,7 @@ def test_embedding_has_shape_and_dtype_of_the_features(name, num_levels, dtype):
     features, masks = make_batch(LEVELS[num_levels], dtype=dtype)
     embedding = build(name, num_levels, dtype)(features, masks)
     if embedding is None:
-        assert name == "none" or name.startswith("peg")
+        assert name.partition("+")[0] in ("none", "relative", "rope", "rope_mixed") or name.startswith("peg")
         return
     assert [level.shape for level in embedding] == [level.shape for level in features]
     assert all(level.dtype == dtype and torch.isfinite(level).all() for level in embedding)
@@ -110,6 +122,9 @@ def test_padded_content_does_not_matter(name, num_levels, training):
         encoding = build(name, num_levels).train(training)
         embedding = encoding(content, masks) or []
         results.append([*(flatten(embedding, masks)[0][~mask] for _ in embedding[:1]), inject_all(encoding, content, masks)[~mask]])
+        seen = ~mask[:, None, :, None] & ~mask[:, None, None]
+        for scores in scores_of(encoding, content, masks) if num_levels == 1 else ():
+            results[-1].append(scores.masked_select(seen))
     for clean, dirty in zip(*results, strict=True):
         assert torch.equal(clean, dirty)
 
@@ -117,10 +132,17 @@ def test_padded_content_does_not_matter(name, num_levels, training):
 def test_every_parameter_gets_a_gradient(name, num_levels):
     encoding = build(name, num_levels)
     features, masks = make_batch(LEVELS[num_levels])
-    total = inject_all(encoding, features, masks).pow(3).sum()
+    if encoding.acts_in_attention and num_levels > 1:
+        with pytest.raises(ValueError, match="inside attention needs one level, whose cells are one grid, got 2"):
+            scores_of(encoding, features, masks)
+        return
+    total = sum(
+        (scores.square().sum() for scores in scores_of(encoding, features, masks)),
+        inject_all(encoding, features, masks).pow(3).sum(),
+    )
     for level in encoding(features, masks) or []:
         total = total + level.square().sum()
-    assert total.requires_grad == any(True for _ in encoding.parameters())
+    assert total.requires_grad == any(parameter.requires_grad for parameter in encoding.parameters())
     if total.requires_grad:
         total.backward()
     trained = [(part, parameter) for part, parameter in encoding.named_parameters() if parameter.requires_grad]
@@ -149,6 +171,11 @@ def test_image_alone_gets_what_it_gets_in_a_larger_batch(name, num_levels):
                 cropped = embedding_together[level][image, :, :height, :width]
                 assert (cropped - embedding_alone[level][0]).abs().max() <= 1e-12
         assert (torch.cat(parts) - injected_alone[0]).abs().max() <= 1e-12
+        if num_levels == 1:
+            (height, width), canvas = size, shapes[0]
+            for wide, narrow in zip(scores_of(encoding, *together), scores_of(encoding, *alone), strict=True):
+                grid = wide[image].unflatten(-1, canvas).unflatten(1, canvas)[:, :height, :width, :height, :width]
+                assert (grid.flatten(3).flatten(1, 2) - narrow[0]).abs().max() <= 1e-12
 
 
 def test_levels_do_not_mix(name):
@@ -163,7 +190,7 @@ def test_levels_do_not_mix(name):
 
 def test_encoding_survives_its_state_dict(name, num_levels):
     features, masks = make_batch(LEVELS[num_levels])
-    source, target = build(name, num_levels), build_position(name, CHANNELS, num_levels, NUM_LAYERS).double()
+    source, target = build(name, num_levels), build_position(name, CHANNELS, num_levels, NUM_LAYERS, NUM_HEADS).double()
     target.load_state_dict(source.state_dict())
     assert torch.equal(inject_all(source.eval(), features, masks), inject_all(target.eval(), features, masks))
 
@@ -175,7 +202,7 @@ def test_detr_s_encodings_are_registered():
 # Values
 
 
-def slow_sine(height, width, valid_height, valid_width, offset):
+def slow_sine(height, width, valid_height, valid_width, offset, temperature=10000):
     """DETR's formula, a cell at a time in Python floats: (C, H, W); NaN where a cell is not valid."""
     half = CHANNELS // 2
     values = torch.full((CHANNELS, height, width), math.nan, dtype=torch.float64)
@@ -184,7 +211,7 @@ def slow_sine(height, width, valid_height, valid_width, offset):
             for axis, (index, extent) in enumerate(((y + 1, valid_height), (x + 1, valid_width))):
                 angle = 2 * math.pi * (index + offset) / (extent + 1e-6)
                 for channel in range(half):
-                    phase = angle / 10000 ** (2 * (channel // 2) / half)
+                    phase = angle / temperature ** (2 * (channel // 2) / half)
                     values[axis * half + channel, y, x] = math.sin(phase) if channel % 2 == 0 else math.cos(phase)
     return values
 
@@ -197,6 +224,33 @@ def test_sine_is_the_formula_cell_by_cell(name, offset):
     for image, (h, w) in enumerate(SIZES):
         expected = slow_sine(5, 7, h, w, offset)[:, :h, :w]
         assert (embedding[image, :, :h, :w] - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("name", "offset"), [("sine", 0.0), ("sine_offset", -0.5), ("sine+peg", 0.0), ("sine_offset+peg", -0.5)])
+def test_the_temperature_is_the_longest_wavelength_over_the_shortest(name, offset):
+    """20 is that of DINO's authors."""
+    (features,), (mask,) = make_batch([(5, 7)])
+    (embedding,) = build_position(name, CHANNELS, temperature=20.0)([features], [mask])
+    for image, (h, w) in enumerate(SIZES):
+        expected = slow_sine(5, 7, h, w, offset, 20)[:, :h, :w]
+        assert (embedding[image, :, :h, :w] - expected).abs().max() < 1e-12
+
+
+def test_a_temperature_that_cannot_be_is_refused():
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="temperature of a sine encoding must be above 0"):
+            build_position("sine", CHANNELS, temperature=temperature)
+    cfg = get_cfg()
+    cfg.MODEL.NUM_CLASSES, cfg.MODEL.POSITION.TEMPERATURE = 3, 20.0
+    with pytest.raises(ConfigError, match="POSITION.TEMPERATURE is 20.0, but the position encoding 'peg' does not take it"):
+        build_detector(cfg)
+
+
+def test_the_temperature_is_that_of_detr_s_decoder_too():
+    cfg = get_cfg()
+    cfg.MODEL.NUM_CLASSES, cfg.MODEL.BACKBONE.NAME = 3, "resnet10"
+    cfg.MODEL.POSITION.NAME, cfg.MODEL.POSITION.TEMPERATURE = "sine_offset", 20.0
+    assert build_detector(cfg).transformer.decoder_position.temperature == 20.0
 
 
 def test_sine_and_sine_offset_differ():
@@ -228,6 +282,13 @@ def test_sine_refuses_a_mask_that_is_not_bool(name):
     features, masks = make_batch([(5, 7)])
     with pytest.raises(TypeError, match="must be bool"):
         build(name)(features, [mask.long() for mask in masks])
+
+
+def test_sine_of_numbers_is_the_same_whatever_the_size_of_the_image():
+    """Without NORMALIZE a cell has the value of its index from 1: the second row is 2 radians at the shortest wavelength."""
+    (embedding,) = build("sine", normalize=False)(*make_batch([(5, 7)]))
+    assert torch.equal(embedding[0, :, :2, :6], embedding[2, :, :2, :6])
+    assert embedding[1, 0, 1, 1].item() == pytest.approx(math.sin(2), abs=1e-12)
 
 
 def test_learned_is_its_table_of_columns_then_rows():
@@ -330,8 +391,9 @@ def test_options_of_the_config_that_belong_to_others_are_no_error(name):
     """The defaults hold TABLE_SIZE for learned and KERNEL_SIZE for peg; each encoding takes its own."""
     cfg = get_cfg()
     cfg.MODEL.POSITION.NAME = name
-    encoding = build_encoder_position(cfg, 16, num_levels=1, num_layers=6)
+    encoding = build_encoder_position(cfg, 32, num_levels=1, num_layers=6)
     assert isinstance(encoding, PEGEncoding) == ("peg" in name and name != "peg_query_key")
+    assert encoding.acts_in_attention == (name.partition("+")[0] in ("relative", "rope", "rope_mixed"))
     assert isinstance(encoding, PositionEncoding)
 
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from test_runner import losses_of
-from tiny import DETECTORS, overrides, random_config
+from tiny import DETECTORS, DINO, overrides, random_config
 from torch import nn
 
 from cpvt_det import memory
@@ -16,6 +16,7 @@ from cpvt_det.errors import ConfigError
 from cpvt_det.runner.train import run
 from cpvt_det.solver import memory_check
 from cpvt_det.solver.memory_check import _judge, kept_bytes, require_memory
+from cpvt_det.structures import Targets
 
 GB = 10**9
 
@@ -104,6 +105,36 @@ def test_small_batches_are_not_looked_at(monkeypatch, samples):
     require_memory(detector, samples, 4)
     monkeypatch.setattr(memory, "available", lambda: None)  # a system that does not report it
     require_memory(detector, samples, 4)
+
+
+def with_objects(samples, count):
+    boxes = torch.full((count, 4), 0.5)
+    return [{**sample, "targets": Targets(torch.zeros(count, dtype=torch.int64), boxes)} for sample in samples]
+
+
+@pytest.mark.parametrize(("pairs", "objects", "said"), [(30_000, 2, "15000 groups of 4"), (100, 40_000, "1 groups of 80000")])
+def test_denoising_whose_attention_mask_cannot_fit_is_refused_by_arithmetic(monkeypatch, samples, pairs, objects, said):
+    """60,000 or 80,000 queries: 14.4 and 25.6 GB, for less than which nobody has to wait until the system ends the process."""
+    monkeypatch.setattr(memory_check, "kept_bytes", lambda *_: pytest.fail("a look"))
+    monkeypatch.setattr(memory, "available", lambda: 14 * GB)
+    detector = build_detector(random_config(**{**DINO, "MODEL__QUERIES__DENOISING": pairs})).train()
+    with pytest.raises(
+        ConfigError, match=rf"DENOISING {pairs} makes {said} queries for the first batch, .* alone needs \d+\.\d GB"
+    ):
+        require_memory(detector, with_objects(samples, objects), 4)
+    require_memory(detector, samples, 4)  # without targets there is no denoising
+
+
+def test_many_queries_of_denoising_are_looked_at_with_the_most_objects_of_the_batch(monkeypatch, samples):
+    """Small images that need no look alone; 400 objects in one of them make 800 queries in each."""
+    monkeypatch.setattr(memory, "available", lambda: 5 * 64 * 96 * memory_check.LARGE)
+    seen = []
+    monkeypatch.setattr(memory_check, "kept_bytes", lambda *args: seen.append(args[3]) or 1)
+    detector = build_detector(random_config(**DINO)).train()
+    require_memory(detector, with_objects(samples, 2), 4)
+    assert seen == []
+    require_memory(detector, [*with_objects(samples[:3], 2), *with_objects(samples[3:], 400)], 4)
+    assert [len(target) for target in seen[0]] == [400]
 
 
 def test_a_run_is_refused_before_its_first_step_and_goes_in_parts(monkeypatch, drawn_coco, tmp_path):

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 from tiny import overrides
 
+from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.coco import CocoEvaluator
@@ -114,3 +116,34 @@ def test_the_main_figures_of_detection_come_first_in_the_alphabet():
     records = {9: {"total_loss": 1.0, "lr": 1.0} | flatten({"bbox": names})}
     assert main_figures(records) == [["bbox/AP", "bbox/AP50"]]
     assert DetectionTask.main_figure == main_figures(records)[0][0]
+
+
+class FewTask(DetectionTask):
+    """Of every data set the first image alone."""
+
+    def check_data(self, decode=False, examples=20):
+        data = super().check_data(decode, examples)
+        for dataset in data.train:
+            dataset.leave_out({record.image_id for record in dataset.records[1:]})
+        return data
+
+    def load_splits(self):
+        datasets, tests = super().load_splits()
+        for dataset in datasets:
+            dataset.records = dataset.records[:1]
+        return datasets, tests
+
+
+def test_the_commands_that_look_at_data_ask_the_task(drawn_coco, tmp_path):
+    config = tmp_path / "empty.yaml"
+    config.write_text("VERSION: 2\n")
+    words = ["--config-file", str(config), "--runner", "builtin", *overrides(drawn_coco.files, tmp_path, TASK="few")]
+    TASK_REGISTRY.register_as("few")(FewTask)
+    try:
+        checked = CliRunner().invoke(main, ["check-data", *words])
+        shown = CliRunner().invoke(main, ["show", "data", *words, "--output", str(tmp_path / "shown"), "--count", "1"])
+    finally:
+        del TASK_REGISTRY._obj_map["few"]
+    assert (checked.exit_code, shown.exit_code) == (0, 0), checked.output + shown.output
+    assert "drawn: 1 images, 0 of them without objects" in checked.output
+    assert "train.png: 1 of 1 images" in shown.output

@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from record_operations import CONFIGS, OPERATIONS, count_config
-from tiny import DEFORMABLE, DETECTORS, random_config
+from tiny import DEFORMABLE, DETECTORS, ENCODED, random_config
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -15,7 +15,6 @@ from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.ops import routes
-from cpvt_det.position.registry import POSITION_REGISTRY
 from cpvt_det.visualize import speed
 from cpvt_det.visualize.costs import PARTS, count_costs, find_parts, part_of
 
@@ -101,11 +100,25 @@ def test_activations_are_what_products_put_out():
 
 PEG = 9 * 16 + 2 * 16  # kernels, and the norm's weight and bias
 SEPARABLE = 16 * 16 + PEG
-PEGS = {"peg_separable": SEPARABLE, "peg_stacked": 4 * SEPARABLE, "peg_twelve_1x1": 12 * (16 + 2 * 16)}
+PLAIN = 10 * 16  # kernels and biases
+PEGS = {
+    "peg_separable": SEPARABLE,
+    "peg_stacked": 4 * SEPARABLE,
+    "peg_twelve_1x1": 12 * (16 + 2 * 16),
+    "peg_plain_separable": 16 * 16 + PLAIN,
+    "peg_plain_stacked": 4 * (16 * 16 + PLAIN),
+    "peg_plain_twelve_1x1": 12 * 2 * 16,
+    **dict.fromkeys(("peg_plain", "peg_plain_frozen", "peg_plain_borderless", "table+peg_plain"), PLAIN),
+}
+TABLES = {
+    "learned": 2 * 50 * 8,
+    **dict.fromkeys(("table", "table+peg_plain"), 14 * 14 * 16),
+    "relative": 2 * 17 * 8,  # of one layer, a vector of a head's 8 channels for each offset of an axis
+    "rope_mixed": 2 * 2 * 4,  # of one layer, a direction for each pair of channels
+}
 
 
-@pytest.mark.parametrize("kind", DETECTORS)
-@pytest.mark.parametrize("encoding", [name for name, _ in POSITION_REGISTRY])
+@pytest.mark.parametrize(("kind", "encoding"), ENCODED)
 def test_parameters_are_all_of_them(kind, encoding):
     detector, batch = make(**{**DETECTORS[kind], "MODEL__POSITION__NAME": encoding})
     parameters = count_costs(detector, batch.images, batch.padding_mask).parameters
@@ -113,7 +126,7 @@ def test_parameters_are_all_of_them(kind, encoding):
     assert parameters["rest"] == 0
     of_a_level = PEGS.get(encoding, PEG) if "peg" in encoding else 0
     assert parameters["PEG"] == of_a_level * (2 if kind == "deformable" else 1)
-    assert parameters["position"] == (2 * 50 * 8 if encoding == "learned" else 0)
+    assert parameters["position"] == TABLES.get(encoding, 0)
     assert parameters["backbone"] == sum(parameter.numel() for parameter in detector.backbone.parameters())
 
 
@@ -223,7 +236,7 @@ def test_tables_are_printed_by_command(tmp_path, monkeypatch):
 @pytest.mark.detectron2
 @pytest.mark.parametrize("kind", DETECTORS)
 def test_detectron2s_detector_costs_the_same(kind, tmp_path):
-    from cpvt_det.cli.configs import build_any, load_any
+    from cpvt_det.cli.options import build_any, load_any
 
     config = tmp_path / "run.yaml"
     config.write_text(random_config(**DETECTORS[kind]).dump(), encoding="utf-8")

@@ -18,6 +18,7 @@ from tiny import overrides
 
 from cpvt_det.cli import main
 from cpvt_det.evaluation.confusion import Mistakes, confusion_matrix, worst_images
+from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.evaluation.matching import pair_images
 from cpvt_det.evaluation.precision_recall import Curve, class_curve, pooled_curve
 from cpvt_det.visualize.report import confusion_figure, precision_recall_figure
@@ -99,7 +100,7 @@ def test_ap50_of_every_class_is_that_of_pycocotools(seed):
         evaluation = COCOeval(coco, coco.loadRes(results), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
-    images = pair_images(ground_truth, results, CLASS_IDS)
+    images = pair_images(ground_truth_of(ground_truth, CLASS_IDS), results, CLASS_IDS)
     for label, class_id in enumerate(CLASS_IDS):
         precision = evaluation.eval["precision"][0, :, sorted(CLASS_IDS).index(class_id), 0, -1]
         recall = evaluation.eval["recall"][0, sorted(CLASS_IDS).index(class_id), 0, -1]
@@ -128,9 +129,9 @@ def test_a_confusion_matrix_worked_out_by_hand():
         (2, 7, LEFT, 0.49), (2, 7, [120, 120, 20, 20], 0.9),
         (5, 7, [10, 0, 40, 40], 0.8), (5, 3, LEFT, 0.7),
     )  # fmt: skip
-    matrix = confusion_matrix(pair_images(there, detected, IDS), 2, threshold=0.5)
+    matrix = confusion_matrix(pair_images(ground_truth_of(there, IDS), detected, IDS), 2, threshold=0.5)
     assert matrix.tolist() == [[1, 0, 1], [2, 0, 0], [1, 2, 0]]
-    assert confusion_matrix(pair_images(there, detected, IDS), 2, threshold=0.4)[0].tolist() == [2, 0, 0]
+    assert confusion_matrix(pair_images(ground_truth_of(there, IDS), detected, IDS), 2, threshold=0.4)[0].tolist() == [2, 0, 0]
 
 
 def test_the_worst_images_miss_and_invent_most():
@@ -139,7 +140,7 @@ def test_the_worst_images_miss_and_invent_most():
         (1, 7, LEFT), (1, 3, RIGHT), (2, 7, LEFT), (2, 7, RIGHT), (2, 3, BELOW), (2, 3, [0, 0, 200, 200], 1), (5, 3, LEFT)
     )
     detected = found((1, 7, LEFT, 0.9), (1, 7, RIGHT, 0.8), (2, 3, LEFT, 0.9), (5, 3, LEFT, 0.7), (5, 3, RIGHT, 0.3))
-    images = pair_images(there, detected, IDS)
+    images = pair_images(ground_truth_of(there, IDS), detected, IDS)
     assert worst_images(images, 0.5, count=8) == [Mistakes(2, 3, 0), Mistakes(1, 1, 1)]
     assert worst_images(images, 0.5, count=1) == [Mistakes(2, 3, 0)]
     assert worst_images(images, 0.2, count=8)[2] == Mistakes(5, 0, 1)
@@ -202,6 +203,7 @@ def test_eval_writes_its_report(run, tmp_path, runner):
         assert f"]({name})" in page
         with Image.open(folder / name) as picture:
             assert picture.format == "PNG"
+    assert '"dataset":"drawn"' in (folder / "report.html").read_text()
     worst = report["worst"][0]
     assert f"(id {worst['image_id']}): {worst['missed']} missed, {worst['false']} false" in page
     assert "at least 0 (`TEST.PICTURE_THRESHOLD`)" in page

@@ -3,18 +3,17 @@
 
 import pytest
 import torch
-from tiny import DETECTORS, random_config
+from tiny import DETECTORS, ENCODED, IN_ATTENTION, random_config
 from torch import nn
 
 from cpvt_det.builders import build_detector
 from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.position.peg_encoding import PEGEncoding
-from cpvt_det.position.registry import POSITION_REGISTRY
 from cpvt_det.visualize.forward_record import attention_layers
 from cpvt_det.visualize.recording import attention_weights, record_added, record_inputs, sampling_points
 
 SIZES = [(61, 90), (40, 50), (64, 33)]  # none a multiple of a stride, each padded
-ENCODINGS = ["none", "sine", "learned", "peg", "sine+peg"]
+ENCODINGS = ["none", "sine", "learned", "peg", "sine+peg", "relative", "rope_mixed"]
 
 
 def make(kind="detr", encoding="peg", **more):
@@ -52,9 +51,9 @@ def noted(detector, batch):
 def test_weights_times_values_are_the_output_of_attention(encoding):
     """On padded batches, whatever queries, keys and values share."""
     detector, batch = make(encoding=encoding)
-    for attention, (queries, keys, values, mask), output in noted(detector, batch):
+    for attention, (queries, keys, values, mask, *place), output in noted(detector, batch):
         with torch.no_grad():
-            weights = attention_weights(attention, queries, keys, values, mask)
+            weights = attention_weights(attention, queries, keys, values, mask, *place)
             channels = queries.shape[-1]
             v = values @ attention.in_proj_weight[2 * channels :].T + attention.in_proj_bias[2 * channels :]
             v = v.unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
@@ -66,13 +65,13 @@ def test_weights_times_values_are_the_output_of_attention(encoding):
 
 def test_weights_are_those_that_torch_returns():
     detector, batch = make(encoding="sine")
-    for attention, (queries, keys, values, mask), _ in noted(detector, batch):
+    for attention, (queries, keys, values, mask, *_), _ in noted(detector, batch):
         reference = nn.MultiheadAttention(queries.shape[-1], attention.num_heads, batch_first=True)
         reference.load_state_dict(attention.state_dict())
         with torch.no_grad():
             options = {"key_padding_mask": mask, "average_attn_weights": False}
             _, expected = reference(queries, keys, values, **options)
-            found = attention_weights(attention, queries[:, [3, 1]], keys, padding_mask=mask)
+            found = attention_weights(attention, queries, keys, padding_mask=mask, chosen=[3, 1])
         assert (found - expected[:, :, [3, 1]]).abs().max() < 1e-6
 
 
@@ -115,8 +114,7 @@ def test_a_failing_model_is_left_without_hooks_too():
     assert "inject" not in vars(detector.position) and not detector.position._forward_hooks
 
 
-@pytest.mark.parametrize("kind", DETECTORS)
-@pytest.mark.parametrize("encoding", [name for name, _ in POSITION_REGISTRY])
+@pytest.mark.parametrize(("kind", "encoding"), ENCODED)
 def test_what_is_added_is_what_the_encoding_gives(kind, encoding):
     """The additive part is its own answer; with PEG, tokens before plus what was added are the next layer's input."""
     detector, batch = make(kind, encoding)
@@ -128,7 +126,7 @@ def test_what_is_added_is_what_the_encoding_gives(kind, encoding):
         handle.remove()
     wheres = [part.where for part in added]
     acts = isinstance(detector.position, PEGEncoding)
-    is_added = detector.position.additive is not None if acts else encoding != "none"
+    is_added = detector.position.additive is not None if acts else encoding not in ("none", *IN_ATTENTION)
     assert wheres == ["to queries and keys"] * is_added + ["after layer 0"] * acts
     assert [part.seen_by for part in added] == [0 if part.layer is None else 1 for part in added]
     tokens, injected = inputs["next"][0], outputs[0]

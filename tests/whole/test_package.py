@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [*(ROOT / "cpvt_det").rglob("*.py"), *(path for end in ("yaml", "py") for path in (ROOT / "configs").rglob(f"*.{end}"))]
+PAGES = [*(ROOT / "cpvt_det/visualize/pages").iterdir()]
+CONFIGS = [*(path for end in ("yaml", "py") for path in (ROOT / "configs").rglob(f"*.{end}"))]
+SOURCES = [*(ROOT / "cpvt_det").rglob("*.py"), *PAGES, *CONFIGS]
 
 
 def test_git_ignores_no_source():
@@ -18,10 +20,10 @@ def test_git_ignores_no_source():
         pytest.skip("not a git checkout")
     command = ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "cpvt_det", "configs", "tests", "tools"]
     ignored = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert [name for name in ignored if name.endswith((".py", ".yaml"))] == []
+    assert [name for name in ignored if name.endswith((".py", ".yaml", ".html", ".css", ".js"))] == []
 
 
-def test_the_wheel_holds_every_module_and_config(tmp_path):
+def test_the_wheel_holds_every_module_config_and_page(tmp_path):
     pytest.importorskip("setuptools")
     tree = tmp_path / "tree"
     for name in ("cpvt_det", "configs"):

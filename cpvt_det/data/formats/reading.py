@@ -30,9 +30,14 @@ def read_foreign(files: DatasetFiles) -> Sections:
     if data_format is None:
         raise DataError(
             f"{files.annotations} is not a data set: expected a COCO JSON file, a YOLO folder with data.yaml (or its YAML file by "
-            "path), a Pascal VOC folder with Annotations/*.xml, or a format of a module that is imported with --import MODULE"
+            "path), a Pascal VOC folder with Annotations/*.xml, a folder of images per class (SPLIT/CLASS/*.jpg), or a format of a "
+            "module that is imported with --import MODULE"
         )
-    content = data_format.read(files.annotations, files.split)
+    return complete(data_format.read(files.annotations, files.split))
+
+
+def complete(content: Sections) -> Sections:
+    """The same sections, with all sizes of images, and with boxes in pixels."""
     _add_sizes(content["images"])
     _add_boxes(content)
     return content

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract and the registry of data formats other than COCO JSON."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,26 +21,31 @@ class DataFormat:
         read: reader of a path and a split, the third entry. Images need ``id`` and ``file_name``, annotations ``id``,
             ``image_id``, ``category_id`` and ``bbox`` (xywh in pixels) or ``relative_cxcywh`` (in [0, 1]), categories ``id`` and
             ``name``; sizes of images are optional. Faulty entries are passed on unchanged: the check of the data reports them.
+        splits: names of the splits of such a path, for ``cpvt-det train FOLDER``; none for a path that is one set, which is read
+            with the split "".
     """
 
     matches: Callable[[Path], bool]
     read: Callable[[Path, str], Sections]
+    splits: Callable[[Path], Sequence[str]] = lambda path: ()
 
 
 FORMAT_REGISTRY = PartRegistry("FORMAT", "data format")
 """Name -> :class:`DataFormat`; of several that match a path, the one registered last is taken."""
 
 
-def register_format(name: str, matches: Callable[[Path], bool]) -> Callable:
+def register_format(
+    name: str, matches: Callable[[Path], bool], splits: Callable[[Path], Sequence[str]] = lambda path: ()
+) -> Callable:
     """Register the decorated function as the reader of a format.
 
     Args:
         name: name of the format.
-        matches: as in :class:`DataFormat`.
+        matches, splits: as in :class:`DataFormat`.
     """
 
     def register(read: Callable[[Path, str], Sections]) -> Callable[[Path, str], Sections]:
-        FORMAT_REGISTRY.register_as(name)(DataFormat(matches, read))
+        FORMAT_REGISTRY.register_as(name)(DataFormat(matches, read, splits))
         return read
 
     return register

@@ -6,6 +6,7 @@ VOC's own evaluation: they become COCO's crowds. Source: the VOC 2012 developmen
 """
 
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ from cpvt_det.data.formats.yolo import IMAGES
 from cpvt_det.errors import DataError, first_line
 
 
+def voc_splits(folder: Path) -> list[str]:
+    """Names of the splits in ``ImageSets/Main``; of VOC's own, not those of single classes (``aeroplane_train``)."""
+    names = sorted(path.stem for path in (folder / "ImageSets" / "Main").glob("*.txt"))
+    return [name for name in names if name.rpartition("_")[2] == name or name.rpartition("_")[2] not in names]
+
+
 def is_voc(path: Path) -> bool:
     """Whether a path is a Pascal VOC folder: with XML files, or with ``Annotations/``."""
     return path.is_dir() and (next(path.glob("*.xml"), None) is not None or (path / "Annotations").is_dir())
 
 
-@register_format("voc", matches=is_voc)
+@register_format("voc", matches=is_voc, splits=voc_splits)
 def read_voc(folder: Path, split: str) -> Sections:
     """Read a data set into COCO's sections.
 
@@ -36,38 +43,51 @@ def read_voc(folder: Path, split: str) -> Sections:
     """
     annotation_folder = folder / "Annotations" if (folder / "Annotations").is_dir() else folder
     image_folder = folder / "JPEGImages" if (folder / "JPEGImages").is_dir() else folder
-    trees = {path.stem: _parse(path) for path in sorted(annotation_folder.glob("*.xml"))}
-    names = _classes(folder, trees)
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
-    for image_id, stem in enumerate(_stems(folder, split, trees), start=1):
+    trees = {path.stem: parse_xml(path) for path in sorted(annotation_folder.glob("*.xml"))}
+    chosen: list[tuple[Path, ET.Element, Path]] = []
+    for stem in _stems(folder, split, trees):
         tree = trees.get(stem)
         if tree is None:
             raise DataError(f"{folder}: split {split!r} contains {stem}, but there is no file {annotation_folder / stem}.xml")
+        chosen.append((annotation_folder / f"{stem}.xml", tree, _image(image_folder, stem, tree)))
+    return voc_sections(chosen, classes_of(folder, trees.values()))
+
+
+def voc_sections(chosen: Iterable[tuple[Path, ET.Element, Path]], names: Mapping[str, int]) -> Sections:
+    """COCO's sections of XML files, each with its content and its image; ``names`` has the category id of each class."""
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for image_id, (path, tree, image) in enumerate(chosen, start=1):
         height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
-        images.append({"id": image_id, "file_name": str(_image(image_folder, stem, tree)), "height": height, "width": width})
+        images.append({"id": image_id, "file_name": str(image), "height": height, "width": width})
         for number, element in enumerate(tree.iter("object"), start=1):
             name = element.findtext("name", "").strip()
             annotation = {"id": len(annotations) + 1, "image_id": image_id, "bbox": _box(element)}
             annotation |= {"category_id": names.get(name, name), "iscrowd": int(element.findtext("difficult", "0").strip() == "1")}
-            annotations.append(annotation | {"source": f"{annotation_folder / stem}.xml, object {number} ({name!r})"})
+            annotations.append(annotation | {"source": f"{path}, object {number} ({name!r})"})
     categories = [{"id": number, "name": name} for name, number in names.items()]
     return {"images": images, "annotations": annotations, "categories": categories}
 
 
-def _parse(path: Path) -> ET.Element:
+def parse_xml(path: Path) -> ET.Element:
+    """The root of an XML file.
+
+    Raises:
+        DataError: a file that is not XML.
+    """
     try:
         return ET.parse(path).getroot()
     except (ET.ParseError, OSError, ValueError) as error:
         raise DataError(f"{path} is not XML: {first_line(error)}") from error
 
 
-def _classes(folder: Path, trees: dict[str, ET.Element]) -> dict[str, int]:
+def classes_of(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
+    """Category ids, from 1, by class name: of ``classes.txt`` in the folder, or else of the XML files, in alphabetical order."""
     listed = folder / "classes.txt"
     if listed.is_file():
         names = [line.strip() for line in listed.read_text(encoding="utf-8").split("\n") if line.strip()]
     else:
-        names = sorted({element.findtext("name", "").strip() for tree in trees.values() for element in tree.iter("object")})
+        names = sorted({element.findtext("name", "").strip() for tree in trees for element in tree.iter("object")})
     return {name: number for number, name in enumerate(names, start=1)}
 
 

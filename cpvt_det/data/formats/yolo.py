@@ -5,6 +5,7 @@ A line of text is ``class cx cy w h``, or the polygon ``class x1 y1 x2 y2 x3 y3 
 Source: the format of Ultralytics and Roboflow.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,21 @@ def find_yolo(path: Path) -> Path | None:
     return inside if inside.is_file() else None
 
 
-@register_format("yolo", matches=lambda path: find_yolo(path) is not None)
+def yolo_splits(path: Path) -> list[str]:
+    """Those of ``train``, ``val`` and ``test`` whose images are there.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
+    path = find_yolo(path) or path
+    content, found = _read_yaml(path), []
+    for split in ("train", "val", "test"):
+        with contextlib.suppress(DataError):
+            found += [split] if _places(content, split, path) else []
+    return found
+
+
+@register_format("yolo", matches=lambda path: find_yolo(path) is not None, splits=yolo_splits)
 def read_yolo(path: Path, split: str) -> Sections:
     """Read a data set into COCO's sections, with ``relative_cxcywh`` for boxes and without sizes of images.
 
@@ -47,7 +62,7 @@ def read_yolo(path: Path, split: str) -> Sections:
         raise DataError(f"{path}: split {split!r} has no images")
     annotations: list[dict[str, Any]] = []
     for image_id, image in enumerate(images, start=1):
-        for number, annotation in _read_labels(_label_file(image)):
+        for number, annotation in read_labels(_label_file(image)):
             annotation |= {"id": len(annotations) + 1, "image_id": image_id, "source": f"{_label_file(image)}, line {number}"}
             annotations.append(annotation)
     return {
@@ -87,12 +102,22 @@ def _places(content: dict[str, Any], split: str, path: Path) -> list[Path]:
     root = root if root.is_dir() else path.parent  # `path:` may be of the machine that the file was written on
     places = []
     for place in map(str, found if isinstance(found, list) else [found]):
-        tried = [root / place, root / place.removeprefix("../")]  # Roboflow writes ../train/images and means train/images
+        tried = [root / place, *(path.parent / end for end in _ends(place))]
         there = next((candidate for candidate in tried if candidate.exists()), None)
         if there is None:
             raise DataError(f"{path}: split {split!r} is {place}, but {tried[0]} does not exist")
         places.append(there)
     return places
+
+
+def _ends(place: str) -> list[Path]:
+    """What a path may mean in the folder of its file: Roboflow writes ``../train/images`` and means ``train/images``; and
+    ``/home/me/cats/train/images`` of another machine is ``cats/train/images`` or ``train/images``, but not just any ``images``."""
+    words = place.replace("\\", "/").split("/")
+    parts = [word for word in words if word not in ("", ".", "..")]
+    is_absolute = not words[0] or words[0].endswith(":")
+    count = len(parts) - (parts[-1:] == ["images"]) if is_absolute else min(1, len(parts))
+    return [Path(*parts[start:]) for start in range(count)]
 
 
 def _images(place: Path) -> list[Path]:
@@ -112,7 +137,7 @@ def _label_file(image: Path) -> Path:
     return Path(*folders, f"{image.stem}.txt")
 
 
-def _read_labels(path: Path) -> list[tuple[int, dict[str, Any]]]:
+def read_labels(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Number and content of each line; a line that is not a box has its words as ``bbox``, for the rules to report."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

@@ -11,11 +11,12 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from tqdm import tqdm
 
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.coco import CocoDataset, ImageRecord, read_coco, require_same_classes
+from cpvt_det.data.coco import CocoDataset, read_coco, require_same_classes
 from cpvt_det.data.images import ImageHeader, file_threads, read_header, read_image
 from cpvt_det.data.validation.issues import EXAMPLES, Issues
 from cpvt_det.data.validation.rules import Fault, Id
@@ -77,6 +78,7 @@ def check_data(
     decode: bool = False,
     examples: float = EXAMPLES,
     look: LookAtImages = look_at_images,
+    cache: Path | None = None,
 ) -> CheckedData:
     """Read and check data sets.
 
@@ -86,16 +88,17 @@ def check_data(
         decode: decode every image, which also finds damage behind the header.
         examples: largest number of examples kept of each kind of issue.
         look: reader of the image files; in a run of several processes, one reads for all.
+        cache: folder for what was read of large annotation files; ``None`` for none.
     """
     together = Issues("", examples)
     read: dict[str, CocoDataset] = {}
     files = {one.name: one for one in (*train, *tests)}
     for one in files.values():
         try:
-            read[one.name] = read_coco(one, examples)
+            read[one.name] = read_coco(one, examples, cache)
         except DataError as error:
             together.add_error("data sets that cannot be read", str(error))
-    roots = {record.file_name: str(files[name].image_root) for name in read for record in read[name].records}
+    roots = {path: str(files[name].image_root) for name in read for path in read[name].records.paths}
     seen = look(roots, decode)
     for dataset in read.values():
         _take_faulty_images_out(dataset, seen)
@@ -140,23 +143,27 @@ def _find(path: str, root: str) -> str:
 
 def _take_faulty_images_out(dataset: CocoDataset, seen: dict[str, Seen]) -> None:
     faulty: set[Id] = set()
-    for record in dataset.records:
-        found = seen[record.file_name]
-        fault = _fault(record, found)
+    records = dataset.records
+    for index, (path, image_id, size) in enumerate(
+        zip(records.paths, records.image_ids.tolist(), records.sizes.tolist(), strict=True)
+    ):
+        found = seen[path]
+        fault = _fault(size, found)
         if fault is not None:
-            faulty.add(record.image_id)
-            dataset.issues.add_fault(fault[0], f"image {record.image_id}: {fault[1]}")
+            faulty.add(image_id)
+            dataset.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")
         else:
-            _note_conversions(record, found, dataset.issues)
-            record.file_name = found.path
+            _note_conversions(image_id, path, found, dataset.issues)
+            if found.path != path:
+                records.set_path(index, found.path)
     if faulty:
         dataset.leave_out(faulty)
 
 
-def _fault(record: ImageRecord, found: Seen) -> Fault | None:
+def _fault(size: Sequence[int], found: Seen) -> Fault | None:
     if found.header is None:
         return "image files that " + ("cannot be read" if os.path.isfile(found.path) else "are missing"), found.why
-    header, said = found.header, (record.width, record.height)
+    header, said = found.header, (size[1], size[0])
     if (header.width, header.height) == said:
         return None
     detail = f"{found.path} has {header.width} x {header.height} pixels, but {said[0]} x {said[1]} in the JSON"
@@ -165,20 +172,20 @@ def _fault(record: ImageRecord, found: Seen) -> Fault | None:
     return "images whose size differs from the JSON", detail
 
 
-def _note_conversions(record: ImageRecord, found: Seen, issues: Issues) -> None:
-    where, header = f"image {record.image_id}: {record.file_name}", found.header
+def _note_conversions(image_id: Id, path: str, found: Seen, issues: Issues) -> None:
+    where, header = f"image {image_id}: {path}", found.header
     if header.orientation != 1:
         issues.add_info("images turned according to EXIF; boxes are taken to be in the turned image", where)
     if header.mode != "RGB":
         issues.add_info(f"images of mode {header.mode}, converted to RGB", where)
-    if found.path != record.file_name:
+    if found.path != path:
         issues.add_info("file names whose Unicode form differs from that on the disk, resolved", where)
 
 
 def _compare(data: CheckedData, together: Issues) -> None:
     """Check data sets against each other: equal classes, and an object in every split."""
     for split in [data.train, *([test] for test in data.tests)]:
-        if split and not any(len(record.labels) for dataset in split for record in dataset.records):
+        if split and not any(dataset.records.num_boxes.any() for dataset in split):
             names = ", ".join(dataset.name for dataset in split)
             together.add_error("splits without objects", f"{names}: no image has an object; is it the right JSON?")
     first, *others = {dataset.name: dataset for dataset in (*data.train, *data.tests)}.values() or [None]
@@ -190,7 +197,8 @@ def _compare(data: CheckedData, together: Issues) -> None:
 
 
 def _note_many_boxes(dataset: CocoDataset, num_queries: int) -> None:
-    for record in dataset.records:
-        if len(record.labels) > num_queries:
-            where = f"image {record.image_id}: {record.file_name} has {len(record.labels)} boxes, there are {num_queries} queries"
-            dataset.issues.add_info(TOO_MANY, where)
+    counts = dataset.records.num_boxes
+    for index in (counts > num_queries).nonzero()[0].tolist():
+        image_id, path = int(dataset.records.image_ids[index]), dataset.records.path(index)
+        where = f"image {image_id}: {path} has {counts[index]} boxes, there are {num_queries} queries"
+        dataset.issues.add_info(TOO_MANY, where)

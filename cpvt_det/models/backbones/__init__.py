@@ -4,5 +4,7 @@
 from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.resnet import ResNetBackbone
 from cpvt_det.models.backbones.timm import TimmBackbone
+from cpvt_det.models.backbones.tnt import TransformerInTransformer
+from cpvt_det.models.backbones.vit import VisionTransformer
 
-__all__ = ["BACKBONE_REGISTRY", "ResNetBackbone", "TimmBackbone"]
+__all__ = ["BACKBONE_REGISTRY", "ResNetBackbone", "TimmBackbone", "TransformerInTransformer", "VisionTransformer"]

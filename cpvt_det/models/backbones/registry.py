@@ -10,7 +10,9 @@ from cpvt_det.registry import PartRegistry
 
 BACKBONE_REGISTRY = PartRegistry("BACKBONE", "backbone")
 """``MODEL.BACKBONE.NAME`` -> builder of a backbone, called with those keys of ``MODEL.BACKBONE`` that it names, in lower case
-(``stages``, ``norm``, ``freeze_at``, ``mask_padding``, ``width``), with ``dilation`` for ``DC5``, and with ``checkpointing``.
+(``stages``, ``norm``, ``freeze_at``, ``mask_padding``, ``width``, ``patch_size``, ``embed_dim``, ``depth``, ``num_heads``,
+``num_tokens``, ``drop_path``), with ``dilation`` for ``DC5``, ``checkpointing``, and ``position``, a builder of the encoding of
+``MODEL.BACKBONE.POSITION``.
 
 The contract of a backbone, an ``nn.Module``:
 
@@ -21,7 +23,11 @@ The contract of a backbone, an ``nn.Module``:
 - ``load_pretrained(weights, read)``, for ``MODEL.BACKBONE.WEIGHTS``: ``weights`` is that key, ``read(path)`` a function that reads
   the state dict of a file safely. Optional: without it, the backbone has no pretrained weights;
 - ``pixel_mean`` and ``pixel_std``, three numbers each, for pixel values from 0 to 255: what its pretrained weights
-  expect. Optional; used where ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD`` have their defaults.
+  expect. Optional; used where ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD`` have their defaults;
+- ``tokens(images, padding_mask) -> (special, patches, padding_mask)``, for classifiers, of a transformer: class and distillation
+  token (B, 1 or 2, C), or ``None``; patches (B, N, C), and their mask (B, N); and ``num_tokens``, the number of the former.
+  Optional: a classifier takes the last map otherwise;
+- ``layers_above(name)``: number of layers after the parameter of that name, for ``SOLVER.LAYER_DECAY``. Optional.
 """
 
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``INPUT.AUGMENTATIONS`` -> augmentations, tried before the run."""
+
+import inspect
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fvcore.common.config import CfgNode
+
+from cpvt_det import distributed
+from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, AugmentationStep, Scene
+from cpvt_det.data.augmentation.single import GROUPS
+from cpvt_det.data.augmentation.step import as_scene, augmentation_errors
+from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.mapper import other_generators_seeded
+from cpvt_det.errors import ConfigError, config_errors
+
+logger = logging.getLogger("cpvt_det")
+KEY = "INPUT.AUGMENTATIONS"
+
+
+def build_augmentations(cfg: CfgNode) -> list[AugmentationStep]:
+    """The steps of ``INPUT.AUGMENTATIONS``, in its order.
+
+    Raises:
+        ConfigError: an entry that is not a name or [name, options]; options that the augmentation does not take or cannot use;
+            ``INPUT.MIN_VISIBLE`` outside of [0, 1].
+        UnknownNameError: an unknown name of an augmentation or of an option.
+    """
+    min_visible = cfg.INPUT.MIN_VISIBLE
+    if not 0 <= min_visible <= 1:
+        raise ConfigError(f"INPUT.MIN_VISIBLE must be a share from 0 to 1, got {min_visible}")
+    return [_build(entry, min_visible) for entry in cfg.INPUT.AUGMENTATIONS]
+
+
+def closing_epoch(cfg: CfgNode, steps: Sequence[AugmentationStep], num_images: int) -> float:
+    """The epoch, counted from 0, from which on images are no longer mixed; infinite without ``INPUT.CLOSE_EPOCHS``.
+
+    Raises:
+        ConfigError: a negative number of epochs, or one without an augmentation that it is for.
+    """
+    last, solver = cfg.INPUT.CLOSE_EPOCHS, cfg.SOLVER
+    if last < 0:
+        raise ConfigError(f"INPUT.CLOSE_EPOCHS must be at least 0, got {last}")
+    if last and not any(step.mixes for step in steps):
+        raise ConfigError(f"INPUT.CLOSE_EPOCHS is {last}, but no augmentation of {KEY} mixes images; leave it at 0, or add one")
+    epochs = solver.EPOCHS if solver.EPOCHS > 0 else solver.MAX_ITER * solver.IMS_PER_BATCH / max(1, num_images)
+    return math.floor(epochs - last) if last else math.inf
+
+
+def check_augmentations(cfg: CfgNode, records: Sequence[ImageRecord]) -> None:
+    """Try the augmentations, each with probability 1, on a black image of the narrowest one's size, with and without its boxes.
+
+    Random numbers go on afterwards as if nothing had been drawn.
+
+    Raises:
+        ConfigError: as :func:`build_augmentations` and :func:`closing_epoch`; an augmentation that fails.
+    """
+    entries = cfg.INPUT.AUGMENTATIONS
+    if closing_epoch(cfg, build_augmentations(cfg), len(records)) <= 0 and distributed.rank() == 0:
+        logger.warning("INPUT.CLOSE_EPOCHS %g is as long as the run: no images are mixed", cfg.INPUT.CLOSE_EPOCHS)
+    if not entries or not records:
+        return
+    record = min(records, key=lambda record: min(record.height, record.width))
+    image = torch.zeros(3, record.height, record.width, dtype=torch.uint8)
+    with torch.random.fork_rng(devices=[]), other_generators_seeded():
+        for end in (None, 0):
+            scene = as_scene(image, record.boxes_xyxy[:end], torch.from_numpy(record.labels[:end]))
+            for entry in entries:
+                scene = _try(entry, scene, cfg.INPUT.MIN_VISIBLE)
+
+
+def _try(entry: Any, scene: Scene, min_visible: float) -> Scene:
+    """What an entry makes of a scene, at probability 1."""
+    name, options = _name_and_options(entry)
+    if name in GROUPS:
+        found = scene
+        for part in _parts(entry):
+            found = _try(part, scene if name == "RandomChoice" else found, min_visible)
+        return found
+    sure = {"p": 1} if "p" in AUGMENTATION_REGISTRY.parameters(name) else {}
+    step = _build([name, {**options, **sure}], min_visible)
+    with augmentation_errors(name, scene, "a black image"):
+        return step(*scene, lambda: scene) if step.mixes else step(*scene)
+
+
+def _build(entry: Any, min_visible: float, in_group: str = "") -> AugmentationStep:
+    name, options = _name_and_options(entry)
+    if name in GROUPS:
+        parts = [_build(part, min_visible, in_group=name) for part in _parts(entry)]
+        options = {**options, "transforms": parts}
+    chance = options.get("p")
+    if chance is not None and name != "RandomChoice" and not (type(chance) in (int, float) and 0 <= chance <= 1):
+        raise ConfigError(f"{KEY}: p of {name!r} must be a probability from 0 to 1, got {chance!r}")
+    with config_errors(f"{KEY}: {name!r}"):
+        builder = AUGMENTATION_REGISTRY.with_options(name, options)
+        takes_it = "min_visible" in inspect.signature(builder).parameters
+        augment = builder(min_visible=min_visible) if takes_it else builder()
+    step = AugmentationStep(name, augment, min_visible)
+    if step.mixes and in_group:
+        raise ConfigError(
+            f"{KEY}: {name!r} mixes images and cannot be in {in_group!r}; put it into the list itself, with its own p"
+        )
+    return step
+
+
+def _parts(entry: Any) -> list[Any]:
+    """The entries of a group."""
+    name, options = _name_and_options(entry)
+    parts = options.get("transforms")
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise ConfigError(f"{KEY}: {name!r} needs transforms, a list like {KEY}, got {parts!r}")
+    return list(parts)
+
+
+def _name_and_options(entry: Any) -> tuple[str, dict[str, Any]]:
+    name, options = (entry, {}) if isinstance(entry, str) else entry if _is_pair(entry) else (None, None)
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise ConfigError(f"{KEY} must contain names and [name, {{option: value}}] pairs, got {entry!r}")
+    return name, options
+
+
+def _is_pair(entry: Any) -> bool:
+    return isinstance(entry, (list, tuple)) and len(entry) == 2

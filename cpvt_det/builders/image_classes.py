@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``INPUT.CLASSIFY`` and ``MODEL.CLASSIFIER`` -> what a run of a classifier reads, its loaders, its loss."""
+
+from collections.abc import Sequence
+
+import torch
+from fvcore.common.config import CfgNode
+
+from cpvt_det import distributed
+from cpvt_det.builders.data import load_checked, require_rgb
+from cpvt_det.builders.datasets import check_class_datasets, require_names
+from cpvt_det.builders.detector import build_device, is_classifier
+from cpvt_det.data.classify import ClassMapper, RepeatedBatches, central_transform, crop_transform
+from cpvt_det.data.coco import CocoDataset, ImageRecord
+from cpvt_det.data.loader import MappedDataset, TrainLoader, evaluation_loader
+from cpvt_det.errors import ConfigError, config_errors
+from cpvt_det.losses.image_classes import ClassCriterion
+from cpvt_det.solver.classify import BatchMixing
+
+
+def load_class_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
+    """Training and test sets, as :func:`cpvt_det.builders.load_splits`, of images with one class each.
+
+    Raises:
+        BadInputError: as there; a model that is no classifier.
+    """
+    _check_settings(cfg)
+    require_names(cfg, "TRAIN")
+    data = load_checked(cfg, ("TRAIN", "TEST"), check_class_datasets)
+    return data.train, data.tests
+
+
+def load_class_tests(cfg: CfgNode) -> list[CocoDataset]:
+    """The test sets alone; errors as in :func:`load_class_splits`."""
+    _check_settings(cfg)
+    require_names(cfg, "TEST")
+    return load_checked(cfg, ("TEST",), check_class_datasets).tests
+
+
+def build_class_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> TrainLoader:
+    """Augmented batches of this process's share of ``SOLVER.IMS_PER_BATCH``.
+
+    Raises:
+        ConfigError: a batch that the processes do not divide, or settings of ``INPUT.CLASSIFY`` that make no sense.
+    """
+    node = cfg.INPUT.CLASSIFY
+    require_rgb(cfg)
+    with config_errors("INPUT.CLASSIFY, SOLVER or DATALOADER"):
+        flip, colour = cfg.INPUT.RANDOM_FLIP == "horizontal", [round(value) for value in cfg.MODEL.PIXEL_MEAN]
+        transform = crop_transform(
+            node.SIZE, tuple(node.SCALE), tuple(node.RATIO), flip, tuple(node.RANDAUGMENT), node.ERASE, colour
+        )
+        dataset = MappedDataset(records, ClassMapper(transform, with_targets=True), seed)
+        batches = RepeatedBatches(
+            node.REPEATS,
+            num_records=len(records),
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
+            seed=seed,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+        )
+        return TrainLoader(dataset, batches, cfg.DATALOADER.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
+
+
+def build_class_mapper(cfg: CfgNode) -> ClassMapper:
+    """What makes the test size of an image, in evaluation and after it.
+
+    Raises:
+        ConfigError: a size or a ratio out of range, or another order of channels than RGB.
+    """
+    node = cfg.INPUT.CLASSIFY
+    require_rgb(cfg)
+    with config_errors("INPUT.CLASSIFY"):
+        return ClassMapper(central_transform(node.TEST_SIZE, node.CROP_RATIO), with_targets=False)
+
+
+def build_class_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
+    """Every record once, at the test size, over all processes."""
+    dataset, world_size = MappedDataset(records, build_class_mapper(cfg)), distributed.world_size()
+    share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
+    return evaluation_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)
+
+
+def build_class_criterion(cfg: CfgNode) -> ClassCriterion:
+    """The loss of ``MODEL.CLASSIFIER``."""
+    with config_errors("MODEL.CLASSIFIER.SMOOTHING"):
+        return ClassCriterion(cfg.MODEL.CLASSIFIER.SMOOTHING)
+
+
+def build_mixing(cfg: CfgNode) -> BatchMixing:
+    """Mixup and CutMix of ``INPUT.CLASSIFY``."""
+    with config_errors("INPUT.CLASSIFY"):
+        return BatchMixing(cfg.MODEL.NUM_CLASSES, cfg.INPUT.CLASSIFY.MIXUP, cfg.INPUT.CLASSIFY.CUTMIX)
+
+
+def _check_settings(cfg: CfgNode) -> None:
+    """Refuse what cannot be evaluated, before the data are read and the training that would come first."""
+    if not is_classifier(cfg):
+        name = cfg.MODEL.META_ARCHITECTURE
+        raise ConfigError(f"TASK is {cfg.TASK!r}, but MODEL.META_ARCHITECTURE {name!r} is no classifier; set it to CPVTClassifier")
+    build_class_mapper(cfg)

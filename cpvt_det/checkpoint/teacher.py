@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MODEL.CLASSIFIER.TEACHER``: a trained classifier, of ours or of timm, that a student learns from."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from fvcore.common.config import CfgNode
+from torch import Tensor, nn
+
+from cpvt_det.builders.detector import build_device
+from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
+from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.data.coco import Classes
+from cpvt_det.errors import ConfigError, WeightsError, first_line
+from cpvt_det.models import Classifier
+
+Teacher = Callable[[Tensor], Tensor]
+"""(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64 in [0, K), the best class of each image."""
+
+
+def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
+    """The teacher of a config, on the device of the run.
+
+    Args:
+        cfg: config of the run.
+        classes: the student's classes. A checkpoint of ours may have them in another order, and more of them; a network of timm
+            must have as many, in our order, which is that of ImageNet where the classes are its folders.
+
+    Raises:
+        WeightsError: weights that cannot be read, are no classifier's, or lack a class of the student.
+        ConfigError: an unknown network, or one that timm is not installed for.
+    """
+    name, device = cfg.MODEL.CLASSIFIER.TEACHER, build_device(cfg)
+    if name.startswith("timm/"):
+        return _timm_teacher(name.removeprefix("timm/"), cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS, len(classes), device)
+    trained = load_trained(name, str(device))
+    if not isinstance(trained.detector, Classifier):
+        raise WeightsError(f"MODEL.CLASSIFIER.TEACHER {name} is no classifier but a {type(trained.detector).__name__}")
+    missing = sorted(set(classes.names) - set(trained.classes.names))
+    if missing:
+        raise WeightsError(f"MODEL.CLASSIFIER.TEACHER {name} does not know these classes of the data: {', '.join(missing[:10])}")
+    rows = torch.tensor([trained.classes.names.index(own) for own in classes.names], device=device)
+    model = trained.detector.requires_grad_(False)
+
+    @torch.no_grad()
+    def teach(images: Tensor) -> Tensor:
+        batch = model.preprocess(list(images))
+        return model(batch.images, batch.padding_mask).scores()[:, rows].argmax(-1)
+
+    return teach
+
+
+def _timm_teacher(name: str, weights: str, num_classes: int, device: torch.device) -> Teacher:
+    try:
+        import timm
+    except ImportError as error:
+        raise ConfigError(f"MODEL.CLASSIFIER.TEACHER timm/{name} needs timm: pip install 'cpvt-det[timm]'") from error
+    if not weights:
+        raise WeightsError("a teacher without weights teaches nothing: set MODEL.CLASSIFIER.TEACHER_WEIGHTS to a file or DEFAULT")
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=weights == "DEFAULT")
+        if weights != "DEFAULT":
+            found = state_dict_of(read_checkpoint(Path(weights).expanduser()), weights)
+            model.reset_classifier(_rows_of_head(found, model))
+            model.load_state_dict(found)
+    except WeightsError:
+        raise
+    except Exception as error:  # what timm and its download raise has no common base
+        raise WeightsError(f"MODEL.CLASSIFIER.TEACHER timm/{name} with weights {weights}: {first_line(error)}") from error
+    if model.num_classes != num_classes:
+        raise WeightsError(f"MODEL.CLASSIFIER.TEACHER timm/{name} has {model.num_classes} classes, the data have {num_classes}")
+    model = model.to(device).eval().requires_grad_(False)
+    mean, std = (_channels(model.pretrained_cfg[key], device) for key in ("mean", "std"))
+    return torch.no_grad()(lambda images: model((images - mean) / std).argmax(-1))
+
+
+def _rows_of_head(state_dict: dict[str, Tensor], model: nn.Module) -> int:
+    """The number of classes that weights have; the network's own where they have no head."""
+    head = f"{model.pretrained_cfg['classifier']}.weight" if isinstance(model.pretrained_cfg["classifier"], str) else ""
+    return len(state_dict[head]) if head in state_dict else model.num_classes
+
+
+def _channels(values: Sequence[float], device: torch.device) -> Tensor:
+    return 255 * torch.tensor(values, device=device)[:, None, None]

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder in the place of a config: ``cpvt-det train FOLDER`` and ``cpvt-det check-data FOLDER``."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from tabulate import tabulate
+
+from cpvt_det.errors import BadInputError, ConfigError
+from cpvt_det.files import atomic_file
+from cpvt_det.garbage import quick_imports
+
+if TYPE_CHECKING:
+    from fvcore.common.config import CfgNode
+
+    from cpvt_det.data.coco import CocoDataset
+    from cpvt_det.data.folders.prepare import FolderData
+
+BUDGET = "30m"
+CHOSEN = "chosen.yaml"
+ENOUGH = 10**6
+"""Queries while the data are checked: how many there will be is chosen later, from the objects of an image."""
+MOST_CLASSES = 30
+"""Rows of the table of classes; of more classes only those without objects are listed."""
+
+
+class Duration(click.ParamType):
+    """A time such as ``90s``, ``30m`` or ``1h30m``, as seconds."""
+
+    name = "time"
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Text -> seconds."""
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", value)
+        seconds = sum(float(part or 0) * length for part, length in zip(match.groups(), (3600, 60, 1), strict=True)) if match else 0
+        return seconds if seconds > 0 else self.fail(f"{value!r} is not a time such as 90s, 30m or 1h30m", param, ctx)
+
+
+budget_option = click.option("--budget", type=Duration(), help=f"Time to train, as 90s, 30m or 2h.  [default: {BUDGET}]")
+
+
+def folder_options(command: Callable) -> Callable:
+    """What says how a FOLDER is read."""
+    option = click.option("--format", "data_format", default="", metavar="NAME", help="Format of a FOLDER that has several.")
+    text = "Divide a FOLDER into training and validation images, whatever split it has."
+    return option(click.option("--new-split", is_flag=True, help=text)(command))
+
+
+def take_folder(config_file: str, words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
+    """Of KEY VALUE words, the FOLDER before them, and the rest; ``None`` if there is a config instead.
+
+    Raises:
+        ConfigError: neither of them.
+    """
+    if config_file:
+        return None, tuple(words)
+    if not words or words[0].startswith("--") or (len(words) % 2 == 0 and not Path(words[0]).exists()):
+        raise ConfigError("name a folder of images and annotations, or a config with --config-file (cpvt-det configs lists them)")
+    return Path(words[0]).expanduser(), tuple(words[1:])
+
+
+def choose_run(
+    folder: Path,
+    overrides: Sequence[str],
+    budget: float | None,
+    data_format: str,
+    new_split: bool,
+    num_gpus: int | None,
+    resume: bool,
+) -> tuple[str, tuple[str, ...]]:
+    """Choose the settings of a run on a folder, and write them to ``chosen.yaml`` in ``OUTPUT_DIR``; options as of ``train``.
+
+    Returns:
+        That file, and the KEY VALUE words that are not in it. With ``resume`` the file is the one of the run before.
+
+    Raises:
+        BadInputError: data or settings that cannot be used; several processes.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise BadInputError("each process of torchrun would choose for itself; use --num-gpus, or a chosen.yaml with --config-file")
+    output = dict(zip(overrides[::2], overrides[1::2], strict=False)).get("OUTPUT_DIR", f"output/{folder.resolve().name}")
+    path = Path(output).expanduser() / CHOSEN
+    if resume and path.is_file():
+        return str(path), tuple(overrides)
+    _require_outside(path.parent, folder)
+    with quick_imports():
+        from cpvt_det.builders.datasets import check_datasets
+        from cpvt_det.data.folders.prepare import refuse_overlap
+        from cpvt_det.data.validation.issues import require_no_errors
+        from cpvt_det.runner.choose import choose_settings, describe_machine, write_choices
+        from cpvt_det.runner.recipe import Choice
+    cfg, found = folder_config(folder, path.parent / "data", overrides, data_format, new_split)
+    lines = found.notes + ([f"which images are where: {', '.join(found.written)}"] if found.written else [])
+    data = check_datasets(cfg)
+    require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
+    refuse_overlap(data.train[0], data.tests[0])
+    lines += describe_classes(data.train[0], data.tests[0])
+    click.echo("\n".join(lines))
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        click.echo(line)
+
+    settled = [Choice("OUTPUT_DIR", output), Choice("SEED", 0)]
+    settled += [Choice(f"DATASETS.{key}", list(cfg.DATASETS[key])) for key in ("REGISTER", "TRAIN", "TEST")]
+    seconds = budget or Duration().convert(BUDGET, None, None)
+    choices = choose_settings(settled, overrides, [data.train[0], data.tests[0]], describe_machine(num_gpus), seconds, tell)
+    rows = [choice for choice in choices if choice.reason]
+    click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
+    header = [f"Chosen by cpvt-det train {folder}. The same run again: cpvt-det train --config-file {path}", *lines]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        file.write(write_choices(choices, header).encode())
+    click.echo(f"all settings: {path}")
+    return str(path), ()
+
+
+def folder_config(
+    folder: Path, output: Path, overrides: Sequence[str], data_format: str = "", new_split: bool = False
+) -> tuple["CfgNode", "FolderData"]:
+    """A config whose ``DATASETS`` are those of a folder, and what was found there.
+
+    Args:
+        folder, data_format, new_split: as of ``train``.
+        output: folder for what has to be written of a split that was drawn.
+        overrides: KEY VALUE words.
+
+    Raises:
+        BadInputError: a folder without data sets, or words that cannot be used.
+    """
+    from cpvt_det.config import get_cfg, merge_overrides
+    from cpvt_det.data.folders.prepare import name_datasets
+
+    found = name_datasets(folder, output, data_format, new_split)
+    cfg = get_cfg()
+    cfg.DATASETS.REGISTER, cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = found.register, (found.train,), (found.val,)
+    cfg.MODEL.DETR.NUM_OBJECT_QUERIES = ENOUGH
+    merge_overrides(cfg, overrides)
+    return cfg, found
+
+
+def describe_classes(train: "CocoDataset", val: "CocoDataset") -> list[str]:
+    """A table of the boxes of each class, and a line where a split has none of some."""
+    from cpvt_det.data.folders.prepare import count_classes
+
+    rows, notes = count_classes({"train": train, "val": val})
+    if len(rows) > MOST_CLASSES:
+        return notes
+    return [*tabulate(rows, ("class", "train", "val"), tablefmt="plain").splitlines(), *notes]
+
+
+def _require_outside(output: Path, folder: Path) -> None:
+    """Nothing is written into the user's folder.
+
+    Raises:
+        ConfigError: ``OUTPUT_DIR`` inside it.
+    """
+    inside, around = output.resolve(), folder.resolve()
+    if inside == around or around in inside.parents:
+        raise ConfigError(
+            f"OUTPUT_DIR {output} is inside {folder}, into which nothing is written; call the command from another folder, or add "
+            f"OUTPUT_DIR {around.parent / 'output' / around.name}"
+        )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the commands that show what ``cpvt-det train`` would do: the same files, loaded as either runner loads them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from fvcore.common.config import CfgNode
+
+from cpvt_det import builders
+from cpvt_det.cli import common_options
+from cpvt_det.cli.train import RUNNERS, choose_runner, config_file_option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def config_options(command: Callable, takes_folder: bool = False) -> Callable:
+    """The options of these commands."""
+    options = (
+        config_file_option(required=not takes_folder),
+        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: also use what it has registered."),
+        common_options,
+        click.argument("overrides", nargs=-1, metavar="[FOLDER] [KEY VALUE]..." if takes_folder else "[KEY VALUE]..."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNode:
+    """The config as the runner would load it; data sets registered in detectron2 are found.
+
+    Raises:
+        ConfigError: as :func:`cpvt_det.config.load_cfg`.
+    """
+    if choose_runner(runner) == "builtin":
+        return builders.load_cfg(config_file, overrides)
+    from cpvt_det.d2.config import load_cfg
+    from cpvt_det.d2.data import find_registered
+
+    cfg = load_cfg(config_file, overrides)
+    cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
+    find_registered(cfg)
+    return cfg
+
+
+def build_any(cfg: CfgNode, runner: str) -> "nn.Module":
+    """The detector of a config as the runner would build it, with random weights, in evaluation mode on its device."""
+    if choose_runner(runner) == "builtin":
+        return builders.build_detector(cfg).to(builders.build_device(cfg)).eval()
+    from cpvt_det.d2.trainer import build_detector
+
+    return build_detector(cfg).eval()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det serve``: trained models on a page in the browser; the work is in ``serve/``."""
+
+import click
+
+from cpvt_det.cli import common_options
+from cpvt_det.errors import BadInputError
+from cpvt_det.predict import Predictor
+from cpvt_det.serve.model import ServedModel
+from cpvt_det.serve.server import MEGABYTE, PageServer
+
+MOST = 2
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("weights", metavar="WEIGHTS [WEIGHTS]", nargs=-1, required=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; another one lets other machines in.")
+@click.option("--port", default=8765, show_default=True, help="Port to listen at; 0 takes a free one.")
+@click.option("--max-upload", default=20.0, show_default=True, metavar="MB", help="Largest image file.")
+@click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
+@click.option("--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'.")
+@common_options
+def serve(weights: tuple[str, ...], host: str, port: int, max_upload: float, device: str | None, config_file: str) -> None:
+    """Look at the detections of WEIGHTS, a checkpoint or a model folder, in the browser; of two, side by side.
+
+    Drop photographs or a folder on the page. Threshold and classes are set there; a click on a box shows where the decoder looked
+    for it. The images stay on this machine, and nothing is written.
+
+    \b
+    Example:
+      cpvt-det serve output/model_best.pth
+      cpvt-det serve output/peg/model_best.pth output/sine/model_best.pth --port 0
+    """
+    if len(weights) > MOST:
+        raise BadInputError(f"at most {MOST} models are shown side by side, got {len(weights)}")
+    if not 0 < max_upload <= 1000:
+        raise BadInputError(f"--max-upload must be above 0 and at most 1000 MB, got {max_upload:g}")
+    models = [ServedModel(Predictor.from_checkpoint(path, device, config_file), path) for path in weights]
+    with PageServer(models, host, port, int(max_upload * MEGABYTE)) as server:
+        click.echo(f"{', '.join(model.name for model in models)}: {server.url} (Ctrl+C ends)")
+        if not server.is_local:
+            click.echo(f"Whoever reaches {host} can use this page: it asks for no password", err=True)
+        server.serve_forever()

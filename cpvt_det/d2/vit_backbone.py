@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our vision transformers under detectron2's own models, set up in YAML: ``MODEL.BACKBONE.NAME: cpvt_tiny`` and so on."""
+
+import itertools
+
+from detectron2.config import CfgNode
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import BACKBONE_REGISTRY, Backbone
+from torch import Tensor, nn
+
+from cpvt_det import builders
+from cpvt_det.checkpoint.load import load_backbone_weights
+from cpvt_det.errors import config_errors
+from cpvt_det.models import SimplePyramid
+from cpvt_det.models.backbones.vit import OWN_POSITIONS
+
+
+class VisionPyramid(Backbone):
+    """A vision transformer and the simple pyramid of its map, with maps ``p<stage>`` of stride 2 ** stage.
+
+    detectron2 gives a backbone no padding mask: the padding counts as part of the image here, as for detectron2's own.
+
+    Args:
+        trunk: backbone of one map.
+        stages: stages of the maps, one after another, such as 3 to 7.
+        channels: channels of the maps.
+
+    Raises:
+        ValueError: stages with a gap, or none.
+    """
+
+    def __init__(self, trunk: nn.Module, stages: tuple[int, ...], channels: int):
+        super().__init__()
+        stages = sorted(stages)
+        if not stages or any(coarse - fine != 1 for fine, coarse in itertools.pairwise(stages)):
+            raise ValueError(f"a pyramid has stages one after another, such as (3, 4, 5, 6, 7), got {tuple(stages)}")
+        self.trunk = trunk
+        self.pyramid = SimplePyramid(trunk.channels, trunk.strides, channels, len(stages), 2 ** stages[0])
+        self._shapes = {f"p{stage}": ShapeSpec(channels=channels, stride=2**stage) for stage in stages}
+
+    @property
+    def size_divisibility(self) -> int:
+        """Number that the sides of images are multiples of."""
+        return self.trunk.size_divisibility
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """(B, 3, H, W) images -> maps by name."""
+        no_padding = images.new_zeros((len(images), *images.shape[2:]), dtype=bool)
+        features, _ = self.pyramid(self.trunk(images, no_padding), no_padding)
+        return dict(zip(self._shapes, features, strict=True))
+
+    def output_shape(self) -> dict[str, ShapeSpec]:
+        """Channels and strides by name."""
+        return dict(self._shapes)
+
+
+def build_vision_pyramid(cfg: CfgNode, input_shape: ShapeSpec) -> VisionPyramid:
+    """A transformer by ``MODEL.BACKBONE``, with the pyramid of ``STAGES`` and of ``MODEL.FPN.OUT_CHANNELS``.
+
+    Raises:
+        ConfigError: settings that the transformer or the pyramid refuses.
+        WeightsError: ``MODEL.BACKBONE.WEIGHTS`` that do not fit.
+    """
+    node = cfg.MODEL.BACKBONE
+    own = cfg.clone()
+    own.defrost()
+    own.MODEL.BACKBONE.STAGES = (node.PATCH_SIZE.bit_length() - 1,)
+    with config_errors("MODEL.BACKBONE"):
+        backbone = VisionPyramid(builders.build_backbone(own), node.STAGES, cfg.MODEL.FPN.OUT_CHANNELS)
+    if node.WEIGHTS:
+        load_backbone_weights(backbone.trunk, node.WEIGHTS, node.NAME)
+    return backbone
+
+
+for _name in OWN_POSITIONS:
+    BACKBONE_REGISTRY._do_register(_name, build_vision_pyramid)

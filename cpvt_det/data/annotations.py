@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of COCO's ``images`` and ``annotations`` -> columns, each entry checked by ``data/validation/rules.py``.
+
+Nearly all boxes are plain: complete, and with nothing to report. They are recognised in one expression, and only their numbers are
+kept; every rule is asked of the others alone.
+"""
+
+from array import array
+from collections import Counter
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cpvt_det.data.columns import Columns, pack_names
+from cpvt_det.data.validation.issues import Issues
+from cpvt_det.data.validation.rules import LARGEST_AREA, LARGEST_ID, THIN, Fault, Id, Size, annotation_fault, clip_box, image_fault
+
+KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source")
+NUMBERS = frozenset((int, float))
+Row = tuple[int, int, int, int, float, float, float, float, float]
+"""Number in the file, index of the image, label, whether a crowd, box xywh, area."""
+
+
+class ImageTable:
+    """Images without faults. Images that share an id are left out: its boxes could belong to any of them.
+
+    Args:
+        issues: place for the faults.
+
+    Attributes:
+        number: number of entries, with or without faults.
+    """
+
+    def __init__(self, issues: Issues):
+        self.issues = issues
+        self.number = 0
+        self._good: list[tuple[Id, str, int, int]] = []
+        self._faulty: set[Id] = set()
+
+    def add(self, entry: Any) -> None:
+        """Take an entry."""
+        fault = image_fault(entry)
+        if fault is None:
+            self._good.append((entry["id"], entry["file_name"], int(entry["height"]), int(entry["width"])))
+        else:
+            self.issues.add_fault(fault[0], f"images[{self.number}]: {fault[1]}")
+            if type(entry) is dict and type(entry.get("id")) is int:
+                self._faulty.add(entry["id"])
+        self.number += 1
+
+    @cached_property
+    def images(self) -> list[tuple[Id, str, int, int]]:
+        """Id, file name, height and width of each image that counts; all entries have been added."""
+        if len({image_id for image_id, *_ in self._good}) == len(self._good):
+            return self._good
+        double = {image_id for image_id, count in Counter(image_id for image_id, *_ in self._good).items() if count > 1}
+        for image_id, name, *_ in self._good:
+            if image_id in double:
+                self.issues.add_fault("image ids that are not unique", f"image {image_id} ({name})")
+        return [image for image in self._good if image[0] not in double]
+
+    @cached_property
+    def index_of(self) -> dict[Id, int]:
+        """Index of each image, by its id."""
+        return {image_id: index for index, (image_id, *_) in enumerate(self.images)}
+
+    @cached_property
+    def sizes(self) -> dict[Id, Size]:
+        """(height, width) of each image in pixels, by its id."""
+        return {image_id: (float(height), float(width)) for image_id, _, height, width in self.images}
+
+    @cached_property
+    def left_out(self) -> set[Id]:
+        """Ids of images with faults."""
+        return (self._faulty | {image_id for image_id, *_ in self._good}) - self.index_of.keys()
+
+
+class AnnotationTable:
+    """Annotations that count.
+
+    Args:
+        images: the images, complete.
+        issues: place for what is found.
+    """
+
+    def __init__(self, images: ImageTable, issues: Issues):
+        self.images = images
+        self.issues = issues
+        self.number = 0
+        self._whole = array("q")  # five per plain box: number, index of the image, category id, crowd, id
+        self._real = array("d")  # five per plain box: xywh, area
+        self._others: list[tuple[int, Any]] = []
+
+    def add(self, entry: Any) -> None:
+        """Take an entry."""
+        try:
+            box, area, crowd, own = entry["bbox"], entry["area"], entry["iscrowd"], entry["id"]
+            image_id, category_id, (x, y, w, h) = entry["image_id"], entry["category_id"], box
+            is_plain = (
+                type(image_id) is type(category_id) is type(own) is type(crowd) is int
+                and type(box) is list
+                and "source" not in entry
+                and {type(x), type(y), type(w), type(h), type(area)} <= NUMBERS
+                and (x >= 0 and y >= 0 and w >= 1 and h >= 1 and 0 <= area <= LARGEST_AREA)
+                and (0 <= crowd <= 1 and -LARGEST_ID <= own <= LARGEST_ID and -LARGEST_ID <= category_id <= LARGEST_ID)
+                and image_id in self.images.sizes
+            )
+            if is_plain:
+                height, width = self.images.sizes[image_id]
+                is_plain = x + w <= width and y + h <= height
+        except (LookupError, TypeError, ValueError, OverflowError):
+            is_plain = False
+        if is_plain:
+            self._whole.extend((self.number, self.images.index_of[image_id], category_id, crowd, own))
+            self._real.extend((x, y, w, h, area))
+        else:
+            self._others.append((self.number, {key: entry[key] for key in KEYS if key in entry} if type(entry) is dict else entry))
+        self.number += 1
+
+    def columns(self, label_of: dict[Id, int]) -> Columns:
+        """Images and boxes as columns.
+
+        Args:
+            label_of: label of each category id.
+        """
+        whole = np.frombuffer(self._whole, dtype=np.int64).reshape(-1, 5) if self._whole else np.empty((0, 5), np.int64)
+        real = np.frombuffer(self._real, dtype=np.float64).reshape(-1, 5) if self._real else np.empty((0, 5))
+        known, labels = _labels(whole[:, 2], label_of)
+        is_plain = known & ~self._shares_id(whole[:, 4])
+        rows = self._ask_rules(whole[~is_plain], real[~is_plain], label_of)
+        asked = np.array(rows, dtype=np.float64).reshape(-1, 9)
+        numbers = np.concatenate([whole[is_plain, 0], asked[:, 0].astype(np.int64)])
+        image_of = np.concatenate([whole[is_plain, 1], asked[:, 1].astype(np.int64)])
+        order = np.lexsort((numbers, image_of))
+        boxes = np.concatenate([real[is_plain, :4], asked[:, 4:8]])[order]
+        ids, names, heights, widths = zip(*self.images.images, strict=True) if self.images.images else ((), (), (), ())
+        packed, ends = pack_names(list(names))
+        return Columns(
+            image_ids=np.array(ids, dtype=np.int64),
+            sizes=np.array((heights, widths), dtype=np.int32).T.copy(),
+            names=packed,
+            name_ends=ends,
+            starts=np.searchsorted(image_of[order], np.arange(len(ids) + 1)),
+            boxes_xywh=boxes,
+            areas=np.concatenate([real[is_plain, 4], asked[:, 8]])[order],
+            labels=np.concatenate([labels[is_plain], asked[:, 2].astype(np.int32)])[order],
+            crowds=np.concatenate([whole[is_plain, 3], asked[:, 3].astype(np.int64)])[order].astype(bool),
+            numbers=numbers[order],
+        )
+
+    def _shares_id(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) bool: whether another annotation has the id of a plain one."""
+        others = [entry.get("id") for _, entry in self._others if type(entry) is dict]
+        others = [one for one in others if type(one) is int and -LARGEST_ID <= one <= LARGEST_ID]
+        _, which, counts = np.unique(ids, return_inverse=True, return_counts=True)
+        return (counts[which] > 1) | np.isin(ids, np.array(others, dtype=np.int64))
+
+    def _ask_rules(self, whole: np.ndarray, real: np.ndarray, label_of: dict[Id, int]) -> list[Row]:
+        """Ask every rule of the annotations that are not plain, in the order of the file."""
+        image_ids = [image_id for image_id, *_ in self.images.images]
+        found = list(self._others)
+        for (number, image, category_id, crowd, own), (*box, area) in zip(whole.tolist(), real.tolist(), strict=True):
+            entry = {"id": own, "image_id": image_ids[image], "category_id": category_id, "bbox": box, "area": area}
+            found.append((number, {**entry, "iscrowd": crowd}))
+        rows, seen = [], set()
+        for number, entry in sorted(found, key=lambda one: one[0]):
+            fault = _repeated_id(entry, seen) or annotation_fault(entry, self.images.sizes, label_of)
+            if not fault:
+                rows += self._clean(entry, number, label_of)
+            elif type(entry) is dict and type(entry.get("image_id")) is int and entry["image_id"] in self.images.left_out:
+                self.issues.add_info("boxes of images that have faults themselves", _where(entry, number))
+            else:
+                self.issues.add_fault(fault[0], f"{_where(entry, number)}: {fault[1]}")
+        return rows
+
+    def _clean(self, entry: dict, number: int, label_of: dict[Id, int]) -> list[Row]:
+        """The row of an annotation without faults; none of a box without area or outside the image."""
+        size = self.images.sizes[entry["image_id"]]
+        box, why = clip_box(entry["bbox"], size)
+        if why is not None:
+            self.issues.add_info(why, f"{_where(entry, number)}: bbox {entry['bbox']}")
+        if box is None:
+            return []
+        if min(box[2:]) < 1 and max(size) > 1:  # a file that cannot be read counts as 1 x 1
+            self.issues.add_info(THIN, f"{_where(entry, number)}: bbox {entry['bbox']}")
+        area, crowd = entry.get("area"), entry.get("iscrowd")
+        if (area is None or crowd is None) and "source" not in entry:  # other formats have neither of them
+            self.issues.add_info("annotations without area or iscrowd, filled in", _where(entry, number))
+        box_area = box[2] * box[3]
+        area = box_area if area is None else float(area) if why is None else min(area, box_area)
+        return [(number, self.images.index_of[entry["image_id"]], label_of[entry["category_id"]], int(crowd or 0), *box, area)]
+
+
+def _labels(category_ids: np.ndarray, label_of: dict[Id, int]) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) bool: whether a category is known; (n,) int32: its label, 0 where it is not."""
+    if not len(label_of):
+        return np.zeros(len(category_ids), bool), np.zeros(len(category_ids), np.int32)
+    ids = np.array(sorted(label_of), dtype=np.int64)
+    place = np.searchsorted(ids, category_ids).clip(max=len(ids) - 1)
+    known = ids[place] == category_ids
+    labels = np.array([label_of[one] for one in ids.tolist()], dtype=np.int32)
+    return known, np.where(known, labels[place], 0).astype(np.int32)
+
+
+def _repeated_id(entry: Any, seen: set[int | str]) -> Fault | None:
+    """The fault of an annotation whose id is in ``seen``; otherwise its id, if any, is added to ``seen``."""
+    own = entry.get("id") if type(entry) is dict else None
+    if type(own) not in (int, str):
+        return None
+    if own in seen:
+        return "annotation ids that are not unique", "an earlier annotation has the same id"
+    seen.add(own)
+    return None
+
+
+def _where(entry: Any, number: int) -> str:
+    if type(entry) is not dict:
+        return f"annotations[{number}]"
+    if "source" in entry:
+        return entry["source"]
+    return f"annotations[{number}] (id {entry.get('id')!r}, image {entry.get('image_id')!r})"

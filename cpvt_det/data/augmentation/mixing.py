@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Augmentations that show several images in one, on the canvas of the first."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as TF
+
+from cpvt_det.data.augmentation.registry import AUGMENTATION_REGISTRY, DrawScene, Scene
+from cpvt_det.data.augmentation.visible import clip_to_visible, overlap_areas, visible_part
+
+TRIALS = 10
+"""Places that are tried for an object that is pasted."""
+THIN = 2
+"""Pixels; smallest side of a corner and of a pasted rectangle, because torch 2.14 fails to resize to 1 x 1. A canvas that is not
+two such corners wide and high is left as it is."""
+
+
+class Mixing:
+    """Base class: happens to a share of the images.
+
+    Args:
+        p: probability that an image is mixed, in [0, 1].
+    """
+
+    mixes = True
+
+    def __init__(self, p: float):
+        self.p = p
+
+    def __call__(self, image: Tensor, boxes: Tensor, labels: Tensor, draw: DrawScene) -> Scene:
+        """Mix, or leave the image as it is."""
+        is_mixed = torch.rand(()) < self.p and min(image.shape[-2:]) >= 2 * THIN
+        return self.mix((image, boxes, labels), draw) if is_mixed else (image, boxes, labels)
+
+    def mix(self, scene: Scene, draw: DrawScene) -> Scene:
+        """Mix other images into one."""
+        raise NotImplementedError
+
+
+@AUGMENTATION_REGISTRY.register_as("Mosaic")
+class Mosaic(Mixing):
+    """Four images in the corners of one canvas; each fills its corner with a random window of its own.
+
+    Args:
+        p: probability.
+        center: range of the point where the four meet, as shares of the canvas's sides.
+        zoom: range of the magnification; at 1 as much of an image is shown as its corner can hold.
+        min_visible: as in :func:`clip_to_visible`, for objects at the borders of windows.
+
+    Raises:
+        ValueError: a centre outside of the canvas, or a magnification below 1.
+
+    Source: arXiv 2004.10934, section 3.3; there windows are placed otherwise.
+    """
+
+    def __init__(
+        self,
+        p: float = 0.5,
+        center: Sequence[float] = (0.3, 0.7),
+        zoom: Sequence[float] = (1.0, 1.5),
+        min_visible: float = 0.0,
+    ):
+        super().__init__(p)
+        _require_range("center", center, 0, 1)
+        _require_range("zoom", zoom, 1, None)
+        self.center, self.zoom, self.min_visible = center, zoom, min_visible
+
+    def mix(self, scene: Scene, draw: DrawScene) -> Scene:
+        """Put the image and three others into the corners, in random order."""
+        height, width = scene[0].shape[-2:]
+        y, x = (min(side - THIN, max(THIN, round(side * _uniform(self.center)))) for side in (height, width))
+        corners = [(0, 0, y, x), (0, x, y, width), (y, 0, height, x), (y, x, height, width)]
+        scenes = [scene, draw(), draw(), draw()]
+        canvas, boxes, labels = scene[0].as_subclass(Tensor).clone(), [], []
+        for (top, left, bottom, right), number in zip(corners, torch.randperm(4).tolist(), strict=True):
+            image, moved, kept_labels = self._window(scenes[number], (bottom - top, right - left))
+            canvas[:, top:bottom, left:right] = image
+            boxes.append(moved + moved.new_tensor([left, top, left, top]))
+            labels.append(kept_labels)
+        return canvas, torch.cat(boxes), torch.cat(labels)
+
+    def _window(self, scene: Scene, size: tuple[int, int]) -> Scene:
+        """A random window of an image, resized to the size of a corner."""
+        image, boxes, labels = scene
+        whole = image.shape[-2:]
+        scale = max(side / own for side, own in zip(size, whole, strict=True)) * _uniform(self.zoom)
+        window = [min(own, max(1, round(side / scale))) for side, own in zip(size, whole, strict=True)]
+        top, left = (_below(own - side + 1) for own, side in zip(whole, window, strict=True))
+        cut = TF.resized_crop(image.as_subclass(Tensor), top, left, *window, list(size), antialias=True)
+        moved = _scaled(boxes.as_subclass(Tensor) - boxes.new_tensor([left, top, left, top]), window, size)
+        moved, kept = clip_to_visible(moved, size, self.min_visible)
+        return cut, moved[kept], labels[kept]
+
+
+@AUGMENTATION_REGISTRY.register_as("MixUp")
+class MixUp(Mixing):
+    """The mean of two images, with the objects of both; the other one is resized to fit into the canvas, at a random place.
+
+    Args:
+        p: probability.
+        share: range of the first image's share of the pixels, where both are.
+
+    Raises:
+        ValueError: shares outside of [0, 1].
+
+    Source: arXiv 1902.04103, section 3.1; without weights of objects, hence shares near a half.
+    """
+
+    def __init__(self, p: float = 0.5, share: Sequence[float] = (0.4, 0.6)):
+        super().__init__(p)
+        _require_range("share", share, 0, 1)
+        self.share = share
+
+    def mix(self, scene: Scene, draw: DrawScene) -> Scene:
+        """Mix one other image in."""
+        image, boxes, labels = scene
+        other, other_boxes, other_labels = draw()
+        canvas, before = image.as_subclass(Tensor).clone(), other.shape[-2:]
+        scale = min(side / own for side, own in zip(canvas.shape[-2:], before, strict=True))
+        size = [max(1, round(own * scale)) for own in before]
+        top, left = (_below(side - own + 1) for side, own in zip(canvas.shape[-2:], size, strict=True))
+        place = canvas[:, top : top + size[0], left : left + size[1]]
+        resized = TF.resize(other.as_subclass(Tensor), size, antialias=True).float()
+        place.copy_(resized.lerp(place.float(), _uniform(self.share)).round())
+        moved = _scaled(other_boxes.as_subclass(Tensor), before, size) + boxes.new_tensor([left, top, left, top])
+        return canvas, torch.cat((boxes.as_subclass(Tensor), moved)), torch.cat((labels, other_labels))
+
+
+@AUGMENTATION_REGISTRY.register_as("CopyPaste")
+class CopyPaste(Mixing):
+    """Objects of another image, each as the rectangle around it, pasted where they cover little of what is there.
+
+    A rectangle shows some of the object's surroundings, so that its border is not the border of the object. What else is in it is
+    pasted too: other objects with their boxes, if enough of them is inside.
+
+    Args:
+        p: probability.
+        count: largest number of objects.
+        scale: range of the magnification, beyond that from the other image's size to this one's.
+        margin: largest width of the surroundings at each side, as a share of the object's side.
+        max_cover: largest share of an object that may be covered, in [0, 1); its box becomes that of its visible part.
+        min_visible: as in :func:`clip_to_visible`, for other objects in the rectangle.
+
+    Raises:
+        ValueError: an argument outside of its range.
+
+    Source: arXiv 1902.07296, section 4, and arXiv 2012.07177, with boxes in place of masks.
+    """
+
+    def __init__(
+        self,
+        p: float = 0.5,
+        count: int = 3,
+        scale: Sequence[float] = (0.5, 1.5),
+        margin: float = 0.2,
+        max_cover: float = 0.3,
+        min_visible: float = 0.0,
+    ):
+        super().__init__(p)
+        _require_range("scale", scale, 1e-3, None)
+        if count < 1 or margin < 0 or not 0 <= max_cover < 1:
+            raise ValueError(
+                f"count must be at least 1, margin at least 0 and max_cover in [0, 1), got {count}, {margin} and {max_cover}"
+            )
+        self.count, self.scale, self.margin, self.max_cover, self.min_visible = count, scale, margin, max_cover, min_visible
+
+    def mix(self, scene: Scene, draw: DrawScene) -> Scene:
+        """Paste objects of one other image, one after the other; those without a place are left out."""
+        canvas, boxes, labels = scene[0].as_subclass(Tensor).clone(), scene[1].as_subclass(Tensor), scene[2]
+        other, places, covered = draw(), [], torch.zeros(len(boxes))
+        earlier = torch.zeros(len(boxes), dtype=torch.int64)  # places that were filled before an object was there
+        ratio = (canvas[0].numel() / other[0][0].numel()) ** 0.5
+        chosen = torch.randperm(len(other[1]))[: 1 + _below(self.count)]
+        for number in chosen.tolist():
+            patch, inside, names = self._patch(other, number, ratio)
+            place = self._find_place(patch, canvas, boxes, covered)
+            if place is None:
+                continue
+            left, top, right, bottom = place.int().tolist()
+            canvas[:, top:bottom, left:right] = patch
+            places.append(place)
+            covered = torch.cat((covered + overlap_areas(boxes, place) / _areas(boxes), torch.zeros(len(inside))))
+            boxes, labels = torch.cat((boxes, inside + place[[0, 1, 0, 1]])), torch.cat((labels, names))
+            earlier = torch.cat((earlier, torch.full((len(inside),), len(places))))
+        for number in covered.nonzero()[:, 0].tolist():
+            boxes[number] = visible_part(boxes[number], places[earlier[number] :])
+        return canvas, boxes, labels
+
+    def _patch(self, scene: Scene, number: int, ratio: float) -> Scene:
+        """The rectangle around an object, resized, with the boxes in it."""
+        image, boxes, labels = scene[0].as_subclass(Tensor), scene[1].as_subclass(Tensor), scene[2]
+        height, width = image.shape[-2:]
+        box = boxes[number]
+        margins = torch.rand(4) * self.margin * (box[2:] - box[:2]).repeat(2)
+        left, top = (box[:2] - margins[:2]).floor().clamp(min=0).int().tolist()
+        right, bottom = (box[2:] + margins[2:]).ceil().minimum(box.new_tensor([width, height])).int().tolist()
+        scale, before = ratio * _uniform(self.scale), (bottom - top, right - left)
+        size = [max(THIN, round(side * scale)) for side in before]
+        inside, kept = clip_to_visible(boxes - boxes.new_tensor([left, top, left, top]), before, self.min_visible)
+        patch = TF.resize(image[:, top:bottom, left:right], size, antialias=True)
+        return patch, _scaled(inside[kept], before, size), labels[kept]
+
+    def _find_place(self, patch: Tensor, canvas: Tensor, boxes: Tensor, covered: Tensor) -> Tensor | None:
+        """(4,) float, xyxy: a random place that covers no box too much; ``None`` where none was found."""
+        (height, width), room = patch.shape[-2:], canvas.shape[-2:]
+        if height > room[0] or width > room[1]:
+            return None
+        for _ in range(TRIALS):
+            top, left = _below(room[0] - height + 1), _below(room[1] - width + 1)
+            place = boxes.new_tensor([left, top, left + width, top + height])
+            if (covered + overlap_areas(boxes, place) / _areas(boxes) <= self.max_cover).all():
+                return place
+        return None
+
+
+def _require_range(name: str, pair: Sequence[float], low: float, high: float | None) -> None:
+    if len(pair) != 2 or not low <= pair[0] <= pair[1] or (high is not None and pair[1] > high):
+        bounds = f"from at least {low:g}" + ("" if high is None else f" to at most {high:g}")
+        raise ValueError(f"{name} must be a range [low, high] {bounds}, got {list(pair)}")
+
+
+def _uniform(bounds: Sequence[float]) -> float:
+    low, high = bounds
+    return low + (high - low) * float(torch.rand(()))
+
+
+def _below(end: int) -> int:
+    """A random number from 0 to end - 1."""
+    return int(torch.randint(end, ()))
+
+
+def _areas(boxes: Tensor) -> Tensor:
+    return (boxes[:, 2:] - boxes[:, :2]).prod(1)
+
+
+def _scaled(boxes: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
+    """(G, 4) xyxy in an image of size ``before`` -> in the same image resized to ``after``, both (height, width)."""
+    y, x = (new / old for new, old in zip(after, before, strict=True))
+    return boxes * boxes.new_tensor([x, y, x, y])

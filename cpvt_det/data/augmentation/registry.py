@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract and the registry of augmentations."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from cpvt_det.registry import PartRegistry
+
+Scene = tuple[Tensor, Tensor, Tensor]
+"""An image and its objects: image (3, h, w) uint8 RGB; boxes (G, 4) float32 xyxy in pixels, within the image; labels (G,) int64 in
+[0, K). Augmentations are called with torchvision's ``tv_tensors.Image`` and ``BoundingBoxes``, which are tensors."""
+
+DrawScene = Callable[[], Scene]
+"""Another training image, drawn at random, after the augmentations that come earlier in the list."""
+
+AUGMENTATION_REGISTRY = PartRegistry("AUGMENTATION", "augmentation", chosen=frozenset({"min_visible"}))
+"""Name in ``INPUT.AUGMENTATIONS`` -> a builder, called with the options of the entry.
+
+What it returns is called as ``augment(image, boxes, labels)`` and returns the three, as :data:`Scene` describes them; the image may
+have another size. Boxes may reach beyond the image and may be removed, with their labels; afterwards they are clipped, and those of
+which too little is left are removed (:func:`cpvt_det.data.augmentation.visible.clip_to_visible`). Inputs are not changed in place.
+
+- An augmentation with the attribute ``mixes = True`` shows more than one image. It gets a fourth argument ``draw``, a
+  :data:`DrawScene`, and is left out in the last ``INPUT.CLOSE_EPOCHS``.
+- A builder with a parameter ``min_visible`` gets ``INPUT.MIN_VISIBLE``, for boxes that it has to clip itself.
+- Random numbers come from torch's global generator, ``random`` or ``numpy.random``, which are seeded for each image. A generator of
+  its own has to be seeded from one of these at every call: otherwise a resumed run sees other images.
+"""

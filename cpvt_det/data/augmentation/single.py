@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Augmentations of torchvision, by their names there, that change one image.
+
+Left out are those after which boxes are not those of the pixels (``RandomErasing``; ``ElasticTransform``, which moves corners
+only), those that refuse boxes, and what has keys of its own: mirroring, resizing.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as TF
+
+from cpvt_det.data.augmentation.registry import AUGMENTATION_REGISTRY, Scene
+from cpvt_det.errors import UnknownNameError
+
+COLOURS = (
+    "ColorJitter",
+    "GaussianBlur",
+    "GaussianNoise",
+    "JPEG",
+    "RandomAdjustSharpness",
+    "RandomAutocontrast",
+    "RandomChannelPermutation",
+    "RandomEqualize",
+    "RandomGrayscale",
+    "RandomInvert",
+    "RandomPhotometricDistort",
+    "RandomPosterize",
+    "RandomSolarize",
+)
+PLACES = (
+    "CenterCrop",
+    "Pad",
+    "RandomAffine",
+    "RandomCrop",
+    "RandomPerspective",
+    "RandomResizedCrop",
+    "RandomRotation",
+    "RandomVerticalFlip",
+    "RandomZoomOut",
+    "ScaleJitter",
+)
+GROUPS = ("RandomApply", "RandomChoice", "RandomOrder")
+"""Augmentations of other augmentations: their option ``transforms`` is a list like ``INPUT.AUGMENTATIONS``."""
+MODES = {mode.value: mode for mode in v2.InterpolationMode}
+
+
+def _from_torchvision(name: str) -> Callable[..., v2.Transform]:
+    transform = getattr(v2, name)
+
+    @functools.wraps(transform)
+    def build(**options: Any) -> v2.Transform:
+        mode = options.get("interpolation")
+        if isinstance(mode, str):
+            if mode not in MODES:
+                raise UnknownNameError("interpolation", mode, MODES)
+            options["interpolation"] = MODES[mode]
+        return transform(**options)
+
+    return build
+
+
+for _name in (*COLOURS, *PLACES, *GROUPS):
+    AUGMENTATION_REGISTRY.register_as(_name)(_from_torchvision(_name))
+
+
+@AUGMENTATION_REGISTRY.register_as("RandomIoUCrop")
+class RandomIoUCrop(v2.RandomIoUCrop):
+    """torchvision's crop of SSD, which ends for every image, and whose boxes are removed by the rule that all others have.
+
+    torchvision's own removes each box whose centre is outside of the crop, however much of the object is still seen.
+
+    Args:
+        min_scale, max_scale: sides of the crop as shares of the image's.
+        min_aspect_ratio, max_aspect_ratio: width over height of the crop, as a multiple of the image's.
+        sampler_options: overlaps, one drawn per image, that a crop must have with at least one box; at 1 the image stays whole.
+            ``None``: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
+        trials: number of crops that are tried for an overlap, before another overlap is drawn.
+
+    Raises:
+        ValueError: ``sampler_options`` without 1: there are images without such a crop, which would be tried for ever.
+
+    Source: arXiv 1512.02325, section 2.2.
+    """
+
+    def __init__(
+        self,
+        min_scale: float = 0.3,
+        max_scale: float = 1.0,
+        min_aspect_ratio: float = 0.5,
+        max_aspect_ratio: float = 2.0,
+        sampler_options: Sequence[float] | None = None,
+        trials: int = 40,
+    ):
+        super().__init__(min_scale, max_scale, min_aspect_ratio, max_aspect_ratio, sampler_options, trials)
+        if max(self.options, default=0) < 1:
+            raise ValueError(f"sampler_options must contain 1, at which the image stays whole, got {list(self.options)}")
+
+    def forward(self, image: Tensor, boxes: Tensor, labels: Tensor) -> Scene:
+        """Crop; an image without boxes stays whole, as torchvision decides after many trials."""
+        return super().forward(image, boxes, labels) if len(boxes) else (image, boxes, labels)
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        """Crop the image or the boxes, if a crop was drawn."""
+        window = {name: value for name, value in params.items() if name != "is_within_crop_area"}
+        return self._call_kernel(TF.crop, inpt, **window) if window else inpt

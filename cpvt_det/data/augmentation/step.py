@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One entry of ``INPUT.AUGMENTATIONS`` at work: an augmentation, the check of what it returns, and the boxes that are left."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision import tv_tensors
+
+from cpvt_det.data.augmentation.registry import DrawScene, Scene
+from cpvt_det.data.augmentation.visible import clip_to_visible
+from cpvt_det.errors import BadInputError, ConfigError, first_line
+
+
+def as_scene(image: Tensor, boxes: Any, labels: Tensor, clips: bool = False) -> Scene:
+    """An image and its objects in the types of torchvision.
+
+    Args:
+        image, labels: as in :data:`Scene`.
+        boxes: array or tensor, as in :data:`Scene`.
+        clips: whether torchvision's transforms clip the boxes.
+    """
+    plain, mode = torch.as_tensor(boxes, dtype=torch.float32).as_subclass(Tensor), "soft" if clips else None
+    placed = tv_tensors.BoundingBoxes(plain, format="XYXY", canvas_size=image.shape[-2:], clamping_mode=mode)
+    return tv_tensors.Image(image), placed, labels
+
+
+@contextlib.contextmanager
+def augmentation_errors(name: str, scene: Scene, where: str) -> Iterator[None]:
+    """Within this block, an error of an augmentation names it, and the image that it was called with.
+
+    Args:
+        name: name of the augmentation.
+        scene: what it is called with.
+        where: name of the image.
+
+    Raises:
+        ConfigError: an augmentation that failed.
+    """
+    try:
+        yield
+    except BadInputError:
+        raise
+    except Exception as error:  # torchvision's and the user's code may raise anything
+        (height, width), count = scene[0].shape[-2:], len(scene[2])
+        size = f"{width} x {height} pixels and {count} boxes"
+        raise ConfigError(f"INPUT.AUGMENTATIONS: {name!r} failed on {where}, {size}: {first_line(error)}") from error
+
+
+class AugmentationStep:
+    """An augmentation whose boxes are clipped afterwards, and checked.
+
+    Args:
+        name: registered name of the augmentation, for messages.
+        augment: augmentation, as in :data:`AUGMENTATION_REGISTRY`.
+        min_visible: as in :func:`clip_to_visible`.
+
+    Attributes:
+        mixes: whether it shows more than one image.
+    """
+
+    def __init__(self, name: str, augment: Callable[..., Scene], min_visible: float):
+        self.name = name
+        self.augment = augment
+        self.min_visible = min_visible
+        self.mixes = bool(getattr(augment, "mixes", False))
+
+    def __call__(self, image: Tensor, boxes: Tensor, labels: Tensor, draw: DrawScene | None = None) -> Scene:
+        """Augment; ``draw`` is for one that mixes.
+
+        Raises:
+            TypeError: a result that is not a :data:`Scene`.
+        """
+        found = self.augment(image, boxes, labels, draw) if self.mixes else self.augment(image, boxes, labels)
+        self._require_scene(found)
+        image, boxes, labels = found
+        clipped, kept = clip_to_visible(boxes.as_subclass(Tensor), image.shape[-2:], self.min_visible)
+        return as_scene(image, clipped[kept], labels[kept])
+
+    def _require_scene(self, found: Any) -> None:
+        wrong = _fault(found)
+        if wrong:
+            raise TypeError(f"it must return image, boxes and labels, but {wrong}")
+
+
+def _fault(found: Any) -> str:
+    """What is wrong with the result of an augmentation; empty where nothing is."""
+    if not isinstance(found, (tuple, list)) or len(found) != 3 or not all(isinstance(part, Tensor) for part in found):
+        return f"returned {_kind(found)}"
+    image, boxes, labels = found
+    if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
+        return f"the image is {image.dtype} of shape {tuple(image.shape)} and not uint8 of shape (3, height, width)"
+    if not boxes.is_floating_point() or boxes.shape != (len(boxes), 4):
+        return f"the boxes are {boxes.dtype} of shape {tuple(boxes.shape)} and not floats of shape (boxes, 4)"
+    if labels.dtype != torch.int64 or labels.shape != boxes.shape[:1]:
+        return (
+            f"the labels are {labels.dtype} of shape {tuple(labels.shape)} and not int64 of shape ({len(boxes)},), one for each box"
+        )
+    corners = boxes.as_subclass(Tensor)
+    if not (corners[:, :2] <= corners[:, 2:]).all():  # false for NaN too
+        return "a box is not [x0, y0, x1, y1] with x0 <= x1 and y0 <= y1"
+    return ""
+
+
+def _kind(found: Any) -> str:
+    if isinstance(found, (tuple, list)):
+        return f"{len(found)} values, {', '.join(type(part).__name__ for part in found)}"
+    return type(found).__name__

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A record -> a sample for image classification: decode the image, crop and augment it.
+
+The augmentations are torchvision's. Their random numbers come from torch's state, which the loader sets from seed, epoch and image,
+so a resumed run repeats them; Mixup and CutMix, which mix images of a batch, are in ``solver/classify.py``.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision import tv_tensors
+from torchvision.transforms import InterpolationMode, v2
+
+from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.images import read_image
+from cpvt_det.data.loader import Draw, TrainBatches
+from cpvt_det.data.mapper import Sample
+from cpvt_det.structures import Targets
+
+MAGNITUDES = 31
+"""Magnitudes of RandAugment, from 0 to 30."""
+WHOLE = torch.tensor([[0.5, 0.5, 1.0, 1.0]])
+"""(1, 4) float, cxcywh, the box of an image that is one object."""
+
+
+def crop_transform(
+    size: int,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    flip: bool = True,
+    randaugment: Sequence[int] = (),
+    erase: float = 0.0,
+    erase_with: Sequence[float] = (0, 0, 0),
+) -> v2.Transform:
+    """The augmentation of one image, in the order of DeiT's.
+
+    Args:
+        size: side of the crop in pixels.
+        scale: smallest and largest area of the window that is cropped, as a part of the image's.
+        ratio: smallest and largest width of the window, as a multiple of its height.
+        flip: whether half of the images are mirrored.
+        randaugment: number of operations and their magnitude, 0 to 30; empty: none.
+        erase: probability that a rectangle is erased.
+        erase_with: three pixel values from 0 to 255 that erased pixels get.
+
+    Raises:
+        ValueError: a value out of its range.
+
+    Source: arXiv 2012.12877, table 9. Torchvision's RandAugment (arXiv 1909.13719) is not timm's ``rand-m9-mstd0.5-inc1``: its
+    magnitude has no noise, and some of its operations fade towards the middle of the range.
+    """
+    _require(size >= 1, f"the side of crops must be at least 1 pixel, got {size}")
+    _require(0 < scale[0] <= scale[1] <= 1, f"the scale of crops must be a range of parts of the area in (0, 1], got {scale}")
+    _require(0 < ratio[0] <= ratio[1], f"the ratio of crops must be a range of positive numbers, got {ratio}")
+    _require(0 <= erase <= 1, f"the probability of erasing must be from 0 to 1, got {erase}")
+    steps: list[v2.Transform] = [
+        v2.RandomResizedCrop(size, scale, ratio, InterpolationMode.BICUBIC, antialias=True),
+        v2.RandomHorizontalFlip(0.5 if flip else 0.0),
+    ]
+    if len(randaugment):
+        whole = len(randaugment) == 2 and all(type(value) is int for value in randaugment)
+        known = whole and randaugment[0] >= 0 and 0 <= randaugment[1] < MAGNITUDES
+        _require(known, f"RandAugment needs a number of operations and a magnitude from 0 to {MAGNITUDES - 1}, got {randaugment}")
+        steps.append(v2.RandAugment(*randaugment, num_magnitude_bins=MAGNITUDES, interpolation=InterpolationMode.BILINEAR))
+    if erase:
+        steps.append(v2.RandomErasing(erase, value=[float(value) for value in erase_with]))
+    return v2.Compose(steps)
+
+
+def central_transform(size: int, crop_ratio: float) -> v2.Transform:
+    """The test size of an image: resized, then its centre.
+
+    Args:
+        size: side of the crop in pixels.
+        crop_ratio: side of the crop as a part of the short side that is resized to; 0: no crop, the whole image at the short side
+            ``size``.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+    _require(size >= 1, f"the test size must be at least 1 pixel, got {size}")
+    _require(0 <= crop_ratio <= 1, f"the crop ratio must be from 0 (no crop) to 1, got {crop_ratio}")
+    resize = v2.Resize([round(size / (crop_ratio or 1))], InterpolationMode.BICUBIC, antialias=True)
+    return v2.Compose([resize, v2.CenterCrop(size)]) if crop_ratio else resize
+
+
+class ClassMapper:
+    """Makes samples.
+
+    Args:
+        transform: transform of an image.
+        with_targets: whether samples get targets, for training: the label, and the whole image as its box.
+    """
+
+    def __init__(self, transform: v2.Transform, with_targets: bool):
+        self.transform = transform
+        self.with_targets = with_targets
+
+    def __call__(self, record: ImageRecord) -> Sample:
+        """Make the sample of one record, with torch's global random state.
+
+        Raises:
+            DataError: an image that cannot be read.
+        """
+        sample = {
+            "file_name": record.file_name,
+            "image_id": record.image_id,
+            "height": record.height,
+            "width": record.width,
+            "image": self.prepare(read_image(record.file_name)),
+        }
+        return sample | ({"targets": Targets(torch.from_numpy(record.labels[:1]), WHOLE)} if self.with_targets else {})
+
+    def prepare(self, image: Tensor) -> Tensor:
+        """Transform an image, (3, H, W) uint8 -> (3, h, w) uint8."""
+        return self.transform(tv_tensors.Image(image)).as_subclass(Tensor)
+
+
+class RepeatedBatches(TrainBatches):
+    """Batches in which every image is there several times, augmented differently; an epoch has a part of the images.
+
+    Args:
+        repeats: times that an image is drawn in a row; an epoch has as many images in all as without.
+        arguments: as of :class:`TrainBatches`.
+
+    Source: repeated augmentation, arXiv 1901.09335, as in DeiT.
+    """
+
+    def __init__(self, repeats: int, **arguments):
+        super().__init__(**arguments)
+        _require(repeats >= 1, f"images must be repeated at least once, got {repeats}")
+        self.repeats = repeats
+
+    def draws(self, epoch: int) -> Iterator[Draw]:
+        """The draws of one epoch; a repeated image counts as of another epoch, for which its augmentation is drawn."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records).tolist()
+        repeated = ((epoch * self.repeats + time, index) for index in order for time in range(self.repeats))
+        return itertools.islice(repeated, self.num_records)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

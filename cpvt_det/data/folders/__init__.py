@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of images and annotations, in whatever layout -> data sets that a config can name."""

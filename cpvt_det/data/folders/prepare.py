@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder -> entries of ``DATASETS.REGISTER``. Nothing is written into the folder.
+
+A split that the folder has is named as it is. One that is drawn, or that only names of folders tell, is written as two COCO JSONs.
+"""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from cpvt_det.data.coco import CocoDataset
+from cpvt_det.data.folders.layouts import FINDERS, find_layout
+from cpvt_det.data.folders.listing import Listing
+from cpvt_det.data.folders.split import divide
+from cpvt_det.data.formats.reading import complete
+from cpvt_det.data.formats.registry import Sections
+from cpvt_det.errors import DataError
+from cpvt_det.files import write_json
+
+SPLITS = ("train", "val", "test")
+SEED = 0
+"""Of the split: the same for every run, so that runs on one folder can be compared."""
+
+
+@dataclass
+class FolderData:
+    """The data sets of a folder.
+
+    Attributes:
+        register: entries of ``DATASETS.REGISTER``; their names end in ``_train``, ``_val`` and, where there is one, ``_test``.
+        notes: what was found and done, a line each.
+        written: COCO JSONs that were written.
+    """
+
+    register: list[list[str]]
+    notes: list[str]
+    written: list[str] = field(default_factory=list)
+
+    @property
+    def train(self) -> str:
+        """The name of the training set."""
+        return self.register[0][0]
+
+    @property
+    def val(self) -> str:
+        """The name of the validation set."""
+        return self.register[1][0]
+
+
+def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool = False) -> FolderData:
+    """Find the data sets of a folder.
+
+    Args:
+        folder: folder of images and annotations, in a layout of :mod:`cpvt_det.data.folders.layouts`.
+        output: folder for the JSONs of a split that no config could name otherwise; made when it is needed.
+        wanted: format to read where there are several.
+        new_split: draw a split, whatever the folder has.
+
+    Raises:
+        DataError: no annotations, several formats, images that cannot be divided.
+        UnknownNameError: a format that does not exist.
+    """
+    listing = Listing(folder)
+    layout = find_layout(listing, wanted)
+    if not listing.images and layout.format in FINDERS:
+        raise DataError(f"{folder} has annotations ({layout.what}) but no images; put the images below {folder}, too")
+    data = FolderData([], [f"{folder}: {layout.format}, {layout.what}"])
+    name, places = folder.resolve().name or "data", dict(layout.places)
+    if places and not new_split:
+        _use_test_set(places, data.notes)
+        data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
+        return data
+    content = complete(layout.read())
+    parts = _parts(listing, content, new_split, data.notes)
+    for split, image_ids in parts.items():
+        path = output / f"{split}.json"
+        others = {image_id for other, ids in parts.items() if other != split for image_id in ids}
+        write_json(_part(content, set(image_ids), others, folder), path)
+        data.register.append([f"{name}_{split}", str(path), str(folder)])
+        data.written.append(str(path))
+    return data
+
+
+def _use_test_set(parts: dict[str, Any], notes: list[str]) -> None:
+    """Validate on the test set where there is no validation set."""
+    if "val" not in parts and "test" in parts:
+        parts["val"] = parts.pop("test")
+        notes.append("there is no validation set: the test set is used for it")
+
+
+def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str]) -> dict[str, Collection[int]]:
+    """The ids of the images of each split: by the names of folders, or drawn."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for image in content["images"]:
+        found[listing.split_of(Path(image["file_name"]))].append(image["id"])
+    if not new_split and "train" in found and ("val" in found or "test" in found):
+        left_out = len(found.pop("", ()))
+        notes += [f"{left_out} images in no folder of a split are left out"] if left_out else []
+        _use_test_set(found, notes)
+        parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
+        how = "by names of folders"
+    else:
+        parts, how = divide(content, listing.root, SEED), f"drawn by seed {SEED}, near-duplicates together"
+    notes.append(f"split {how}: {', '.join(f'{len(image_ids)} images for {split}' for split, image_ids in parts.items())}")
+    return parts
+
+
+def _part(content: Sections, image_ids: set[int], others: set[int], folder: Path) -> Sections:
+    """Some images with their annotations, and file names from the folder on; with annotations of images that do not exist, too, for
+    the check of the data to report."""
+    images = [image for image in content["images"] if image["id"] in image_ids]
+    return {
+        "images": [image | {"file_name": os.path.relpath(image["file_name"], folder)} for image in images],
+        "annotations": [box for box in content["annotations"] if box["image_id"] in image_ids or box["image_id"] not in others],
+        "categories": content["categories"],
+    }
+
+
+def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
+    """Refuse a split that has images twice: the same file, or a copy of it.
+
+    Raises:
+        DataError: images to train on that are validated on, too.
+    """
+    paths = [{os.path.realpath(record.file_name): record.file_name for record in dataset.records} for dataset in (train, val)]
+    both = [(path, path) for path in paths[0].keys() & paths[1].keys()] or _copies(*(list(named.values()) for named in paths))
+    if both:
+        first, second = min(both)
+        copy = f"{first}, which is {second}" if first != second else first
+        raise DataError(
+            f"{len(both)} images are in training and in validation, such as {copy}; the figures would be of images seen in "
+            "training: remove them from one of the two, or draw a split with --new-split"
+        )
+
+
+def _copies(train: Iterable[str], val: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of files with the same bytes; only files of the same size are read."""
+    size_of = {path: os.path.getsize(path) for path in (*train, *val)}
+    common = {size_of[path] for path in train} & {size_of[path] for path in val}
+    digests = {path: sha256(Path(path).read_bytes()).digest() for path, size in size_of.items() if size in common}
+    of_digest = {digests[path]: path for path in train if path in digests}
+    return [(of_digest[digests[path]], path) for path in val if digests.get(path) in of_digest]
+
+
+def count_classes(datasets: Mapping[str, CocoDataset]) -> tuple[list[tuple], list[str]]:
+    """Boxes of each class in each data set.
+
+    Returns:
+        Rows (class, boxes in each data set); and a line for each data set that lacks classes.
+    """
+    counts = {split: Counter(int(label) for record in data.records for label in record.labels) for split, data in datasets.items()}
+    names = next(iter(datasets.values())).classes.names
+    rows = [(name, *(count[label] for count in counts.values())) for label, name in enumerate(names)]
+    notes = []
+    for split, count in counts.items():
+        absent = [name for label, name in enumerate(names) if not count[label]]
+        why = "they cannot be learned" if split == "train" else "their AP is not measured"
+        if absent:
+            listed = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
+            notes.append(f"{len(absent)} of {len(names)} classes have no object in {split}, so {why}: {listed}")
+    return rows, notes

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One data set -> images to train on and images to validate on.
+
+The same images and seed give the same split on every machine. Near-duplicates, such as neighbouring frames of a film, stay
+together: otherwise the figures would be of images that were almost seen in training.
+"""
+
+import hashlib
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cpvt_det.data.formats.registry import Sections
+from cpvt_det.data.validation.duplicates import near_duplicates
+from cpvt_det.errors import DataError
+
+VALIDATION_SHARE = 0.2
+MOST_TO_VALIDATE = 500
+"""Images: more make an evaluation longer and a figure hardly more certain."""
+
+
+def divide(content: Sections, root: Path, seed: int) -> dict[str, set[int]]:
+    """Draw a split.
+
+    Args:
+        content: COCO's sections, whose images have paths as ``file_name``.
+        root: the folder of the data; paths count from there.
+        seed: seed of the draw.
+
+    Returns:
+        ``train`` and ``val``, each with the ids of its images. A class with objects in two or more groups of images is in both.
+
+    Raises:
+        DataError: fewer than two groups of near-duplicates.
+    """
+    images = {image["id"]: image["file_name"] for image in content["images"]}
+    groups = _groups(images, root, seed)
+    if len(groups) < 2:
+        few = "1 image" if len(images) == 1 else f"{len(images)} images that are nearly the same"
+        raise DataError(f"{few} cannot be divided into training and validation; add images, or name the sets in a config")
+    classes = defaultdict(set)
+    for annotation in content["annotations"]:
+        classes[annotation["image_id"]].add(str(annotation["category_id"]))
+    of_group = [set().union(*(classes[image_id] for image_id in group)) for group in groups]
+    target = max(1, min(MOST_TO_VALIDATE, round(VALIDATION_SHARE * len(images))))
+    chosen = _choose(of_group, [len(group) for group in groups], target)
+    val = {image_id for number in chosen for image_id in groups[number]}
+    return {"train": images.keys() - val, "val": val}
+
+
+def _groups(images: Mapping[int, str], root: Path, seed: int) -> list[list[int]]:
+    """Groups of near-duplicates, in an order drawn by the seed and the names of their files."""
+    ids, order = list(images), {}
+    for image_id, path in images.items():
+        name = os.path.relpath(path, root).replace(os.sep, "/")
+        order[image_id] = hashlib.sha256(f"{seed} {name}".encode(errors="replace")).hexdigest()
+    parent = {image_id: image_id for image_id in ids}
+
+    def leader(image_id: int) -> int:
+        while parent[image_id] != image_id:
+            image_id = parent[image_id]
+        return image_id
+
+    for first, second in near_duplicates([images[image_id] for image_id in ids]):
+        one, other = sorted((leader(ids[first]), leader(ids[second])), key=order.__getitem__)
+        parent[other] = one
+    groups = defaultdict(list)
+    for image_id in sorted(ids, key=order.__getitem__):
+        groups[leader(image_id)].append(image_id)
+    return [groups[image_id] for image_id in sorted(groups, key=order.__getitem__)]
+
+
+def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> set[int]:
+    """Groups to validate on: one for each class from the rarest on, then others in their order, up to ``target`` images.
+
+    The last group that has a class is left to training.
+    """
+    count = Counter(name for group in classes for name in group)
+    chosen: set[int] = set()
+
+    def take(number: int) -> None:
+        chosen.add(number)
+        count.subtract(classes[number])
+
+    def is_free(number: int) -> bool:
+        return number not in chosen and all(count[name] > 1 for name in classes[number]) and len(chosen) < len(classes) - 1
+
+    for name in sorted(count, key=lambda name: (count[name], name)):
+        if not any(name in classes[number] for number in chosen):
+            for number in [number for number, group in enumerate(classes) if name in group and is_free(number)][:1]:
+                take(number)
+    total = sum(sizes[number] for number in chosen)
+    for number, size in enumerate(sizes):
+        if is_free(number) and total + size <= target:
+            take(number)
+            total += size
+    return chosen or {0}  # none is free where every group is the last of a class

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of images per class, ``root/train/CLASS/*.jpg``: the layout of ImageNet and of torchvision's ``ImageFolder``.
+
+An image is one object of its class that fills it. Files in deeper folders belong to the class too; files of other suffixes, and
+names that start with a dot, are not looked at.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from cpvt_det.data.find_images import SUFFIXES
+from cpvt_det.data.formats.registry import Sections, register_format
+from cpvt_det.errors import DataError
+
+WHOLE = [0.5, 0.5, 1.0, 1.0]
+"""The box of an image that is one object, cxcywh in [0, 1]."""
+
+
+def is_image_folder(path: Path) -> bool:
+    """Whether a folder has images in folders of its folders, or in its folders."""
+    folders = _folders(path) if path.is_dir() else []
+    return any(_has_image(inside) for folder in folders for inside in (folder, *_folders(folder)))
+
+
+@register_format("image_folder", matches=is_image_folder)
+def read_image_folder(root: Path, split: str) -> Sections:
+    """Read a data set into COCO's sections, without sizes of images.
+
+    Args:
+        root: folder of the splits.
+        split: name of a folder in ``root``, whose folders are the classes; empty: the folders of ``root`` are the classes.
+
+    Returns:
+        The sections. Category ids count from 1 in alphabetical order over the classes of all splits, so that a split that lacks one
+        has the same labels; image ids count from 1 in the order of the paths.
+
+    Raises:
+        DataError: a split that does not exist, or without a folder of a class.
+    """
+    place = root / split
+    if not place.is_dir():
+        known = ", ".join(folder.name for folder in _folders(root))
+        raise DataError(f"{root} has no split {split!r}: there is no folder {place}; known: {known}")
+    own = {folder.name for folder in _folders(place)}
+    if not own:
+        raise DataError(f"{place} has no folder of a class; expected {place / 'CLASS'}/*.jpg")
+    siblings = [{folder.name for folder in _folders(other)} for other in _folders(root)] if split else []
+    names = sorted(own.union(*(other for other in siblings if other & own)))
+    files = [(number, path) for number, name in enumerate(names, start=1) for path in _images(place / name)]
+    return {
+        "images": [{"id": image_id, "file_name": path} for image_id, (_, path) in enumerate(files, start=1)],
+        "annotations": [
+            {"id": image_id, "image_id": image_id, "category_id": number, "relative_cxcywh": WHOLE, "source": path}
+            for image_id, (number, path) in enumerate(files, start=1)
+        ],
+        "categories": [{"id": number, "name": name} for number, name in enumerate(names, start=1)],
+    }
+
+
+def _folders(path: Path) -> list[Path]:
+    """The folders in a folder, by name."""
+    return sorted(folder for folder in path.iterdir() if not folder.name.startswith(".") and folder.is_dir())
+
+
+def _has_image(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(_is_image(entry.name) for entry in entries)
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+
+
+def _images(folder: Path) -> Iterator[str]:
+    """Paths of the images in a folder and below it, by name."""
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders.sort()
+        yield from (os.path.join(place, name) for name in sorted(files) if _is_image(name))

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entries of a JSON object's long lists one by one, so that a file need not fit into memory."""
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+CHUNK = 2**24  # characters
+AHEAD = len("e-1")  # characters behind a number without which it may go on in the next chunk
+SPACE = re.compile(r"[ \t\n\r]*")
+
+
+class NotAStreamError(ValueError):
+    """The file has to be read as a whole: it is broken, no object, has another value in place of a list, or a name twice."""
+
+
+def entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Name of the section and entry, in the order of the file, of sections that are lists.
+
+    Args:
+        path: file of a JSON object.
+        sections: names of the lists to read; all else is skipped.
+
+    Raises:
+        NotAStreamError: what only a parser of the whole can answer; entries may have been returned before.
+        OSError: a file that cannot be read.
+    """
+    with path.open(encoding="utf-8-sig") as file:
+        text = _Text(file)
+        text.require("{")
+        names = set()
+        while text.peek() != "}":
+            name = text.value()
+            if not isinstance(name, str) or name in names:
+                raise NotAStreamError(f"{name!r} twice, or no name")
+            names.add(name)
+            text.require(":")
+            if name in sections:
+                for entry in text.values():
+                    yield name, entry
+            else:
+                text.value()
+            if text.peek() != "}":
+                text.require(",")
+                if text.peek() == "}":
+                    raise NotAStreamError("a comma before the end")
+        text.require("}")
+        if text.peek():
+            raise NotAStreamError("more than one value")
+
+
+class _Text:
+    """A window on the text of a file; values before it are forgotten."""
+
+    def __init__(self, file):
+        self.file = file
+        self.decode = json.JSONDecoder().raw_decode
+        self.window = ""
+        self.at = 0
+        self.is_whole = False
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            self.at = SPACE.match(self.window, self.at).end()
+            if self.at < len(self.window) or not self._read():
+                return self.window[self.at : self.at + 1]
+
+    def require(self, character: str) -> None:
+        """Go past one character."""
+        if self.peek() != character:
+            raise NotAStreamError(f"no {character}")
+        self.at += 1
+
+    def value(self) -> Any:
+        """Go past one value."""
+        self.peek()
+        while True:
+            try:
+                value, end = self.decode(self.window, self.at)
+            except (json.JSONDecodeError, RecursionError) as error:
+                if isinstance(error, RecursionError) or not self._read():
+                    raise NotAStreamError(str(error)) from error
+                continue
+            if end + AHEAD <= len(self.window) or not self._read():
+                self.at = end
+                return value
+
+    def values(self) -> Iterator[Any]:
+        """Go past one list, value by value."""
+        self.require("[")
+        if self.peek() == "]":
+            self.at += 1
+            return
+        while True:
+            yield self.value()
+            if self.peek() == "]":
+                self.at += 1
+                return
+            self.require(",")
+
+    def _read(self) -> bool:
+        """Move the window on, without what was gone past; whether there was more."""
+        try:
+            more = "" if self.is_whole else self.file.read(CHUNK)
+        except UnicodeDecodeError as error:
+            raise NotAStreamError(str(error)) from error
+        self.is_whole = not more
+        if more:
+            self.window, self.at = self.window[self.at :] + more, 0
+        return bool(more)

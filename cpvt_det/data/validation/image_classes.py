@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The further rules of image classification: an image has one class, and a class has an image in every split."""
+
+import numpy as np
+
+from cpvt_det.data.coco import CocoDataset
+from cpvt_det.data.validation.check import CheckedData
+
+SEVERAL = "images that do not have exactly one class"
+WITHOUT = "classes without an image"
+
+
+class ClassDataset(CocoDataset):
+    """A data set whose images have one class each, the first label of their records."""
+
+    def describe(self) -> str:
+        """A summary in one line, for the log."""
+        found = "".join(f"; {heading}: {count}" for heading, count in sorted(self.issues.counts().items()))
+        return f"{self.name}: {len(self.records)} images of {len(self.classes)} classes{found}"
+
+
+def check_image_classes(data: CheckedData) -> CheckedData:
+    """Check data sets that were read; an image without exactly one class is left out.
+
+    Args:
+        data: data sets of any format; several boxes of one class are one class.
+    """
+    made = {dataset.name: ClassDataset(**vars(dataset)) for dataset in (*data.train, *data.tests)}
+    for dataset in made.values():
+        _leave_out_several(dataset)
+        counts = np.bincount([record.labels[0] for record in dataset.records], minlength=len(dataset.classes))
+        for label in np.flatnonzero(counts == 0):
+            dataset.issues.add_fault(WITHOUT, f"class {dataset.classes.names[label]!r}")
+    train, tests = ([made[dataset.name] for dataset in split] for split in (data.train, data.tests))
+    return CheckedData(train, tests, data.issues)
+
+
+def _leave_out_several(dataset: ClassDataset) -> None:
+    several = {}
+    for record in dataset.records:
+        names = [dataset.classes.names[label] for label in np.unique(record.labels)]
+        if len(names) != 1:
+            several[record.image_id] = f"image {record.image_id} ({record.file_name}): {', '.join(names) or 'none'}"
+    for where in several.values():
+        dataset.issues.add_fault(SEVERAL, where)
+    if several:
+        dataset.leave_out(several)

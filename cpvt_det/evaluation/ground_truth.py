@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects that detections are compared with, as arrays: of a data set's records, or of a COCO dict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpvt_det.data.records import Objects, Records
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """The images of a test set and their objects.
+
+    Attributes:
+        image_ids: (N,) int64.
+        objects: boxes of the images, image by image.
+    """
+
+    image_ids: np.ndarray
+    objects: Objects
+
+    def annotations(self, class_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The objects as COCO's annotations, with ids from 1: 0 means "no match".
+
+        Args:
+            class_ids: category id of each label.
+        """
+        objects = self.objects
+        image_ids, categories = self.image_ids[objects.image_of], np.array(class_ids)[objects.labels]
+        columns = (image_ids, categories, objects.boxes_xywh, objects.areas, objects.crowds.astype(int))
+        rows = enumerate(zip(*(column.tolist() for column in columns), strict=True), start=1)
+        return [{"id": n, "image_id": i, "category_id": c, "bbox": b, "area": a, "iscrowd": k} for n, (i, c, b, a, k) in rows]
+
+
+def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) -> GroundTruth:
+    """The ground truth in a data set's records, or in a COCO dict.
+
+    Args:
+        source: records; or a dict with ``images``, ``annotations`` and ``categories``. Missing ``iscrowd`` means no crowd, missing
+            ``area`` the area of the box.
+        class_ids: category id of each label.
+
+    Raises:
+        ValueError: images without distinct integer ids; an annotation of an unknown image or category.
+    """
+    if isinstance(source, Records):
+        return GroundTruth(source.image_ids, source.objects)
+    image_ids = [image["id"] for image in source["images"]]
+    index_of = {image_id: index for index, image_id in enumerate(image_ids)}
+    label_of = {class_id: label for label, class_id in enumerate(class_ids)}
+    if not image_ids or len(index_of) < len(image_ids) or not all(isinstance(key, int) for key in image_ids):
+        raise ValueError(f"the ground truth needs images with distinct integer ids, got {image_ids[:3]}")
+    rows = []
+    for number, annotation in enumerate(source["annotations"]):
+        image_id, class_id, area = annotation["image_id"], annotation["category_id"], annotation.get("area")
+        if image_id not in index_of or class_id not in label_of:
+            raise ValueError(
+                f"annotation id {annotation.get('id')!r} has image id {image_id!r} and category id {class_id!r}; "
+                "the image must be in the ground truth and the category in class_ids"
+            )
+        _, _, width, height = box = annotation["bbox"]
+        area = float(width) * float(height) if area is None else area
+        rows.append((index_of[image_id], label_of[class_id], bool(annotation.get("iscrowd")), number, area, *box))
+    table = np.array(rows, dtype=np.float64).reshape(-1, 9)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    image_of, labels, crowds, numbers = table[:, :4].astype(np.int64).T
+    objects = Objects(image_of, np.ascontiguousarray(table[:, 5:]), table[:, 4], labels, crowds.astype(bool), numbers)
+    return GroundTruth(np.array(image_ids, dtype=np.int64), objects)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy of image classification: how often the true class is the best one, or among the best five."""
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tabulate import tabulate
+from torch import Tensor
+
+from cpvt_det.data.coco import Classes, ImageRecord
+from cpvt_det.files import atomic_file
+
+BEST = 5
+"""Classes of an image that are kept, best first."""
+LISTED = 20
+"""Classes, and pairs of them, that a table in the log lists at most."""
+Answer = tuple[list[int], list[float]]
+"""The best classes of an image, and their scores."""
+
+
+class ClassEvaluator:
+    """Collects the best classes image by image, then computes accuracies.
+
+    Images that are never added count as wrong. Every process of a distributed evaluation fills its own evaluator; one of them
+    merges the ``state`` of the others.
+
+    Args:
+        records: images of the test set, each with its class as first label.
+        classes: ids and names of the K classes.
+    """
+
+    def __init__(self, records: Sequence[ImageRecord], classes: Classes):
+        self.classes = classes
+        self._files = {record.image_id: record.file_name for record in records}
+        self._labels = {record.image_id: int(record.labels[0]) for record in records}
+        self._found: dict[int, Answer] = {}
+
+    def add(self, image_id: int, scores: Tensor) -> None:
+        """Add the scores of one image.
+
+        Args:
+            image_id: id of the image in the test set.
+            scores: (K,) float.
+
+        Raises:
+            ValueError: an image that is unknown or was already added; another number of scores, or scores that are not finite: NaN
+                has no order.
+        """
+        self._check_new(image_id)
+        if scores.shape != (len(self.classes),) or not scores.isfinite().all():
+            wanted = f"{len(self.classes)} finite scores"
+            raise ValueError(
+                f"image id {image_id!r} needs {wanted}, got {tuple(scores.shape)}, {int(scores.isfinite().sum())} finite"
+            )
+        best = scores.topk(min(BEST, len(scores)))
+        self._found[int(image_id)] = best.indices.tolist(), best.values.tolist()
+
+    def state(self) -> dict[int, Answer]:
+        """The answers added so far, by image id; can be sent to another process."""
+        return dict(self._found)
+
+    def merge(self, state: Mapping[int, Answer]) -> None:
+        """Add the ``state`` of another evaluator of the same test set.
+
+        Raises:
+            ValueError: an image that is unknown or was already added.
+        """
+        for image_id in state:
+            self._check_new(image_id)
+        self._found.update(state)
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Compare the answers with the classes.
+
+        Returns:
+            ``{"classes": figures}`` in percent: ``top1``, ``top1_class_mean`` (the mean over classes of the share of their images),
+            ``top5``, and ``top1-<class name>`` of each class, NaN where it has no image.
+        """
+        labels = np.array([*self._labels.values()])
+        best = [self._found.get(image_id, ([], []))[0] for image_id in self._labels]
+        first = np.array([label in found[:1] for label, found in zip(labels, best, strict=True)])
+        among = np.array([label in found for label, found in zip(labels, best, strict=True)])
+        by_class = [_percent(first[labels == label]) for label in range(len(self.classes))]
+        figures = {"top1": _percent(first), "top1_class_mean": _mean([value for value in by_class if value == value])}
+        figures["top5"] = _percent(among)
+        figures |= {f"top1-{name}": value for name, value in zip(self.classes.names, by_class, strict=True)}
+        return {"classes": figures}
+
+    def confusion(self) -> np.ndarray:
+        """(K, K) int64: images by their class (rows) and the best class found for them (columns); without images never added."""
+        counts = np.zeros((len(self.classes), len(self.classes)), dtype=np.int64)
+        for image_id, (best, _) in self._found.items():
+            counts[self._labels[image_id], best[0]] += 1
+        return counts
+
+    def answers(self) -> list[dict[str, Any]]:
+        """For each image, in the order of the test set: id, file, class, and the names and scores of the best classes."""
+        names, rows = self.classes.names, []
+        for image_id in self._labels:
+            best, scores = self._found.get(image_id, ([], []))
+            found = [{"name": names[label], "score": score} for label, score in zip(best, scores, strict=True)]
+            place = {"image_id": image_id, "file_name": self._files[image_id], "class": names[self._labels[image_id]]}
+            rows.append({**place, "found": found})
+        return rows
+
+    def _check_new(self, image_id: int) -> None:
+        if image_id not in self._labels:
+            raise ValueError(f"image id {image_id!r} is not among the {len(self._labels)} images of the test set")
+        if image_id in self._found:
+            raise ValueError(f"the scores of image id {image_id!r} were already added; add every image once")
+
+
+def format_accuracies(results: Mapping[str, Mapping[str, float]]) -> str:
+    """The figures of :meth:`ClassEvaluator.evaluate` as text; of many classes, those with the lowest accuracies."""
+    figures = results["classes"]
+    classes = [(name.partition("-")[2], value) for name, value in figures.items() if name.startswith("top1-")]
+    several = [name for name in figures if not name.startswith("top1-")]
+    tables = [tabulate([[_text(figures[name]) for name in several]], several, tablefmt="pipe", disable_numparse=True)]
+    worst = sorted(classes, key=lambda pair: (pair[1] != pair[1], pair[1]))[:LISTED] if len(classes) > LISTED else classes
+    title = "class" if len(worst) == len(classes) else f"class ({LISTED} lowest of {len(classes)})"
+    tables.append(
+        tabulate([(name, _text(value)) for name, value in worst], [title, "top1"], tablefmt="pipe", disable_numparse=True)
+    )
+    return "\n\n".join(tables)
+
+
+def write_confusion(counts: np.ndarray, names: Sequence[str], path: Path) -> None:
+    """Write :meth:`ClassEvaluator.confusion` as CSV, with the class names; the file is either complete or not written."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["true class \\ found as", *names])
+    writer.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
+    with atomic_file(path) as file:
+        file.write(text.getvalue().encode())
+
+
+def most_confused(counts: np.ndarray, names: Sequence[str], most: int = LISTED) -> list[tuple[str, str, int]]:
+    """The pairs of classes (true, found) of :meth:`ClassEvaluator.confusion` that are confused most, with their counts."""
+    wrong = counts - np.diag(np.diag(counts))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    pairs = [(int(place) // len(names), int(place) % len(names)) for place in order]
+    return [(names[true], names[found], int(wrong[true, found])) for true, found in pairs if wrong[true, found]]
+
+
+def _percent(right: np.ndarray) -> float:
+    return 100 * float(right.mean()) if right.size else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _text(value: float) -> str:
+    return "n/a" if math.isnan(value) else f"{value:.2f}"

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of image classification: cross-entropy with shares of classes, and with what a teacher says."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpvt_det.losses.criterion import Losses
+
+
+class ClassCriterion:
+    """Cross-entropy with smoothed shares, and with a teacher half of it with the teacher's best class.
+
+    Args:
+        smoothing: part of the label that is spread over all classes.
+
+    Raises:
+        ValueError: a smoothing outside [0, 1).
+
+    Source: label smoothing, arXiv 1512.00567, section 7; hard distillation, arXiv 2012.12877, equation 3, whose teacher's half is
+    that of the head of the distillation token, where there is one.
+    """
+
+    def __init__(self, smoothing: float = 0.0):
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"label smoothing must be from 0 to below 1, got {smoothing}")
+        self.smoothing = smoothing
+
+    def __call__(self, logits: Tensor, shares: Tensor, taught: Tensor | None = None, count: int | None = None) -> Losses:
+        """Compare logits with shares.
+
+        Args:
+            logits: (H, B, K) float, as of :class:`cpvt_det.models.classifier.ClassLogits`.
+            shares: (B, K) float, the part of each class in each image; the sum over classes is 1.
+            taught: (B,) int64, the teacher's classes; ``None``, without one: the mean of the heads is compared with the shares.
+            count: images of the whole step of this process, if this batch is a part of it; ``None``: B.
+
+        Returns:
+            ``loss_class``, with a teacher ``loss_taught``, and ``metric_class_error``: percent of images whose best class is not
+            that of the largest share.
+        """
+        count = len(shares) if count is None else count
+        if taught is None:
+            losses = {"loss_class": self._cross_entropy(logits.mean(0), shares) / count}
+        else:
+            own, other = 0.5 * self._cross_entropy(logits[0], shares), 0.5 * F.cross_entropy(logits[-1], taught, reduction="sum")
+            losses = {"loss_class": own / count, "loss_taught": other / count}
+        with torch.no_grad():
+            wrong = (logits.mean(0).argmax(-1) != shares.argmax(-1)).to(logits.dtype)
+        return Losses(losses, {"metric_class_error": 100 * wrong.mean()}, logits.detach().sum((0, 2)).isfinite())
+
+    def _cross_entropy(self, logits: Tensor, shares: Tensor) -> Tensor:
+        return F.cross_entropy(logits, shares, reduction="sum", label_smoothing=self.smoothing)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries that are boxes: their positions are made of the boxes, layer by layer; learned boxes as queries (DAB-DETR).
+
+On the road of one image: after the encoder, before the decoder; a query source as those of ``models/queries.py``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.boxes import inverse_sigmoid
+from cpvt_det.layers.heads import MLP, full_precision
+from cpvt_det.models.queries import QUERY_REGISTRY, Queries, at_least_one, sines_of_boxes
+from cpvt_det.structures import Levels, Targets
+
+FARTHEST_LOGIT = 3.0  # of the numbers of learned boxes at the start: from 0.05 to 0.95
+
+
+class BoxPositions:
+    """What query sources share whose positions follow the boxes; a mixin of modules.
+
+    Source: arXiv 2201.12329, sections 4.2 and 4.3.
+    """
+
+    def add_position_heads(self, channels: int, scaled_positions: bool) -> None:
+        """Register the networks.
+
+        Args:
+            channels: C, a multiple of 4.
+            scaled_positions: positions are multiplied by a function of what the layer before decoded.
+        """
+        if channels % 4:
+            raise ValueError(f"positions of boxes need channels in multiples of 4, for the sines of four numbers; got {channels}")
+        self.ref_point_head = MLP(2 * channels, channels, channels)
+        self.query_scale = MLP(channels, channels, channels) if scaled_positions else None
+
+    def place(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
+        """The positions of queries.
+
+        Args:
+            boxes: (B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
+            decoded: (B, Q, C) float, what the layer before decoded; ``None`` before the first layer.
+
+        Returns:
+            (B, Q, C).
+        """
+        x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
+        channels = self.ref_point_head.layers[-1].out_features
+        positions = self.ref_point_head(sines_of_boxes(torch.stack((y, x, width, height), -1), channels // 2))
+        return positions if decoded is None or self.query_scale is None else self.query_scale(decoded) * positions
+
+
+@QUERY_REGISTRY.register_as("anchors")
+class AnchorQueries(BoxPositions, nn.Module):
+    """Learned boxes with learned contents, the same for every image; positions follow the boxes from layer to layer.
+
+    Args:
+        channels: C, a multiple of 4.
+        num_queries: Q.
+        scaled_positions: positions are multiplied by a function of what the layer before decoded.
+        denoising: module that puts further queries of training before the others, as
+            :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: none.
+
+    Raises:
+        ValueError: no queries, or channels that are no multiple of 4.
+
+    Source: arXiv 2201.12329, section 4, for deformable attention as in IDEA-Research/detrex ``projects/dab_deformable_detr``.
+    """
+
+    def __init__(self, channels: int, num_queries: int, scaled_positions: bool = False, denoising: nn.Module | None = None):
+        super().__init__()
+        self.num_queries = at_least_one(num_queries)
+        self.add_position_heads(channels, scaled_positions)
+        self.query_embed = nn.Embedding(num_queries, channels)
+        self.refpoint_embed = nn.Embedding(num_queries, 4)
+        nn.init.zeros_(self.query_embed.weight)
+        with torch.no_grad():
+            numbers = inverse_sigmoid(torch.rand_like(self.refpoint_embed.weight))
+            self.refpoint_embed.weight.copy_(numbers.clamp(-FARTHEST_LOGIT, FARTHEST_LOGIT))
+        self.denoising = denoising
+
+    def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
+        """The queries; of the (B, N, C) memory only B counts. In training, with targets, those of denoising come before them."""
+        with torch.autocast(memory.device.type, enabled=False):
+            boxes = full_precision(self.refpoint_embed.weight).sigmoid().expand(len(memory), -1, -1)
+        queries = Queries(self.query_embed.weight.expand(len(memory), -1, -1), self.place(boxes), boxes, place=self.place)
+        learning = self.training and targets is not None and self.denoising is not None
+        return self.denoising(queries, targets, self.place) if learning else queries

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformer in Transformer: inside each layer a small one over the pixels of every patch, which adds to the patch.
+
+On the road of one image: the first part of ``models/detector.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.layers.checkpointing import recomputed
+from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
+from cpvt_det.models.backbones.vit import INITIAL_STD, OWN_POSITIONS, BesideTokens, PositionBuilder, VisionTransformer
+from cpvt_det.models.backbones.vit_weights import load_vit
+from cpvt_det.models.transformer import EncoderLayer, place_in, rising_rates
+from cpvt_det.ops.linear import Linear
+from cpvt_det.position import build_position
+
+SIZES = {"small": (384, 12, 6, 24), "base": (640, 12, 10, 40)}
+"""Size -> channels, layers, heads, and channels of pixels (arXiv 2103.00112, table 1)."""
+INNER_HEADS = 4
+STRIDE = 4  # image pixels per pixel token, along each side
+
+
+class TransformerInTransformer(VisionTransformer):
+    """A :class:`VisionTransformer` whose patches are made of pixel tokens, and take up these in every layer again.
+
+    The patches have a table by default, or another encoding; the pixels of all patches share a table of 4 x 4 cells. A PEG
+    acts on the patches after a layer. Images have any size.
+
+    Args:
+        channels, num_layers, num_heads, position, patch_size, num_tokens, drop_path, stages, checkpointing: as in
+            :class:`VisionTransformer`; patches have at least 4 pixels a side.
+        inner_channels: channels of pixel tokens, a multiple of 4.
+        legacy: as in the first version of the article: the stem's convolution looks beyond a patch, and pixels reach patches by a
+            norm for each and a linear layer.
+        squeeze: the outer networks' outputs are weighted by channel (SE).
+
+    Attributes:
+        pixel_mean, pixel_std: of the public weights.
+
+    Raises:
+        ValueError: as :class:`VisionTransformer`, and for patches of fewer than 4 pixels a side.
+
+    Source: arXiv 2103.00112, equations 2 to 6; norms, initial values, legacy form and SE as in huawei-noah/Efficient-AI-Backbones.
+    """
+
+    norm_eps = 1e-5
+    pixel_mean = pixel_std = (127.5, 127.5, 127.5)
+
+    def _build(
+        self,
+        channels: int,
+        num_layers: int,
+        num_heads: int,
+        checkpointing: bool,
+        inner_channels: int = SIZES["small"][-1],
+        legacy: bool = False,
+        squeeze: bool = False,
+    ) -> None:
+        side = self.strides[0] // STRIDE
+        if not side:
+            raise ValueError(f"patches of a TNT have at least {STRIDE} pixels a side, got {self.strides[0]}")
+        self.legacy = legacy
+        self.pixel_embed = nn.Conv2d(3, inner_channels, kernel_size=7, stride=STRIDE, padding=3)
+        self.pixel_table = nn.Parameter(torch.empty(inner_channels, side, side))
+        nn.init.trunc_normal_(self.pixel_table, std=INITIAL_STD)
+        self.project = _PixelsToPatch(inner_channels, side * side, channels)
+        layer = partial(_Layer, channels, num_heads, inner_channels, side * side, legacy=legacy, squeeze=squeeze)
+        rates = rising_rates(self.drop_path, num_layers)
+        self.encoder = _Encoder([layer(drop_path=rate) for rate in rates], channels, checkpointing)
+
+    def load_pretrained(self, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Take the weights of a file with timm's or the authors' names, or of a classifier of ours; as of DeiT."""
+        load_vit(self, weights, read, convert_tnt, TNT)
+
+    def _embed(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches (B, C, H, W), and pixels (B * H * W, pixels of a patch, C')."""
+        side, rows, columns = self.strides[0], *(length // self.strides[0] for length in images.shape[2:])
+        if self.legacy:
+            images, side = self.pixel_embed(images), side // STRIDE
+        cut = images.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 1, 3, 5)
+        cut = cut.flatten(0, 2)  # (B, C, H * side, W * side) -> (B * H * W, C, side, side)
+        pixels = ((cut if self.legacy else self.pixel_embed(cut)) + self.pixel_table).flatten(2).transpose(1, 2)
+        patches = self.project(pixels).unflatten(0, (images.shape[0], rows, columns))
+        return patches.permute(0, 3, 1, 2), pixels
+
+    def _encode(self, tokens: Tensor, state: Tensor, padding_mask: Tensor | None, position: BesideTokens) -> Tensor:
+        return self.encoder(tokens, state, padding_mask, position)
+
+
+class _PixelsToPatch(nn.Module):
+    """Pixels (P, N, C') of patches -> (P, C).
+
+    Args:
+        inner_channels, num_pixels, channels: C', N and C.
+        bias: of the linear layer.
+        per_pixel: a norm over the channels of each pixel instead of all pixels together, and none after the linear layer.
+    """
+
+    def __init__(self, inner_channels: int, num_pixels: int, channels: int, bias: bool = True, per_pixel: bool = False):
+        super().__init__()
+        width = inner_channels * num_pixels
+        self.per_pixel = per_pixel
+        self.norm1 = nn.LayerNorm(inner_channels if per_pixel else width)
+        self.linear = Linear(width, channels, bias)
+        self.norm2 = nn.Identity() if per_pixel else nn.LayerNorm(channels)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        flat = self.norm1(pixels).flatten(1) if self.per_pixel else self.norm1(pixels.flatten(1))
+        return self.norm2(self.linear(flat))
+
+
+class _Layer(nn.Module):
+    """The inner transformer over pixels, what they add to their patches, the outer transformer over patches."""
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        inner_channels: int,
+        num_pixels: int,
+        drop_path: float,
+        legacy: bool,
+        squeeze: bool,
+    ):
+        super().__init__()
+        shared = {"dropout": 0.0, "pre_norm": True, "activation": "gelu", "drop_path": drop_path, "attention_bias": False}
+        self.inner = EncoderLayer(inner_channels, INNER_HEADS, 4 * inner_channels, **shared)
+        self.project = _PixelsToPatch(inner_channels, num_pixels, channels, bias=legacy, per_pixel=legacy)
+        self.outer = (_SqueezedLayer if squeeze else EncoderLayer)(channels, num_heads, 4 * channels, **shared)
+
+    def forward(self, tokens: Tensor, pixels: Tensor, padding_mask: Tensor | None, place: Any) -> tuple[Tensor, Tensor]:
+        """Tokens (B, T + N, C), of which the last N are patches, and their pixels (B * N, ., C'), to the same."""
+        pixels = self.inner(pixels, None, None)
+        added = self.project(pixels).unflatten(0, (tokens.shape[0], -1))
+        count = tokens.shape[1] - added.shape[1]
+        patches = tokens[:, count:] + added
+        tokens = torch.cat((tokens[:, :count], patches), dim=1) if count else patches
+        return self.outer(tokens, None, padding_mask, place), pixels
+
+
+class _SqueezedLayer(EncoderLayer):
+    """An encoder layer whose network's output is weighted by channel, from its mean over all tokens that are not padded."""
+
+    def __init__(self, channels: int, *arguments: Any, **named: Any):
+        super().__init__(channels, *arguments, **named)
+        hidden = channels // 4
+        parts = (nn.LayerNorm(channels), Linear(channels, hidden), nn.ReLU(), Linear(hidden, channels), nn.Tanh())
+        self.squeeze = nn.Sequential(*parts)
+
+    def _feed_forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        out = super()._feed_forward(x, padding_mask)
+        if padding_mask is None:
+            mean = out.mean(1, keepdim=True)
+        else:
+            valid = (~padding_mask)[..., None]
+            mean = out.masked_fill(~valid, 0).sum(1, keepdim=True) / valid.sum(1, keepdim=True)
+        return out + out * self.squeeze(mean)
+
+
+class _Encoder(nn.Module):
+    """The layers, with the encoding between them, and the last norm."""
+
+    def __init__(self, layers: Sequence[_Layer], channels: int, checkpointing: bool):
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.LayerNorm(channels)
+
+    def forward(self, tokens: Tensor, pixels: Tensor, padding_mask: Tensor | None, position: BesideTokens) -> Tensor:
+        shapes = position.level_shapes
+        tokens = position.inject(tokens, padding_mask, shapes, -1)
+        for index, layer in enumerate(self.layers):
+            run_layer = partial(recomputed, layer) if self.checkpointing else layer
+            tokens, pixels = run_layer(tokens, pixels, padding_mask, place_in(position, padding_mask, shapes, index))
+            tokens = position.inject(tokens, padding_mask, shapes, index)
+        return self.norm(tokens)
+
+
+def transformer_in_transformer(
+    size: str,
+    variant: str = "",
+    position: PositionBuilder | None = None,
+    embed_dim: int = 0,
+    depth: int = 0,
+    num_heads: int = 0,
+    patch_size: int = 16,
+    num_tokens: int = 1,
+    drop_path: float = 0.0,
+    stages: Sequence[int] | None = None,
+    checkpointing: bool = False,
+) -> TransformerInTransformer:
+    """A TNT, ``MODEL.BACKBONE.NAME: tnt_small`` and so on.
+
+    Args:
+        size: key of ``SIZES``.
+        variant: ``legacy`` or ``se``, as of :class:`TransformerInTransformer`; empty: neither.
+        position, embed_dim, depth, num_heads, patch_size, num_tokens, drop_path, stages, checkpointing: as of
+            :func:`cpvt_det.models.backbones.vit.vision_transformer`; with other channels, pixels have a sixteenth of them.
+
+    Raises:
+        ValueError: as :class:`TransformerInTransformer`.
+    """
+    *own, inner_channels = SIZES[size]
+    sizes = [given or usual for given, usual in zip((embed_dim, depth, num_heads), own, strict=True)]
+    position = position or partial(build_position, OWN_POSITIONS[f"tnt_{size}"])
+    options = {"inner_channels": embed_dim // 16 or inner_channels, "legacy": variant == "legacy", "squeeze": variant == "se"}
+    shared = (position, patch_size, num_tokens, drop_path, stages, checkpointing)
+    return TransformerInTransformer(*sizes, *shared, **options)
+
+
+for _size in SIZES:
+    for _variant in ("", "legacy", "se"):
+        _name = f"tnt_{_size}_{_variant}".rstrip("_")
+        BACKBONE_REGISTRY.register_as(_name)(partial(transformer_in_transformer, _size, _variant))
+        OWN_POSITIONS[_name] = "table"

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vision transformers as backbones, DeiT and CPVT: the encoder of the detectors, over patches of an image.
+
+On the road of one image: the first part of ``models/detector.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpvt_det.errors import UnknownNameError
+from cpvt_det.layers.attention import Attention
+from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.vit_weights import load_vit
+from cpvt_det.models.transformer import Encoder
+from cpvt_det.ops.linear import Linear
+from cpvt_det.position import PositionEncoding, TableEncoding, build_position
+from cpvt_det.structures import Size, has_padding, level_padding_mask
+
+SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
+"""Size -> channels, layers, heads, of DeiT and of CPVT (arXiv 2012.12877, table 1; arXiv 2102.10882, table 2)."""
+POSITIONS = {"deit": "table", "cpvt": "peg_plain"}
+"""Family -> the encoding that it has by itself."""
+INITIAL_STD = 0.02
+
+PositionBuilder = Callable[..., PositionEncoding]
+"""Builds the encoding, called with ``channels``, ``num_layers`` and ``num_heads``."""
+
+
+class VisionTransformer(nn.Module):
+    """Patches as tokens, beside class and distillation tokens, through an encoder; one map of the stride of the patches.
+
+    Norms come before attention and networks, and after the last layer. An encoding that is added is added once, to the patches.
+    Patches under the padding are masked as keys, and encodings keep to each image's own grid: its tokens do not depend on what it
+    is batched with.
+
+    Args:
+        channels: C.
+        num_layers: layers of the encoder.
+        num_heads: M.
+        position: builder of the position encoding.
+        patch_size: side of a patch in pixels, a power of 2.
+        num_tokens: tokens beside the patches: 1, the class token; 2, with a distillation token; or 0. Encodings pass them by;
+            beside a table each has a vector of its own.
+        drop_path: that of the last layer, as in :class:`Encoder`.
+        stages: the one map, of stride 2 ** n; ``None``: whatever it is.
+        checkpointing: layers are computed again in the backward pass instead of kept.
+        layers: options of a subclass's layers.
+
+    Attributes:
+        num_tokens: tokens beside the patches.
+
+    Raises:
+        ValueError: a patch size that is no power of 2, stages that it does not have, or fewer than 0 or more than 2 tokens.
+
+    Source: arXiv 2012.12877, section 3; initial values from facebookresearch/deit.
+    """
+
+    norm_eps = 1e-6
+
+    def __init__(
+        self,
+        channels: int,
+        num_layers: int,
+        num_heads: int,
+        position: PositionBuilder,
+        patch_size: int = 16,
+        num_tokens: int = 1,
+        drop_path: float = 0.0,
+        stages: Sequence[int] | None = None,
+        checkpointing: bool = False,
+        **layers: Any,
+    ):
+        super().__init__()
+        if patch_size < 2 or patch_size.bit_count() != 1:
+            raise ValueError(f"a patch has a side of 2, 4, 8, 16, ... pixels, got {patch_size}")
+        stage = patch_size.bit_length() - 1
+        if stages is not None and list(stages) != [stage]:
+            raise ValueError(
+                f"a vision transformer with patches of {patch_size} pixels has one map, of stride {patch_size}: its stages are "
+                f"({stage},), got {tuple(stages)}; set MODEL.BACKBONE.STAGES to ({stage},), and for more levels MODEL.NECK.NAME to "
+                "simple_pyramid"
+            )
+        if num_tokens not in (0, 1, 2):
+            raise ValueError(f"tokens beside the patches are 0, 1 (class) or 2 (class and distillation), got {num_tokens}")
+        self.strides, self.channels, self.size_divisibility = [patch_size], [channels], patch_size
+        self.num_tokens, self.drop_path = num_tokens, drop_path
+        self.special_tokens = nn.Parameter(torch.empty(num_tokens, channels)) if num_tokens else None
+        self.position = position(channels=channels, num_layers=num_layers, num_heads=num_heads)
+        has_table = any(isinstance(part, TableEncoding) for part in self.position.modules())
+        self.special_positions = nn.Parameter(torch.empty(num_tokens, channels)) if num_tokens and has_table else None
+        self._build(channels, num_layers, num_heads, checkpointing, **layers)
+        self.apply(_initialise)
+        for tokens in (self.special_tokens, self.special_positions):
+            if tokens is not None:
+                nn.init.trunc_normal_(tokens, std=INITIAL_STD)
+
+    def _build(self, channels: int, num_layers: int, num_heads: int, checkpointing: bool) -> None:
+        """The stem and the layers; a subclass may have others."""
+        self.patch_embed = nn.Conv2d(3, channels, self.strides[0], stride=self.strides[0])
+        layers = (num_layers, channels, num_heads, 4 * channels, 0.0, True, checkpointing, "gelu", self.norm_eps, self.drop_path)
+        self.encoder = Encoder(*layers)
+
+    def load_pretrained(self, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
+        """Take the weights of a classifier or of another such backbone.
+
+        Args:
+            weights: a file with the names of facebookresearch/deit or timm, or of a classifier of ours; its heads are left out.
+                So is, and logged, a table where this model has none; a PEG that the weights do not have keeps its initial values.
+            read: reader of a file's state dict.
+
+        Raises:
+            WeightsError: no such file, weights of another network, or a table of another grid.
+        """
+        load_vit(self, weights, read)
+
+    def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
+        """Extract features.
+
+        Args:
+            images: (B, 3, H, W) float, normalised, zero under the padding.
+            padding_mask: (B, H, W) bool, True = padded.
+
+        Returns:
+            One map, (B, C, ceil(H / stride), ceil(W / stride)) float.
+        """
+        height, width = (-(-side // self.strides[0]) for side in images.shape[2:])
+        _, patches, _ = self.tokens(images, padding_mask)
+        return [patches.unflatten(1, (height, width)).permute(0, 3, 1, 2)]  # (B, H * W, C) -> (B, C, H, W)
+
+    def tokens(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The tokens after the last norm, for a classifier; arguments as of :meth:`forward`.
+
+        Returns:
+            Class and distillation token (B, 1 or 2, C), or ``None``; patches (B, N, C), row by row; and their mask (B, N) bool,
+            True = padded.
+        """
+        below, right = (-side % self.strides[0] for side in images.shape[2:])
+        if below or right:
+            images = F.pad(images, (0, right, 0, below))
+        mask = level_padding_mask(padding_mask, self.strides[0])
+        patches, state = self._embed(images)
+        additive = self.position([patches], [mask])
+        patches = patches if additive is None else patches + additive[0]
+        tokens, count = patches.flatten(2).transpose(1, 2), self.num_tokens  # (B, C, H, W) -> (B, N, C)
+        if count:
+            special = self.special_tokens if self.special_positions is None else self.special_tokens + self.special_positions
+            tokens = torch.cat((special.expand(tokens.shape[0], -1, -1).to(tokens.dtype), tokens), dim=1)
+        keys = F.pad(mask.flatten(1), (count, 0)) if has_padding(mask) else None
+        encoded = self._encode(tokens, state, keys, BesideTokens(self.position, count, mask))
+        return encoded[:, :count] if count else None, encoded[:, count:], mask.flatten(1)
+
+    def _embed(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The patches (B, C, H, W), and what else the layers need."""
+        return self.patch_embed(images), None
+
+    def _encode(self, tokens: Tensor, state: Tensor | None, padding_mask: Tensor | None, position: "BesideTokens") -> Tensor:
+        return self.encoder(tokens, None, padding_mask, position.level_shapes, position)
+
+    def layers_above(self, name: str) -> int:
+        """How many layers come after a parameter: 0 for the last norm, 1 for the last layer, one more than layers for the stem."""
+        total, parts = len(self.encoder.layers), name.split(".")
+        if parts[:2] in (["encoder", "layers"], ["position", "pegs"]) and parts[2].isdecimal():
+            return total - int(parts[2])
+        return 0 if parts[:2] == ["encoder", "norm"] else total + 1
+
+
+class BesideTokens:
+    """A position encoding that acts on the patches of a sequence; the tokens before them pass by.
+
+    Args:
+        position: the encoding.
+        count: number of tokens before the patches.
+        padding_mask: (B, H, W) bool of the patches, True = padded.
+    """
+
+    def __init__(self, position: PositionEncoding, count: int, padding_mask: Tensor):
+        self._position, self._count = position, count
+        self._mask = padding_mask.flatten(1)
+        self.level_shapes: list[Size] = [tuple(padding_mask.shape[1:])]
+        self.acts_in_attention = position.acts_in_attention
+
+    def inject(self, tokens: Tensor, padding_mask: Tensor | None, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        """As :meth:`PositionEncoding.inject`."""
+        patches = tokens[:, self._count :]
+        injected = self._position.inject(patches, self._mask, level_shapes, layer)
+        if injected is patches:
+            return tokens
+        return torch.cat((tokens[:, : self._count], injected), dim=1) if self._count else injected
+
+    def place(
+        self, queries: Tensor, keys: Tensor, padding_mask: Tensor | None, level_shapes: Sequence[Size], layer: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As :meth:`PositionEncoding.place`; the bias is 0 in the rows and columns of the tokens before the patches."""
+        count = self._count
+        patches = (x[:, :, count:] for x in (queries, keys))
+        *turned, bias = self._position.place(*patches, self._mask, level_shapes, layer)
+        if not count:
+            return *turned, bias
+        queries, keys = (torch.cat((x[:, :, :count], own), dim=2) for x, own in zip((queries, keys), turned, strict=True))
+        return queries, keys, None if bias is None else F.pad(bias, (count, 0, count, 0))
+
+
+def vision_transformer(
+    family: str,
+    size: str,
+    position: PositionBuilder | None = None,
+    embed_dim: int = 0,
+    depth: int = 0,
+    num_heads: int = 0,
+    patch_size: int = 16,
+    num_tokens: int = 1,
+    drop_path: float = 0.0,
+    stages: Sequence[int] | None = None,
+    checkpointing: bool = False,
+) -> VisionTransformer:
+    """A DeiT or a CPVT, ``MODEL.BACKBONE.NAME: deit_tiny`` and so on.
+
+    Args:
+        family: ``deit``, whose own encoding is a table, or ``cpvt``, of which it is one PEG after the first layer.
+        size: key of ``SIZES``.
+        position: builder of another encoding.
+        embed_dim, depth, num_heads: other channels, layers and heads; 0: these.
+        patch_size, num_tokens, drop_path, stages, checkpointing: as in :class:`VisionTransformer`.
+
+    Raises:
+        UnknownNameError: another family or size.
+        ValueError: as :class:`VisionTransformer`.
+    """
+    for kind, name, known in (("family of vision transformers", family, POSITIONS), ("size of one", size, SIZES)):
+        if name not in known:
+            raise UnknownNameError(kind, name, known)
+    sizes = [given or own for given, own in zip((embed_dim, depth, num_heads), SIZES[size], strict=True)]
+    position = position or partial(build_position, POSITIONS[family])
+    return VisionTransformer(*sizes, position, patch_size, num_tokens, drop_path, stages, checkpointing)
+
+
+OWN_POSITIONS: dict[str, str] = {}
+"""Name of a vision transformer -> the encoding that it has by itself."""
+for _family, _position in POSITIONS.items():
+    for _size in SIZES:
+        BACKBONE_REGISTRY.register_as(f"{_family}_{_size}")(partial(vision_transformer, _family, _size))
+        OWN_POSITIONS[f"{_family}_{_size}"] = _position
+
+
+def _initialise(module: nn.Module) -> None:
+    """DeiT's values: truncated normals, cut at -2 and 2, and biases of 0; of norms and convolutions torch's."""
+    if isinstance(module, Attention):
+        nn.init.trunc_normal_(module.in_proj_weight, std=INITIAL_STD)
+    elif isinstance(module, Linear):
+        nn.init.trunc_normal_(module.weight, std=INITIAL_STD)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of DeiT and of our classifiers -> those of a :class:`VisionTransformer`, by name."""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det import distributed
+from cpvt_det.errors import WeightsError
+from cpvt_det.models.backbones.registry import load_all
+
+logger = logging.getLogger("cpvt_det")
+TABLE = re.compile(r"^position\.(additive\.)?table$")
+DEIT = r"^blocks\.0\.attn\.qkv\.weight$"
+"""A name that weights of facebookresearch/deit and timm have, and ours do not."""
+_DEIT_NAMES = (
+    (r"^patch_embed\.proj\.", "patch_embed."),
+    (r"^blocks\.", "encoder.layers."),
+    (r"\.attn\.qkv\.", ".self_attn.in_proj_"),  # the same rows: queries, keys, values, each head by head
+    (r"\.attn\.proj\.", ".self_attn.out_proj."),
+    (r"\.mlp\.fc([12])\.", r".linear\1."),
+    (r"^norm\.", "encoder.norm."),
+)
+
+
+def convert_deit(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of DeiT, distilled or not -> those of a classifier of ours, under ``backbone.``, ``class_embed.`` and
+    ``distilled_embed.``.
+
+    Args:
+        state_dict: tensors with the names of facebookresearch/deit, which are timm's.
+
+    Raises:
+        WeightsError: a table that is not square, or no DeiT's names.
+    """
+    others = dict(state_dict)
+    try:
+        special = torch.cat([others.pop(name)[0] for name in ("cls_token", "dist_token") if name in others])
+        rows = others.pop("pos_embed")[0]
+    except (KeyError, IndexError, RuntimeError, ValueError) as error:
+        raise WeightsError("these are no weights of DeiT: they have no cls_token (1, 1, C) and pos_embed (1, N, C)") from error
+    return {**split_table(special, rows), **{rename(name, _DEIT_NAMES): tensor for name, tensor in others.items()}}
+
+
+def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """Class tokens (T, C) and a table (T + H * W, C), of a square grid, under our names.
+
+    Raises:
+        WeightsError: a table of another grid.
+    """
+    side = math.isqrt(len(rows) - len(special))
+    if side * side != len(rows) - len(special):
+        raise WeightsError(
+            f"the table has {len(rows)} rows: beside {len(special)} of tokens no square number, so its grid is not known"
+        )
+    table = rows[len(special) :].unflatten(0, (side, side)).permute(2, 0, 1)  # (H * W, C) -> (C, H, W)
+    return {
+        "backbone.special_tokens": special,
+        "backbone.special_positions": rows[: len(special)],
+        "backbone.position.table": table.contiguous(),
+    }
+
+
+def rename(name: str, renames: Sequence[tuple[str, str]]) -> str:
+    """Our name of a tensor: (pattern, replacement) pairs one after the other, then heads, and the rest in the backbone."""
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    for theirs, ours in (("head.", "class_embed."), ("head_dist.", "distilled_embed.")):
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return f"backbone.{name}"
+
+
+def load_vit(
+    backbone: nn.Module,
+    weights: str,
+    read: Callable[[str], Mapping[str, Tensor]],
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = convert_deit,
+    marker: str = DEIT,
+) -> None:
+    """Load a file into a backbone, as :meth:`VisionTransformer.load_pretrained` says.
+
+    Args:
+        backbone: a vision transformer.
+        weights: path of the file.
+        read: reader of a file's state dict.
+        convert: function from names of others to ours.
+        marker: pattern of a name that only those of others have.
+
+    Raises:
+        WeightsError: no such file, weights of another network, or a table of another grid.
+    """
+    if not Path(weights).expanduser().is_file():
+        raise WeightsError(f"MODEL.BACKBONE.WEIGHTS of a vision transformer is a file of weights, got {weights!r}")
+    state_dict = read(weights)
+    if any(re.search(marker, name) for name in state_dict):
+        state_dict = convert(state_dict)
+    found = {name.removeprefix("backbone."): tensor for name, tensor in state_dict.items() if name.startswith("backbone.")}
+    own = backbone.state_dict()
+    table = next(filter(TABLE.match, own), None)
+    found = {table if table and TABLE.match(name) else name: tensor for name, tensor in found.items()}
+    dropped = [name for name in found if name not in own and (TABLE.match(name) or name.startswith("special_"))]
+    kept = [name for name in own if name not in found and name.startswith("position.") and name != table]
+    if table in found and found[table].shape[1:] != own[table].shape[1:]:
+        raise WeightsError(
+            f"{weights} has a table of {_grid(found[table])} cells, the backbone's has {_grid(own[table])}: set "
+            f"MODEL.BACKBONE.POSITION.GRID to {tuple(found[table].shape[1:])}; images may have other sizes all the same"
+        )
+    load_all(backbone, {**found, **{name: own[name] for name in kept}}, f"{weights} does not fit the backbone", spare=dropped)
+    for names, what in ((dropped, "left out"), (kept, "not in the file; they keep their initial values")):
+        if names and distributed.rank() == 0:
+            logger.info("%s: %s %s", weights, ", ".join(names), what)
+
+
+def _grid(table: Tensor) -> str:
+    return " x ".join(map(str, table.shape[1:]))

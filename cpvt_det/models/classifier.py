@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image classification: a backbone, one vector per image, a linear head.
+
+On the road of one image: after ``structures.PaddedBatch``, before ``losses/image_classes.py``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det import defaults
+from cpvt_det.errors import UnknownNameError
+from cpvt_det.layers.heads import full_precision
+from cpvt_det.models.image_model import ImageModel, require_contract, without_padding
+from cpvt_det.ops.linear import Linear
+from cpvt_det.structures import Targets, level_padding_mask
+
+POOLS = ("token", "mean")
+INITIAL_STD = 0.02  # of the head's weights, as in DeiT
+
+
+@dataclass
+class ClassLogits:
+    """The answer of a classifier for a batch.
+
+    Attributes:
+        logits: (H, B, K) float32 at least, of each of its heads: one, or with a distillation token two, the second of which learns
+            from the teacher. Their mean is the answer.
+    """
+
+    logits: Tensor
+
+    def scores(self) -> Tensor:
+        """(B, K) float in [0, 1], the probabilities of the classes."""
+        return self.logits.mean(0).softmax(-1)
+
+
+class Classifier(ImageModel):
+    """A classifier over any backbone.
+
+    Args:
+        backbone: extractor by the contract of :data:`cpvt_det.models.backbones.BACKBONE_REGISTRY`; one that has ``tokens`` is asked
+            for these, of another the last map is taken. The width is that of its last map.
+        num_classes: K.
+        pool: ``token``: the class token, and where there is a distillation token a head for each; ``mean``: the mean of what is
+            not padded, of the last map or of the patch tokens; empty: ``token`` where the backbone has one, else ``mean``.
+        pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
+        frozen: parts that are not trained, as of :meth:`ImageModel.freeze`.
+
+    Raises:
+        TypeError: a backbone that lacks what its contract asks for.
+        UnknownNameError: an unknown ``pool``, or no part of a name to freeze.
+        ValueError: a class token that the backbone does not have.
+
+    Source: arXiv 2012.12877 (class and distillation token); arXiv 2102.10882, section 3.4 (mean of the patch tokens).
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        num_classes: int,
+        pool: str = "",
+        pixel_mean: Sequence[float] = defaults.PIXEL_MEAN,
+        pixel_std: Sequence[float] = defaults.PIXEL_STD,
+        frozen: Sequence[str] = (),
+    ):
+        super().__init__(backbone, pixel_mean, pixel_std)
+        self.strides = [backbone.strides[-1]]
+        self.size_divisibility = math.lcm(max(backbone.strides), backbone.size_divisibility)
+        if hasattr(backbone, "tokens"):
+            require_contract(backbone, "backbone with tokens", "num_tokens")
+        num_special, channels = getattr(backbone, "num_tokens", 0), backbone.channels[-1]
+        if pool not in ("", *POOLS):
+            raise UnknownNameError("MODEL.CLASSIFIER.POOL", pool, POOLS)
+        if pool == "token" and not num_special:
+            raise ValueError("MODEL.CLASSIFIER.POOL is 'token', but the backbone has no class token; set it to mean")
+        self.pool = pool or ("token" if num_special else "mean")
+        self.class_embed = _head(channels, num_classes)
+        self.distilled_embed = _head(channels, num_classes) if self.pool == "token" and num_special > 1 else None
+        self.freeze(frozen)
+
+    def forward(self, images: Tensor, padding_mask: Tensor, targets: Sequence[Targets] | None = None) -> ClassLogits:
+        """Classify.
+
+        Args:
+            images: (B, 3, H, W) float, normalised; what lies under the padding does not matter.
+            padding_mask: (B, H, W) bool, True = padded.
+            targets: not used; detectors take them.
+
+        Raises:
+            TypeError: a mask that is not bool.
+            ValueError: a mask of another shape.
+        """
+        special, tokens, mask = self._tokens(without_padding(images, padding_mask), padding_mask)
+        if self.pool == "token":
+            pooled = special.unbind(1)
+        else:
+            pooled = [_mean_of_valid(tokens, mask)]
+        heads = [self.class_embed] if self.distilled_embed is None else [self.class_embed, self.distilled_embed]
+        with torch.autocast(images.device.type, enabled=False):
+            logits = [head(full_precision(vector)) for head, vector in zip(heads, pooled, strict=False)]
+        return ClassLogits(torch.stack(logits))
+
+    def _tokens(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Special tokens (B, S, C) or ``None``, patch tokens (B, N, C) and their padding mask (B, N)."""
+        if hasattr(self.backbone, "tokens"):
+            return self.backbone.tokens(images, padding_mask)
+        last = self.backbone(images, padding_mask)[-1]
+        mask = level_padding_mask(padding_mask, self.strides[0])
+        return None, last.flatten(2).transpose(1, 2), mask.flatten(1)  # (B, C, H, W) -> (B, N, C)
+
+
+def _mean_of_valid(tokens: Tensor, padding_mask: Tensor) -> Tensor:
+    """(B, N, C) tokens and (B, N) bool -> (B, C), the mean of those that are not padded."""
+    valid = (~padding_mask).sum(1, keepdim=True).to(tokens.dtype)
+    return tokens.masked_fill(padding_mask[..., None], 0).sum(1) / valid
+
+
+def _head(channels: int, num_classes: int) -> Linear:
+    head = Linear(channels, num_classes)
+    nn.init.trunc_normal_(head.weight, std=INITIAL_STD)
+    nn.init.zeros_(head.bias)
+    return head

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PEG as in CPVT's classifiers, and what it is without one of its parts: a convolution with a bias, no norm, no activation."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from cpvt_det import defaults
+from cpvt_det.position.peg import PEGDetection
+from cpvt_det.position.peg_ablations import ABLATIONS
+from cpvt_det.position.peg_encoding import PEGEncoding
+from cpvt_det.position.registry import PositionEncoding, register_position
+
+
+class PlainPEGEncoding(PEGEncoding):
+    """Plain PEGs, as of :class:`PEGDetection`, after chosen encoder layers, alone or beside another encoding.
+
+    Args:
+        channels, num_levels, num_layers, additive, positions, share_levels, kernel_size, mask_input, zero_init: as in
+            :class:`PEGEncoding`.
+        peg: builder of one PEG, as there; it is called with ``plain`` too.
+
+    Source: arXiv 2102.10882, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_levels: int = 1,
+        num_layers: int = defaults.LAYERS,
+        additive: Callable[[int], PositionEncoding] | None = None,
+        peg: Callable[..., nn.Module] = PEGDetection,
+        positions: Sequence[int] = (0,),
+        share_levels: bool = False,
+        kernel_size: int = 3,
+        mask_input: bool = True,
+        zero_init: bool = False,
+    ):
+        peg = functools.partial(peg, plain=True)
+        acts = (positions, share_levels, kernel_size, "none", mask_input, zero_init)
+        super().__init__(channels, num_levels, num_layers, additive, peg, *acts)
+
+
+register_position("peg_plain")(PlainPEGEncoding)
+for _name, _peg in ABLATIONS.items():
+    register_position(f"peg_plain_{_name}")(functools.partial(PlainPEGEncoding, peg=_peg))

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeiT's learned table, one vector per cell of a grid, interpolated to each image's own grid."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.position.registry import PositionEncoding, register_position
+from cpvt_det.structures import Size, require_bool
+
+CUBIC, CUBIC_ANTIALIASED = -0.75, -0.5
+"""The constant of torch's bicubic interpolation, without and with ``antialias``."""
+
+
+@register_position("table")
+class TableEncoding(PositionEncoding):
+    """A learned vector for each cell of a grid, stretched over the valid part of each image, whatever canvas it is on.
+
+    Args:
+        channels: C.
+        grid: (height, width) of the table; an image of this many cells gets the table itself, bit for bit.
+        antialias: bicubic interpolation as torch's with ``antialias=True``, as timm does; ``False``, as DeiT's fine-tuning does.
+            They differ in enlarging too.
+
+    Raises:
+        ValueError: a grid without cells.
+        TypeError: in ``forward``, a mask that is not bool.
+
+    Source: arXiv 2012.12877, sections 3 and 6; initial values from facebookresearch/deit.
+    """
+
+    def __init__(self, channels: int, grid: Size = (14, 14), antialias: bool = False):
+        super().__init__()
+        if len(grid) != 2 or min(grid) < 1:
+            raise ValueError(f"the grid of a table has a height and a width of at least 1, got {tuple(grid)}")
+        self.antialias = antialias
+        self.table = nn.Parameter(torch.empty(channels, *grid))
+        nn.init.trunc_normal_(self.table, std=0.02)
+
+    def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
+        for mask in padding_masks:
+            require_bool(mask)
+        return [self._encode(~mask, feature.dtype) for feature, mask in zip(features, padding_masks, strict=True)]
+
+    def _encode(self, valid: Tensor, dtype: torch.dtype) -> Tensor:
+        table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
+        axes = [
+            cubic_weights(valid.any(other).sum(1), valid.shape[axis], size, table.dtype, self.antialias)
+            for axis, other, size in ((1, 2, table.shape[1]), (2, 1, table.shape[2]))
+        ]
+        with torch.autocast(table.device.type, enabled=False):
+            return torch.einsum("bhi,bwj,cij->bchw", *axes, table).to(dtype)
+
+
+def cubic_weights(extents: Tensor, side: int, size: int, dtype: torch.dtype, antialias: bool = False) -> Tensor:
+    """Bicubic interpolation of one axis as a matrix for each image, so that it is a product and needs no loop over images.
+
+    Args:
+        extents: (B,) int, valid cells of the axis.
+        side: cells of the axis, valid or not.
+        size: entries of the axis of the table.
+        dtype: dtype of the result.
+        antialias: as of ``torch.nn.functional.interpolate``.
+
+    Returns:
+        (B, ``side``, ``size``) float; rows of valid cells sum to 1.
+    """
+    step = size / extents.clamp(min=1).to(dtype)[:, None]  # (B, 1), entries per cell
+    center = (torch.arange(side, dtype=dtype, device=extents.device) + 0.5) * step - 0.5  # (B, side), half-pixel centres
+    center = center.clamp(max=size - 0.5)  # of padded cells, which are beyond the table
+    entries = torch.arange(size, dtype=dtype, device=extents.device)
+    if antialias:
+        wide = step.clamp(min=1)[..., None]
+        weights = _cubic((entries - center[..., None]) / wide, CUBIC_ANTIALIASED)
+        return weights / weights.sum(-1, keepdim=True)
+    first = center.floor()[..., None] + torch.arange(-1, 3, dtype=dtype, device=extents.device)  # (B, side, 4), four entries each
+    weights = _cubic(first - center[..., None], CUBIC)
+    is_entry = first.clamp(0, size - 1)[..., None] == entries  # beyond the table its border is repeated
+    return (weights[..., None] * is_entry).sum(2)
+
+
+def _cubic(x: Tensor, a: float) -> Tensor:
+    """The kernel of cubic convolution (Keys 1981), of distances in entries."""
+    x = x.abs()
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((x - 5) * x + 8) * x * a - 4 * a
+    return near.where(x <= 1, far.where(x < 2, 0))

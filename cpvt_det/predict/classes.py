@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained classifier that is called with images, and the classes of one image."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpvt_det.builders import build_class_mapper
+from cpvt_det.checkpoint.trained import Trained
+from cpvt_det.data.coco import Classes
+from cpvt_det.errors import ConfigError
+from cpvt_det.inference import classify
+from cpvt_det.models import Classifier
+from cpvt_det.predict.inputs import ImageInput
+from cpvt_det.predict.predictor import Predictor
+
+BEST = 5
+
+
+@dataclass(repr=False)
+class ImageClasses:
+    """The classes of one image.
+
+    Attributes:
+        scores: (K,) float32 in [0, 1], whose sum is 1, in the order of ``classes``.
+        classes: ids and names of the classes.
+    """
+
+    scores: Tensor
+    classes: Classes
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{found['name']} {found['score']:.2f}" for found in self.best())
+        return f"<{shown}>"
+
+    @property
+    def name(self) -> str:
+        """The name of the best class."""
+        return self.classes.names[int(self.scores.argmax())]
+
+    def best(self, count: int = BEST) -> list[dict[str, Any]]:
+        """``name`` and ``score`` of the best classes, best first."""
+        found = self.scores.topk(min(count, len(self.scores)))
+        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        return [{"name": self.classes.names[label], "score": score} for label, score in pairs]
+
+
+class ClassPredictor(Predictor):
+    """Classifies images of any kind and size; called as a :class:`Predictor`, it returns :class:`ImageClasses`.
+
+    Args:
+        trained: a loaded classifier.
+
+    Raises:
+        ConfigError: a detector, or keys that cannot be used.
+    """
+
+    def __init__(self, trained: Trained):
+        if not isinstance(trained.detector, Classifier):
+            raise ConfigError(f"MODEL.META_ARCHITECTURE {trained.cfg.MODEL.META_ARCHITECTURE!r} is no classifier; use Predictor")
+        mapper = build_class_mapper(trained.cfg)
+        super().__init__(trained.detector, None, mapper, trained.classes, trained.cfg.dump())
+
+    @classmethod
+    def from_trained(cls, trained: Trained) -> "ClassPredictor":
+        """A predictor of a loaded classifier."""
+        return cls(trained)
+
+    def _predict_batch(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageClasses]:
+        """The classes of one batch; pixels are (3, H, W) uint8 each."""
+        found = classify(self.detector, [{"image": self.mapper.prepare(image)} for image in pixels])
+        return [ImageClasses(scores, self.classes) for scores in found]

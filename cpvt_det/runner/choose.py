@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data, machine and time -> a config: the rule of ``runner/recipe.py`` with measured steps."""
+
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import yaml
+from fvcore.common.config import CfgNode
+
+from cpvt_det import builders
+from cpvt_det.checkpoint.initial import load_initial_weights
+from cpvt_det.config import get_cfg, merge_checked, merge_overrides
+from cpvt_det.data.coco import CocoDataset
+from cpvt_det.inference import evaluation_mode
+from cpvt_det.models.backbones.packaged import PACKAGES
+from cpvt_det.runner.recipe import (
+    WITHOUT_PRETRAINED,
+    Choice,
+    MachineFacts,
+    Pace,
+    describe_data,
+    first_plan,
+    format_seconds,
+    length_choices,
+    model_choices,
+    next_plan,
+    steps_in,
+)
+from cpvt_det.tasks.registry import build_task
+
+OF_OUR_BACKBONE = ("NAME", "WEIGHTS", "NORM", "WIDTH", "FREEZE_AT")
+WARM_UP, STEPS = 3, 8
+"""Steps before the clock starts, with kernels to compile, and steps that are measured."""
+SECONDS = 20.0
+"""Measuring ends with the first step after this time."""
+
+
+def describe_machine(num_gpus: int | None) -> MachineFacts:
+    """The facts of this machine; ``num_gpus`` as on the command line."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    uses_gpu = num_gpus != 0 and torch.cuda.is_available()
+    package, _, _ = PACKAGES["tf_efficientnet_lite0"]
+    pretrained = all(importlib.util.find_spec(name) is not None for name in (package, "timm"))
+    return MachineFacts("cuda" if uses_gpu else "cpu", cores, max(1, num_gpus or 1), pretrained)
+
+
+def choose_settings(
+    chosen: Sequence[Choice],
+    overrides: Sequence[str],
+    datasets: Sequence[CocoDataset],
+    machine: MachineFacts,
+    budget: float,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Choice]:
+    """Choose the settings of a run.
+
+    Args:
+        chosen: what is settled: data sets, ``OUTPUT_DIR``, seed.
+        overrides: KEY VALUE words of the user, which replace what would be chosen.
+        datasets: the training set and the validation set.
+        machine: facts of the machine.
+        budget: seconds of the run, from its first step to its last evaluation.
+        tell: called with a line after each measurement.
+
+    Returns:
+        All keys that the run needs, in the order in which they are to be read.
+
+    Raises:
+        BadInputError: data or overrides that cannot be used.
+    """
+    data = describe_data(*(dataset.records for dataset in datasets))
+    plan = first_plan(data, machine)
+    for is_last in (False, True):
+        choices = [*chosen, *_not_in_place_of(overrides, model_choices(plan, data, machine))]
+        pace = measure(config_of(choices, overrides), datasets)
+        steps = steps_in(budget, pace, data)
+        tell(
+            f"measured: {pace.step:.2f} s for a step of {plan.batch} images with a short side of {plan.canvas} pixels; "
+            f"{steps:.0f} such steps fit into {format_seconds(budget)}"
+        )
+        following = plan if is_last else next_plan(plan, steps)
+        if following == plan:
+            break
+        plan = following
+    if not machine.pretrained:
+        tell(WITHOUT_PRETRAINED)
+    return _with_overrides([*choices, *length_choices(plan, data, pace, budget)], overrides)
+
+
+def measure(cfg: CfgNode, datasets: Sequence[CocoDataset]) -> Pace:
+    """The time of training steps with their loading, and of evaluating images; everything is built for it and thrown away.
+
+    Args:
+        cfg: config of the run, changed in place.
+        datasets: the training set and the validation set.
+    """
+    (train, val), solver = datasets, cfg.SOLVER
+    solver.EPOCHS, solver.MAX_ITER, cfg.DATALOADER.NUM_WORKERS = 0.0, WARM_UP + STEPS, 0
+    builders.set_classes(cfg, train.classes)
+    task, device = build_task(cfg), builders.build_device(cfg)
+    records = task.training_records([train])
+    detector = builders.build_detector(cfg).to(device)
+    load_initial_weights(cfg, detector, train.classes)
+    length, ema = builders.build_schedule(cfg, len(records)), builders.build_ema(cfg, detector)
+    step = builders.build_step(cfg, task.build_training_model(detector), builders.build_optimizer(cfg, detector), length, 0, ema)
+    loader = iter(task.build_train_loader(records, 0))
+    for iteration in range(WARM_UP):
+        step(next(loader), iteration)
+    _finish(device)
+    times: list[float] = []
+    while len(times) < STEPS and sum(times) < SECONDS:
+        start = time.perf_counter()
+        step(next(loader), WARM_UP + len(times))
+        _finish(device)
+        times.append(time.perf_counter() - start)
+    return Pace(statistics.median(times), _evaluation_pace(cfg, task, detector, val.records[: 2 * cfg.TEST.IMS_PER_BATCH]))
+
+
+def _evaluation_pace(cfg: CfgNode, task: Any, detector: torch.nn.Module, records: Sequence[Any]) -> float:
+    start = time.perf_counter()
+    with evaluation_mode(detector):
+        for samples in builders.build_test_loader(cfg, records):
+            task.infer(detector, samples)
+    return (time.perf_counter() - start) / len(records)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what the GPU has been told to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _not_in_place_of(overrides: Sequence[str], choices: Sequence[Choice]) -> list[Choice]:
+    """The choices without weights, norm and frozen stages of a backbone that the user replaced: they are of ours."""
+    own = OF_OUR_BACKBONE if "MODEL.BACKBONE.NAME" in overrides[::2] else ()
+    return [choice for choice in choices if choice.key.removeprefix("MODEL.BACKBONE.") not in own]
+
+
+def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNode:
+    """The config of choices and KEY VALUE words, over the defaults.
+
+    Raises:
+        ConfigError: words that are no pairs, unknown keys, values of a wrong type.
+    """
+    cfg = get_cfg()
+    merge_checked(cfg, CfgNode(_tree(choices)), "the choice")
+    merge_overrides(cfg, overrides)
+    return cfg
+
+
+def _with_overrides(choices: Sequence[Choice], overrides: Sequence[str]) -> list[Choice]:
+    """The choices with what the user typed in their places, or at the end."""
+    cfg, typed = config_of(choices, overrides), {}
+    for key in overrides[::2]:
+        node: Any = cfg
+        for part in key.split("."):
+            node = node[part]
+        typed[key] = Choice(key, list(node) if isinstance(node, tuple) else node, "from the command line")
+    return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
+
+
+def _tree(choices: Sequence[Choice]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value, _ in choices:
+        *groups, last = key.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[last] = value
+    return tree
+
+
+def write_choices(choices: Sequence[Choice], header: Sequence[str]) -> str:
+    """YAML of choices, each with its reason as a comment, below some lines of comment."""
+    reasons = {choice.key: choice.reason for choice in choices}
+    lines = [f"# {line}" for line in header]
+    _write(_tree(choices), "", reasons, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _write(tree: dict[str, Any], prefix: str, reasons: dict[str, str], lines: list[str]) -> None:
+    indent = "  " * prefix.count(".")
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines.append(f"{indent}{key}:")
+            _write(value, f"{prefix}{key}.", reasons, lines)
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+            reason = reasons.get(f"{prefix}{key}")
+            lines.append(f"{indent}{key}: {text}" + (f"  # {reason}" if reason else ""))

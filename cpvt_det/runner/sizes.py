@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model at several test sizes, without training it again: one table, in both runners."""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+from torch import nn
+
+from cpvt_det import distributed
+from cpvt_det.errors import ConfigError, MapSizeError
+from cpvt_det.evaluation.coco import write_results
+from cpvt_det.runner.evaluate import evaluate
+from cpvt_det.tasks.registry import Results, flatten
+
+logger = logging.getLogger("cpvt_det")
+SECONDS = "seconds"
+
+
+def evaluate_sizes(task: Any, detector: nn.Module, datasets: Sequence[Any], sizes: Sequence[int], output: Path) -> Results:
+    """Evaluate at every size; write ``sizes/<size>/`` as :func:`cpvt_det.runner.evaluate.evaluate` does, and the table.
+
+    Args:
+        task: the run's task, with ``set_test_size``; its config is the same afterwards.
+        detector: the model.
+        datasets: the task's test sets.
+        sizes: test sizes in pixels.
+        output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it.
+
+    Returns:
+        Figures by size, as text; NaN at a size that the model cannot take.
+
+    Raises:
+        ConfigError: a task whose images have no size to set.
+    """
+    if not hasattr(task, "set_test_size"):
+        raise ConfigError(f"--sizes: the task {task.cfg.TASK!r} has no set_test_size, which sets the size of test images")
+    before, results, why = task.cfg.INPUT.clone(), {}, []
+    for size in sizes:
+        task.set_test_size(size)
+        start = time.perf_counter()
+        try:
+            results[str(size)] = evaluate(task, detector, datasets, output / "sizes" / str(size))
+        except MapSizeError as error:
+            results[str(size)] = {}
+            why.append(f"{size}: {error}")
+        results[str(size)] |= {SECONDS: time.perf_counter() - start}
+        task.cfg.INPUT = before.clone()
+    table = "\n\n".join([sizes_table(results, task.main_figure, task.figures), *why])
+    if distributed.rank() == 0:
+        write_results(results, output / "sizes.json")
+        (output / "sizes.md").write_text(table + "\n", encoding="utf-8")
+        logger.info("Test sizes (%s):\n%s", output / "sizes.md", table)
+    return results
+
+
+def sizes_table(results: Mapping[str, Results], main_figure: str, figures: Sequence[str]) -> str:
+    """A row for each size, with the figures of each test set and the seconds that the evaluation took, as GitHub's Markdown.
+
+    Args:
+        results: result of :func:`evaluate_sizes`.
+        main_figure, figures: as of a task.
+    """
+    group = main_figure.rpartition("/")[0]
+    by_size = {size: flatten(found) for size, found in results.items()}
+    known = dict.fromkeys(name for found in by_size.values() for name in found)
+    names = [name for figure in figures for name in known if f"/{name}".endswith(f"/{group}/{figure}")]
+    rows = [(size, *(_text(found.get(name, math.nan)) for name in [*names, SECONDS])) for size, found in by_size.items()]
+    heads = [name.replace(f"{group}/", "").replace("/", " ") for name in names]
+    return tabulate(rows, ["size", *heads, SECONDS], tablefmt="github", disable_numparse=True)
+
+
+def _text(value: float) -> str:
+    return "n/a" if math.isnan(value) else f"{value:.1f}"

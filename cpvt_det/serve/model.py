@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained model behind the page: bytes of an image file -> its detections, and where the decoder looked for each."""
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpvt_det.data.images import read_header, read_image
+from cpvt_det.errors import BadInputError, DataError
+from cpvt_det.predict import Predictor
+from cpvt_det.structures import Detections
+from cpvt_det.visualize.attention import heat_map, look
+from cpvt_det.visualize.forward_record import ForwardRecord, attention_layers
+from cpvt_det.visualize.recording import record_inputs
+
+MOST_PIXELS = 64_000_000
+"""Largest image: a small file may hold more pixels than there is memory for."""
+KEPT = 4
+"""Number of images whose passes are kept, so that a click on a box is answered at once."""
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Pass:
+    """What one image's pass through the detector left.
+
+    Attributes:
+        image: (3, H, W) uint8, RGB, the image.
+        detections: detections, best first.
+        queries: index of the decoder query of each detection.
+        record: the inputs of the decoder's attention.
+        seconds: time from the image to the detections, decoding of the file not included.
+    """
+
+    image: Tensor
+    detections: Detections
+    queries: list[int]
+    record: ForwardRecord
+    seconds: float
+
+
+class ServedModel:
+    """A predictor that is asked by several threads, and remembers the last images.
+
+    Args:
+        predictor: predictor of a trained model.
+        name: name of the model on the page.
+    """
+
+    def __init__(self, predictor: Predictor, name: str):
+        self.predictor = predictor
+        self.name = name
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Pass] = OrderedDict()
+
+    def detect(self, content: bytes, name: str) -> Pass:
+        """The pass of an image; detections are those of ``predictor(path)``, bit for bit.
+
+        Args:
+            content: bytes of an image file.
+            name: name of the file, for messages.
+
+        Raises:
+            DataError: a file that cannot be read as an image, or with more than 64 million pixels.
+        """
+        key = hashlib.sha256(content).digest()
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = self._run(_read(content, name))
+            self._kept.move_to_end(key)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            return self._kept[key]
+
+    def looks(self, content: bytes, name: str, query: int) -> Json:
+        """Where a decoder query looked, layer by layer, in pixels of the image.
+
+        Args:
+            content, name: image, as of :meth:`detect`.
+            query: index of the query.
+
+        Returns:
+            With deformable attention ``kind`` "points", ``strides`` of the levels, and in each of ``layers`` the ``reference`` (x,
+            y, or centre and size) and ``points`` (x, y, weight, level), whose weights sum to 1. With dense attention ``kind``
+            "heat", and in each of ``layers`` the mean over heads by cell in multiples of even attention, ``rows``, and their lower
+            right ``corner``.
+
+        Raises:
+            BadInputError: a query that the detector does not have.
+        """
+        record = self.detect(content, name).record
+        count = record.inputs["decoder", 0][0].shape[1]
+        if not 0 <= query < count:
+            raise BadInputError(f"query {query} does not exist; this model has queries 0 to {count - 1}")
+        layers = range(len(record.layers["decoder"]))
+        if record.is_dense:
+            return {"kind": "heat", "layers": [_heat(record, layer, query) for layer in layers]}
+        return {"kind": "points", "strides": record.strides, "layers": [_points(record, layer, query) for layer in layers]}
+
+    @torch.no_grad()
+    def _run(self, image: Tensor) -> Pass:
+        start = time.perf_counter()
+        detector, postprocess = self.predictor.detector, self.predictor.postprocess
+        resized, size = self.predictor.mapper.prepare(image), tuple(image.shape[1:])
+        layers = attention_layers(detector)["decoder"]
+        batch = detector.preprocess([resized])
+        with record_inputs({("decoder", n): layer for n, layer in enumerate(layers)}) as inputs:
+            predictions = detector(batch.images, batch.padding_mask)
+        (detections,) = postprocess(predictions, [size])
+        _, _, queries = postprocess.classification.decode(predictions.logits[-1], postprocess.max_detections)
+        record = ForwardRecord(detector, resized, size, tuple(batch.images.shape[2:]), {"decoder": layers}, inputs, [])
+        return Pass(image, detections.cpu(), queries[0].tolist(), record, time.perf_counter() - start)
+
+
+def _read(content: bytes, name: str) -> Tensor:
+    header = read_header(name, content)
+    if header.width * header.height > MOST_PIXELS:
+        raise DataError(f"{name} has {header.width} x {header.height} pixels; at most {MOST_PIXELS // 1_000_000} million are taken")
+    return read_image(name, content)
+
+
+def _heat(record: ForwardRecord, layer: int, query: int) -> Json:
+    weights = look(record, "decoder", layer, [query])
+    heat, corner = heat_map(record, weights[0, :, 0].mean(0))
+    return {"rows": heat.round(3).tolist(), "corner": corner}
+
+
+def _points(record: ForwardRecord, layer: int, query: int) -> Json:
+    samples, references = look(record, "decoder", layer, [query])
+    (height, width), (x, y) = record.canvas, record.scale
+    canvas = torch.tensor([width * x, height * y])
+    locations, weights = samples.locations[0, 0] * canvas, samples.weights[0, 0] / len(samples.weights[0, 0])
+    points = [
+        [*place, weight, level]
+        for head, head_weights in zip(locations.tolist(), weights.tolist(), strict=True)
+        for level, row in enumerate(zip(head, head_weights, strict=True))
+        for place, weight in zip(*row, strict=True)
+    ]
+    reference = references[0, 0, 0] * canvas.repeat(references.shape[-1] // 2)
+    return {"reference": reference.tolist(), "points": points}

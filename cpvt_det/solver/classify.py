@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step of a classifier adds: Mixup and CutMix on the batch, and a teacher.
+
+Their random numbers come from torch's state, which the step sets from seed, iteration and process before it calls the model.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from cpvt_det.data.mapper import Sample
+from cpvt_det.losses import Losses
+from cpvt_det.losses.image_classes import ClassCriterion
+
+Teacher = Callable[[Tensor], Tensor]
+"""(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64, the classes that the teacher finds."""
+
+
+class BatchMixing:
+    """Mixup or CutMix, each on half of the batches where both are on: an image and the one before it in the batch are mixed.
+
+    Args:
+        num_classes: K.
+        mixup, cutmix: parameter of the Beta distribution of the share of one image, for each; 0: without it.
+
+    Raises:
+        ValueError: a negative parameter.
+
+    Source: arXiv 1710.09412 and arXiv 1905.04899, switched as in arXiv 2012.12877.
+    """
+
+    def __init__(self, num_classes: int, mixup: float = 0.0, cutmix: float = 0.0):
+        if min(mixup, cutmix) < 0:
+            raise ValueError(f"Mixup and CutMix must be at least 0 (0 for none), got {mixup} and {cutmix}")
+        self.num_classes = num_classes
+        kinds = [
+            kind(alpha=float(alpha), num_classes=num_classes) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
+        ]
+        self._mix = v2.RandomChoice(kinds) if kinds else None
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix.
+
+        Args:
+            images: (B, 3, h, w) float, of one size, without padding.
+            labels: (B,) int64.
+
+        Returns:
+            The images, and the shares of the classes in them, (B, K) float.
+        """
+        if self._mix is None or len(images) < 2:
+            return images, F.one_hot(labels, self.num_classes).to(images.dtype)
+        mixed, shares = self._mix(images, labels)
+        return mixed, shares.to(images.dtype)
+
+
+class ClassTrainingModel(nn.Module):
+    """A classifier and its loss as one module, so that one call of a wrapper (DDP) makes the losses.
+
+    Args:
+        detector: classifier; its state dict is what checkpoints hold.
+        criterion: loss; it has no parameters.
+        mixing: Mixup and CutMix.
+        teacher: model to learn from, which is no part of this one; ``None``: none.
+    """
+
+    def __init__(self, detector: nn.Module, criterion: ClassCriterion, mixing: BatchMixing, teacher: Teacher | None = None):
+        super().__init__()
+        self.detector = detector
+        self.criterion = criterion
+        self.mixing = mixing
+        self._teacher = (teacher,)  # in a tuple, so that it gets no gradients, no training mode and no place in the state
+
+    def forward(self, samples: Sequence[Sample], normalizers: int | None = None) -> Losses:
+        """The losses of samples of one size with ``image`` and ``targets``; ``normalizers`` as :meth:`normalizers` returns them."""
+        batch = self.detector.preprocess([sample["image"] for sample in samples])
+        height, width = batch.image_sizes[0]
+        labels = torch.cat([sample["targets"].labels for sample in samples]).to(batch.images.device)
+        valid, shares = self.mixing(batch.images[:, :, :height, :width], labels)
+        images = batch.images.clone()
+        images[:, :, :height, :width] = valid
+        predictions = self.detector(images, batch.padding_mask)
+        (teacher,) = self._teacher
+        taught = None if teacher is None else teacher(valid * self.detector.pixel_std + self.detector.pixel_mean)
+        return self.criterion(predictions.logits, shares, taught, normalizers)
+
+    def normalizers(self, samples: Sequence[Sample]) -> int:
+        """The divisor of a whole step, for :meth:`forward` with a part of its samples."""
+        return len(samples)

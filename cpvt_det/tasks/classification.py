@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image classification: images of one class each in, scores of all classes out, top-1 in the metrics.
+
+What computes imports torch when it is called, as in ``tasks/detection.py``.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from fvcore.common.config import CfgNode
+
+from cpvt_det import builders
+from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord, describe_records
+from cpvt_det.data.validation.check import CheckedData
+from cpvt_det.data.validation.issues import EXAMPLES
+from cpvt_det.tasks.registry import TASK_REGISTRY, Results, flatten, place_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+
+    from cpvt_det.data.loader import TrainLoader
+    from cpvt_det.data.mapper import Sample
+    from cpvt_det.evaluation.top_k import ClassEvaluator
+    from cpvt_det.solver.classify import ClassTrainingModel
+
+logger = logging.getLogger("cpvt_det")
+ANSWERS, CONFUSION = "classes.json", "confusion.csv"
+
+
+@TASK_REGISTRY.register_as("classification")
+class ClassificationTask:
+    """Records of one class each; cross-entropy; accuracies.
+
+    Args:
+        cfg: config of the run. ``load_splits`` and ``load_tests`` set its ``MODEL.NUM_CLASSES``; call one of them first.
+    """
+
+    main_figure = "classes/top1"
+    figures = ("top1", "top1_class_mean", "top5")
+    constant = "the answer that is the same for every image, the classes by their number of training images"
+
+    def __init__(self, cfg: CfgNode):
+        self.cfg = cfg
+        self._classes: Classes | None = None
+
+    def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
+        """Training and test sets with their faults, as :func:`cpvt_det.builders.check_class_datasets`."""
+        return builders.check_class_datasets(self.cfg, decode=decode, examples=examples)
+
+    def load_splits(self) -> tuple[list[CocoDataset], list[CocoDataset]]:
+        """Training sets and test sets, as :func:`cpvt_det.builders.load_class_splits`."""
+        train, tests = builders.load_class_splits(self.cfg)
+        self._classes = train[0].classes
+        return train, tests
+
+    def load_tests(self) -> list[CocoDataset]:
+        """Test sets, as :func:`cpvt_det.builders.load_class_tests`."""
+        return builders.load_class_tests(self.cfg)
+
+    def training_records(self, datasets: list[CocoDataset]) -> list[ImageRecord]:
+        """Images to train on: all."""
+        return [record for dataset in datasets for record in dataset.records]
+
+    def describe(self, records: Sequence[ImageRecord]) -> dict[str, Any]:
+        """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
+        return describe_records(records)
+
+    def build_train_loader(self, records: list[ImageRecord], seed: int) -> "TrainLoader":
+        """Batches for training, as :func:`cpvt_det.builders.build_class_train_loader`."""
+        return builders.build_class_train_loader(self.cfg, records, seed)
+
+    def build_test_loader(self, dataset: CocoDataset) -> "DataLoader":
+        """Every image of a test set once, as :func:`cpvt_det.builders.build_class_test_loader`."""
+        return builders.build_class_test_loader(self.cfg, dataset.records)
+
+    def set_test_size(self, size: int) -> None:
+        """Crop test images to this side, out of a short side in proportion."""
+        self.cfg.INPUT.CLASSIFY.TEST_SIZE = size
+
+    def build_training_model(self, detector: "nn.Module") -> "ClassTrainingModel":
+        """The classifier with its loss, Mixup and CutMix, and the teacher of ``MODEL.CLASSIFIER.TEACHER``."""
+        from cpvt_det.checkpoint.teacher import load_teacher
+        from cpvt_det.solver.classify import ClassTrainingModel
+
+        teacher = load_teacher(self.cfg, self._classes) if self.cfg.MODEL.CLASSIFIER.TEACHER else None
+        return ClassTrainingModel(detector, builders.build_class_criterion(self.cfg), builders.build_mixing(self.cfg), teacher)
+
+    def build_evaluator(self, dataset: CocoDataset) -> "ClassEvaluator":
+        """The evaluator of a test set; the first key of what it returns is the group of :attr:`main_figure`."""
+        from cpvt_det.evaluation.top_k import ClassEvaluator
+
+        return ClassEvaluator(dataset.records, dataset.classes)
+
+    def baseline(self, records: Sequence[ImageRecord], dataset: CocoDataset) -> dict[str, float]:
+        """Top-1 of an answer that is the same for every image: the scores are the classes' shares of the training images."""
+        import torch
+
+        counts = np.bincount([record.labels[0] for record in records], minlength=len(dataset.classes))
+        evaluator, scores = self.build_evaluator(dataset), torch.from_numpy(counts / max(1, len(records)))
+        for record in dataset.records:
+            evaluator.add(record.image_id, scores)
+        return {self.main_figure: flatten(evaluator.evaluate())[self.main_figure]}
+
+    def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Tensor]":
+        """What the evaluator's ``add`` takes beside the image's id, for each sample of a batch: (K,) scores."""
+        from cpvt_det.inference import classify
+
+        return classify(detector, samples)
+
+    def format_results(self, results: Results) -> str:
+        """The figures of one test set as text."""
+        from cpvt_det.evaluation.top_k import format_accuracies
+
+        return format_accuracies(results)
+
+    def write_outputs(self, evaluator: "ClassEvaluator", folder: Path) -> None:
+        """Write the best classes of every image of a test set, and the confusion matrix."""
+        from cpvt_det.evaluation.top_k import write_confusion
+        from cpvt_det.files import write_json
+
+        write_json(evaluator.answers(), folder / ANSWERS)
+        write_confusion(evaluator.confusion(), evaluator.classes.names, folder / CONFUSION)
+
+    def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
+        """Write what there is to look at after the last evaluation: pictures, and with ``TEST.REPORT`` the report.
+
+        Args:
+            detector: the evaluated model; not used, as its answers are in files.
+            datasets: the test sets.
+            results: what the evaluation returned.
+            output: ``OUTPUT_DIR``, with the answers of the evaluation.
+        """
+        from cpvt_det import distributed
+        from cpvt_det.visualize.classes import draw_answers, write_class_report
+
+        if distributed.rank() != 0:
+            return
+        for number, dataset in enumerate(datasets):
+            answers = json.loads((place_of(dataset, datasets, output / "inference") / ANSWERS).read_text(encoding="utf-8"))
+            if number == 0 and self.cfg.TEST.PICTURES > 0:
+                draw_answers(answers, self.cfg.TEST.PICTURES, output / "pictures" / "classes.png")
+                logger.info("Pictures: %s", output / "pictures" / "classes.png")
+            if self.cfg.TEST.REPORT:
+                folder = place_of(dataset, datasets, output / "report")
+                write_class_report(answers, dataset.classes.names, results if len(datasets) == 1 else results[dataset.name], folder)
+                logger.info("Report: %s", folder / "report.md")

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder in the place of a config: trained on, checked, and never written into; broken ones end with a sentence."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import test_folders as layouts
+import yaml
+from click.testing import CliRunner
+from PIL import Image
+from tiny import MODEL, RUN
+
+from cpvt_det.cli import folder as folder_module
+from cpvt_det.cli import main
+from cpvt_det.config import config_root, load_cfg
+from cpvt_det.data.coco import read_coco
+from cpvt_det.data.validation.duplicates import near_duplicates
+from cpvt_det.runner import choose
+from cpvt_det.runner.recipe import Pace
+
+SMALL = {**MODEL, "MODEL.DEFORMABLE.NUM_LEVELS": 2, "TEST.PICTURES": 2, "SOLVER.LOG_PERIOD": 1, "SOLVER.EPOCHS": 1.0}
+SMALL |= {key: RUN[key] for key in ("INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST")}
+WORDS = [str(word) for pair in SMALL.items() for word in pair]
+
+
+def call(*words):
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current folder, and beside it the user's ``mine``."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, monkeypatch):
+    monkeypatch.setattr(choose, "WARM_UP", 1)
+    monkeypatch.setattr(choose, "STEPS", 1)
+    mine = here.parent / "mine"
+    layouts.write_labelimg_yolo(mine)
+    before = layouts.files_below(mine)
+    result = call("train", "../mine", "--budget", "1m", "--num-gpus", 0, "--runner", "builtin", *WORDS)
+    assert result.exit_code == 0, result.output
+    assert layouts.files_below(mine) == before
+    assert "../mine: yolo, 8 files such as" not in result.output and "../mine: yolo, 6 files such as" in result.output
+    assert "measured: " in result.output and "split drawn by seed 0" in result.output
+    output = here / "output/mine"
+    assert (output / "model_best.pth").is_file() and (output / "pictures/detections.png").is_file()
+    log = (output / "log.txt").read_text()
+    assert "cpvt-det predict output/mine/model_best.pth" in log and "from a pretrained backbone" not in log
+    parts = {split: json.loads((output / f"data/{split}.json").read_text()) for split in ("train", "val")}
+    assert sorted(image["file_name"] for part in parts.values() for image in part["images"]) == [f"{name}.png" for name in "abcdef"]
+
+    chosen = output / "chosen.yaml"
+    assert chosen.read_text().startswith("# Chosen by cpvt-det train ../mine. The same run again: cpvt-det train --config-file ")
+    again = call("train", "--config-file", chosen, "--num-gpus", 0, "--runner", "builtin", "OUTPUT_DIR", "again")
+    assert again.exit_code == 0, again.output
+    losses = [losses_of(folder / "metrics.json") for folder in (output, here / "again")]
+    assert losses[0] == losses[1] and len(losses[0]) == 2  # 1 epoch of 5 images, 2 a step
+
+    resumed = call("train", "../mine", "--resume", "--num-gpus", 0, "--runner", "builtin", "SOLVER.EPOCHS", "2")
+    assert resumed.exit_code == 0, resumed.output
+    assert "measured:" not in resumed.output and len(losses_of(output / "metrics.json")) == 5
+    assert yaml.safe_load(chosen.read_text())["SOLVER"]["EPOCHS"] == 1
+
+
+def losses_of(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line["total_loss"] for line in lines if "total_loss" in line]
+
+
+def test_measuring_trains_some_steps_and_evaluates_some_images(drawn_cfg, drawn_coco):
+    cfg = load_cfg("", [*WORDS, "MODEL.DEFORMABLE.NUM_LEVELS", "4"])
+    cfg.INPUT.RESIZE_CROP.ENABLED = False
+    dataset = read_coco(drawn_coco.files)
+    pace = choose.measure(cfg, [dataset, dataset])
+    assert isinstance(pace, Pace) and 0 < pace.image < 5 and 0 < pace.step < 5
+    assert cfg.MODEL.NUM_CLASSES == 3
+
+
+def test_check_data_reads_the_same_and_writes_nothing(here):
+    mine = here.parent / "mine"
+    layouts.write_labelimg_yolo(mine)
+    before = layouts.files_below(here.parent)
+    result = call("check-data", mine)
+    assert result.exit_code == 0, result.output
+    assert layouts.files_below(here.parent) == before
+    assert "mine_train: 5 images" in result.output and "mine_val: 1 images" in result.output
+    rows = [line.split() for line in result.output.splitlines()]
+    assert ["class", "train", "val"] in rows and [row[0] for row in rows if row[0] in layouts.NAMES] == layouts.NAMES
+
+
+def test_check_data_tells_which_images_were_almost_seen_in_training(here):
+    layouts.write_roboflow_voc(here.parent / "mine")
+    assert "nearly the same" not in call("check-data", "../mine").output
+    brighter = Image.open(here.parent / "mine/Train/a.png").point(lambda value: value // 2 + 99)
+    brighter.save(here.parent / "mine/TEST/e.png")
+    result = call("check-data", "../mine")
+    assert result.exit_code == 0
+    assert "validation images that are nearly the same as a training image: 1" in result.output
+    assert "mine/TEST/e.png: ../mine/Train/a.png" in result.output
+    config = here / "mine.yaml"
+    config.write_text("DATASETS: {REGISTER: [[a, ../mine/Train, ''], [b, ../mine/TEST, '']], TRAIN: [a], TEST: [b]}")
+    assert "nearly the same" in call("check-data", "--config-file", config).output
+
+
+def no_labels(mine):
+    layouts.both(mine, "images/{name}.png", lambda split, name: ())
+
+
+def labels_without_images(mine):
+    layouts.write_cvat_yolo(mine)
+    for path in mine.rglob("*.png"):
+        path.unlink()
+
+
+def one_label_without_image(mine):
+    layouts.write_labelimg_yolo(mine)
+    (mine / "c.png").unlink()
+
+
+def two_formats(mine):
+    layouts.write_voc(mine)
+    layouts.write_json_beside(mine)
+
+
+def overlapping_split(mine):
+    layouts.write_roboflow_yolo(mine)
+    for kind, end in (("images", "png"), ("labels", "txt")):
+        shutil.copy(mine / f"train/{kind}/a.{end}", mine / f"valid/{kind}/copy_of_a.{end}")
+
+
+BROKEN = {
+    "no labels": (no_labels, "error: ../mine has 6 images and no annotations that are known; put a COCO JSON"),
+    "labels without images": (
+        labels_without_images,
+        "error: ../mine has annotations (5 files such as ../mine/obj_train_data/a.txt) but no images; put the images below",
+    ),
+    "one label without its image": (one_label_without_image, "cannot read image ../mine/c.jpg: no such file"),
+    "two formats": (two_formats, "annotations in several formats: coco (../mine/labels.json); voc (../mine/VOC, splits"),
+    "a split that overlaps": (
+        overlapping_split,
+        "1 images are in training and in validation, such as ../mine/train/images/a.png, which is "
+        "../mine/valid/images/copy_of_a.png; the figures would be of images seen in training",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("command", ["train", "check-data"])
+def test_a_broken_folder_ends_with_a_sentence(kind, command, here):
+    make, said = BROKEN[kind]
+    make(here.parent / "mine")
+    before = layouts.files_below(here.parent / "mine")
+    result = call(command, "../mine", *WORDS)
+    assert result.exit_code == 2
+    assert said in result.output, result.output
+    assert "Traceback" not in result.output
+    assert layouts.files_below(here.parent / "mine") == before
+
+
+def test_what_the_sentences_advise_helps(here):
+    overlapping_split(here.parent / "overlap")
+    two_formats(here.parent / "two")
+    one_label_without_image(here.parent / "missing")
+    for words in (["../overlap", "--new-split"], ["../two", "--format", "coco"], ["../missing", "DATASETS.ON_BAD", "drop"]):
+        result = call("check-data", *words)
+        assert result.exit_code == 0, result.output
+
+
+def test_a_class_of_200_that_validation_lacks_is_told_and_no_fault(here):
+    names = [f"kind {number}" for number in range(200)]
+    mine = here.parent / "mine"
+    layouts.both(mine, "images/{split}/{name}.png", lambda split, name: ())
+    layouts.write(mine / "data.yaml", f"train: images/train\nval: images/val\nnames: {names}\n")
+    for split, images in (("train", layouts.TRAIN), ("val", layouts.VAL)):
+        for number, name in enumerate(images):
+            kinds = range(number, 200 if split == "train" else 199, len(images))
+            layouts.write(mine / f"labels/{split}/{name}.txt", "".join(f"{kind} 0.5 0.5 0.2 0.2\n" for kind in kinds))
+    result = call("check-data", mine)
+    assert result.exit_code == 0, result.output
+    assert "1 of 200 classes have no object in val, so their AP is not measured: kind 199" in result.output
+    assert "kind 7" not in result.output  # 200 classes are no table
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train"], "name a folder of images and annotations, or a config with --config-file"),
+        (["check-data"], "name a folder of images and annotations, or a config with --config-file"),
+        (["train", "SEED", "1"], "name a folder of images and annotations"),
+        (["train", "../none"], "there is no folder ../none"),
+        (["train", "../mine", "SEED"], "the number of words is odd: SEED"),
+        (["train", "../mine", "--format", "coko"], "did you mean 'coco'?"),
+        (["train", "../mine", "--eval-only"], "--eval-only evaluates weights of a config"),
+        (["train", "../mine", "OUTPUT_DIR", "../mine/out"], "is inside ../mine, into which nothing is written"),
+        (["train", ".."], "OUTPUT_DIR output/"),
+        (["train", "--config-file", "quickstart/detr_peg.yaml", "--budget", "1h"], "--budget, --format and --new-split belong to"),
+        (["train", "../mine", "SOLVER.BASE_LR", "fast"], "SOLVER.BASE_LR"),
+        (["train", "../mine", "--budget", "soon"], "'soon' is not a time such as 90s, 30m or 1h30m"),
+    ],
+)
+def test_words_that_cannot_be_used_are_refused(words, said, here):
+    layouts.write_coco(here.parent / "mine")
+    before = layouts.files_below(here.parent)
+    result = call(*words)
+    assert result.exit_code == 2 and said in result.output, result.output
+    assert layouts.files_below(here.parent) == before
+
+
+def test_processes_of_torchrun_do_not_choose_each_for_itself(here, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    layouts.write_coco(here.parent / "mine")
+    assert "each process of torchrun would choose for itself" in call("train", "../mine").output
+
+
+def test_times():
+    times = {"90s": 90, "30m": 1800, "1h30m": 5400, "0.5h": 1800, "2h": 7200}
+    assert {text: folder_module.Duration().convert(text, None, None) for text in times} == times
+
+
+def test_configs_are_listed_with_a_line_each():
+    lines = call("configs").output.splitlines()
+    names = [path.relative_to(config_root()).as_posix() for path in config_root().rglob("*.yaml") if not path.name.startswith("_")]
+    assert sorted(line.split()[0] for line in lines) == sorted(names)
+    assert all(len(line.split()) > 4 and len(line) < 260 for line in lines)
+    assert any(line.startswith("coco/detr_r50_peg_50ep.yaml ") and line.endswith("; encoding: peg") for line in lines)
+    assert [line.split()[0] for line in call("configs", "quickstart").output.splitlines()] == [
+        "quickstart/deformable_peg.yaml",
+        "quickstart/detr_peg.yaml",
+    ]
+
+
+def test_a_packaged_config_can_be_a_base(here):
+    (here / "mine.yaml").write_text("_BASE_: quickstart/deformable_peg.yaml\nSEED: 7\n")
+    cfg = load_cfg("mine.yaml")
+    assert (cfg.SEED, cfg.MODEL.BACKBONE.WIDTH) == (7, 32)
+
+
+def test_images_that_cannot_be_compared_are_no_duplicates(here):
+    (here / "a.png").write_bytes(b"no image")
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(here / "b.png")
+    assert near_duplicates(["a.png", "b.png"], ["a.png", "b.png"]) == []

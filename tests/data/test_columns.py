@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Annotations in columns: every entry as the rules say, whatever the way it is read; kept once, shared, and never half."""
+
+import copy
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cpvt_det.data import annotations, cache, coco, json_stream
+from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.coco import read_coco
+from cpvt_det.data.columns import ARRAYS, load_columns
+from cpvt_det.data.records import JoinedRecords, join, sizes_of
+from cpvt_det.errors import DataError
+from cpvt_det.evaluation.coco import CocoEvaluator
+
+ODD = [None, True, -1, 0, 0.5, 1, 2, 7, 1e-3, 1e16, 10**400, 2**63, float("nan"), float("inf"), "1", "x", [], [1, 2], {}]
+
+
+def messy(seed: int, images: int = 30, boxes: int = 400) -> dict:
+    """A COCO dict with all kinds of entries, most of them plain, some with a fault or a remark."""
+    rng = random.Random(seed)
+    sizes = {number: (rng.randint(20, 90), rng.randint(20, 90)) for number in rng.sample(range(-5, 1000), images)}
+    content = {
+        "info": {"nested": [1, {"annotations": []}]},
+        "images": [{"id": i, "file_name": f"é{i}.png", "height": h, "width": w} for i, (h, w) in sizes.items()],
+        "annotations": [],
+        "categories": [{"id": i, "name": f"class {i}"} for i in (90, 3, 17)],
+    }
+    for number in range(boxes):
+        owner = rng.choice(list(sizes))
+        height, width = sizes[owner]
+        box = [rng.uniform(0, width - 3), rng.uniform(0, height - 3), rng.uniform(1, 3), rng.randint(1, 3)]
+        entry = {"id": number, "image_id": owner, "category_id": rng.choice((3, 17, 90)), "bbox": box}
+        content["annotations"].append({**entry, "area": rng.choice((5, 7.25)), "iscrowd": int(rng.random() < 0.1)})
+    for _ in range(boxes // 4):
+        entry, key = rng.choice(content["annotations"]), rng.choice(("id", "image_id", "category_id", "area", "iscrowd"))
+        entry[key] = rng.choice(ODD)
+    for _ in range(boxes // 8):
+        entry = rng.choice(content["annotations"])
+        entry["bbox"][rng.randrange(4)] = rng.choice((rng.uniform(-5, 100), rng.choice(ODD)))
+    for _ in range(boxes // 40):
+        del rng.choice(content["annotations"])[rng.choice(("id", "area", "iscrowd"))]  # there is a "bbox", a KeyError otherwise
+    content["annotations"].insert(rng.randrange(boxes), rng.choice((7, "box", None, [1])))
+    content["images"] += [{"id": 5000, "file_name": "no size.png"}, dict(content["images"][0])]
+    content["annotations"] += [{"id": boxes, "image_id": 5000, "category_id": 3, "bbox": [1, 1, 2, 2], "area": 4, "iscrowd": 0}]
+    return content
+
+
+def write(path, content, order=("info", "images", "annotations", "categories")) -> DatasetFiles:
+    path.write_text(json.dumps({key: content[key] for key in order}), encoding="utf-8")
+    return DatasetFiles("messy", path, path.parent)
+
+
+def all_of(dataset) -> tuple:
+    """What there is in a data set, as it can be compared; NaN in examples is text."""
+    issues = dataset.issues
+    found = [{h: (g.count, g.examples) for h, g in kind.items()} for kind in (issues.errors, issues.faults, issues.infos)]
+    return dataset.classes, dataset.ground_truth, [list(kind.items()) for kind in found]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_way_of_reading_finds_the_same_boxes_and_says_the_same(tmp_path, seed, monkeypatch):
+    """Plain boxes are recognised in one expression; here nothing is plain, and every rule is asked of all: the oracle."""
+    content = messy(seed)
+    files = write(tmp_path / "a.json", content)
+    read = read_coco(files)
+    assert sum(len(group.examples) for group in read.issues.faults.values()) > 40
+    assert 100 < len(read.ground_truth["annotations"]) < 400
+    with monkeypatch.context() as patch:
+        patch.setattr(annotations, "NUMBERS", frozenset())
+        assert all_of(read_coco(files)) == all_of(read)
+    with monkeypatch.context() as patch:  # from the dict of the whole file, as other formats are read
+        patch.setattr(coco, "entries", refuse)
+        assert all_of(read_coco(files)) == all_of(read)
+    for order in (("annotations", "categories", "images"), ("categories", "images", "info", "annotations")):
+        assert all_of(read_coco(write(tmp_path / "a.json", content, order))) == all_of(read)
+
+
+def refuse(*arguments):
+    raise json_stream.NotAStreamError("refused")
+
+
+def test_a_file_is_read_piece_by_piece(tmp_path, monkeypatch):
+    values = {"a": [1, -2.5e-3, '\u00e9"]}', {"x": [[]]}, None, True, 123456789], "b": {"a": [7]}, "c": [], "d": 12345}
+    path = tmp_path / "a.json"
+    for indent in (None, 2):
+        path.write_text(json.dumps(values, indent=indent, ensure_ascii=False), encoding="utf-8")
+        for chunk in (*range(1, 80), 1000):
+            monkeypatch.setattr(json_stream, "CHUNK", chunk)
+            assert list(json_stream.entries(path, ("a", "c"))) == [("a", value) for value in values["a"]]
+
+
+WHOLE = ["", "[]", "{", '{"a": [1, 2}', '{"a": [1 2]}', '{"a": [1,]}', '{"a": 5}', '{"a": [1]} 2', '{"a": [], "a": [1]}']
+WHOLE += ['{"a" [1]}', '{"b": 1,}', "{5: 1}", '{"a": [nul]}']
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_a_file_that_has_to_be_read_whole_is_not_streamed(tmp_path, text):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(json_stream.NotAStreamError):
+        list(json_stream.entries(path, ("a",)))
+
+
+def test_records_are_chosen_and_joined_without_reading_them(tmp_path):
+    files = write(tmp_path / "a.json", messy(1))
+    records, plain = read_coco(files).records, list(read_coco(files).records)
+    assert [len(record.labels) for record in plain] == records.num_boxes.tolist()
+    assert [[record.height, record.width] for record in plain] == records.sizes.tolist() == sizes_of(plain).tolist()
+    chosen = records.num_boxes > 8
+    some = records.select(chosen)
+    assert 0 < len(some) < len(records)
+    assert [one.image_id for one in some] == [one.image_id for one in plain if len(one.labels) > 8]
+    assert some[-1].boxes_xyxy.tolist() == some[len(some) - 1].boxes_xyxy.tolist()
+    kept = set(some.image_ids.tolist())
+    objects, everything = some.objects, records.objects
+    is_kept = np.isin(records.image_ids[everything.image_of], list(kept))
+    assert objects.boxes_xywh.tolist() == everything.boxes_xywh[is_kept].tolist()
+    assert some.image_ids[objects.image_of].tolist() == records.image_ids[everything.image_of[is_kept]].tolist()
+    some.set_path(1, "elsewhere.png")
+    assert some[1].file_name == "elsewhere.png" and some[0].file_name == str(tmp_path / f"é{some[0].image_id}.png")
+    both = join([some, records])
+    assert isinstance(both, JoinedRecords) and len(both) == len(some) + len(records)
+    assert [one.image_id for one in both] == [*some.image_ids.tolist(), *records.image_ids.tolist()]
+    assert both[-1].image_id == plain[-1].image_id and both.sizes.tolist() == [*some.sizes.tolist(), *records.sizes.tolist()]
+    assert [one.image_id for one in both[3:9:2]] == [both[index].image_id for index in (3, 5, 7)]
+    assert [one.image_id for one in records[-2:]] == [one.image_id for one in plain[-2:]]
+    assert join([records]) is records
+    for sequence in (records, both):
+        with pytest.raises(IndexError):
+            sequence[len(sequence)]
+
+
+def test_evaluation_takes_records_or_their_coco_dict(tmp_path):
+    dataset = read_coco(write(tmp_path / "a.json", messy(2)))
+    for kept in (dataset.records, dataset.records.select(dataset.records.num_boxes > 5)):
+        part = replace(dataset, records=kept)
+        one, other = (CocoEvaluator(source, part.classes.ids, part.classes.names) for source in (kept, part.ground_truth))
+        mine, theirs = (evaluator._ground_truth for evaluator in (one, other))
+        assert mine.image_ids.tolist() == theirs.image_ids.tolist()
+        assert mine.annotations(part.classes.ids) == theirs.annotations(part.classes.ids)
+
+
+# what is kept
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "SMALL", 0)
+    return write(tmp_path / "a.json", messy(3))
+
+
+def test_what_was_read_is_kept_for_the_next_time(large, tmp_path, monkeypatch):
+    first = read_coco(large, cache=tmp_path / "kept")
+    assert all_of(first) == all_of(read_coco(large))
+    described = coco.describe_records(list(first.records))
+    monkeypatch.setattr(coco, "_read", None)  # nothing is read again
+    second = read_coco(replace(large, name="other"), cache=tmp_path / "kept")
+    assert all_of(second) == all_of(first)
+    assert coco.describe_records(second.records) == described
+    second.leave_out([second.records[0].image_id])
+    assert coco.describe_records(second.records) != described
+    second = read_coco(replace(large, name="other"), cache=tmp_path / "kept")
+    assert second.issues.source == f"other ({large.annotations})"
+    assert second.records.columns.path.parent == tmp_path / "kept"
+    assert not second.records.columns.boxes_xywh.flags.writeable
+    again = pickle.loads(pickle.dumps(second.records))
+    assert len(pickle.dumps(second.records)) < 1000
+    for name in ARRAYS:
+        assert np.array_equal(getattr(again.columns, name), getattr(first.records.columns, name))
+
+
+def test_a_file_that_changed_is_read_again(large, tmp_path):
+    read_coco(large, cache=tmp_path / "kept")
+    content = messy(3)
+    content["images"].pop(0)
+    write(large.annotations, content)
+    assert len(read_coco(large, cache=tmp_path / "kept").records) == len(read_coco(large).records)
+    assert len(list((tmp_path / "kept").glob("*.columns"))) == 2
+
+
+@pytest.mark.parametrize("left", [0, 10, 300, -200])
+def test_a_kept_file_that_is_damaged_is_made_again(large, tmp_path, left):
+    first = all_of(read_coco(large, cache=tmp_path / "kept"))
+    (kept,) = (tmp_path / "kept").glob("*.columns")
+    content = kept.read_bytes()
+    kept.unlink()  # in place it is mapped
+    kept.write_bytes(content[:left])
+    (tmp_path / "kept" / f".{kept.name}.0123.tmp").write_bytes(b"of a maker that was killed")
+    assert all_of(read_coco(large, cache=tmp_path / "kept")) == first
+    assert kept.read_bytes() == content
+    assert {path.suffix for path in (tmp_path / "kept").iterdir()} == {".columns", ".lock"}
+
+
+def test_a_folder_that_cannot_be_written_to_costs_only_time(large, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    assert all_of(read_coco(large, cache=tmp_path / "file")) == all_of(read_coco(large))
+    assert "Annotations are not kept in" in caplog.text
+
+
+def test_only_the_usual_number_of_examples_is_kept(large, tmp_path):
+    read_coco(large, cache=tmp_path / "kept")
+    shown = read_coco(large, 3, tmp_path / "kept").issues
+    assert max(len(group.examples) for group in shown.faults.values()) == 3
+    with pytest.raises(DataError, match="cannot read annotations"):
+        read_coco(replace(large, annotations=tmp_path / "none.json"), cache=tmp_path / "kept")
+
+
+def make(files, folder, counted, out):
+    """In a process of its own: read, slowly, and say how often."""
+    cache.SMALL, plain = 0, coco._read
+
+    def slow(*arguments):
+        with counted.get_lock():
+            counted.value += 1
+        time.sleep(0.5)
+        return plain(*arguments)
+
+    coco._read = slow
+    dataset = read_coco(files, cache=folder)
+    out.put((len(dataset.records), os.getpid()))
+
+
+def test_of_two_makers_one_reads_and_the_other_waits(large, tmp_path):
+    context = multiprocessing.get_context("fork")
+    counted, out = context.Value("i", 0), context.Queue()
+    makers = [context.Process(target=make, args=(large, tmp_path / "kept", counted, out)) for _ in range(2)]
+    for one in makers:
+        one.start()
+    found = [out.get(timeout=60) for _ in makers]
+    for one in makers:
+        one.join()
+    assert counted.value == 1 and len({count for count, _ in found}) == 1
+    columns, _ = load_columns(next((tmp_path / "kept").glob("*.columns")))
+    assert len(columns.image_ids) == found[0][0]
+
+
+def test_columns_do_not_change_with_what_is_made_of_them(large, tmp_path):
+    """A record is a copy: an augmentation may write into it."""
+    records = read_coco(large, cache=tmp_path / "kept").records
+    record = next(one for one in records if len(one.labels))
+    before = copy.deepcopy(record)
+    record.boxes_xyxy += 1
+    record.labels += 1
+    again = next(one for one in records if one.image_id == record.image_id)
+    assert np.array_equal(again.boxes_xyxy, before.boxes_xyxy) and np.array_equal(again.labels, before.labels)

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders in the layouts of many tools, written here from six images, are read as those images; splits are drawn as they should."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cpvt_det.data.catalog import find_datasets
+from cpvt_det.data.coco import load_coco
+from cpvt_det.data.folders.layouts import find_layout
+from cpvt_det.data.folders.listing import Listing, closest, split_named
+from cpvt_det.data.folders.prepare import count_classes, name_datasets, refuse_overlap
+from cpvt_det.data.folders.split import divide
+from cpvt_det.data.formats.registry import FORMAT_REGISTRY, register_format
+from cpvt_det.data.validation.duplicates import near_duplicates
+from cpvt_det.errors import DataError, UnknownNameError
+
+NAMES = ["cat", "dog"]
+SIZE = (40, 60)  # height, width
+TRAIN, VAL = ["a", "b", "c", "d"], ["e", "f"]
+BOXES = {  # image -> class, x, y, width, height; image d has no object
+    "a": [("cat", 3, 4, 12, 10), ("dog", 20, 10, 30, 20)],
+    "b": [("dog", 0, 0, 60, 40)],
+    "c": [("cat", 5, 5, 6, 30)],
+    "d": [],
+    "e": [("cat", 10, 2, 30, 36), ("dog", 1, 1, 5, 5)],
+    "f": [("dog", 30, 8, 10, 4)],
+}
+
+
+def draw(path, name):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    spots = np.random.default_rng(ord(name)).integers(0, 255, (8, 12, 3), dtype=np.uint8)
+    Image.fromarray(spots).resize(SIZE[::-1], Image.Resampling.BILINEAR).save(path)
+
+
+def coco(names, prefix=""):
+    images = [{"id": n, "file_name": f"{prefix}{name}.png", "height": SIZE[0], "width": SIZE[1]} for n, name in enumerate(names)]
+    boxes = [
+        {"image_id": n, "category_id": 5 + NAMES.index(kind), "bbox": box}
+        for n, name in enumerate(names)
+        for kind, *box in BOXES[name]
+    ]
+    boxes = [{"id": n, "area": box["bbox"][2] * box["bbox"][3], "iscrowd": 0, **box} for n, box in enumerate(boxes)]
+    return json.dumps(
+        {"images": images, "annotations": boxes, "categories": [{"id": 5 + n, "name": c} for n, c in enumerate(NAMES)]}
+    )
+
+
+def yolo(name):
+    lines = (
+        f"{NAMES.index(kind)} {(x + w / 2) / SIZE[1]} {(y + h / 2) / SIZE[0]} {w / SIZE[1]} {h / SIZE[0]}"
+        for kind, x, y, w, h in BOXES[name]
+    )
+    return "\n".join(lines)
+
+
+def voc(name, file_name=None):
+    objects = "".join(
+        f"<object><name>{kind}</name><bndbox><xmin>{x + 1}</xmin><ymin>{y + 1}</ymin>"
+        f"<xmax>{x + w}</xmax><ymax>{y + h}</ymax></bndbox></object>"
+        for kind, x, y, w, h in BOXES[name]
+    )
+    return f"<annotation><filename>{file_name or name + '.png'}</filename>{objects}</annotation>"
+
+
+def cvat(names):
+    def box(kind, x, y, w, h):
+        if kind == "cat":
+            return f'<box label="cat" xtl="{x}" ytl="{y}" xbr="{x + w}" ybr="{y + h}"></box>'
+        return f'<polygon label="dog" points="{x},{y};{x + w},{y};{x + w / 2},{y + h}"></polygon>'
+
+    images = "".join(f'<image id="0" name="{name}.png">{"".join(box(*entry) for entry in BOXES[name])}</image>' for name in names)
+    return f"<annotations><meta><job><labels><label><name>cat</name></label></labels></job></meta>{images}</annotations>"
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def both(folder, place, text, train="train", val="val"):
+    """Images by ``place`` (of split and name), and a text file of each by the path that ``text`` returns with its content."""
+    for split, names in ((train, TRAIN), (val, VAL)):
+        for name in names:
+            draw(folder / place.format(split=split, name=name), name)
+            for path, content in text(split, name):
+                write(folder / path, content)
+
+
+def write_coco(folder):
+    both(folder, "{split}2017/{name}.png", lambda split, name: ())
+    write(folder / "annotations/instances_train2017.json", coco(TRAIN))
+    write(folder / "annotations/instances_val2017.json", coco(VAL))
+    write(folder / "annotations/captions_train2017.json", coco(TRAIN))
+
+
+def write_roboflow_coco(folder):
+    both(folder, "{split}/{name}.png", lambda split, name: (), val="valid")
+    write(folder / "train/_annotations.coco.json", coco(TRAIN))
+    write(folder / "valid/_annotations.coco.json", coco(VAL))
+
+
+def write_coco_of_other_classes(folder):
+    """The validation JSON lacks a class and counts the other one differently."""
+    write_roboflow_coco(folder)
+    content = json.loads(coco(["c"]))
+    content["categories"] = [{"id": 0, "name": "cat"}]
+    content["annotations"][0]["category_id"] = 0
+    write(folder / "valid/_annotations.coco.json", json.dumps(content))
+    shutil.copy(folder / "train/c.png", folder / "valid/c.png")
+
+
+def write_json_beside(folder):
+    both(folder, "{name}.png", lambda split, name: ())
+    write(folder / "labels.json", coco(TRAIN + VAL, prefix="somewhere/else/"))
+
+
+def write_cvat_coco(folder):
+    both(folder, "images/default/{name}.png", lambda split, name: ())
+    write(folder / "annotations/instances_default.json", coco(TRAIN + VAL))
+
+
+def write_roboflow_yolo(folder):
+    both(folder, "{split}/images/{name}.png", lambda split, name: [(f"{split}/labels/{name}.txt", yolo(name))], val="valid")
+    write(
+        folder / "data.yaml", "train: ../train/images\nval: ../valid/images\ntest: ../test/images\nnc: 2\nnames: ['cat', 'dog']\n"
+    )
+
+
+def write_yolo_of_another_machine(folder):
+    both(folder, "set/{split}/images/{name}.png", lambda split, name: [(f"set/{split}/labels/{name}.txt", yolo(name))])
+    write(folder / "set/data.yaml", "train: /home/me/set/train/images\nval: C:\\set\\val\\images\nnames: {0: cat, 1: dog}\n")
+    write(folder / "README.txt", "0 is not a box")
+
+
+def write_cvat_ultralytics(folder):
+    both(folder, "images/{split}/{name}.png", lambda split, name: [(f"labels/{split}/{name}.txt", yolo(name))])
+    for split, names in (("train", TRAIN), ("val", VAL)):
+        write(folder / f"{split}.txt", "".join(f"images/{split}/{name}.png\n" for name in names))
+    write(folder / "data.yaml", "names:\n  0: cat\n  1: dog\npath: .\ntrain: train.txt\nval: val.txt\n")
+
+
+def write_cvat_yolo(folder):
+    both(folder, "obj_{split}_data/{name}.png", lambda split, name: [(f"obj_{split}_data/{name}.txt", yolo(name))], val="valid")
+    write(folder / "obj.names", "cat\ndog\n")
+    write(folder / "obj.data", "classes = 2\nnames = data/obj.names\n")
+    write(folder / "train.txt", "data/obj_train_data/a.png\n")
+
+
+def write_labelimg_yolo(folder):
+    both(folder, "{name}.png", lambda split, name: [(f"{name}.txt", yolo(name))])
+    write(folder / "classes.txt", "cat\ndog\n")
+
+
+def write_voc(folder):
+    both(folder, "VOC/JPEGImages/{name}.png", lambda split, name: [(f"VOC/Annotations/{name}.xml", voc(name))])
+    for split, names in (("train", TRAIN), ("val", VAL), ("trainval", TRAIN + VAL), ("cat_train", ["a"])):
+        write(folder / f"VOC/ImageSets/Main/{split}.txt", "\n".join(names))
+
+
+def write_cvat_voc(folder):
+    both(folder, "JPEGImages/{name}.png", lambda split, name: [(f"Annotations/{name}.xml", voc(name))])
+    write(folder / "ImageSets/Main/default.txt", "\n".join(TRAIN + VAL))
+    write(folder / "labelmap.txt", "# label:color_rgb:parts:actions\ncat:::\n")
+
+
+def write_roboflow_voc(folder):
+    both(folder, "{split}/{name}.png", lambda split, name: [(f"{split}/{name}.xml", voc(name))], train="Train", val="TEST")
+
+
+def write_two_folders(folder):
+    """The names inside the XML files are those of a folder before it was renamed."""
+    both(folder, "My Pictures/{name}.PNG", lambda split, name: [(f"XMLs/{name}.xml", voc(name, "old.png"))])
+
+
+def write_cvat(folder):
+    both(folder, "images/{name}.png", lambda split, name: ())
+    write(folder / "annotations.xml", cvat(TRAIN + VAL))
+
+
+WITH_SPLIT = {
+    "coco": (write_coco, "coco"),
+    "roboflow coco": (write_roboflow_coco, "coco"),
+    "roboflow yolo": (write_roboflow_yolo, "yolo"),
+    "yolo of another machine": (write_yolo_of_another_machine, "yolo"),
+    "cvat ultralytics": (write_cvat_ultralytics, "yolo"),
+    "cvat yolo": (write_cvat_yolo, "yolo"),
+    "voc": (write_voc, "voc"),
+    "roboflow voc": (write_roboflow_voc, "voc"),
+}
+WITHOUT_SPLIT = {
+    "json beside images": (write_json_beside, "coco"),
+    "cvat coco": (write_cvat_coco, "coco"),
+    "labelimg yolo": (write_labelimg_yolo, "yolo"),
+    "cvat voc": (write_cvat_voc, "voc"),
+    "two folders": (write_two_folders, "voc"),
+    "cvat": (write_cvat, "cvat"),
+}
+
+
+def read(folder, output, **options):
+    found = name_datasets(folder, output, **options)
+    return found, [load_coco(files) for files in find_datasets([entry[0] for entry in found.register], found.register)]
+
+
+def boxes_of(datasets):
+    """Stem of the file -> classes and boxes, rounded to a thousandth of a pixel."""
+    return {
+        Path(record.file_name).stem: [
+            (dataset.classes.names[label], x1, y1, x2 - x1, y2 - y1)
+            for label, (x1, y1, x2, y2) in zip(record.labels, record.boxes_xyxy.astype(float).round(3).tolist(), strict=True)
+        ]
+        for dataset in datasets
+        for record in dataset.records
+    }
+
+
+def files_below(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("kind", {**WITH_SPLIT, **WITHOUT_SPLIT})
+def test_a_layout_is_read_as_the_images_that_it_was_written_from(kind, tmp_path):
+    make, data_format = {**WITH_SPLIT, **WITHOUT_SPLIT}[kind]
+    folder = tmp_path / "mine"
+    make(folder)
+    before = files_below(folder)
+    assert find_layout(Listing(folder)).format == data_format
+    found, datasets = read(folder, tmp_path / "out")
+    assert [entry[0] for entry in found.register] == ["mine_train", "mine_val"] == [found.train, found.val]
+    got = boxes_of(datasets)
+    assert {name: sorted(boxes) for name, boxes in got.items()} == {name: sorted(boxes) for name, boxes in BOXES.items()}
+    assert files_below(folder) == before
+    train, val = ({Path(record.file_name).stem for record in dataset.records} for dataset in datasets)
+    if kind in WITH_SPLIT:
+        assert (train, val) == (set(TRAIN), set(VAL))
+    else:
+        assert train | val == {*TRAIN, *VAL} and not train & val and val
+        assert all(any(name in [box[0] for box in got[image]] for image in part) for part in (train, val) for name in NAMES)
+        assert len(found.written) == 2 and "split drawn by seed 0" in found.notes[1]
+
+
+@pytest.mark.parametrize("kind", WITH_SPLIT)
+def test_a_new_split_has_all_images_once(kind, tmp_path):
+    WITH_SPLIT[kind][0](tmp_path / "mine")
+    found, datasets = read(tmp_path / "mine", tmp_path / "out", new_split=True)
+    assert sum(len(dataset.records) for dataset in datasets) == 6
+    assert boxes_of(datasets).keys() == BOXES.keys() and found.written
+
+
+def test_splits_with_different_classes_become_one_list(tmp_path):
+    write_coco_of_other_classes(tmp_path / "mine")
+    _, (train, val) = read(tmp_path / "mine", tmp_path / "out")
+    assert train.classes.names == val.classes.names == ("cat", "dog") and train.classes.ids == (5, 6)
+    assert boxes_of([val]) == {"c": [("cat", 5, 5, 6, 30)]}
+    rows, notes = count_classes({"train": train, "val": val})
+    assert rows == [("cat", 2, 1), ("dog", 2, 0)]
+    assert notes == ["1 of 2 classes have no object in val, so their AP is not measured: dog"]
+    with pytest.raises(
+        DataError, match=r"1 images are in training and in validation, such as .*train/c.png, which is .*valid/c.png"
+    ):
+        refuse_overlap(train, val)
+
+
+def test_a_test_set_stands_in_for_a_missing_validation_set(tmp_path):
+    write_coco(tmp_path / "mine")
+    os.rename(tmp_path / "mine/annotations/instances_val2017.json", tmp_path / "mine/annotations/instances_test.json")
+    os.rename(tmp_path / "mine/val2017", tmp_path / "mine/test")
+    found, (_, val) = read(tmp_path / "mine", tmp_path / "out")
+    assert boxes_of([val]).keys() == set(VAL) and "the test set is used for it" in found.notes[1] and not found.written
+
+
+def test_a_format_of_ones_own_comes_first(tmp_path):
+    """Beside a layout that is known, with its own splits, or whole."""
+    write_labelimg_yolo(tmp_path / "mine")
+    write(tmp_path / "mine/own.list", "")
+    sets = {"fit": TRAIN, "test": VAL, "": TRAIN + VAL}
+
+    def read_own(path, split):
+        content = json.loads(coco(sets[split], f"{path.parent}/"))
+        return {**content, "annotations": [{**box, "source": "own"} for box in content["annotations"]]}
+
+    try:
+        register_format("own", lambda path: path.name == "own.list", splits=lambda path: ["train", "test"])(
+            lambda path, split: read_own(path, {"train": "fit"}.get(split, split))
+        )
+        assert "own" in name_datasets(tmp_path / "mine", tmp_path / "out").notes[0]
+        _, (train, val) = read(tmp_path / "mine", tmp_path / "out")
+        assert boxes_of([train]).keys() == set(TRAIN) and boxes_of([val]).keys() == set(VAL)
+        assert name_datasets(tmp_path / "mine", tmp_path / "out", "yolo").notes[0].startswith(f"{tmp_path}/mine: yolo")
+        FORMAT_REGISTRY._obj_map.pop("own")
+        register_format("own", lambda path: path.name == "own.list")(read_own)
+        assert boxes_of(read(tmp_path / "mine", tmp_path / "out")[1]) == BOXES
+    finally:
+        FORMAT_REGISTRY._obj_map.pop("own", None)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "there is no folder .*mine"),
+        (lambda folder: draw(folder / "a.png", "a"), "has 1 images and no annotations that are known; put a COCO JSON"),
+        (lambda folder: write(folder / "notes.txt", "nothing"), "has no images and no annotations that are known"),
+        (
+            lambda folder: [write_cvat(folder), write_json_beside(folder)],
+            r"several formats: coco \(.*labels.json\); cvat \(.*--format coco",
+        ),
+        (lambda folder: [write_coco(folder), write(folder / "old_train.json", coco(TRAIN))], "two COCO files for train"),
+        (
+            lambda folder: [write(folder / "c/a.txt", yolo("a")), draw(folder / "x/a.png", "a"), draw(folder / "y/a.png", "a")],
+            "c/a.txt belongs to .*x/a.png or to .*y/a.png; give only one of them this name",
+        ),
+        (lambda folder: [draw(folder / "a.png", "a"), write(folder / "all.json", coco(["a"]))], "1 image cannot be divided"),
+        (
+            lambda folder: [
+                write_roboflow_yolo(folder),
+                write(folder / "other.yaml", "names:\ntrain:\n"),
+                (folder / "data.yaml").unlink(),
+                write(folder / "more.yaml", "names:\ntrain:\n"),
+            ],
+            "several YAML files",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_refused_with_a_way_out(make, message, tmp_path):
+    make(tmp_path / "mine")
+    with pytest.raises(DataError, match=message):
+        name_datasets(tmp_path / "mine", tmp_path / "out")
+
+
+def test_an_unknown_format_is_named(tmp_path):
+    write_coco(tmp_path / "mine")
+    with pytest.raises(UnknownNameError, match=r"unknown data format \(--format\) 'coko' \(did you mean 'coco'\?\)"):
+        name_datasets(tmp_path / "mine", tmp_path / "out", "coko")
+    with pytest.raises(DataError, match="has nothing in the format voc"):
+        name_datasets(tmp_path / "mine", tmp_path / "out", "voc")
+
+
+def test_words_of_splits_and_neighbours():
+    names = {
+        "instances_train2017": "train",
+        "obj_valid_data": "val",
+        "Testing": "test",
+        "strain": "",
+        "latest": "",
+        "x-val.v2": "val",
+    }
+    assert {name: split_named(name) for name in names} == names
+    candidates = [Path("d/images/val/1.jpg"), Path("d/images/train/1.jpg")]
+    assert closest(Path("d/labels/train/1.txt"), candidates) == candidates[1]
+    assert closest(Path("d/1.txt"), []) is None
+
+
+def sections(images, classes):
+    annotations = [{"image_id": image, "category_id": name} for image, names in classes.items() for name in names]
+    return {
+        "images": [{"id": n, "file_name": str(path)} for n, path in images.items()],
+        "annotations": annotations,
+        "categories": [],
+    }
+
+
+def test_a_drawn_split_keeps_copies_together_and_rare_classes_on_both_sides(tmp_path):
+    """Ten images of which 0, 1 and 2 are one picture in other sizes and brightness; class r is in 3 and 4 alone, class s in 5."""
+    paths = {}
+    for number in range(10):
+        paths[number] = tmp_path / f"{number}.png"
+        draw(paths[number], "abcdefghij"[max(number - 2, 0)])
+    picture = Image.open(paths[0])
+    picture.resize((120, 80)).save(paths[1])
+    picture.point(lambda value: value // 2 + 20).save(paths[2])
+    assert near_duplicates(list(map(str, paths.values()))) == [(0, 1), (0, 2), (1, 2)]
+    assert near_duplicates([str(paths[5]), str(paths[1])], [str(paths[0]), str(tmp_path / "none.png")]) == [(1, 0)]
+    content = sections(paths, {number: ["common", *{3: ["r"], 4: ["r"], 5: ["s"]}.get(number, [])] for number in range(10)})
+    for seed in range(20):
+        parts = divide(content, tmp_path, seed)
+        assert parts["train"] | parts["val"] == set(range(10)) and not parts["train"] & parts["val"]
+        assert len({0, 1, 2} & parts["val"]) in (0, 3)
+        assert len({3, 4} & parts["val"]) == 1 and 5 in parts["train"]
+        assert len(parts["val"]) in (1, 2, 3, 4)
+    assert divide(content, tmp_path, 3) == divide(content, tmp_path, 3)
+    moved = tmp_path / "elsewhere"
+    for number, path in paths.items():
+        moved.mkdir(exist_ok=True)
+        paths[number] = Path(shutil.copy(path, moved))
+    assert divide(sections(paths, {0: ["a"], 4: ["a"]}), moved, 1) == divide(
+        sections({number: tmp_path / path.name for number, path in paths.items()}, {0: ["a"], 4: ["a"]}), tmp_path, 1
+    )
+
+
+def test_plain_images_are_no_duplicates(tmp_path):
+    for name in "ab":
+        Image.new("RGB", (30, 30), (90, 90, 90)).save(tmp_path / f"{name}.png")
+    assert near_duplicates([str(tmp_path / "a.png"), str(tmp_path / "b.png")]) == []

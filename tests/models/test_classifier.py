@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeiT and CPVT as classifiers: counts of the articles, timm's values, and the configs of ImageNet."""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+from cpvt_det.builders import build_detector
+from cpvt_det.checkpoint.load import load_weights
+from cpvt_det.config import load_cfg
+from cpvt_det.export import Canvas, ExportModule, compare, prepare, trace
+from cpvt_det.inference import ClassScores
+from cpvt_det.losses.image_classes import ClassCriterion
+
+COUNTS = {
+    "deit_tiny": 5_717_416,
+    "deit_small": 22_050_664,
+    "deit_base": 86_567_656,
+    "cpvt_tiny": 5_681_512,
+    "cpvt_small": 21_978_856,
+    "cpvt_base": 86_424_040,
+    "cpvt_gap_tiny": 5_681_320,
+    "cpvt_gap_small": 21_978_472,
+    "cpvt_gap_base": 86_423_272,
+    "tnt_small": 23_768_584,
+    "tnt_base": 65_428_680,
+}
+"""144 d^2 + 2125 d + 1000 for DeiT of width d; without the table 197 d less; 10 d for a PEG; d less without a class token. TNT:
+timm's."""
+
+
+def imagenet(name, *words, num_classes=1000):
+    cfg = load_cfg(f"imagenet/{name}.yaml", [*words, "MODEL.DEVICE", "cpu"])
+    cfg.MODEL.NUM_CLASSES = num_classes
+    return build_detector(cfg)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_parameters_are_those_of_the_articles(name):
+    with torch.device("meta"):
+        model = imagenet(name)
+        assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
+        five = imagenet(name, "MODEL.BACKBONE.POSITION.POSITIONS", "[0, 1, 2, 3, 4]") if "cpvt" in name else model
+    width = model.class_embed.in_features
+    more = 4 * 10 * width if "cpvt" in name else 0
+    assert sum(parameter.numel() for parameter in five.parameters()) == COUNTS[name] + more
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_scores_loss_and_gradients_are_timm_s(distilled):
+    """The whole DeiT-Ti in float64, from timm's state dict; of the distilled one the mean of two heads is compared."""
+    torch.manual_seed(0)
+    name = "deit_tiny_distilled_patch16_224" if distilled else "deit_tiny_patch16_224"
+    theirs = timm.create_model(name, num_classes=7).double().eval()
+    torch.nn.init.normal_(theirs.head.weight)
+    ours = imagenet("deit_tiny", "MODEL.BACKBONE.NUM_TOKENS", str(1 + distilled), num_classes=7).double().eval()
+    report = load_weights(ours, theirs.state_dict())
+    assert not report.is_partial and report.source == "deit"
+    images, labels = torch.randn(1, 3, 224, 224).double(), torch.tensor([3])
+    logits = ours(images, torch.zeros(1, 224, 224, dtype=torch.bool)).logits
+    expected = theirs(images)
+    torch.testing.assert_close(logits.mean(0), expected, rtol=0, atol=1e-12)
+    loss = ClassCriterion(0.1)(logits, F.one_hot(labels, 7).double()).losses["loss_class"]
+    other = F.cross_entropy(expected, labels, label_smoothing=0.1)
+    torch.testing.assert_close(loss, other, rtol=0, atol=1e-12)
+    pairs = [(ours.class_embed.weight, theirs.head.weight), (ours.backbone.patch_embed.weight, theirs.patch_embed.proj.weight)]
+    for own, their in pairs:
+        found, wanted = (
+            torch.autograd.grad(loss, own, retain_graph=True)[0],
+            torch.autograd.grad(other, their, retain_graph=True)[0],
+        )
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["cpvt_tiny", "cpvt_gap_tiny", "deit_tiny"])
+def test_an_image_of_any_shape_has_the_same_scores_in_any_batch(name):
+    torch.manual_seed(0)
+    model = imagenet(name, num_classes=5).double().eval()
+    images = [torch.rand(3, *size).double() * 255 for size in ((48, 80), (37, 50), (96, 33))]
+    together = model.preprocess(images)
+    found = model(together.images, together.padding_mask).scores()
+    for one, image in zip(found, images, strict=True):
+        batch = model.preprocess([image])
+        torch.testing.assert_close(model(batch.images, batch.padding_mask).scores()[0], one, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny", "tnt_small"])
+def test_a_traced_classifier_has_the_model_s_scores_at_other_sizes(name):
+    """One layer; a batch and a canvas that it was not traced at."""
+    torch.manual_seed(0)
+    model = imagenet(name, "MODEL.BACKBONE.DEPTH", "1", num_classes=5).eval()
+    run = trace(ExportModule(prepare(model), ClassScores()), Canvas(2, 48, 64)).module()
+    found = compare(model, ClassScores(), run, Canvas(3, 80, 32))
+    assert found.boxes is None and found.scores < 1e-5

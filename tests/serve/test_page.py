@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of ``cpvt-det serve`` in a real browser: pictures are dropped on it, and their boxes read back."""
+
+import json
+
+import numpy as np
+import pytest
+from browser import NARROW, Tab, overflows
+from test_server import FILES, models, running, weights  # noqa: F401, fixtures
+
+MOST = 2_000_000
+READ = """(panel) => {
+  const picture = panel.querySelector(".stage img").getBoundingClientRect();
+  return [...panel.querySelectorAll(".box")].filter((box) => box.checkVisibility()).map((box) => {
+    const { x, y, width, height } = box.getBoundingClientRect();
+    const [left, top] = [(x - picture.x) / picture.width, (y - picture.y) / picture.height];
+    return { place: [left, top, width / picture.width, height / picture.height], text: box.textContent };
+  });
+}"""
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    for name in ("a.jpg", "wide.tif"):
+        (folder / name).write_bytes(FILES[name])
+    return [folder / "a.jpg", folder / "wide.tif"]
+
+
+@pytest.fixture(scope="module")
+def server(models):  # noqa: F811
+    with running(models, MOST) as started:
+        yield started
+
+
+@pytest.fixture
+def tab(browser, server):
+    opened = Tab(browser)
+    opened.page.goto(server.url)
+    yield opened
+    assert opened.errors == [] and opened.outside(server.url) == []
+    opened.page.close()
+
+
+def drop(tab, path):
+    """Drop a file or folder of the disk on the page, as a hand would."""
+    box = tab.page.locator("#drop").bounding_box()
+    session = tab.page.context.new_cdp_session(tab.page)
+    for kind in ("dragEnter", "dragOver", "drop"):
+        what = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+        session.send("Input.dispatchDragEvent", {"type": kind, "x": box["x"] + 20, "y": box["y"] + 20, "data": what})
+
+
+def finish(tab, text):
+    """Wait for the line under the drop zone."""
+    tab.page.get_by_text(text, exact=True).wait_for()
+
+
+def read_boxes(tab, number):
+    return tab.page.locator(".panel").nth(number).evaluate(READ)
+
+
+def test_a_dropped_photograph_has_the_boxes_of_the_predictor(tab, models, shared_data):  # noqa: F811
+    """On the screen, of both models, at every position of the slider; nothing is asked again."""
+    require_boxes(tab, models, shared_data / "coco/val2017/000000000036.jpg")
+
+
+def test_a_dropped_picture_that_a_browser_cannot_show_has_its_boxes_too(tab, models, pictures):  # noqa: F811
+    require_boxes(tab, models, pictures[1])
+
+
+def require_boxes(tab, models, path):  # noqa: F811
+    drop(tab, path)
+    finish(tab, "1 image")
+    asked = len(tab.fetched)
+    for number, model in enumerate(models):
+        found = model.predictor(path)
+        scores = found.scores.numpy()
+        height, width = found.image.shape[1:]
+        for step in (0, int(1000 * np.median(scores)), 1000):
+            tab.slide(f"threshold-{number}", step)
+            expected = found.above(step / 1000)
+            boxes = sorted(read_boxes(tab, number), key=lambda box: box["text"])
+            names = [f"{name} {score:.2f}" for name, score in zip(expected.names, expected.scores.tolist(), strict=True)]
+            assert [box["text"] for box in boxes] == sorted(names)
+            places = np.array([one["bbox"] for one in expected.to_coco(1)]).reshape(-1, 4) / [width, height, width, height]
+            for box in boxes:  # borders have a least size of 3 pixels
+                assert np.abs(places - box["place"]).max(1).min() < 0.02
+        assert 0 < len(found.above(int(1000 * np.median(scores)) / 1000)) < len(found)
+    assert len(tab.fetched) == asked
+
+
+def test_classes_are_switched(tab, models, pictures):  # noqa: F811
+    drop(tab, pictures[1])
+    finish(tab, "1 image")
+    tab.slide("threshold-1", 0)
+    every = models[1].predictor(pictures[1]).names
+    tab.page.locator(".panel").nth(1).get_by_role("checkbox", name=every[0]).uncheck()
+    left = [box["text"].split()[0] for box in read_boxes(tab, 1)]
+    assert sorted(left) == sorted(name for name in every if name != every[0])
+    tab.page.locator(".panel").nth(1).get_by_role("button", name="none").click()
+    assert read_boxes(tab, 1) == []
+
+
+@pytest.mark.parametrize(("number", "drawn"), [(0, "canvas.look"), (1, "svg.look circle")], ids=["detr", "deformable"])
+def test_a_box_shows_where_the_decoder_looked(tab, pictures, number, drawn):
+    """By keyboard as by mouse; the layers have a slider; Close leads back to the box."""
+    drop(tab, pictures[0])
+    finish(tab, "1 image")
+    tab.slide(f"threshold-{number}", 0)
+    panel = tab.page.locator(".panel").nth(number)
+    box = panel.locator(".box").last
+    box.focus()
+    tab.page.keyboard.press("Enter")
+    panel.locator(drawn).first.wait_for()
+    assert box.get_attribute("aria-pressed") == "true"
+    said = panel.locator(".looked .note").inner_text()
+    tab.slide(f"layer-{number}", 0)
+    assert panel.locator(drawn).count() == (1 if number == 0 else 2 * 2 * 4)
+    assert panel.locator(".looked output").inner_text() == "0"
+    assert ("times an even share" if number == 0 else "stride 8: ") in said
+    panel.get_by_role("button", name="Close").click()
+    assert panel.locator(".look").count() == 0
+    assert box.evaluate("(box) => box === document.activeElement")
+
+
+def test_the_download_is_a_coco_data_set_of_what_is_shown(tab, models, pictures, tmp_path):  # noqa: F811
+    for path in pictures[:2]:
+        drop(tab, path)
+    finish(tab, "2 images")
+    threshold = int(1000 * models[0].predictor(pictures[0]).scores.median()) / 1000
+    tab.slide("threshold-0", round(1000 * threshold))
+    with tab.page.expect_download() as waiting:
+        tab.page.get_by_role("button", name="Download COCO JSON").first.click()
+    waiting.value.save_as(tmp_path / "found.json")
+    content = json.loads((tmp_path / "found.json").read_text())
+    assert [one["name"] for one in content["categories"]] == ["red", "green", "blue"]
+    assert [one["id"] for one in content["categories"]] == [3, 17, 90]
+    assert [one["file_name"] for one in content["images"]] == [path.name for path in pictures[:2]]
+    expected = [
+        row for number, path in enumerate(pictures[:2], 1) for row in models[0].predictor(path).above(threshold).to_coco(number)
+    ]
+    keys = ("image_id", "category_id", "bbox", "score")
+    assert [{key: one[key] for key in keys} for one in content["annotations"]] == expected and expected
+    assert [one["id"] for one in content["annotations"]] == list(range(1, len(expected) + 1))
+
+
+@pytest.mark.parametrize("way", ["chosen", "dropped"])
+def test_a_folder_is_taken_with_its_images_alone(tab, tmp_path, way):
+    for name in ("b.png", "deep/a.png", "notes.txt", ".hidden.png"):
+        path = tmp_path / "folder" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(FILES["grey.png"])
+    if way == "chosen":
+        tab.page.locator("#folder").set_input_files(tmp_path / "folder")
+    else:
+        drop(tab, tmp_path / "folder")
+    finish(tab, "2 images")
+    names = tab.page.locator("#strip button").evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))")
+    assert names == ["folder/b.png", "folder/deep/a.png"]
+    tab.page.locator("#strip button").nth(1).click()
+    assert tab.texts("#name") == ["folder/deep/a.png, 70 x 50 pixels"]
+
+
+def test_bad_files_are_messages_beside_good_ones(tab, tmp_path):
+    contents = {
+        "text.jpg": b"not an image\n",
+        "large.jpg": bytes(MOST + 1),
+        "empty.png": b"",
+        "<img src=x>.jpg": FILES["a.jpg"][:500],
+        "pixel.png": FILES["pixel.png"],
+        "cmyk.jpg": FILES["cmyk.jpg"],
+    }
+    files = [{"name": name, "mimeType": "image/jpeg", "buffer": content} for name, content in contents.items()]
+    tab.page.locator("#files").set_input_files(files)
+    finish(tab, "2 images")
+    messages = tab.texts("#messages li")
+    assert messages[:2] == [
+        "large.jpg: 2.0 MB are too much: at most 2 MB are taken (--max-upload)",
+        "empty.png: it is empty (0 bytes)",
+    ]
+    assert messages[2] == "text.jpg: cannot read image text.jpg: it is not an image, or its format is unknown"
+    assert messages[3].startswith("<img src=x>.jpg: cannot read image") and len(messages) == 4
+    assert tab.texts("#name") == ["pixel.png, 1 x 1 pixels"]
+
+
+def test_a_server_that_is_gone_is_a_message(browser, models):  # noqa: F811
+    tab = Tab(browser)
+    with running(models) as server:
+        tab.page.goto(server.url)
+    file = {"name": "a.jpg", "mimeType": "image/jpeg", "buffer": FILES["a.jpg"]}
+    tab.page.locator("#files").set_input_files(file)
+    finish(tab, "0 images")
+    assert "does cpvt-det serve still run?" in tab.texts("#messages li")[0]
+    tab.page.close()
+
+
+def test_a_narrow_window_is_enough(browser, server, pictures):
+    tab = Tab(browser, NARROW)
+    tab.page.goto(server.url)
+    drop(tab, pictures[0])
+    finish(tab, "1 image")
+    assert not overflows(tab.page)
+    tab.slide("threshold-0", 0)
+    tab.page.locator(".box:visible").last.click()
+    tab.page.locator(".look").first.wait_for()
+    assert not overflows(tab.page)
+    tab.page.close()

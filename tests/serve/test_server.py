@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server of the page: what it finds is what the predictor finds, and what is wrong is a message; nothing is written."""
+
+import contextlib
+import http.client
+import io
+import json
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+from tiny import DEFORMABLE, save_random
+
+from cpvt_det import Predictor
+from cpvt_det.cli import main
+from cpvt_det.serve import model as served_model
+from cpvt_det.serve.model import ServedModel
+from cpvt_det.serve.server import PageServer
+
+MOST = 300_000
+
+
+@contextlib.contextmanager
+def running(models, max_upload=MOST):
+    """A server at a free port, in a thread."""
+    with PageServer(models, "127.0.0.1", 0, max_upload) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    size = {"INPUT__MIN_SIZE_TEST": 64, "INPUT__MAX_SIZE_TEST": 96}
+    return [save_random(folder / "detr.pth", **size), save_random(folder / "deformable.pth", **DEFORMABLE, **size)]
+
+
+@pytest.fixture(scope="module")
+def models(weights):
+    return [ServedModel(Predictor.from_checkpoint(path, "cpu"), path.name) for path in weights]
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    with running(models) as started:
+        yield started
+
+
+def ask(server, path, body=b"", method="POST", **headers):
+    """Status and JSON of an answer."""
+    connection = http.client.HTTPConnection(*server.server_address, timeout=20)
+    connection.request(method, path, body, {"Content-Type": "application/octet-stream", **headers})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, json.loads(content) if answer.getheader("Content-Type") == "application/json" else content.decode()
+
+
+def encoded(kind, size=(70, 50), mode="RGB", **options):
+    """Bytes of an image file of noise; size is (width, height)."""
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, kind, **options)
+    return file.getvalue()
+
+
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
+FILES = {
+    "a.jpg": encoded("JPEG"),
+    "turned.jpg": encoded("JPEG", exif=TURNED),
+    "cmyk.jpg": encoded("JPEG", mode="CMYK"),
+    "grey.png": encoded("PNG", mode="L"),
+    "pixel.png": encoded("PNG", size=(1, 1)),
+    "wide.tif": encoded("TIFF", size=(90, 20)),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("number", [0, 1], ids=["detr", "deformable"])
+def test_detections_are_those_of_the_predictor(server, models, tmp_path, name, number):
+    (tmp_path / name).write_bytes(FILES[name])
+    expected = models[number].predictor(tmp_path / name)
+    status, answer = ask(server, f"/detect?model={number}&pixels=1&name={name}", FILES[name])
+    assert status == 200
+    assert answer["size"] == list(expected.image.shape[:0:-1])
+    rows = [[*one["bbox"], one["score"], int(label)] for one, label in zip(expected.to_coco(1), expected.labels, strict=True)]
+    assert [row[:6] for row in answer["boxes"]] == rows and rows
+    assert answer["image"].startswith("data:image/jpeg;base64,")
+
+
+def test_every_box_is_that_of_its_query(models):
+    """With sigmoids a query may have several detections."""
+    for model in models:
+        found = model.detect(FILES["a.jpg"], "a.jpg")
+        detector, record = model.predictor.detector, found.record
+        batch = detector.preprocess([record.image])
+        x, y, w, h = detector(batch.images, batch.padding_mask).boxes[-1][0][found.queries].detach().double().T.numpy()
+        expected = np.stack([x - w / 2, y - h / 2, x + w / 2, y + h / 2]).clip(0, 1).T * [70, 50, 70, 50]
+        assert np.abs(found.detections.boxes_xyxy.numpy() - expected).max() < 1e-3
+
+
+def test_looks_share_out_the_attention(server):
+    """Heat is in multiples of even attention, 1 on average; weights of points sum to 1; the reference is of the padded canvas."""
+    _, heat = ask(server, "/look?model=0&query=3", FILES["a.jpg"])
+    assert heat["kind"] == "heat" and len(heat["layers"]) == 2
+    for layer in heat["layers"]:
+        rows = np.array(layer["rows"])
+        assert rows.shape == (8, 12) and rows.mean() == pytest.approx(1, abs=2e-3)  # 64 x 90 pixels, stride 8
+        assert layer["corner"] == pytest.approx([12 * 8 * 70 / 90, 8 * 8 * 50 / 64])
+    _, points = ask(server, "/look?model=1&query=3", FILES["a.jpg"])
+    assert points["kind"] == "points" and len(points["strides"]) == 2
+    for layer in points["layers"]:
+        table = np.array(layer["points"])
+        assert table.shape == (2 * 2 * 4, 4) and table[:, 2].sum() == pytest.approx(1, abs=1e-5)
+        assert sorted(set(table[:, 3])) == [0, 1] and len(layer["reference"]) == 4
+
+
+def test_looks_are_those_of_the_drawn_attention(models):
+    """Points and references of every layer, by the functions that ``show attention`` draws with."""
+    from cpvt_det.visualize.attention import look
+
+    model = models[1]
+    record = model.detect(FILES["a.jpg"], "a.jpg").record
+    looks = model.looks(FILES["a.jpg"], "a.jpg", 2)["layers"]
+    width, height = record.canvas[1] * 70 / 90, record.canvas[0] * 50 / 64
+    for number, layer in enumerate(looks):
+        samples, references = look(record, "decoder", number, [2])
+        places = samples.locations[0, 0].flatten(0, 2).numpy() * [width, height]
+        assert np.abs(np.array(layer["points"])[:, :2] - places).max() < 1e-3
+        assert np.abs(np.array(layer["reference"]) - references[0, 0, 0].numpy() * [width, height, width, height]).max() < 1e-3
+
+
+def png_header(width, height):
+    """A PNG of a size that nobody could hold, in a few bytes."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    end = b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + bytes(4) + end
+
+
+WRONG = [
+    ("/detect?model=0&name=text.jpg", b"not an image\n" * 9, {}, 422, "cannot read image text.jpg: it is not an image"),
+    ("/detect?model=0&name=half.jpg", FILES["a.jpg"][:900], {}, 422, "cannot read image half.jpg: "),
+    ("/detect?model=0&name=empty.jpg", b"", {}, 422, "cannot read image empty.jpg: it is empty (0 bytes)"),
+    ("/detect?model=0&name=bomb.png", png_header(9000, 8000), {}, 422, "bomb.png has 9000 x 8000 pixels; at most 64 million"),
+    ("/detect?model=0&name=bomb.png", png_header(60000, 60000), {}, 422, "cannot read image bomb.png: "),
+    ("/detect?model=0", bytes(MOST + 1), {}, 413, "0.3 MB are too much: at most 0.3 MB are taken (--max-upload)"),
+    ("/detect?model=0", b"", {"Content-Length": "-5"}, 411, "the length of the image is missing"),
+    ("/detect?model=2", FILES["a.jpg"], {}, 400, "model '2' is not a number below 2"),
+    ("/look?model=0&query=x", FILES["a.jpg"], {}, 400, "query 'x' is not a number"),
+    ("/look?model=0&query=6", FILES["a.jpg"], {}, 422, "query 6 does not exist; this model has queries 0 to 5"),
+    ("/detect/../../etc/passwd", b"", {}, 404, "there are only /detect and /look"),
+    ("/detect?model=0", FILES["a.jpg"], {"Host": "evil.example:80"}, 403, "the host 'evil.example:80' is not this machine"),
+    ("/detect?model=0", FILES["a.jpg"], {"Origin": "http://evil.example"}, 403, "requests of other sites are refused"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "headers", "status", "message"), WRONG, ids=[row[4] for row in WRONG])
+def test_what_is_wrong_is_a_message_and_nothing_is_written(server, tmp_path, monkeypatch, path, body, headers, status, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found, answer = ask(server, path, body, **headers)
+    assert (found, answer["error"][: len(message)]) == (status, message)
+    assert list(tmp_path.iterdir()) == []
+    assert ask(server, "/detect?model=0", FILES["a.jpg"])[0] == 200  # and it still serves
+
+
+@pytest.mark.parametrize("path", ["/../../../etc/passwd", "//etc/passwd", "/%2e%2e/setup.py", "/style.css"])
+def test_no_file_can_be_fetched(server, path):
+    assert ask(server, path, method="GET") == (404, {"error": "there is only the page /"})
+
+
+def test_a_hundred_megabytes_are_refused_before_they_are_sent(server):
+    with socket.create_connection(server.server_address, timeout=20) as connection:
+        head = "POST /detect?model=0 HTTP/1.1\r\nHost: localhost:1\r\nContent-Length: 100000000\r\n\r\n"
+        connection.sendall(head.encode())
+        answer = connection.makefile("rb").read().decode()
+    assert answer.startswith("HTTP/1.0 413") and "100.0 MB are too much: at most 0.3 MB are taken" in answer
+
+
+def test_the_last_images_are_remembered_and_no_more(models, monkeypatch):
+    model, runs = ServedModel(models[0].predictor, "again"), []
+    run = ServedModel._run
+    monkeypatch.setattr(ServedModel, "_run", lambda self, image: runs.append(1) or run(self, image))
+    monkeypatch.setattr(served_model, "KEPT", 2)
+    contents = [encoded("PNG", size=(side, 30)) for side in (20, 30, 40)]
+    for content in (*contents[:2], contents[0], contents[2], contents[0], contents[1]):
+        model.detect(content, "x.png")
+    assert len(runs) == 4  # the three, and the second again, which was the longest ago
+    model.looks(contents[1], "x.png", 0)
+    assert len(runs) == 4 and len(model._kept) == 2
+
+
+def test_the_page_holds_the_models(server):
+    status, page = ask(server, "/", method="GET")
+    assert status == 200 and '"name":"detr.pth"' in page and '"name":"deformable.pth"' in page
+    assert 'src="' not in page.partition('id="data">')[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-upload", "0"], "--max-upload must be above 0 and at most 1000 MB, got 0"),
+        (["a.pth", "b.pth"], "at most 2 models are shown side by side, got 3"),
+        (["--port", "99999"], "cannot listen at 127.0.0.1:99999: "),
+        (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid:8765: "),
+    ],
+)
+def test_words_that_cannot_be_served(weights, words, message):
+    result = CliRunner().invoke(main, ["serve", str(weights[0]), "--device", "cpu", *words])
+    assert result.exit_code == 2 and f"error: {message}" in result.output
+
+
+def test_the_command_serves_until_it_is_interrupted(weights):
+    command = [sys.executable, "-m", "cpvt_det", "serve", str(weights[1]), "--port", "0", "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        address = urlsplit(line.split(": ")[1].split()[0])
+        assert address.hostname == "127.0.0.1"
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=20)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
+        process.communicate()
