@@ -16,6 +16,7 @@ from cpvt_det.inference import classify
 from cpvt_det.models import Classifier
 from cpvt_det.predict.inputs import ImageInput
 from cpvt_det.predict.predictor import Predictor
+from cpvt_det.tiles import Tiling
 
 BEST = 5
 
@@ -69,7 +70,11 @@ class ClassPredictor(Predictor):
         """A predictor of a loaded classifier."""
         return cls(trained)
 
-    def _predict_batch(self, images: Sequence[ImageInput], pixels: list[torch.Tensor]) -> list[ImageClasses]:
+    def _predict_batch(
+        self, images: Sequence[ImageInput], pixels: list[torch.Tensor], tiling: Tiling | None, batch_size: int
+    ) -> list[ImageClasses]:
         """The classes of one batch; pixels are (3, H, W) uint8 each."""
+        if tiling is not None:
+            raise ValueError("tiles are for detectors, and this model is a classifier; leave them out")
         found = classify(self.detector, [{"image": self.mapper.prepare(image)} for image in pixels])
         return [ImageClasses(scores, self.classes) for scores in found]

@@ -10,6 +10,7 @@ from typing import Any
 
 from fvcore.common.config import CfgNode
 
+from cpvt_det.builders import is_classifier
 from cpvt_det.checkpoint.model_folder import CLASSES, CONFIG, THRESHOLDS, WEIGHTS
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, WeightsError, first_line
@@ -25,6 +26,8 @@ except ImportError as error:
 FILES = (CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
 """The files that are fetched; none of them can run code."""
 CARD = "README.md"
+SHOWN = ("bbox/AP", "bbox/AP50", "classes/top1", "classes/top5")
+"""Figures in the form that the hub reads."""
 
 
 class ModelFolder(ModelHubMixin, library_name="cpvt_det"):
@@ -126,8 +129,8 @@ def without_places(cfg: CfgNode) -> CfgNode:
 def _metadata(repo_id: str, cfg: CfgNode, facts: RunFacts, license: str | None) -> ModelCardData:
     """What the hub shows and searches by."""
     first = next(iter(cfg.DATASETS.TEST), "")
-    shown = {figure: value for figure, value in facts.figures.items() if figure.endswith(("bbox/AP", "bbox/AP50"))}
-    kind = "object-detection"
+    shown = {figure: value for figure, value in facts.figures.items() if figure.endswith(SHOWN)}
+    kind = "image-classification" if is_classifier(cfg) else "object-detection"
     results = []
     for figure, value in shown.items():
         *of, _, metric = figure.split("/")  # of several test sets, the name of the set comes first
@@ -137,7 +140,7 @@ def _metadata(repo_id: str, cfg: CfgNode, facts: RunFacts, license: str | None) 
         license=license,
         library_name="cpvt_det",
         pipeline_tag=kind,
-        tags=[kind, "detr", "position-encoding"],
+        tags=[kind, "position-encoding"],
         model_name=repo_id.rpartition("/")[2],
         eval_results=results or None,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card of a trained detector, written from its checkpoint and its run: data, figures, commands, a picture."""
+"""The model card of a trained model, written from its checkpoint and its run: data, figures, commands, a picture."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from pathlib import Path
 from fvcore.common.config import CfgNode
 from tabulate import tabulate
 
+from cpvt_det.builders import is_classifier
 from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import DataError
@@ -19,14 +20,20 @@ USE = """\
 ## Use
 
 ```python
-from cpvt_det import Predictor
-
-found = Predictor.from_pretrained("{repo_id}")("photo.jpg")
-print(found.names, found.scores, found.boxes_xyxy)
+{python}
 ```
 
 A copy of these files is a model folder: `cpvt-det predict FOLDER --input photos --output found`.{threshold}
 """
+DETECT = """\
+from cpvt_det import Predictor
+
+found = Predictor.from_pretrained("{repo_id}")("photo.jpg")
+print(found.names, found.scores, found.boxes_xyxy)"""
+CLASSIFY = """\
+from cpvt_det.predict import ClassPredictor
+
+print(ClassPredictor.from_pretrained("{repo_id}")("photo.jpg").best())"""
 EVALUATION = """\
 ## Evaluation
 
@@ -73,7 +80,7 @@ def read_facts(checkpoint: Path | None) -> RunFacts:
         line = read_metrics(checkpoint.parent / "metrics.json").get(iteration, {})
     except DataError:  # somebody removed it
         line = {}
-    figures = {name: value for name, value in line.items() if "/A" in name and value == value}  # AP, AR
+    figures = {name: value for name, value in line.items() if "/" in name and value == value}
     return RunFacts(iteration, (node.get("data") or {}).get("images"), figures, picture if picture.is_file() else None)
 
 
@@ -82,21 +89,23 @@ def write_card(repo_id: str, cfg: CfgNode, classes: Classes, thresholds: Thresho
 
     Args:
         repo_id: name of the repository.
-        cfg: config of the detector.
-        classes: classes of the detector.
+        cfg: config of the model.
+        classes: classes of the model.
         thresholds: score thresholds, if they are known.
         facts: facts on its run.
     """
-    model, encoding = cfg.MODEL.META_ARCHITECTURE.removeprefix("CPVT"), cfg.MODEL.POSITION.NAME
+    classifies, model = is_classifier(cfg), cfg.MODEL.META_ARCHITECTURE.removeprefix("CPVT")
+    encoding = "" if classifies else f" and the position encoding `{cfg.MODEL.POSITION.NAME}`"
     parts = [
         f"# {repo_id.rpartition('/')[2]}\n",
-        f"{model} with {cfg.MODEL.BACKBONE.NAME} and the position encoding `{encoding}`, trained with cpvt_det.\n",
+        f"{model} with {cfg.MODEL.BACKBONE.NAME}{encoding}, trained with cpvt_det.\n",
         f"{len(classes)} classes: {_listed(classes.names)}.\n",
     ]
     if facts.picture is not None:
         parts.append(f"![Detections beside the ground truth]({PICTURE})\n")
     best = None if thresholds is None else thresholds.overall
-    parts.append(USE.format(repo_id=repo_id, threshold="" if best is None else f" Scores from {best:.3g} have the best F1."))
+    python = (CLASSIFY if classifies else DETECT).format(repo_id=repo_id)
+    parts.append(USE.format(python=python, threshold="" if best is None else f" Scores from {best:.3g} have the best F1."))
     if facts.figures:
         rows = sorted(facts.figures.items(), key=lambda row: "/AP-" in row[0])  # those of classes last
         table = tabulate([(name, f"{value:.1f}") for name, value in rows], ("figure", ""), tablefmt="pipe", disable_numparse=True)

@@ -13,10 +13,14 @@ import threading
 import pytest
 import torch
 import yaml
+from image_classes import class_words, draw_folders
 from tiny import save_random
 
 from cpvt_det import Predictor
+from cpvt_det.config import load_cfg
 from cpvt_det.errors import WeightsError
+from cpvt_det.predict import ClassPredictor
+from cpvt_det.runner.train import run
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -103,25 +107,25 @@ def same(one, other):
 
 
 def test_a_pushed_model_is_loaded_again_bit_for_bit(hub, tiny_run):
-    run = tiny_run("detr")
-    pushed = Predictor.from_checkpoint(run.weights, device="cpu", overrides=["TEST.TILES.SIZE", "48"])
+    trained = tiny_run("detr")
+    pushed = Predictor.from_checkpoint(trained.weights, device="cpu", overrides=["TEST.TILES.SIZE", "48"])
     url = pushed.push_to_hub("me/shapes", private=True, token="hf_none")
     assert url.endswith(f"/me/shapes/commit/{COMMIT}") and hub.private == {"me/shapes": True}
     names = {"README.md", "classes.json", "config.yaml", "detections.png", "model.safetensors", "model.safetensors.sha256"}
     assert hub.repos["me/shapes"].keys() - {"thresholds.json", ".gitattributes"} == names
     loaded = Predictor.from_pretrained("me/shapes", device="cpu", token="hf_none")
     assert loaded.classes == pushed.classes and loaded.thresholds == pushed.thresholds and loaded.tiling == pushed.tiling
-    assert same(loaded(run.image(30)), pushed(run.image(30)))
+    assert same(loaded(trained.image(30)), pushed(trained.image(30)))
     assert not list(loaded.origin.glob("*.md")) and not list(loaded.origin.glob("*.png"))  # what is loaded is fetched, no more
 
 
 def test_the_card_is_written_from_the_run(hub, tiny_run):
-    run = tiny_run("detr")
-    Predictor.from_checkpoint(run.weights, device="cpu").push_to_hub("me/shapes", license="mit", token="hf_none")
+    trained = tiny_run("detr")
+    Predictor.from_checkpoint(trained.weights, device="cpu").push_to_hub("me/shapes", license="mit", token="hf_none")
     _, metadata, card = hub.repos["me/shapes"]["README.md"].decode().split("---\n", 2)
     metadata = yaml.safe_load(metadata)
     assert (metadata["license"], metadata["pipeline_tag"], metadata["library_name"]) == ("mit", "object-detection", "cpvt_det")
-    last = [json.loads(line) for line in (run.folder / "metrics.json").read_text().splitlines()][-1]
+    last = [json.loads(line) for line in (trained.folder / "metrics.json").read_text().splitlines()][-1]
     (model,) = metadata["model-index"]
     assert {row["name"]: row["value"] for row in model["results"][0]["metrics"]} == {
         name: round(last[name], 2) for name in ("bbox/AP", "bbox/AP50")
@@ -131,16 +135,16 @@ def test_the_card_is_written_from_the_run(hub, tiny_run):
     assert "On drawn, after iteration 2, in percent:" in card and "On 5 images of drawn, by `config.yaml`" in card
     assert "3 classes: red, green, blue." in card and 'Predictor.from_pretrained("me/shapes")' in card
     assert "![Detections beside the ground truth](detections.png)" in card
-    assert hub.repos["me/shapes"]["detections.png"] == (run.folder / "pictures/detections.png").read_bytes()
+    assert hub.repos["me/shapes"]["detections.png"] == (trained.folder / "pictures/detections.png").read_bytes()
 
 
 def test_no_place_on_this_machine_is_pushed(hub, tiny_run, tmp_path):
-    run = tiny_run("detr")
+    trained = tiny_run("detr")
     overrides = ["MODEL.WEIGHTS", str(tmp_path / "old.pth"), "MODEL.BACKBONE.WEIGHTS", ""]
-    Predictor.from_checkpoint(run.weights, device="cpu", overrides=overrides).push_to_hub("me/shapes", token="hf_none")
+    Predictor.from_checkpoint(trained.weights, device="cpu", overrides=overrides).push_to_hub("me/shapes", token="hf_none")
     for name in ("README.md", "config.yaml", "classes.json"):
         text = hub.repos["me/shapes"][name].decode()
-        assert str(run.folder.parent) not in text and str(tmp_path) not in text and "/" + "tmp" not in text, name
+        assert str(trained.folder.parent) not in text and str(tmp_path) not in text and "/" + "tmp" not in text, name
 
 
 def test_a_model_without_a_run_is_pushed_with_what_is_known(hub, tmp_path):
@@ -150,6 +154,21 @@ def test_a_model_without_a_run_is_pushed_with_what_is_known(hub, tmp_path):
     card = hub.repos["me/random"]["README.md"].decode()
     assert "## Evaluation" not in card and "![" not in card and "## Use" in card and "model-index" not in card
     assert len(Predictor.from_pretrained("me/random", device="cpu", token="hf_none").classes) == 3
+
+
+def test_a_classifier_is_pushed_and_loaded_as_one(hub, tmp_path):
+    folders = draw_folders(tmp_path / "folders")
+    run(load_cfg("", class_words(folders, tmp_path / "run", SOLVER__MAX_ITER=2, TEST__PICTURES=0)))
+    pushed = ClassPredictor.from_checkpoint(tmp_path / "run/model_final.pth", device="cpu")
+    pushed.push_to_hub("me/colours", token="hf_none")
+    card = hub.repos["me/colours"]["README.md"].decode()
+    assert (
+        "pipeline_tag: image-classification" in card and "name: classes/top1" in card and "ClassPredictor.from_pretrained" in card
+    )
+    assert "position encoding" not in card
+    image = folders / "val/red/0.png"
+    loaded = ClassPredictor.from_pretrained("me/colours", device="cpu", token="hf_none")
+    assert torch.equal(loaded(image).scores, pushed(image).scores)
 
 
 def test_what_cannot_be_reached_is_one_line(hub, tmp_path):
