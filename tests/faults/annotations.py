@@ -468,7 +468,7 @@ CASES = [
     Case(
         "a DATASETS.CACHE that is no folder",
         lambda folder: twice(folder, lambda kept: None, cache=folder / "data" / "run.yaml"),
-        "Annotations are not kept in ...run.yaml, and take longer to read: ",
+        "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
         0,
         guard=Cut("data/cache.py", "except OSError as error:", "except ZeroDivisionError as error:"),
     ),
