@@ -90,17 +90,9 @@ def choose_run(
         return str(path), tuple(overrides)
     _require_outside(path.parent, folder)
     with quick_imports():
-        from cpvt_det.builders.datasets import check_datasets
-        from cpvt_det.data.folders.prepare import refuse_overlap
-        from cpvt_det.data.validation.issues import require_no_errors
         from cpvt_det.runner.choose import choose_settings, describe_machine, write_choices
         from cpvt_det.runner.recipe import Choice
-    cfg, found = folder_config(folder, path.parent / "data", overrides, data_format, new_split)
-    lines = found.notes + ([f"which images are where: {', '.join(found.written)}"] if found.written else [])
-    data = check_datasets(cfg)
-    require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
-    refuse_overlap(data.train[0], data.tests[0])
-    lines += describe_classes(data.train[0], data.tests[0])
+    cfg, datasets, lines = _read(folder, path.parent / "data", overrides, data_format, new_split)
     click.echo("\n".join(lines))
 
     def tell(line: str) -> None:
@@ -110,15 +102,39 @@ def choose_run(
     settled = [Choice("OUTPUT_DIR", output), Choice("SEED", 0)]
     settled += [Choice(f"DATASETS.{key}", list(cfg.DATASETS[key])) for key in ("REGISTER", "TRAIN", "TEST")]
     seconds = budget or Duration().convert(BUDGET, None, None)
-    choices = choose_settings(settled, overrides, [data.train[0], data.tests[0]], describe_machine(num_gpus), seconds, tell)
+    choices = choose_settings(settled, overrides, datasets, describe_machine(num_gpus), seconds, tell)
     rows = [choice for choice in choices if choice.reason]
     click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
     header = [f"Chosen by cpvt-det train {folder}. The same run again: cpvt-det train --config-file {path}", *lines]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
-        file.write(write_choices(choices, header).encode())
+    _write(path, write_choices(choices, header))
     click.echo(f"all settings: {path}")
     return str(path), ()
+
+
+def _read(
+    folder: Path, output: Path, overrides: Sequence[str], data_format: str, new_split: bool
+) -> tuple["CfgNode", list["CocoDataset"], list[str]]:
+    """The config of a folder's data sets, its checked training and validation sets, and what is to be said of them."""
+    from cpvt_det.builders.datasets import check_datasets
+    from cpvt_det.data.folders.prepare import refuse_overlap
+    from cpvt_det.data.validation.issues import require_no_errors
+
+    cfg, found = folder_config(folder, output, overrides, data_format, new_split)
+    data = check_datasets(cfg)
+    require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
+    datasets = [data.train[0], data.tests[0]]
+    refuse_overlap(*datasets)
+    written = [f"which images are where: {', '.join(found.written)}"] if found.written else []
+    return cfg, datasets, [*found.notes, *written, *describe_classes(*datasets)]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write to OUTPUT_DIR {path.parent}: {error.strerror}") from error
 
 
 def folder_config(
