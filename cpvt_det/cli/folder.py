@@ -111,14 +111,18 @@ def choose_run(
     settled += [Choice(f"DATASETS.{key}", list(cfg.DATASETS[key])) for key in ("REGISTER", "TRAIN", "TEST")]
     seconds = budget or Duration().convert(BUDGET, None, None)
     choices = choose_settings(settled, overrides, [data.train[0], data.tests[0]], describe_machine(num_gpus), seconds, tell)
+    header = [f"Chosen by cpvt-det train {folder}. The same run again: cpvt-det train --config-file {path}", *lines]
+    _tell_and_write(choices, write_choices(choices, header), path)
+    return str(path), ()
+
+
+def _tell_and_write(choices: Sequence["Choice"], text: str, path: Path) -> None:
     rows = [choice for choice in choices if choice.reason]
     click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
-    header = [f"Chosen by cpvt-det train {folder}. The same run again: cpvt-det train --config-file {path}", *lines]
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
-        file.write(write_choices(choices, header).encode())
+        file.write(text.encode())
     click.echo(f"all settings: {path}")
-    return str(path), ()
 
 
 def folder_config(
