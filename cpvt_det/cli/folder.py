@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from cpvt_det.data.coco import CocoDataset
     from cpvt_det.data.folders.prepare import FolderData
+    from cpvt_det.runner.recipe import Choice
 
 BUDGET = "30m"
 CHOSEN = "chosen.yaml"
