@@ -9,7 +9,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det import distributed
 from cpvt_det.builders.augmentation import build_augmentations, check_augmentations, closing_epoch
 from cpvt_det.builders.datasets import check_datasets, require_names
-from cpvt_det.builders.detector import build_device, build_postprocessor
+from cpvt_det.builders.outputs import build_device, build_postprocessor
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform

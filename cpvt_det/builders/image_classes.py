@@ -9,7 +9,8 @@ from fvcore.common.config import CfgNode
 from cpvt_det import distributed
 from cpvt_det.builders.data import load_checked, require_rgb
 from cpvt_det.builders.datasets import check_class_datasets, require_names
-from cpvt_det.builders.detector import build_device, is_classifier
+from cpvt_det.builders.detector import is_classifier
+from cpvt_det.builders.outputs import build_device
 from cpvt_det.data.classify import ClassMapper, RepeatedBatches, central_transform, crop_transform
 from cpvt_det.data.coco import CocoDataset, ImageRecord
 from cpvt_det.data.loader import MappedDataset, TrainLoader, evaluation_loader

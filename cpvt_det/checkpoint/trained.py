@@ -10,8 +10,9 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det.builders.datasets import set_classes
-from cpvt_det.builders.detector import build_detector, build_device
+from cpvt_det.builders.detector import build_detector
 from cpvt_det.builders.kept import load_cfg
+from cpvt_det.builders.outputs import build_device
 from cpvt_det.builders.unused import forgive_kept
 from cpvt_det.checkpoint.initial import require_shapes
 from cpvt_det.checkpoint.load import load_weights

@@ -3,6 +3,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -60,13 +61,7 @@ def predict(
       cpvt-det predict output/model_best.pth --input 'photos/**/*.jpg' --output found --threshold 0.3 INPUT.MIN_SIZE_TEST 480
       cpvt-det predict output/model_best.pth --input photos --output found --tiles 640 --overlap 0.2
     """
-    if threshold is not None and not 0 <= threshold <= 1:
-        raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
-    if batch < 1:
-        raise BadInputError(f"--batch must be 1 or more images, got {batch}")
-    for word in overrides[::2]:
-        if os.path.isfile(word):
-            raise BadInputError(f"{word} is a file, not a config key; put a glob in quotes: --input '*.jpg'")
+    _require_usable(threshold, batch, overrides)
     output = output.expanduser()
     paths = find_files(source, output)
     trained = load_trained(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
@@ -77,15 +72,14 @@ def predict(
     files, issues = check_files(paths, source, on_bad)
     for line in issues.lines(issues.faults):
         click.echo(line, err=True)
-    if classifies:
-        start = time.perf_counter()
-        count = predict_classes(predictor, files, output, batch, on_bad)
-        click.echo(f"{output / 'classes.json'}: {count} images, {count / (time.perf_counter() - start):.1f} images/s")
-        return
-    if threshold is None:
+    if not classifies and threshold is None:
         threshold = predictor.threshold
         click.echo(_origin(predictor, weights), err=True)
     start = time.perf_counter()
+    if classifies:
+        count = predict_classes(predictor, files, output, batch, on_bad)
+        click.echo(f"{output / 'classes.json'}: {count} images, {count / (time.perf_counter() - start):.1f} images/s")
+        return
     found = predict_files(predictor, files, output, threshold, batch, on_bad)
     speed = found.images / (time.perf_counter() - start)
     click.echo(
@@ -93,6 +87,16 @@ def predict(
     )
     if found.best is not None and not found.detections:
         click.echo(f"No score is as high: the best is {found.best:.3g}, {found.best_name}; --threshold sets a lower one", err=True)
+
+
+def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str]) -> None:
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
+    if batch < 1:
+        raise BadInputError(f"--batch must be 1 or more images, got {batch}")
+    for word in overrides[::2]:
+        if os.path.isfile(word):
+            raise BadInputError(f"{word} is a file, not a config key; put a glob in quotes: --input '*.jpg'")
 
 
 def _origin(predictor: Predictor, weights: str) -> str:

@@ -2,7 +2,7 @@
 """The contract of position encodings, and the registry of their names.
 
 A new encoding is one class or function registered under its name; the contract tests find it through the registry.
-``builders/detector.py`` passes it the options of ``MODEL.POSITION`` as keywords.
+``builders/parts.py`` passes it the options of ``MODEL.POSITION`` as keywords.
 """
 
 import inspect

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cpvt_det.data.coco import Classes
 from cpvt_det.data.images import ImageHeader, read_image
 from cpvt_det.data.validation.check import look_at_images
 from cpvt_det.data.validation.issues import Issues
@@ -130,7 +131,12 @@ def predict_files(
             found.draw().save(picture, quality=92)
             results += found.to_coco(file.image_id)
             done.append(file)
-    classes = predictor.classes
+    _write_coco(predictor.classes, done, results, output)
+    return total
+
+
+def _write_coco(classes: Classes, done: Sequence[InputFile], results: list[dict[str, Any]], output: Path) -> None:
+    """Write ``images.json``, ``detections.json`` and ``coco.json``."""
     images = [
         {"id": file.image_id, "file_name": file.name, "height": file.header.height, "width": file.header.width} for file in done
     ]
@@ -142,7 +148,6 @@ def predict_files(
         for number, found in enumerate(results, start=1)
     ]
     write_json({"images": images, "annotations": annotations, "categories": categories}, output / "coco.json")
-    return total
 
 
 def predict_classes(predictor: ClassPredictor, files: Sequence[InputFile], output: Path, batch_size: int, on_bad: str) -> int:

@@ -54,12 +54,7 @@ def parameter_groups(
     if layer_decay != 1 and not hasattr(model.backbone, "layers_above"):
         raise ValueError(f"LAYER_DECAY is {layer_decay}, but the backbone is no transformer of ours; leave it at 1")
     require_parts(model, [part for part, _ in lr_multipliers], "learning rate")
-    decay_of: dict[int, float] = {}
-    for kind, decay in ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)):
-        if decay is None:
-            continue
-        modules = (module for module in model.modules() if isinstance(module, kind))
-        decay_of.update({id(parameter): decay for module in modules for parameter in module.parameters()})
+    decay_of = _weight_decays(model, ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)))
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -70,6 +65,16 @@ def parameter_groups(
             rate *= math.prod(factor for part, factor in lr_multipliers if belongs_to_part(name, part))
             groups.setdefault((rate, decay_of.get(id(parameter), weight_decay)), []).append(parameter)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
+
+
+def _weight_decays(model: nn.Module, kinds: Sequence[tuple[Any, float | None]]) -> dict[int, float]:
+    """Weight decay, by ``id`` of the parameter, of modules of some kinds; of two that apply, the later one."""
+    found: dict[int, float] = {}
+    for kind, decay in kinds:
+        if decay is not None:
+            modules = (module for module in model.modules() if isinstance(module, kind))
+            found.update({id(parameter): decay for module in modules for parameter in module.parameters()})
+    return found
 
 
 def make_optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MODEL`` -> what a model's answers meet: criterion, post-processing; and its device."""
+
+import os
+
+import torch
+from fvcore.common.config import CfgNode
+
+from cpvt_det import distributed
+from cpvt_det.builders.detector import is_classifier
+from cpvt_det.builders.parts import build_classification
+from cpvt_det.errors import ConfigError, config_errors
+from cpvt_det.inference import ClassScores, PostProcessor
+from cpvt_det.losses import LOSS_REGISTRY, HungarianMatcher, OneToManyMatcher, SetCriterion
+
+
+def build_criterion(cfg: CfgNode) -> SetCriterion:
+    """The criterion of ``MODEL.CRITERION``: matcher and losses."""
+    node = cfg.MODEL.CRITERION
+    matcher = HungarianMatcher(build_classification(cfg), node.CLASS_COST, node.L1_COST, node.GIOU_COST)
+    for entry in node.LOSSES:
+        kinds = [type(part) for part in entry] if isinstance(entry, (list, tuple)) else []
+        if kinds[:2] not in ([str, float], [str, int]) or kinds[2:] not in ([], [dict]):
+            raise ConfigError(
+                "MODEL.CRITERION.LOSSES must contain entries [name of a loss, weight] or [name, weight, {option: value}], "
+                f"got {entry!r}"
+            )
+    losses = {name: (weight, LOSS_REGISTRY.with_options(name, *options)) for name, weight, *options in node.LOSSES}
+    weights = (node.CLASS_WEIGHT, node.L1_WEIGHT, node.GIOU_WEIGHT)
+    with config_errors("MODEL.CRITERION"):
+        many = OneToManyMatcher(node.MANY_MATCHES, node.MANY_THRESHOLD), node.MANY_CLASS_WEIGHT
+        return SetCriterion(matcher, *weights, node.PROPOSAL_MATCHES, losses, node.HYBRID_MATCHES, *many)
+
+
+def build_postprocessor(cfg: CfgNode) -> PostProcessor:
+    """Predictions -> detections, at most ``TEST.DETECTIONS_PER_IMAGE``.
+
+    Raises:
+        ConfigError: a classifier, or no detection.
+    """
+    if is_classifier(cfg):
+        raise ConfigError(f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE!r} is no detector; set TASK to classification")
+    with config_errors("TEST.DETECTIONS_PER_IMAGE"):
+        return PostProcessor(build_classification(cfg), cfg.TEST.DETECTIONS_PER_IMAGE)
+
+
+def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
+    """What decodes the answers of a model: :func:`build_postprocessor`, or for a classifier its scores."""
+    return ClassScores() if is_classifier(cfg) else build_postprocessor(cfg)
+
+
+def build_device(cfg: CfgNode) -> torch.device:
+    """``MODEL.DEVICE``; with several GPUs, the GPU of this process.
+
+    Raises:
+        ConfigError: a device that does not exist.
+    """
+    name = cfg.MODEL.DEVICE
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    with config_errors("MODEL.DEVICE"):
+        device = torch.device(name)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"MODEL.DEVICE is {name}, but torch sees no CUDA GPU; use cpu or auto, or --num-gpus 0")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", distributed.rank() % torch.cuda.device_count())))
+    return device
