@@ -2,7 +2,9 @@
 """``cpvt-det show``: pictures of what happens inside a detector. The drawing is in ``cpvt_det/visualize/``."""
 
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -13,16 +15,19 @@ from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.images import read_image
+from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import BadInputError, config_errors
 from cpvt_det.models import Detector
+from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.runner.setup import choose_seed
 from cpvt_det.solver.step import split_samples
 from cpvt_det.structures import Size
 from cpvt_det.tasks import build_task
 from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
-from cpvt_det.visualize.data import draw_batches
+from cpvt_det.visualize.data import draw_batches, draw_denoising
 from cpvt_det.visualize.forward_record import Point, centers_of, record_forward, tokens_at
 from cpvt_det.visualize.images import images_of_size
 from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels
@@ -132,7 +137,8 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
     """Draw the actual input of the model; KEY VALUE pairs override the config.
 
     train.png shows the first images of the training sets after augmentation, with the boxes that the model learns; a file per test
-    set shows its first images as they are evaluated. Each image is on the canvas of its batch (of one process, divided by
+    set shows its first images as they are evaluated; with MODEL.QUERIES.DENOISING, denoising.png shows objects beside their noised
+    copies. Each image is on the canvas of its batch (of one process, divided by
     SOLVER.ACCUMULATE); the padding is striped.
 
     \b
@@ -145,14 +151,24 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
     datasets, tests = task.load_splits()
     detector = build_any(cfg, runner)
     classes, records = datasets[0].classes, task.training_records(datasets)
-    loader = task.build_train_loader(records, choose_seed(cfg))
-    parts = (part for samples in loader for part in split_samples(samples, max(1, cfg.SOLVER.ACCUMULATE)))
-    for name, batches, known in [("train", parts, records)] + [
+    cfg.SEED = choose_seed(cfg)  # both pictures are of the same images
+    for name, batches, known in [("train", _parts(task, records), records)] + [
         (dataset.name, task.build_test_loader(dataset), dataset.records) for dataset in tests
     ]:
         path = output / f"{name}.png"
         drawn = draw_batches(batches, {record.image_id: record for record in known}, detector, classes, count, path)
         click.echo(f"{path}: {drawn} of {len(known)} images")
+    denoising = getattr(getattr(detector, "queries", None), "denoising", None)
+    if isinstance(denoising, ContrastiveDenoising):
+        torch.manual_seed(cfg.SEED)
+        path = output / "denoising.png"
+        click.echo(f"{path}: {draw_denoising(_parts(task, records), detector, denoising, classes, count, path)} images")
+
+
+def _parts(task: Any, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:
+    """Parts of training batches that are worked through at the same time."""
+    for samples in task.build_train_loader(records, task.cfg.SEED):
+        yield from split_samples(samples, max(1, task.cfg.SOLVER.ACCUMULATE))
 
 
 def _model(name: str, config_file: str) -> NamedDetector:

@@ -75,19 +75,11 @@ class ContrastiveDenoising(nn.Module):
             2 G T queries more, where G is the number of groups: group by group the positives, then the negatives, both in the order
             of the targets. None where no image has an object; the learned vectors then have gradients of zeros.
         """
-        labels = pad_sequence([target.labels for target in targets], batch_first=True)  # (B, T)
-        boxes = pad_sequence([target.boxes_cxcywh for target in targets], batch_first=True).to(queries.references)
         groups, size = self.count(targets)
-        most = size // 2
-        counts = torch.tensor([len(target) for target in targets]).to(labels.device, non_blocking=True)
-        objects = torch.arange(most, device=labels.device).expand_as(labels)
-        objects = objects.masked_fill(objects >= counts[:, None], -1)[:, None, None].repeat(1, groups, 2, 1)  # (B, G, 2, T)
+        objects, labels, boxes = self.draw_noise(targets, queries.references.dtype)
         is_filler = objects.flatten(1)[..., None] < 0
-        with torch.no_grad():
-            content_of = self._noised_labels(labels[:, None, None].expand_as(objects)).flatten(1)
-            references = self._noised_boxes(boxes[:, None, None].expand(*objects.shape, 4)).flatten(1, 3)
-            references = references.masked_fill(is_filler, 0.5)
-        content = self.label_enc(content_of).masked_fill(is_filler, 0)
+        references = boxes.flatten(1, 3).masked_fill(is_filler, 0.5)
+        content = self.label_enc(labels.flatten(1)).masked_fill(is_filler, 0)
         objects[:, :, 1] = -1
         return dataclasses.replace(
             queries,
@@ -99,6 +91,27 @@ class ContrastiveDenoising(nn.Module):
             objects=objects.flatten(1),
             groups=groups,
         )
+
+    @torch.no_grad()
+    def draw_noise(self, targets: Sequence[Targets], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+        """Noised objects of a batch, from torch's global generator.
+
+        Args:
+            targets: targets of the B images.
+            dtype: of the boxes.
+
+        Returns:
+            For G groups, positives before negatives, and the T objects: their indices (B, G, 2, T) int64, -1 for what fills up;
+            labels (B, G, 2, T) int64, of which some are random; boxes (B, G, 2, T, 4), cxcywh in [0, 1].
+        """
+        labels = pad_sequence([target.labels for target in targets], batch_first=True)  # (B, T)
+        boxes = pad_sequence([target.boxes_cxcywh for target in targets], batch_first=True).to(dtype)
+        groups, most = self.count(targets)[0], labels.shape[1]
+        counts = torch.tensor([len(target) for target in targets]).to(labels.device, non_blocking=True)
+        objects = torch.arange(most, device=labels.device).expand_as(labels)
+        objects = objects.masked_fill(objects >= counts[:, None], -1)[:, None, None].repeat(1, groups, 2, 1)  # (B, G, 2, T)
+        labels = self._noised_labels(labels[:, None, None].expand_as(objects))
+        return objects, labels, self._noised_boxes(boxes[:, None, None].expand(*objects.shape, 4))
 
     def _noised_labels(self, labels: Tensor) -> Tensor:
         """Labels, of which some are random ones."""

@@ -11,7 +11,8 @@ from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.data.coco import Classes, ImageRecord
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import BadInputError
-from cpvt_det.structures import Detections
+from cpvt_det.models.denoising import ContrastiveDenoising
+from cpvt_det.structures import Detections, Targets
 from cpvt_det.visualize.pictures import draw_panel, save_contact_sheet
 
 COLUMNS = 4
@@ -53,11 +54,52 @@ def draw_batches(
             panels.append(draw_panel(canvas, _objects(sample, records), classes.names, title))
         if len(panels) >= count:
             break
+    _save(panels, path)
+    return len(panels)
+
+
+def draw_denoising(
+    batches: Iterable[list[Sample]], detector: nn.Module, denoising: ContrastiveDenoising, classes: Classes, count: int, path: Path
+) -> int:
+    """Draw objects beside their noised copies: those that are to be found again, and those that are to be found nothing.
+
+    Args:
+        batches: batches of training samples.
+        detector, classes, count, path: as of :func:`draw_batches`.
+        denoising: module that draws the noise.
+
+    Returns:
+        The number of images drawn.
+
+    Raises:
+        BadInputError: a path that cannot be written to.
+    """
+    panels: list[Tensor] = []
+    for number, samples in enumerate(batches):
+        batch = detector.preprocess([sample["image"] for sample in samples])
+        groups = denoising.count([sample["targets"] for sample in samples])[0]
+        objects, labels, boxes = denoising.draw_noise([sample["targets"] for sample in samples])
+        wanted = min(len(samples), count - len(panels) // 3)
+        canvases = _as_seen(detector, batch.images[:wanted], batch.padding_mask[:wanted])
+        for image, (canvas, sample) in enumerate(zip(canvases, samples, strict=False)):
+            title = f"batch {number}, image {sample['image_id']}"
+            panels.append(draw_panel(canvas, _objects(sample, {}), classes.names, f"{title}: objects"))
+            for kind, name in enumerate(("positives", "negatives")):
+                own = objects[image, 0, kind] >= 0
+                noised = Targets(labels[image, 0, kind, own], boxes[image, 0, kind, own])
+                drawn = _objects({**sample, "targets": noised}, {})
+                panels.append(draw_panel(canvas, drawn, classes.names, f"{name} of group 1 of {groups}"))
+        if len(panels) >= 3 * count:
+            break
+    _save(panels, path, columns=3)
+    return len(panels) // 3
+
+
+def _save(panels: list[Tensor], path: Path, columns: int = COLUMNS) -> None:
     try:
-        save_contact_sheet(panels, path, COLUMNS)
+        save_contact_sheet(panels, path, columns)
     except OSError as error:
         raise BadInputError(f"cannot write {path}: {error.strerror}; give another --output") from error
-    return len(panels)
 
 
 def _as_seen(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> Tensor:

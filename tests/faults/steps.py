@@ -16,7 +16,7 @@ Box heads, matching and losses run in float32 under autocast: `tests/whole/test_
 from pathlib import Path
 from unittest import mock
 
-from tiny import overrides
+from tiny import DINO, overrides
 
 from faults.case import Case, Cut, Ending, call
 from faults.checkpoints import SHORT
@@ -66,6 +66,13 @@ CASES = [
         "the first step does not fit into memory: 2 images on a canvas of ... pixels keep ... GB for the backward pass (measured "
         "on one of them), and 0.0001 GB of memory are available; ...INPUT.MIN_SIZE_TRAIN",
         guard=Cut("solver/memory_check.py", "if need > CERTAIN * available:", "if False:"),
+    ),
+    Case(
+        "a million pairs of denoising, on a CPU",
+        train(**{**DINO, "MODEL__QUERIES__DENOISING": 1_000_000}),
+        "MODEL.QUERIES.DENOISING 1000000 makes ... groups of ... queries for the first batch, and their attention mask alone needs "
+        "... GB of the ... GB of memory for each process; set fewer pairs",
+        guard=Cut("solver/memory_check.py", "if distributed.all_reduce_max(int(need > available)):", "if False:"),
     ),
     Case(
         "learning rate of 1e30",

@@ -345,6 +345,26 @@ def test_settings_of_denoising_that_cannot_be_are_refused(more, message):
         build_detector(random_config(**config))
 
 
+@pytest.mark.parametrize("name", ["", "learned", "mixed", "proposals"])
+@pytest.mark.parametrize(
+    "mechanism",
+    [{"HYBRID": 5}, {"DENOISING": 5}, {"CLASS_PROPOSALS": True}, {"SHARED_CONTENT": True}, {"REFINED_POSITIONS": True}],
+    ids=str,
+)
+def test_a_mechanism_that_needs_two_stages_is_refused_without_them(name, mechanism):
+    """Whatever the query source is said to be, and before a model is there."""
+    keys = {"NAME": name, **mechanism}
+    config = {**TINY, "MODEL__DEFORMABLE__TWO_STAGE": False, **{f"MODEL__QUERIES__{key}": value for key, value in keys.items()}}
+    own = next(iter(mechanism))
+    reasons = {
+        "": f"MODEL.QUERIES.{own} is .*, but MODEL.QUERIES.NAME is empty",
+        "learned": f"MODEL.QUERIES.{own} is .*, but the query source 'learned' does not take it",
+    }
+    staged = "MODEL.QUERIES.NAME is '(mixed|proposals)', but MODEL.DEFORMABLE.TWO_STAGE is False"
+    with pytest.raises(ConfigError, match=reasons.get(name, staged)):
+        build_detector(random_config(**config))
+
+
 def test_no_classes_and_no_numbers_are_refused_before_the_first_step():
     with pytest.raises(ConfigError, match=r"MODEL\.NUM_CLASSES is 0; set it"):
         build_detector(random_config(**DINO, MODEL__NUM_CLASSES=0))
