@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders on Hugging Face's hub, by the mixin of its library. Imported when it is used."""
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, WeightsError, first_line
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.predict.model_card import PICTURE, RunFacts, write_card
+from cpvt_det.visualize.curves import main_figures
 
 try:
     from huggingface_hub import EvalResult, ModelCardData, ModelHubMixin, snapshot_download
@@ -26,8 +28,6 @@ except ImportError as error:
 FILES = (CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
 """The files that are fetched; none of them can run code."""
 CARD = "README.md"
-SHOWN = ("bbox/AP", "bbox/AP50", "classes/top1", "classes/top5")
-"""Figures in the form that the hub reads."""
 
 
 class ModelFolder(ModelHubMixin, library_name="cpvt_det"):
@@ -129,13 +129,12 @@ def without_places(cfg: CfgNode) -> CfgNode:
 def _metadata(repo_id: str, cfg: CfgNode, facts: RunFacts, license: str | None) -> ModelCardData:
     """What the hub shows and searches by."""
     first = next(iter(cfg.DATASETS.TEST), "")
-    shown = {figure: value for figure, value in facts.figures.items() if figure.endswith(SHOWN)}
     kind = "image-classification" if is_classifier(cfg) else "object-detection"
     results = []
-    for figure, value in shown.items():
+    for figure in itertools.chain(*main_figures({0: dict(facts.figures)})):
         *of, _, metric = figure.split("/")  # of several test sets, the name of the set comes first
         name = "/".join(of) or first
-        results.append(EvalResult(kind, name, name, metric.lower(), round(value, 2), metric_name=figure))
+        results.append(EvalResult(kind, name, name, metric.lower(), round(facts.figures[figure], 2), metric_name=figure))
     return ModelCardData(
         license=license,
         library_name="cpvt_det",
