@@ -6,8 +6,9 @@ same in all of them; process 0 does it if it lives, else another), say which pro
 seconds; after `SOLVER.PEER_TIMEOUT` seconds where it is frozen. Under `torchrun --max-restarts` the run then goes on by itself:
 [clusters.md](clusters.md).
 
-Two processes on the loopback, each with its own torchrun, were killed at random moments, half of the times with their torchrun,
-which was then started again: all 20 KILLS (`PYTHONPATH=.:tests python -m faults.random_kills 20`).
+Two processes on the loopback, each with its own torchrun, were killed at random moments, mostly with their torchrun, which was then
+started again, the one with the store too: four runs, killed five times each, all end with the weights of an unhurt run
+(`PYTHONPATH=.:tests python -m faults.random_kills 20`).
 
 A run of two processes of which either was killed in the middle of a step, and which was then resumed, has the weights, average,
 optimizer and losses of an unhurt one, with equality (`tests/whole/test_lost_processes.py`; norms are synchronised). Where process 0
@@ -51,7 +52,7 @@ def words_of(folder: Path, *options: str) -> list[str]:
     """``train`` on a drawn data set, without a checkpoint on the way."""
     drawn, config = draw(folder / "data", lambda _: None), folder / "run.yaml"
     config.write_text("VERSION: 2\n")
-    more = {**SHORT, **drawn.words, "SOLVER__MAX_ITER": 9, "SOLVER__CHECKPOINT_PERIOD": 9, "SOLVER__PEER_TIMEOUT": 8}
+    more = {**SHORT, **drawn.words, "SOLVER__MAX_ITER": 9, "SOLVER__CHECKPOINT_PERIOD": 9, "SOLVER__PEER_TIMEOUT": 7}
     return ["train", *options, "--config-file", str(config), "--runner", "builtin", *overrides(drawn.files, folder / "out", **more)]
 
 
@@ -118,7 +119,10 @@ CASES = [
         "stopped: the store of the run at ... is gone, and maybe its machine; iteration ... is saved (running statistics of norms "
         "are those of process 1); --resume continues after it",
         1,
-        guard=Cut("runner/peers.py", "            return self._without_store()\n", "            raise\n"),
+        guard=(
+            Cut("runner/peers.py", "            return self._without_store()\n", "            raise\n"),
+            Cut("runner/peers.py", "if self._beats < 0 and not", "if False and not"),
+        ),
     ),
     Case(
         "a process of another machine frozen",

@@ -161,12 +161,12 @@ def test_torchrun_restarts_from_the_step_that_a_survivor_saved_to_the_same_weigh
 
 
 def test_a_restart_takes_no_checkpoint_of_an_earlier_run_in_the_folder(command, tmp_path):
-    """The earlier run was finished; the new one is killed before its first checkpoint, and starts anew."""
+    """The earlier run was finished; the new one is killed before its first step, and starts anew."""
     assert run("-m", "cpvt_det", *command("run", "--num-gpus", "0", SOLVER__MAX_ITER=2)).returncode == 0
     script = tmp_path / "kill_once.py"
     script.write_text(KILL_ONCE)
     words = command("run", "--num-gpus", "0", SOLVER__MAX_ITER=2, SOLVER__BASE_LR=1e-3)
-    result = run(*TORCHRUN, "--max-restarts=1", script, *words, env={**ENV, "KILL_AT": "1"})
+    result = run(*TORCHRUN, "--max-restarts=1", script, *words, env={**ENV, "KILL_AT": "0"})
     assert result.returncode == 0, result.stderr[-3000:]
     log = (tmp_path / "run/log.txt").read_text()
     assert log.count("iterations 0 to 2") == 3
