@@ -6,25 +6,19 @@ Source: arXiv 2005.12872, section 3.2 and appendix A.3; names of parameters as i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det import defaults
-from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers.attention import Attention, Place
-from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.layers.drop_path import DropPath
+from cpvt_det.layers.attention import Attention
 from cpvt_det.layers.heads import Heads
+from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.queries import Queries
 from cpvt_det.ops.dropout import Dropout
 from cpvt_det.ops.linear import Linear
 from cpvt_det.position.registry import PositionEncoding
-from cpvt_det.structures import Levels, Predictions, Size, flatten_levels
-
-ACTIVATIONS = ("relu", "gelu")
+from cpvt_det.structures import Levels, Predictions, flatten_levels
 
 
 @dataclass
@@ -40,157 +34,11 @@ class Memory:
     keys: Tensor
 
 
-class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward network, each with a residual and a norm.
-
-    Args:
-        channels: C.
-        num_heads: M.
-        ffn_channels: width of the feed-forward network.
-        dropout: probability, in training.
-        pre_norm: norm before each part instead of after its residual.
-        activation: ``relu`` or ``gelu`` (exact), of the feed-forward network.
-        norm_eps: what norms add to variances.
-        drop_path: probability that an image's part of a layer is left out, in training; attention and network each by itself.
-        attention_bias: whether queries, keys and values have a bias.
-
-    Raises:
-        UnknownNameError: another activation.
-        ValueError: a probability that is none.
-    """
-
-    def __init__(
-        self,
-        channels: int,
-        num_heads: int,
-        ffn_channels: int,
-        dropout: float,
-        pre_norm: bool,
-        activation: str = "relu",
-        norm_eps: float = 1e-5,
-        drop_path: float = 0.0,
-        attention_bias: bool = True,
-    ):
-        super().__init__()
-        if activation not in ACTIVATIONS:
-            raise UnknownNameError("activation", activation, ACTIVATIONS)
-        self.pre_norm = pre_norm
-        self.is_gelu = activation == "gelu"
-        self.self_attn = Attention(channels, num_heads, dropout, attention_bias)
-        self.linear1 = Linear(channels, ffn_channels)
-        self.linear2 = Linear(ffn_channels, channels)
-        self.norm1 = nn.LayerNorm(channels, norm_eps)
-        self.norm2 = nn.LayerNorm(channels, norm_eps)
-        self.dropout = Dropout(dropout)
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, tokens: Tensor, positions: Tensor | None, padding_mask: Tensor | None, place: Place | None = None) -> Tensor:
-        """One layer.
-
-        Args:
-            tokens: (B, N, C) float.
-            positions: (B, N, C) float, added to queries and keys; ``None`` lets all three share one product.
-            padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
-            place: what a position encoding does inside the attention, as in :class:`Attention`.
-
-        Returns:
-            (B, N, C).
-        """
-        if self.pre_norm:
-            tokens = self._add(tokens, self._attend(self.norm1(tokens), positions, padding_mask, place))
-            return self._add(tokens, self._feed_forward(self.norm2(tokens), padding_mask))
-        tokens = self.norm1(self._add(tokens, self._attend(tokens, positions, padding_mask, place)))
-        return self.norm2(self._add(tokens, self._feed_forward(tokens, padding_mask)))
-
-    def _add(self, tokens: Tensor, part: Tensor) -> Tensor:
-        return self.dropout.add(tokens, self.drop_path(part))
-
-    def _attend(self, x: Tensor, positions: Tensor | None, padding_mask: Tensor | None, place: Place | None) -> Tensor:
-        placed = x if positions is None else x + positions  # x itself, so that attention sees that its inputs are one
-        return self.self_attn(placed, placed, x, padding_mask, None, place)
-
-    def _feed_forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        """The network, of every token by itself; a subclass may look at all valid ones."""
-        hidden = self.linear1(x)
-        return self.linear2(self.dropout(F.gelu(hidden)) if self.is_gelu else self.dropout.after_relu(hidden))
-
-
-class Encoder(nn.Module):
-    """Encoder layers, with the encoding's ``inject`` before the first and after every one, and its ``place`` inside each.
-
-    Args:
-        num_layers: how many; 0 passes the tokens on.
-        pre_norm: a last norm follows the layers.
-        channels, num_heads, ffn_channels, dropout, activation, norm_eps: as in :class:`EncoderLayer`.
-        checkpointing: layers are computed again in the backward pass instead of kept.
-        drop_path: that of the last layer, as in :class:`EncoderLayer`; it rises evenly from 0 in the first.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        channels: int,
-        num_heads: int,
-        ffn_channels: int,
-        dropout: float,
-        pre_norm: bool,
-        checkpointing: bool = False,
-        activation: str = "relu",
-        norm_eps: float = 1e-5,
-        drop_path: float = 0.0,
-    ):
-        super().__init__()
-        self.checkpointing = checkpointing
-        shared = (channels, num_heads, ffn_channels, dropout, pre_norm, activation, norm_eps)
-        self.layers = nn.ModuleList(EncoderLayer(*shared, rate) for rate in rising_rates(drop_path, num_layers))
-        self.norm = nn.LayerNorm(channels, norm_eps) if pre_norm else None
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None,
-        padding_mask: Tensor | None,
-        level_shapes: Sequence[Size],
-        position: PositionEncoding,
-    ) -> Tensor:
-        """Encode.
-
-        Args:
-            tokens: (B, N, C) float.
-            positions: (B, N, C) float, or ``None``.
-            padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
-            level_shapes: (H_l, W_l) of each level; N is the sum of their products.
-            position: encoding that acts on the tokens and inside the attention.
-
-        Returns:
-            (B, N, C), the memory.
-        """
-        tokens = position.inject(tokens, padding_mask, level_shapes, -1)
-        for index, layer in enumerate(self.layers):
-            run_layer = partial(recomputed, layer) if self.checkpointing else layer
-            place = place_in(position, padding_mask, level_shapes, index)
-            tokens = run_layer(tokens, positions, padding_mask, place)
-            tokens = position.inject(tokens, padding_mask, level_shapes, index)
-        return tokens if self.norm is None else self.norm(tokens)
-
-
-def place_in(position: PositionEncoding, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Place | None:
-    """:meth:`PositionEncoding.place` for the attention of one layer; ``None`` if the encoding does nothing there."""
-    if not position.acts_in_attention:
-        return None
-    return partial(position.place, padding_mask=padding_mask, level_shapes=level_shapes, layer=layer)
-
-
-def rising_rates(last: float, num_layers: int) -> list[float]:
-    """A rate per layer, evenly from 0 in the first to ``last``."""
-    return [last * index / max(1, num_layers - 1) for index in range(num_layers)]
-
-
 class DecoderLayer(nn.Module):
     """Self-attention among queries, attention to the memory, and a feed-forward network.
 
     Args:
-        channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`EncoderLayer`.
+        channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`cpvt_det.models.encoder.EncoderLayer`.
     """
 
     def __init__(self, channels: int, num_heads: int, ffn_channels: int, dropout: float, pre_norm: bool):
@@ -243,7 +91,7 @@ class Decoder(nn.Module):
 
     Args:
         num_layers: D, at least 1.
-        channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`EncoderLayer`.
+        channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`cpvt_det.models.encoder.EncoderLayer`.
 
     Raises:
         ValueError: no layer.
@@ -283,8 +131,8 @@ class Transformer(nn.Module):
     Args:
         encoder_layers: layers of the encoder.
         decoder_layers: layers of the decoder, D.
-        channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`EncoderLayer`.
-        checkpointing: recomputation in the encoder, as in :class:`Encoder`.
+        channels, num_heads, ffn_channels, dropout, pre_norm: as in :class:`cpvt_det.models.encoder.EncoderLayer`.
+        checkpointing: recomputation in the encoder, as in :class:`cpvt_det.models.encoder.Encoder`.
 
     Attributes:
         decoder_position: encoding of the decoder's keys, set by :class:`DETR`; ``"same"`` takes the encoder's additive embedding,

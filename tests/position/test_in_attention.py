@@ -8,7 +8,7 @@ from tiny import DEFORMABLE, IN_ATTENTION, random_config
 
 from cpvt_det.builders import build_detector
 from cpvt_det.errors import ConfigError
-from cpvt_det.models.transformer import Encoder
+from cpvt_det.models.encoder import Encoder
 from cpvt_det.position import PositionEncoding, build_position
 
 CHANNELS, LAYERS, HEADS, SHAPE = 48, 3, 4, (3, 5)

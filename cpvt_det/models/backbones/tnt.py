@@ -16,7 +16,7 @@ from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
 from cpvt_det.models.backbones.vit import INITIAL_STD, OWN_POSITIONS, BesideTokens, PositionBuilder, VisionTransformer
 from cpvt_det.models.backbones.vit_weights import load_vit
-from cpvt_det.models.transformer import EncoderLayer, place_in, rising_rates
+from cpvt_det.models.encoder import EncoderLayer, place_in, rising_rates
 from cpvt_det.ops.linear import Linear
 from cpvt_det.position import build_position
 

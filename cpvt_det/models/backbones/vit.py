@@ -16,7 +16,7 @@ from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.attention import Attention
 from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.vit_weights import load_vit
-from cpvt_det.models.transformer import Encoder
+from cpvt_det.models.encoder import Encoder
 from cpvt_det.ops.linear import Linear
 from cpvt_det.position import PositionEncoding, TableEncoding, build_position
 from cpvt_det.structures import Size, has_padding, level_padding_mask
@@ -46,7 +46,7 @@ class VisionTransformer(nn.Module):
         patch_size: side of a patch in pixels, a power of 2.
         num_tokens: tokens beside the patches: 1, the class token; 2, with a distillation token; or 0. Encodings pass them by;
             beside a table each has a vector of its own.
-        drop_path: that of the last layer, as in :class:`Encoder`.
+        drop_path: that of the last layer, as in :class:`cpvt_det.models.encoder.Encoder`.
         stages: the one map, of stride 2 ** n; ``None``: whatever it is.
         checkpointing: layers are computed again in the backward pass instead of kept.
         layers: options of a subclass's layers.
