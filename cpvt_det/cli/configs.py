@@ -35,7 +35,7 @@ def describe(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     comment = " ".join(line.lstrip("# ") for line in re.match(r"(?:#.*\n)*", text)[0].splitlines())
     if comment:
-        return re.split(r"[.:;](?:\s|$)", comment, maxsplit=1)[0]
+        return re.match(r"(?:\([^)]*\)|(?![.:;](?:\s|$)).)*", comment)[0]
     own = yaml.safe_load(text)
     base = describe(path.parent / own["_BASE_"]) if "_BASE_" in own else ""
     encoding = own.get("MODEL", {}).get("POSITION", {}).get("NAME")

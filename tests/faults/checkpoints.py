@@ -188,7 +188,7 @@ DAMAGED = files(
 )
 NO_FILE = files("if not path.is_file():")
 WEIGHTS_ONLY = files('map_location="cpu", weights_only=True', 'map_location="cpu", weights_only=False')
-SHAPES = Cut("checkpoint/initial.py", 'if not CLASS_HEAD.search(name) and not name.endswith("query_embed.weight"):', "if False:")
+SHAPES = Cut("checkpoint/initial.py", "if not any(pattern.search(name) for pattern in may_differ):", "if False:")
 SKIPPED = Cut("checkpoint/resume.py", "            skipped[path.name] = str(error)\n            continue\n", "            raise\n")
 
 CASES = [

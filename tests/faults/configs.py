@@ -48,8 +48,8 @@ def train(**more: object):
     return run
 
 
-def progress(old: str) -> Cut:
-    return Cut("runner/progress.py", old, "if False:")
+def stopping(old: str) -> Cut:
+    return Cut("runner/callbacks/early_stopping.py", old, "if False:")
 
 
 CASES = [
@@ -107,7 +107,7 @@ CASES = [
         "TEST.BEST_FIGURE that no evaluation has",
         train(TEST__BEST_FIGURE="mAP"),
         "unknown figure of the evaluation (TEST.BEST_FIGURE) 'mAP'; known: bbox/AP, bbox/AP-cell",
-        guard=progress("if cfg.TEST.BEST_FIGURE:"),
+        guard=Cut("runner/progress.py", "if figure:", "if False:"),
     ),
     Case(
         "TEST.BEST_FIGURE of large objects, where there are none",
@@ -119,19 +119,19 @@ CASES = [
         "early stopping without evaluations during the run",
         train(SOLVER__EARLY_STOPPING=3),
         "SOLVER.EARLY_STOPPING is 3, but the run is evaluated at its end only; set TEST.EVAL_EPOCHS or EVAL_PERIOD",
-        guard=progress("if patience and not (test.EVAL_PERIOD > 0 or by_epochs):"),
+        guard=stopping("if patience and not (test.EVAL_PERIOD > 0 or by_epochs):"),
     ),
     Case(
         "early stopping without a test set",
         train(SOLVER__EARLY_STOPPING=3, DATASETS__TEST=(), TEST__EVAL_PERIOD=2),
         "SOLVER.EARLY_STOPPING is 3, but nothing is evaluated: name a test set in DATASETS.TEST, or leave the key out",
-        guard=progress("if value and not tests:"),
+        guard=stopping("if patience and not tests:"),
     ),
     Case(
         "early stopping after -1 evaluations",
         train(SOLVER__EARLY_STOPPING=-1, TEST__EVAL_PERIOD=2),
         "SOLVER.EARLY_STOPPING must be at least 0 (0 for no early stopping), got -1",
-        guard=progress("if patience < 0:"),
+        guard=stopping("if patience < 0:"),
     ),
     Case(
         "threshold of pictures that is no score",

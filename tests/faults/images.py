@@ -230,7 +230,7 @@ CASES = [
         image("CMYK", "a.jpg"),
         "images of mode CMYK, converted to RGB: 1",
         0,
-        guard=decoder("decode_image(path, ImageReadMode.RGB,", "decode_image(path, ImageReadMode.UNCHANGED,"),
+        guard=decoder("decode_image(source, ImageReadMode.RGB,", "decode_image(source, ImageReadMode.UNCHANGED,"),
         then=shows(by_pillow, LAST_BITS),
     ),
     DataCase("palette", image("P"), "images of mode P, converted to RGB: 1", 0, guard=CONVERTED, then=noise("P")),

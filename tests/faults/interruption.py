@@ -84,7 +84,7 @@ def without_metrics(folder: Path) -> Ending:
     return after_run(lambda out: (out / "metrics.json").unlink(), "--resume")(folder)
 
 
-OBEYED = Cut("runner/train.py", "            guard.obey_signals()\n", "")
+OBEYED = Cut("runner/train.py", "guard.obey_signals()\n", "pass\n")
 
 CASES = [
     Case(

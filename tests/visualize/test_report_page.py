@@ -14,6 +14,7 @@ from test_evaluation import CLASS_IDS, evaluator_of, random_world
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import load_coco
 from cpvt_det.evaluation.confusion import confusion_matrix, worst_images
+from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.evaluation.matching import pair_images
 from cpvt_det.evaluation.outcomes import outcomes
 from cpvt_det.evaluation.precision_recall import class_curve
@@ -44,7 +45,9 @@ class World:
         truth["categories"] = [{"id": key, "name": name} for key, name in NAMES.items()]
         (folder / "world.json").write_text(json.dumps(truth), encoding="utf-8")
         self.dataset = load_coco(DatasetFiles("world", folder / "world.json", folder))
-        self.images = pair_images(self.dataset.ground_truth, evaluator.coco_results(), self.dataset.classes.ids)
+        self.images = pair_images(
+            ground_truth_of(self.dataset.records, self.dataset.classes.ids), evaluator.coco_results(), self.dataset.classes.ids
+        )
         self.curves = [class_curve(self.images, label) for label in range(3)]
         self.figures = evaluator.evaluate()
         self.path = folder / "report.html"
@@ -98,7 +101,7 @@ def test_outcomes_are_those_of_every_threshold(seed, threshold):
     results += [many | {"bbox": [3 * n, n, 50, 60]} for n in range(120)]
     matrix = np.zeros((4, 4), dtype=int)
     mistakes = {}
-    images = pair_images(truth, results, CLASS_IDS)
+    images = pair_images(ground_truth_of(truth, CLASS_IDS), results, CLASS_IDS)
     for image in images:
         found, passing = outcomes(image), image.scores >= threshold
         for label, same, other in zip(image.found_labels, found.same_class, found.any_class, strict=True):

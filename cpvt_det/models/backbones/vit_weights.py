@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cpvt_det import distributed
 from cpvt_det.errors import WeightsError
 from cpvt_det.models.backbones.registry import load_all
 
@@ -113,7 +112,7 @@ def load_vit(
         )
     load_all(backbone, {**found, **{name: own[name] for name in kept}}, f"{weights} does not fit the backbone", spare=dropped)
     for names, what in ((dropped, "left out"), (kept, "not in the file; they keep their initial values")):
-        if names and distributed.rank() == 0:
+        if names:
             logger.info("%s: %s %s", weights, ", ".join(names), what)
 
 
