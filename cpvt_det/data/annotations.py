@@ -50,7 +50,7 @@ class ImageTable:
         self.number += 1
 
     @cached_property
-    def images(self) -> list[tuple[Id, str, int, int]]:
+    def kept(self) -> list[tuple[Id, str, int, int]]:
         """Id, file name, height and width of each image that counts; all entries have been added."""
         if len({image_id for image_id, *_ in self._good}) == len(self._good):
             return self._good
@@ -63,12 +63,12 @@ class ImageTable:
     @cached_property
     def index_of(self) -> dict[Id, int]:
         """Index of each image, by its id."""
-        return {image_id: index for index, (image_id, *_) in enumerate(self.images)}
+        return {image_id: index for index, (image_id, *_) in enumerate(self.kept)}
 
     @cached_property
     def sizes(self) -> dict[Id, Size]:
         """(height, width) of each image in pixels, by its id."""
-        return {image_id: (float(height), float(width)) for image_id, _, height, width in self.images}
+        return {image_id: (float(height), float(width)) for image_id, _, height, width in self.kept}
 
     @cached_property
     def left_out(self) -> set[Id]:
@@ -134,7 +134,7 @@ class AnnotationTable:
         image_of = np.concatenate([whole[is_plain, 1], asked[:, 1].astype(np.int64)])
         order = np.lexsort((numbers, image_of))
         boxes = np.concatenate([real[is_plain, :4], asked[:, 4:8]])[order]
-        ids, names, heights, widths = zip(*self.images.images, strict=True) if self.images.images else ((), (), (), ())
+        ids, names, heights, widths = zip(*self.images.kept, strict=True) if self.images.kept else ((), (), (), ())
         packed, ends = pack_names(list(names))
         return Columns(
             image_ids=np.array(ids, dtype=np.int64),
@@ -158,7 +158,7 @@ class AnnotationTable:
 
     def _ask_rules(self, whole: np.ndarray, real: np.ndarray, label_of: dict[Id, int]) -> list[Row]:
         """Ask every rule of the annotations that are not plain, in the order of the file."""
-        image_ids = [image_id for image_id, *_ in self.images.images]
+        image_ids = [image_id for image_id, *_ in self.images.kept]
         found = list(self._others)
         for (number, image, category_id, crowd, own), (*box, area) in zip(whole.tolist(), real.tolist(), strict=True):
             entry = {"id": own, "image_id": image_ids[image], "category_id": category_id, "bbox": box, "area": area}
