@@ -116,6 +116,7 @@ def _write_report(photos: Sequence[Path], count: int, folder: Path) -> Path:
     from cpvt_det.data.coco import load_coco
     from cpvt_det.data.images import read_header
     from cpvt_det.evaluation.coco import CocoEvaluator
+    from cpvt_det.evaluation.ground_truth import ground_truth_of
     from cpvt_det.evaluation.matching import pair_images
     from cpvt_det.evaluation.precision_recall import class_curve
     from cpvt_det.structures import Detections
@@ -133,11 +134,11 @@ def _write_report(photos: Sequence[Path], count: int, folder: Path) -> Path:
     truth = {"images": images, "annotations": annotations, "categories": [{"id": k, "name": name} for k, name in enumerate(names)]}
     (folder / "truth.json").write_text(json.dumps(truth), encoding="utf-8")
     dataset = load_coco(DatasetFiles("photographs", folder / "truth.json", photos[0].parent))
-    evaluator = CocoEvaluator(dataset.ground_truth, range(20), names)
+    evaluator = CocoEvaluator(dataset.records, range(20), names)
     for image in images:
         boxes, scores = torch.from_numpy(_boxes(rng, image, 100)), torch.from_numpy(rng.random(100))
         evaluator.add(image["id"], Detections(boxes, scores, torch.from_numpy(rng.integers(0, 20, 100))))
-    paired = pair_images(dataset.ground_truth, evaluator.coco_results(), range(20))
+    paired = pair_images(ground_truth_of(dataset.records, range(20)), evaluator.coco_results(), range(20))
     curves = [class_curve(paired, label) for label in range(20)]
     write_report_page(dataset, paired, curves, evaluator.evaluate(), folder / "report.html", 0.5)
     return folder / "report.html"
