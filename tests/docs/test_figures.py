@@ -55,7 +55,8 @@ def constants(document):
         "docs/scaling.md": {"5.9", "8.6", "4.7", "9.5", "4.8"},  # counted on paper by benchmarks/budget.py
         "docs/export.md": {"0.5"},  # a setting
         "docs/train.md": {"32.8", "33.7", "33.9", "0.2", "47.0", "49.0", "0.5", "0.00001", "0.001", "3.3", "3.4", "3.5", "4.2"}
-        | {"2201.12329", "2203.01305", "2203.03605", "2207.13080", "2412.04234"},  # papers' figures, sections and numbers; settings
+        | {"2201.12329", "2203.01305", "2203.03605", "2207.13080", "2412.04234"}
+        | {"2401.03989", "2008.13367", "2304.07527", "3.2"},  # papers' figures, sections and numbers; settings
         "docs/tutorial.md": {"0.5"},  # a setting
         "docs/use.md": {"0.5"},  # a setting
     }.get(document, set())
