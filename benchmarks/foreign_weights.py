@@ -8,7 +8,7 @@ the authors' codes pad in their own ways. Of MS-DETR the one-to-many supervision
 
 ``python benchmarks/foreign_weights.py --peer dino=PATH --peer hdetr=PATH --peer msdetr=PATH --peer detrex=PATH``, with the paths of
 checkouts of IDEA-Research/DINO, HDETR/H-Deformable-DETR, Atten4Vis/MS-DETR and IDEA-Research/detrex; detrex needs an installed
-detectron2, and so does Swin. About two minutes on one core.
+detectron2, and so does Swin. About three minutes on one core.
 """
 
 import contextlib
