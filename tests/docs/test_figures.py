@@ -55,15 +55,9 @@ def constants(document):
         "docs/position_encodings_parts.md": {"68.6", "70.5", "70.6", "71.3", "72.4", "72.5", "73.4"},  # of the paper
         "docs/scaling.md": {"5.9", "8.6", "4.7", "9.5", "4.8"},  # counted on paper by benchmarks/budget.py
         "docs/export.md": {"0.5"},  # a setting
-<<<<<<< HEAD
         "docs/train.md": {"32.8", "33.7", "33.9", "0.2", "47.0", "49.0", "0.5", "0.00001", "0.001", "3.2", "3.3", "3.4", "3.5"}
         | {"4.2", "1.1", "0.95", "2008.13367", "2201.12329", "2203.01305", "2203.03605", "2207.13080", "2304.07527", "2401.03989"}
         | {"2412.04234"},  # papers' figures, sections and numbers; settings
-=======
-        "docs/train.md": {"32.8", "33.7", "33.9", "0.2", "47.0", "49.0", "0.5", "0.00001", "0.001", "3.3", "3.4", "3.5", "4.2"}
-        | {"2201.12329", "2203.01305", "2203.03605", "2207.13080", "2412.04234"}
-        | {"2401.03989", "2008.13367", "2304.07527", "3.2"},  # papers' figures, sections and numbers; settings
->>>>>>> dino
         "docs/tutorial.md": {"0.5"},  # a setting
         "docs/use.md": {"0.2", "0.5"},  # settings
         "docs/classify.md": {"1.3"},  # million images of ImageNet
