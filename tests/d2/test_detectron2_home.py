@@ -64,6 +64,13 @@ def test_the_base_of_our_yaml_states_what_detectron2_has_with_another_default():
     assert stated == listed
 
 
+def of_classifier(path):
+    """Configs of classifiers are for our two runners: detectron2's own scripts have no images with one class each."""
+    cfg = get_cfg()
+    cfg.merge_from_file(str(path))
+    return cfg.TASK == "classification"
+
+
 def test_detectron2_itself_takes_every_yaml_of_ours_to_the_same_values():
     code = """
 import json, sys
@@ -73,7 +80,7 @@ for name in sys.argv[1:]:
     cfg.merge_from_file(name)
     print(json.dumps(cfg))
 """
-    names = [path for path in sorted(config_root().rglob("*.yaml")) if path.parent.name != "plug"]
+    names = [path for path in sorted(config_root().rglob("*.yaml")) if path.parent.name != "plug" and not of_classifier(path)]
     printed = run_python(code, *map(str, names)).splitlines()
     for name, line in zip(names, printed, strict=True):
         theirs, ours = dict(flat(json.loads(line))), get_cfg()
@@ -87,7 +94,7 @@ def test_the_length_for_detectron2s_trainer_is_that_of_the_epochs():
     images = {"coco_2017_train": 118287, "shapes_train": 4000, "bccd_train": 205}
     for path in sorted(config_root().rglob("*.yaml")):
         cfg = get_cfg()
-        if path.parent.name == "plug" or path.name.startswith("_"):
+        if path.parent.name == "plug" or path.name.startswith("_") or of_classifier(path):
             continue
         cfg.merge_from_file(str(path))
         count = 4 if path.name.startswith("overfit") else images[cfg.DATASETS.TRAIN[0]]

@@ -126,7 +126,7 @@ def test_both_runners_tell_the_same(train_with, monkeypatch):
     assert two[0].told == two[1].told
     for iteration in (2, 5):
         ours, theirs = (dict(seen.scalars[iteration]) for seen in two)
-        for name in ("time", "images_per_second", "eta_seconds"):
+        for name in ("time", "data_time", "images_per_second", "eta_seconds"):
             del ours[name]
         assert ours == theirs and ours["skipped"] == (iteration == 5) and ours["total_loss"] == ours["total_loss"]
         assert strict(flatten(two[0].results[iteration])) == strict(flatten(two[1].results[iteration]))
