@@ -6,7 +6,6 @@ node is ours. Data order and random state are not saved: both follow from the se
 """
 
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from cpvt_det.checkpoint.resume import (
     name_run,
     named_run,
     run_id_of,
+    wait_for,
 )
 from cpvt_det.config import changed_keys
 from cpvt_det.data.coco import Classes
@@ -44,8 +44,6 @@ from cpvt_det.solver.step import TrainStep, Whole
 
 logger = logging.getLogger("cpvt_det")
 BEST = "model_best"
-SEEN = 60.0
-"""Seconds after which every machine sees a new file of a shared folder."""
 
 
 class RunState:
@@ -236,24 +234,12 @@ class RunCheckpointer(Checkpointer):
             chosen = self._choose() if resume else choose_of_run(self.save_dir, state.run_id)
         name = distributed.broadcast_object(chosen and chosen[0].name)
         if name is not None and chosen is None:
-            chosen = self._wait_for(Path(self.save_dir) / name)
+            chosen = wait_for(Path(self.save_dir) / name)
         if chosen is not None:
             self._take(*chosen)
         if self.save_to_disk:
             name_run(self.save_dir, state.run_id)
         return 0 if chosen is None else chosen[1]["iteration"] + 1
-
-    def _wait_for(self, path: Path) -> tuple[Path, dict[str, Any]]:
-        """A checkpoint that the first process found."""
-        end = time.monotonic() + SEEN
-        while not path.is_file() and time.monotonic() < end:
-            time.sleep(0.5)
-        if not path.is_file():
-            raise WeightsError(
-                f"process {distributed.rank()} does not find {path}, which process 0 resumes from; set OUTPUT_DIR to a folder that "
-                "all machines share"
-            )
-        return path, read_checkpoint(path)
 
     def _choose(self) -> tuple[Path, dict[str, Any]] | None:
         if checkpoints_of(Path(self.save_dir)):

@@ -7,6 +7,7 @@ there last, and the node ``cpvt_det`` of a checkpoint names its run. Checkpoints
 
 import logging
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ logger = logging.getLogger("cpvt_det")
 FINAL = "model_final"
 NUMBERED = re.compile(r"^model_(\d{7,})$")
 RUN_ID, TAG = "run_id", "last_checkpoint"
+SEEN = 60.0
+"""Seconds after which every machine sees a new file of a shared folder."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,22 @@ def choose_of_run(folder: str | Path, run_id: str) -> tuple[Path, dict[str, Any]
     """The furthest undamaged checkpoint of one run, and its content; ``None`` if there is none."""
     candidates = [one for one in _look(Path(folder))[0] if one.run_id == run_id]
     return _first_whole(sorted(candidates, key=lambda one: (one.iteration, one.is_tagged, one.written), reverse=True), {})
+
+
+def wait_for(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that another machine has found under this path, and its content.
+
+    Raises:
+        WeightsError: a checkpoint that does not come into sight, or is damaged.
+    """
+    end = time.monotonic() + SEEN
+    while not path.is_file() and time.monotonic() < end:
+        time.sleep(0.5)
+    if not path.is_file():
+        raise WeightsError(
+            f"process 0 resumes from {path}, which is not on this machine; set OUTPUT_DIR to a folder that all machines share"
+        )
+    return path, read_checkpoint(path)
 
 
 def name_run(folder: str | Path, run_id: str) -> None:

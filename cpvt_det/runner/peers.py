@@ -11,6 +11,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import select
 import signal
 import sys
@@ -36,6 +37,8 @@ GRACE = 5.0  # seconds in which the main thread may notice by itself that anothe
 LONGEST = 20.0  # seconds from a signal to the end; torchrun, and most schedulers, kill after 30
 BY_OTHERS = "-"  # why a process ended: because of another
 HEARD = (signal.SIGTERM, signal.SIGINT)
+OF_OTHERS = re.compile("gloo|nccl|dist|connection|socket", re.IGNORECASE)
+"""What errors of torch contain when another process does not answer."""
 _current: "Peers | None" = None
 
 
@@ -151,16 +154,18 @@ class Peers:
             return self._trouble
         try:
             first, end = self._store.multi_get([f"beat/{rank}" for rank in others]), time.monotonic() + LOOK
-            while time.monotonic() < end:
+            while time.monotonic() < end and not self._trouble:
                 ended = dict(zip(others, self._store.multi_get([f"ended/{rank}" for rank in others]), strict=True))
                 told = {rank: why.decode() for rank, why in ended.items() if why not in (b"", BY_OTHERS.encode())}
                 if told:
                     rank, why = min(told.items())
                     return f"{self._name(rank)} ended: {why}"
-                time.sleep(BEAT / 4)
+                time.sleep(BEAT)
             beats = self._store.multi_get([f"beat/{rank}" for rank in others])
         except dist.DistError:
             return self._without_store()
+        if self._trouble:  # another process knows already
+            return self._trouble
         silent = [rank for rank, old, new in zip(others, first, beats, strict=True) if old == new and not ended[rank]]
         more = f", and {len(silent) - 1} more," if len(silent) > 1 else ""
         return f"{self._name(silent[0])}{more} died or lost its machine" if silent else ""
@@ -296,7 +301,7 @@ def lost_peers_named(patience: float) -> Iterator[None]:
         raise
     except Exception as error:
         peers.note_error()
-        lost = peers.lost()
+        lost = peers.lost() if OF_OTHERS.search(f"{type(error).__name__} {error}") else ""
         peers.tell_end(f"{type(error).__name__}: {first_line(error)}", lost)
         if not lost:
             raise

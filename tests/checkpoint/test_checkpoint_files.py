@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import tracemalloc
 import zipfile
 from collections import OrderedDict
@@ -22,7 +23,7 @@ from cpvt_det.checkpoint import load_weights, pickles
 from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import checksum_of, not_finite, read_checkpoint, write_checkpoint
-from cpvt_det.checkpoint.resume import last_checkpoint
+from cpvt_det.checkpoint.resume import last_checkpoint, wait_for
 from cpvt_det.config import changed_keys, get_cfg
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import RunStoppedError, WeightsError
@@ -503,3 +504,14 @@ def test_a_small_zip_does_not_unpack_to_all_memory(tmp_path):
         if not zeros:
             assert same(read_checkpoint(path), WEIGHTS)
     assert re.search(r"refused, because its \d+ bytes unpack to 671\d+ bytes; save it with torch.save", read_in_little_memory(path))
+
+
+def test_a_checkpoint_that_another_machine_found_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("cpvt_det.checkpoint.resume.SEEN", 1.0)
+    path = tmp_path / "model_0000001.pth"
+    with pytest.raises(
+        WeightsError, match=r"process 0 resumes from .*1.pth, which is not on this machine; set OUTPUT_DIR"
+    ):
+        wait_for(path)
+    threading.Timer(0.3, write_checkpoint, ({"iteration": 1}, path)).start()
+    assert wait_for(path) == (path, {"iteration": 1})
