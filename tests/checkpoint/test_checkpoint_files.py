@@ -509,9 +509,7 @@ def test_a_small_zip_does_not_unpack_to_all_memory(tmp_path):
 def test_a_checkpoint_that_another_machine_found_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("cpvt_det.checkpoint.resume.SEEN", 1.0)
     path = tmp_path / "model_0000001.pth"
-    with pytest.raises(
-        WeightsError, match=r"process 0 resumes from .*1.pth, which is not on this machine; set OUTPUT_DIR"
-    ):
+    with pytest.raises(WeightsError, match=r"process 0 resumes from .*1.pth, which is not on this machine; set OUTPUT_DIR"):
         wait_for(path)
     threading.Timer(0.3, write_checkpoint, ({"iteration": 1}, path)).start()
     assert wait_for(path) == (path, {"iteration": 1})
