@@ -35,6 +35,7 @@ LOOK = 3.5
 """Seconds in which a living process gives a sign of life."""
 GRACE = 5.0  # seconds in which the main thread may notice by itself that another process is gone
 LONGEST = 20.0  # seconds from a signal to the end; torchrun, and most schedulers, kill after 30
+SILENT = "has given no sign of life"
 BY_OTHERS = "-"  # why a process ended: because of another
 HEARD = (signal.SIGTERM, signal.SIGINT)
 OF_OTHERS = re.compile("gloo|nccl|dist|connection|socket", re.IGNORECASE)
@@ -204,7 +205,7 @@ class Peers:
                 seen = beat
                 told = ""
                 if silent * BEAT > self._patience:  # counted in own beats: a whole run may be frozen, and go on
-                    told = f"{self._name(watched)} has given no sign of life for {silent * BEAT:.0f} s (SOLVER.PEER_TIMEOUT)"
+                    told = f"{self._name(watched)} {SILENT} for {silent * BEAT:.0f} s (SOLVER.PEER_TIMEOUT)"
                 elif token_of(self._all_rounds, watched) != self.members[watched].token:
                     told = f"{self._name(watched)} has been replaced"
                 if told and not alarm:
@@ -240,7 +241,7 @@ class Peers:
             return self._interrupt("the torchrun that started this process is gone")
         if self._alarm:
             self._trouble = self._trouble or self._alarm
-            return End(self._alarm, GRACE)
+            return End(self._alarm, 0.0 if SILENT in self._alarm else GRACE)  # who waits for a silent one does not come back
         if self._beats < 0 and not self._finishing.is_set():
             self._is_mute = True
             return self._interrupt(self._without_store())
