@@ -35,6 +35,7 @@ LOOK = 3.5
 """Seconds in which a living process gives a sign of life."""
 GRACE = 5.0  # seconds in which the main thread may notice by itself that another process is gone
 LONGEST = 20.0  # seconds from a signal to the end; torchrun, and most schedulers, kill after 30
+SILENT = "has given no sign of life"
 BY_OTHERS = "-"  # why a process ended: because of another
 HEARD = (signal.SIGTERM, signal.SIGINT)
 OF_OTHERS = re.compile("gloo|nccl|dist|connection|socket", re.IGNORECASE)
@@ -117,7 +118,7 @@ class Peers:
         """
         try:
             if not self._is_mute:
-                return self._rank == 0 or self._claims_in_store(iteration)
+                return self._claims_in_store(iteration)
         except dist.DistError:
             pass
         if self._rank > 0:
@@ -129,17 +130,19 @@ class Peers:
         return True
 
     def _claims_in_store(self, iteration: int) -> bool:
-        end, seen, changed = time.monotonic() + LONGEST / 2, None, time.monotonic()
+        """Process 0 claims at once; the others when it gives no sign of life, has ended, or does not come to it."""
+        claim, seen, changed = f"rescue/{iteration}", None, time.monotonic()
+        end = changed + GRACE * (self._rank > 0)
         while time.monotonic() < min(end, changed + LOOK):
             saved, beat, ended = self._store.multi_get(["saved", "beat/0", "ended/0"])
-            if int(saved) >= iteration:
+            if int(saved) >= iteration or self._store.check([claim]):
                 return False
             if ended not in (b"", BY_OTHERS.encode()):
                 break
             if beat != seen:
                 seen, changed = beat, time.monotonic()
             time.sleep(BEAT / 4)
-        return self._store.compare_set(f"rescue/{iteration}", "", str(self._rank)).decode() == str(self._rank)
+        return self._store.compare_set(claim, "", str(self._rank)).decode() == str(self._rank)
 
     def tell_saved(self, iteration: int) -> None:
         """Tell the others that the state after an iteration is on the disk."""
@@ -202,7 +205,7 @@ class Peers:
                 seen = beat
                 told = ""
                 if silent * BEAT > self._patience:  # counted in own beats: a whole run may be frozen, and go on
-                    told = f"{self._name(watched)} has given no sign of life for {silent * BEAT:.0f} s (SOLVER.PEER_TIMEOUT)"
+                    told = f"{self._name(watched)} {SILENT} for {silent * BEAT:.0f} s (SOLVER.PEER_TIMEOUT)"
                 elif token_of(self._all_rounds, watched) != self.members[watched].token:
                     told = f"{self._name(watched)} has been replaced"
                 if told and not alarm:
@@ -238,7 +241,7 @@ class Peers:
             return self._interrupt("the torchrun that started this process is gone")
         if self._alarm:
             self._trouble = self._trouble or self._alarm
-            return End(self._alarm, GRACE)
+            return End(self._alarm, 0.0 if SILENT in self._alarm else GRACE)  # who waits for a silent one does not come back
         if self._beats < 0 and not self._finishing.is_set():
             self._is_mute = True
             return self._interrupt(self._without_store())
