@@ -137,7 +137,7 @@ def _add_transformer(model: CfgNode) -> None:
     model.DEFORMABLE.BOX_REFINEMENT = False  # True: every decoder layer corrects the boxes of the previous layer
     model.DEFORMABLE.LOOK_FORWARD_TWICE = False  # True: a layer's loss corrects the previous boxes too (DINO)
     model.DEFORMABLE.FINAL_NORM = False  # True: one norm between the decoder's layers and their heads (DINO)
-    model.DEFORMABLE.MIXED_SUPERVISION = False  # True: objects also train several queries each (MS-DETR)
+    model.DEFORMABLE.MIXED_SUPERVISION = False  # True: objects train several queries each, before these see each other (MS-DETR)
     model.DEFORMABLE.TWO_STAGE = False  # True: queries come from the encoder's best proposals; needs BOX_REFINEMENT
     model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two-stage: proposals above this IoU with a better one are chosen last (DETA); 1: no NMS
     model.DEFORMABLE.IMPLEMENTATION = "auto"  # kernel of deformable attention: auto, numba, triton, eager, export or grid_sample

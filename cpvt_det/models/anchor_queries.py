@@ -82,8 +82,9 @@ class AnchorQueries(BoxPositions, nn.Module):
 
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
         """The queries; of the (B, N, C) memory only B counts. In training, with targets, those of denoising come before them."""
+        batch = memory.shape[0]  # not len, which an exported program takes for a constant
         with torch.autocast(memory.device.type, enabled=False):
-            boxes = full_precision(self.refpoint_embed.weight).sigmoid().expand(len(memory), -1, -1)
-        queries = Queries(self.query_embed.weight.expand(len(memory), -1, -1), self.place(boxes), boxes, place=self.place)
+            boxes = full_precision(self.refpoint_embed.weight).sigmoid().expand(batch, -1, -1)
+        queries = Queries(self.query_embed.weight.expand(batch, -1, -1), self.place(boxes), boxes, place=self.place)
         learning = self.training and targets is not None and self.denoising is not None
         return self.denoising(queries, targets, self.place) if learning else queries

@@ -90,6 +90,26 @@ def test_contents_are_the_features_of_the_chosen_tokens():
     assert "query_embed.weight" not in queries.state_dict()
 
 
+def test_an_exported_program_takes_any_batch():
+    batch = torch.export.Dim("batch", min=1, max=9)
+    queries = Positions(anchors(scaled_positions=True).eval())
+    program = torch.export.export(queries, (memory_of(),), dynamic_shapes=({0: batch},)).module()
+    for count in (1, 3):
+        memory = torch.randn(count, 21, 8, dtype=torch.float64)
+        assert torch.equal(program(memory), queries(memory))
+
+
+class Positions(torch.nn.Module):
+    """The positions alone, as a program returns tensors."""
+
+    def __init__(self, queries):
+        super().__init__()
+        self.queries = queries
+
+    def forward(self, memory):
+        return self.queries(memory, LEVELS).positions
+
+
 def test_denoising_comes_before_learned_boxes_in_training_alone():
     model = build(**ANCHORS, QUERIES__DENOISING=7, DETR__DROPOUT=0.0).train()
     predictions = model(*batch(), TARGETS)
