@@ -336,8 +336,8 @@ def test_names_of_timm_are_a_family_of_the_registry():
 def test_unknown_networks_and_those_of_one_size_are_refused():
     with pytest.raises(UnknownNameError, match=r"unknown network of timm 'resnet10x'.*known: .*resnet10t.*timm.list_models"):
         build_detector(small_cfg(BACKBONE__NAME="timm/resnet10x"))
-    with pytest.raises(ConfigError, match=r"timm/vit_tiny_patch16_224 does not run on .* every canvas: Input height"):
-        build_detector(small_cfg(BACKBONE__NAME="timm/vit_tiny_patch16_224"))
+    with pytest.raises(ConfigError, match=r"timm/beit_base_patch16_224 does not run on .* every canvas: Input height"):
+        build_detector(small_cfg(BACKBONE__NAME="timm/beit_base_patch16_224"))
 
 
 def test_without_timm_the_message_says_what_to_install(monkeypatch):

