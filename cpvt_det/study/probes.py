@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements beyond AP: how a detector's answer changes with position and padding, and what its tokens contain."""
+"""Measurements beyond AP: how a detector's answer changes with position and padding, what its tokens contain, and what it finds twice."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import box_iou
 
-from cpvt_det.builders import build_postprocessor
+from cpvt_det.builders import build_postprocessor, build_test_loader, load_tests
 from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.data.shapes.scene import Scene, Shape, ShapesSpec, draw_image, paint_scene, plan_scene
 from cpvt_det.inference import detect
@@ -26,6 +26,8 @@ OBJECT_SIDES = (16.0, 32.0)
 IMAGES = 48
 CANVASES = (1.5, 2.0)
 RIDGE = 1.0
+SURE = 0.4  # lowest score of a detection that counts as one
+REPEATED = 0.7  # lowest IoU with a better detection of the same class
 
 
 @torch.no_grad()
@@ -178,6 +180,30 @@ def probe_scale(trained: Trained) -> dict[str, float]:
     return {"mean": torch.cat(scales).abs().mean().item() if scales else 0.0}
 
 
+@torch.no_grad()
+def probe_duplicates(trained: Trained) -> dict[str, float]:
+    """How often an object is found twice, on the first data set of ``DATASETS.TEST``.
+
+    Returns:
+        ``detections``, those with a score above 0.4; ``duplicates``, those of them whose IoU with a better one of their class is
+        above 0.7; and ``percent``, the latter of the former.
+    """
+    postprocess, counts = build_postprocessor(trained.cfg), np.zeros(2)
+    for samples in build_test_loader(trained.cfg, load_tests(trained.cfg)[0].records):
+        counts += sum(np.array(_repeated(found)) for found in detect(trained.detector, postprocess, samples))
+    detections, duplicates = counts.tolist()
+    return {"detections": detections, "duplicates": duplicates, "percent": 100 * duplicates / max(1, detections)}
+
+
+def _repeated(found: Detections) -> tuple[int, int]:
+    """The number of sure detections, and of those that repeat a better one."""
+    order = found.scores.argsort(descending=True, stable=True)
+    order = order[found.scores[order] > SURE]
+    boxes, labels = found.boxes_xyxy[order].double(), found.labels[order]
+    repeats = (box_iou(boxes, boxes) > REPEATED) & (labels[:, None] == labels)
+    return len(order), int(repeats.tril(-1).any(1).sum())  # row: a detection; columns before it: better ones
+
+
 def _images() -> Iterator[Tensor]:
     """Images, (3, h, w) uint8, of the sizes of the study's training images."""
     spec = ShapesSpec(image_sides=(48, 80), object_sides=(12, 44), max_objects=3)
@@ -195,6 +221,7 @@ PROBES: dict[str, Callable[[Trained], dict[str, float]]] = {
     "padding": probe_padding,
     "place": probe_place,
     "scale": probe_scale,
+    "duplicates": probe_duplicates,
 }
 """Name in plans -> function."""
 VERSIONS = dict.fromkeys(PROBES, 1)

@@ -50,6 +50,21 @@ def test_an_answer_is_the_best_detection_alone(found, expected):
     assert probes._answer(found, shape) == pytest.approx(expected)
 
 
+def test_a_duplicate_repeats_a_better_detection_of_its_class():
+    box, moved = [0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 8.0]  # IoU 0.8
+    found = answer(
+        box,
+        1,
+        0.6,
+        (moved, 1, 0.5),  # a duplicate
+        (moved, 2, 0.9),  # another class
+        ([0.0, 0.0, 10.0, 6.0], 1, 0.8),  # IoU 0.6 with the first, 0.75 with the second
+        (moved, 1, 0.3),  # not sure
+    )
+    assert probes._repeated(found) == (4, 1)
+    assert probes._repeated(answer(box, 1, 0.2)) == (0, 0)
+
+
 def test_place_is_read_off_tokens_that_hold_it():
     """Tokens that are linear in row and column tell them; noise tells nothing."""
     masks = [padding_mask_of([(h, w)], (8, 10))[0] for h, w in ((8, 10), (5, 10), (8, 6), (3, 4), (8, 9), (6, 7))]
