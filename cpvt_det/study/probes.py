@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements beyond AP: how a detector's answer changes with position and padding, what its tokens contain, and what it finds twice."""
+"""Measurements beyond AP: how answers change with position and padding, what tokens contain, and what is found twice."""
 
 import math
 from collections.abc import Callable, Iterator
