@@ -2,26 +2,35 @@
 """Models of DINO, H-DETR, MS-DETR and detrex with random weights, made by the authors' code from checkouts."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from fvcore.common.config import CfgNode
 from torch import Tensor, nn
 
-from benchmarks.detrex_model import imports_from
+from benchmarks.detrex_model import imports_from, replaced_names
+from benchmarks.parity_outcomes import DoubleTorch
 from benchmarks.peers import official_core, packages_of, with_extension
+from cpvt_det.config import load_cfg
+from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
 from cpvt_det.errors import BadInputError
 
 NOT_CALLED = ("panopticapi", "pycocotools", "termcolor", "addict", "mmcv", "mmdet", "mmcv_custom")
 """Packages that DINO's and H-DETR's files import, and that these models do not call."""
+LIMIT = 1e-9
+"""Largest relative difference of outputs in float64, of which some hundred operations lose digits."""
+EPSILON = 1e-5
+"""Of the numbers of boxes, from 0 and 1, as in our code; 1e-3 in DINO's and detrex's."""
 LOSSES = {"cls": 2, "bbox": 5, "giou": 2}
 """Weights of H-DETR's losses, and of those of MS-DETR but its one-to-one class loss."""
 
@@ -71,8 +80,8 @@ def build_dino(folder: Path, case: Case) -> Foreign:
     options |= {"device": "cpu", "masks": False, "backbone": "swin_T_224_1k" if case.swin else options["backbone"]}
     detector, misc, namespaces = _imported(folder, "models.dino.dino", "util.misc")
     _run_without_cuda(namespaces, "models.dino.ops.modules.ms_deform_attn", official_core(folder, "dino"))
-    module = detector.build_dino(argparse.Namespace(**options))[0]
-    return Foreign(module, lambda images: _official(module, misc.NestedTensor, images), namespaces)
+    module, criterion, _ = detector.build_dino(argparse.Namespace(**options))
+    return Foreign(module, lambda images: _official(module, misc.NestedTensor, images), namespaces, criterion, misc.NestedTensor)
 
 
 def build_hdetr(folder: Path, case: Case) -> Foreign:
@@ -162,3 +171,28 @@ def _apply_core(core: Callable[..., Tensor], value: Tensor, shapes: Tensor, star
 def _official(module: nn.Module, nested: Callable[..., Any], images: Tensor) -> tuple[Tensor, Tensor]:
     found = module(nested(images, torch.zeros(len(images), *images.shape[2:], dtype=torch.bool)))
     return found["pred_logits"], found["pred_boxes"]
+
+
+# Ours beside it
+
+
+def names_of(case: Case) -> tuple[str, ...]:
+    """Names of the classes of the authors' weights."""
+    return (COCO_CLASSES if case.peer == "detrex" else COCO_ROWS).names
+
+
+def config_of(case: Case, **overrides: str) -> CfgNode:
+    """Our config of a model, for the classes of its authors' files."""
+    classes = len(COCO_CLASSES if case.peer == "detrex" else COCO_ROWS)
+    words = {"MODEL.NUM_CLASSES": str(classes), "MODEL.BACKBONE.MASK_PADDING": "False", "MODEL.BACKBONE.WEIGHTS": "", **overrides}
+    return load_cfg(f"coco/{case.config}.yaml", [word for pair in words.items() for word in pair])
+
+
+@contextlib.contextmanager
+def float64_of(foreign: Foreign) -> Iterator[None]:
+    """The authors' code with our bound of the numbers of boxes, and with float64 wherever it names float32."""
+    inverse = {space["inverse_sigmoid"] for space in foreign.namespaces if "inverse_sigmoid" in space}
+    assert len(inverse) == 1
+    names = {"torch": DoubleTorch(), "inverse_sigmoid": functools.partial(inverse.pop(), eps=EPSILON)}
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double), replaced_names(foreign.namespaces, names):
+        yield
