@@ -464,6 +464,8 @@ def test_probes_of_a_trained_model(done):
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.parent.name)
 def test_committed_records_are_of_the_committed_plan(path):
     plan = load_plan(path)
+    if not (path.parent / "results").exists():
+        pytest.skip("the plan comes before its first run")
     recorded = [run for run in plan.runs() if plan.record_path(run.name).is_file()]
     assert recorded
     for run in recorded:
