@@ -347,7 +347,7 @@ def test_a_case_that_is_left_out_as_a_whole_has_its_line(tmp_path, small_limits)
         (("--suite", "opp"), "unknown suite 'opp' (did you mean 'op'?); known: data, eval, loss, model, op"),
         (
             ("--peer", "detrr=x"),
-            "unknown peer 'detrr' (did you mean 'detr'?); known: deformable_detr, detectron2, detr, detrex, dino, hdetr, msdetr, ",
+            "unknown peer 'detrr' (did you mean 'detr'?); known: deformable_detr, deim, detectron2, detr, detrex, dfine,",
         ),
         (("--peer", "detr"), "--peer detr=PATH"),
         (("--peer", "detr=/nowhere"), "/nowhere is not a checkout of facebookresearch/detr: it does not contain models/detr.py"),
