@@ -202,9 +202,13 @@ class Mapper:
         if not self.with_targets:
             image = _read(record)
             return {**sample, "image": self.prepare(image), **({"pixels": image} if self.with_pixels else {})}
-        with other_generators_seeded() if self.augmentations else contextlib.nullcontext():
-            scene = self._augmented(record, len(self.augmentations))
-        image, boxes, labels = self.transform(*scene)
+        if self.augmentations:
+            with other_generators_seeded():
+                image, boxes, labels = self._augmented(record, len(self.augmentations))
+        else:  # torchvision clips the boxes
+            image, labels = tv_tensors.Image(_read(record)), torch.from_numpy(record.labels)
+            boxes = tv_tensors.BoundingBoxes(record.boxes_xyxy, format="XYXY", canvas_size=image.shape[-2:], clamping_mode="soft")
+        image, boxes, labels = self.transform(image, boxes, labels)
         height, width = image.shape[1:]
         boxes_cxcywh = xyxy_to_cxcywh(boxes.as_subclass(Tensor)) / torch.tensor([width, height, width, height])
         return {**sample, "image": image.as_subclass(Tensor), "targets": Targets(labels, boxes_cxcywh.to(torch.float32))}
@@ -215,8 +219,7 @@ class Mapper:
 
     def _augmented(self, record: ImageRecord, count: int) -> Scene:
         """A record's image after the first augmentations."""
-        labels = torch.from_numpy(record.labels)
-        scene = as_scene(_read(record), record.boxes_xyxy, labels, clips=not self.augmentations)
+        scene = as_scene(_read(record), record.boxes_xyxy, torch.from_numpy(record.labels))
         for number, step in enumerate(self.augmentations[:count]):
             with augmentation_errors(step.name, scene, f"image {record.file_name} (id {record.image_id})"):
                 scene = step(*scene, functools.partial(self._draw, number)) if step.mixes else step(*scene)
