@@ -88,20 +88,17 @@ class Attention(nn.Module):
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attend, dropout_p=probability)
         return self.out_proj(attended.transpose(1, 2).flatten(2))  # (B, M, Q, C / M) -> (B, Q, C)
 
-    def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        if queries is keys and keys is values:
-            return linear(queries, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-        if queries is keys:
-            return *self._product(queries, 0, 2), *self._product(values, 2, 3)
-        if keys is values:
-            return *self._product(queries, 0, 1), *self._product(keys, 1, 3)
-        return tuple(part for n, x in enumerate((queries, keys, values)) for part in self._product(x, n, n + 1))
-
-    def _product(self, x: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Those of the projections 0 (queries), 1 (keys) and 2 (values) that share the input ``x``."""
-        rows = slice(start * x.shape[-1], stop * x.shape[-1])
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-        return linear(x, self.in_proj_weight[rows], bias).chunk(stop - start, dim=-1)
+    def _project(self, *inputs: Tensor) -> list[Tensor]:
+        """Queries, keys and values, by one product for neighbours that are the same object."""
+        if inputs[0] is inputs[1] is inputs[2]:
+            return linear(inputs[0], self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        channels, projected = inputs[0].shape[-1], []
+        starts = [0, *(n for n in (1, 2) if inputs[n] is not inputs[n - 1])]
+        for start, stop in zip(starts, [*starts[1:], 3], strict=True):
+            rows = slice(start * channels, stop * channels)
+            bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
+            projected += linear(inputs[start], self.in_proj_weight[rows], bias).chunk(stop - start, dim=-1)
+        return projected
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None, probability: float) -> Tensor:
