@@ -102,7 +102,7 @@ class Encoder(nn.Module):
         pre_norm: a last norm follows the layers.
         channels, num_heads, ffn_channels, dropout, activation, norm_eps: as in :class:`EncoderLayer`.
         checkpointing: layers are computed again in the backward pass instead of kept.
-        drop_path: that of the last layer, as in :class:`EncoderLayer`; it rises evenly from 0 in the first.
+        drop_path: rate of the last layer, as in :class:`EncoderLayer`; it rises evenly from 0 in the first.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class TimmBackbone(nn.Module):
         checkpointing: blocks are computed again in the backward pass instead of kept.
 
     Attributes:
-        pixel_mean, pixel_std: of the R, G and B channels from 0 to 255, of the weights that timm has under this name.
+        pixel_mean, pixel_std: statistics of the R, G and B channels from 0 to 255, for the weights that timm has under this name.
         size_divisibility: largest stride inside the network. A canvas that is no multiple of it is padded further on the way.
 
     Raises:
