@@ -125,14 +125,15 @@ class ResNetBackbone(nn.Module):
         Returns:
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
-        sizes = valid_sizes(padding_mask) if self.mask_padding and has_padding(padding_mask) else None
-        mixes_images = any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
-        if sizes is None or mixes_images or not routes.is_plain(images):  # operations are counted of the whole canvas
-            return self._extract(images, padding_mask)
-        parts = parts_of(tuple(images.shape[2:]), sizes, self.size_divisibility)
-        if len(parts) == 1 and parts[0].canvas == tuple(images.shape[2:]):
-            return self._extract(images, padding_mask)
-        return in_parts(self._extract, images, padding_mask, parts, self.strides)
+        may_cut = self.mask_padding and has_padding(padding_mask) and routes.is_plain(images)  # one counts operations of it all
+        may_cut = may_cut and not any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
+        sizes = valid_sizes(padding_mask) if may_cut else None
+        if sizes is not None:
+            canvas = tuple(images.shape[2:])
+            parts = parts_of(canvas, sizes, self.size_divisibility)
+            if [part.canvas for part in parts] != [canvas]:
+                return in_parts(self._extract, images, padding_mask, parts, self.strides)
+        return self._extract(images, padding_mask)
 
     def _extract(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """The maps of a batch that is computed at once."""
