@@ -115,7 +115,10 @@ def _evaluate_one(
 
 
 def draw_run(output: Path) -> None:
-    """Draw the curves of a run; one without figures, because somebody removed ``metrics.json``, is finished all the same."""
+    """Draw the curves of a run, in the first process; one without figures, because somebody removed ``metrics.json``, is finished
+    all the same."""
+    if distributed.rank() != 0:
+        return
     try:
         draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
     except DataError as error:
