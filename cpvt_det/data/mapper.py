@@ -44,20 +44,17 @@ class RandomShortSide(v2.Transform):
         self.sizes = [size for size in sizes if size > 0]
         self.max_size = max_size
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw one size for image and boxes."""
-        height, width = v2.query_size(flat_inputs)
+    def forward(self, image: Tensor, *objects: Tensor) -> Any:
+        """Resize the image and, where there are any, boxes and labels."""
         if not self.sizes:
-            return {"size": [height, width]}
-        short = self.sizes[int(torch.randint(len(self.sizes), ()))]
-        scale = short / min(height, width)
+            return (image, *objects) if objects else image
+        height, width = image.shape[-2:]
+        scale = self.sizes[int(torch.randint(len(self.sizes), ()))] / min(height, width)
         if self.max_size:
             scale = min(scale, self.max_size / max(height, width))
-        return {"size": [max(1, round(height * scale)), max(1, round(width * scale))]}
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Resize the image or the boxes."""
-        return self._call_kernel(TF.resize, inpt, params["size"], antialias=True)
+        size = [max(1, round(height * scale)), max(1, round(width * scale))]
+        image = TF.resize(image, size, antialias=True)
+        return (image, TF.resize(objects[0], size), *objects[1:]) if objects else image
 
 
 class RandomSizeCrop(v2.Transform):
@@ -78,18 +75,14 @@ class RandomSizeCrop(v2.Transform):
             raise ValueError(f"crop sides must be a range from at least 1 upwards, got {low} to {high}")
         self.low, self.high = low, high
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw one window for image and boxes."""
+    def forward(self, image: Tensor, boxes: tv_tensors.BoundingBoxes, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Crop to one window."""
         window = {}
-        for extent, side, start in zip(v2.query_size(flat_inputs), ("height", "width"), ("top", "left"), strict=True):
+        for extent, side, start in zip(image.shape[-2:], ("height", "width"), ("top", "left"), strict=True):
             low, high = min(self.low, extent), min(self.high, extent)
             window[side] = int(torch.randint(low, high + 1, ()))
             window[start] = int(torch.randint(extent - window[side] + 1, ()))
-        return window
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Crop the image or the boxes."""
-        return self._call_kernel(TF.crop, inpt, **params)
+        return TF.crop(image, **window), TF.crop(boxes, **window), labels
 
 
 class KeepVisible(v2.Transform):
