@@ -45,10 +45,10 @@ class RandomShortSide(v2.Transform):
         self.max_size = max_size
 
     def forward(self, image: Tensor, *objects: Tensor) -> Any:
-        """Resize the image and, where there are any, boxes and labels."""
+        """Resize the image and, where there are any, boxes; labels pass."""
         if not self.sizes:
             return (image, *objects) if objects else image
-        height, width = image.shape[-2:]
+        height, width = TF.get_size(image)
         scale = self.sizes[int(torch.randint(len(self.sizes), ()))] / min(height, width)
         if self.max_size:
             scale = min(scale, self.max_size / max(height, width))
@@ -78,7 +78,7 @@ class RandomSizeCrop(v2.Transform):
     def forward(self, image: Tensor, boxes: tv_tensors.BoundingBoxes, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Crop to one window."""
         window = {}
-        for extent, side, start in zip(image.shape[-2:], ("height", "width"), ("top", "left"), strict=True):
+        for extent, side, start in zip(TF.get_size(image), ("height", "width"), ("top", "left"), strict=True):
             low, high = min(self.low, extent), min(self.high, extent)
             window[side] = int(torch.randint(low, high + 1, ()))
             window[start] = int(torch.randint(extent - window[side] + 1, ()))

@@ -125,7 +125,8 @@ class ResNetBackbone(nn.Module):
         Returns:
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
-        may_cut = self.mask_padding and has_padding(padding_mask) and routes.is_plain(images)  # one counts operations of it all
+        # Who counts operations counts those of the whole canvas; and a norm in training looks at the whole batch.
+        may_cut = self.mask_padding and has_padding(padding_mask) and routes.is_plain(images)
         may_cut = may_cut and not any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
         sizes = valid_sizes(padding_mask) if may_cut else None
         if sizes is not None:
