@@ -2,7 +2,7 @@
 """Attention, batch first: multi-head on ``scaled_dot_product_attention``, and multi-scale deformable."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -88,16 +88,21 @@ class Attention(nn.Module):
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attend, dropout_p=probability)
         return self.out_proj(attended.transpose(1, 2).flatten(2))  # (B, M, Q, C / M) -> (B, Q, C)
 
-    def _project(self, *inputs: Tensor) -> list[Tensor]:
-        """Queries, keys and values, by one product for neighbours that are the same object."""
-        if inputs[0] is inputs[1] is inputs[2]:
-            return linear(inputs[0], self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-        channels, projected = inputs[0].shape[-1], []
-        starts = [0, *(n for n in (1, 2) if inputs[n] is not inputs[n - 1])]
-        for start, stop in zip(starts, [*starts[1:], 3], strict=True):
-            rows = slice(start * channels, stop * channels)
+    def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> Sequence[Tensor]:
+        """The projections 0 (of queries), 1 (of keys) and 2 (of values); those that share an input share a product."""
+        if queries is keys and keys is values:
+            return linear(queries, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        if queries is keys:
+            products = [(queries, 0, 2), (values, 2, 3)]
+        elif keys is values:
+            products = [(queries, 0, 1), (keys, 1, 3)]
+        else:
+            products = [(queries, 0, 1), (keys, 1, 2), (values, 2, 3)]
+        projected: list[Tensor] = []
+        for x, start, stop in products:
+            rows = slice(start * x.shape[-1], stop * x.shape[-1])
             bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-            projected += linear(inputs[start], self.in_proj_weight[rows], bias).chunk(stop - start, dim=-1)
+            projected += linear(x, self.in_proj_weight[rows], bias).chunk(stop - start, dim=-1)
         return projected
 
 
