@@ -55,7 +55,7 @@ class Dropout(nn.Dropout):
 
 
 class _KernelDropout(torch.autograd.Function):
-    """:func:`dropout` by the kernel, which draws the same once more in the backward pass, unless the output says it after a ReLU."""
+    """:func:`dropout` by the kernel. The backward pass draws the same once more; after a ReLU the output says what was kept."""
 
     @staticmethod
     def forward(ctx, x, residual, probability, seed, rectify):
