@@ -37,7 +37,7 @@ class ClassifierProtocol:
         """detectron2's forward for a list of dicts, the core's for a tensor of images.
 
         Args:
-            inputs: in evaluation dicts with ``image`` (3, h, w) in [0, 255]; or normalised images (B, 3, H, W).
+            inputs: dicts, in evaluation, with ``image`` (3, h, w) in [0, 255]; or normalised images (B, 3, H, W).
             arguments: what follows in :meth:`cpvt_det.models.Classifier.forward`; only with a tensor of images.
 
         Returns:

@@ -22,7 +22,7 @@ from cpvt_det.errors import DataError
 from cpvt_det.inference import PostProcessor
 from cpvt_det.losses import SetCriterion
 from cpvt_det.models import Classifier, Detector
-from cpvt_det.solver.step import compute_losses
+from cpvt_det.solver.step import TrainingModel
 from cpvt_det.structures import Detections, Predictions, Targets
 
 
@@ -91,7 +91,7 @@ class Detectron2Protocol:
     def _losses(self, inputs: list[dict]) -> dict[str, Tensor]:
         num_classes = self.criterion.classification.num_classes
         samples = [sample if "targets" in sample else {**sample, "targets": _to_targets(sample, num_classes)} for sample in inputs]
-        result = compute_losses(self, self.criterion, samples)
+        result = TrainingModel(self, self.criterion)(samples)
         if has_event_storage():
             values = torch.stack([value.double() for value in result.metrics.values()]).tolist()
             get_event_storage().put_scalars(**dict(zip(result.metrics, values, strict=True)))

@@ -92,8 +92,7 @@ def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results
     )
     with trainer.told:
         results = trainer.train()
-        if distributed.rank() == 0:
-            draw_run(output)
+        draw_run(output)
         if tests:
             choose_threshold(cfg, trainer.state.thresholds)
             task.show_results(trainer.evaluated, tests, results, output)

@@ -15,6 +15,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -153,7 +154,7 @@ class TrainBatches(Sampler[list[Draw]]):
         return ((epoch, index) for index in map(int, order))  # as a list a million take 36 MB in every process
 
 
-class TrainLoader:
+class TrainLoader(DataLoader):
     """Batches for training, from a given iteration on.
 
     Args:
@@ -164,39 +165,34 @@ class TrainLoader:
     """
 
     def __init__(self, dataset: MappedDataset, batches: TrainBatches, num_workers: int, pin_memory: bool = False):
-        self.dataset = dataset
-        self.batches = batches
-        self._loader = _data_loader(dataset, batches, num_workers, pin_memory)
+        super().__init__(dataset, **_options(dataset, batches, num_workers, pin_memory))
 
     def from_iteration(self, iteration: int) -> "TrainLoader":
         """Start with the batch of this iteration; returns the loader itself."""
-        self.batches.start = iteration
+        self.batch_sampler.start = iteration
         return self
-
-    def __iter__(self) -> Iterator[list[Sample]]:
-        return iter(self._loader)
 
 
 def evaluation_loader(dataset: MappedDataset, batch_size: int, num_workers: int, rank: int = 0, world_size: int = 1) -> DataLoader:
     """Every record once, over all processes; batches of this process's ``batch_size``."""
     draws = [(0, index) for index in range(rank, len(dataset), world_size)]
     batches = [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)]
-    return _data_loader(dataset, batches, num_workers, pin_memory=False)
+    return DataLoader(dataset, **_options(dataset, batches, num_workers, pin_memory=False))
 
 
-def _data_loader(dataset: MappedDataset, batches: Sampler | list, num_workers: int, pin_memory: bool) -> DataLoader:
+def _options(dataset: MappedDataset, batches: Sampler | list, num_workers: int, pin_memory: bool) -> dict[str, Any]:
+    """Keywords of both loaders; ``dataset`` gets room for as many workers."""
     dataset.at_work = torch.full((num_workers, 2), -1, dtype=torch.int64).share_memory_()
-    return DataLoader(
-        dataset,
-        batch_sampler=batches,
-        num_workers=num_workers,
-        collate_fn=list,
-        pin_memory=pin_memory,
-        persistent_workers=False,
+    return {
+        "batch_sampler": batches,
+        "num_workers": num_workers,
+        "collate_fn": list,
+        "pin_memory": pin_memory,
+        "persistent_workers": False,
         # A generator of its own: otherwise the loader draws a base seed from the global state, and dropout depends on the workers.
-        generator=torch.Generator().manual_seed(dataset.seed % 2**63),
-        worker_init_fn=_leave_signals_to_the_run,
-    )
+        "generator": torch.Generator().manual_seed(dataset.seed % 2**63),
+        "worker_init_fn": _leave_signals_to_the_run,
+    }
 
 
 def _leave_signals_to_the_run(worker: int) -> None:

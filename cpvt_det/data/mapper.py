@@ -44,20 +44,17 @@ class RandomShortSide(v2.Transform):
         self.sizes = [size for size in sizes if size > 0]
         self.max_size = max_size
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw one size for image and boxes."""
-        height, width = v2.query_size(flat_inputs)
+    def forward(self, image: Tensor, *objects: Tensor) -> Any:
+        """Resize the image and, where there are any, boxes; labels pass."""
         if not self.sizes:
-            return {"size": [height, width]}
-        short = self.sizes[int(torch.randint(len(self.sizes), ()))]
-        scale = short / min(height, width)
+            return (image, *objects) if objects else image
+        height, width = TF.get_size(image)
+        scale = self.sizes[int(torch.randint(len(self.sizes), ()))] / min(height, width)
         if self.max_size:
             scale = min(scale, self.max_size / max(height, width))
-        return {"size": [max(1, round(height * scale)), max(1, round(width * scale))]}
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Resize the image or the boxes."""
-        return self._call_kernel(TF.resize, inpt, params["size"], antialias=True)
+        size = [max(1, round(height * scale)), max(1, round(width * scale))]
+        image = TF.resize(image, size, antialias=True)
+        return (image, TF.resize(objects[0], size), *objects[1:]) if objects else image
 
 
 class RandomSizeCrop(v2.Transform):
@@ -78,18 +75,14 @@ class RandomSizeCrop(v2.Transform):
             raise ValueError(f"crop sides must be a range from at least 1 upwards, got {low} to {high}")
         self.low, self.high = low, high
 
-    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
-        """Draw one window for image and boxes."""
+    def forward(self, image: Tensor, boxes: tv_tensors.BoundingBoxes, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Crop to one window."""
         window = {}
-        for extent, side, start in zip(v2.query_size(flat_inputs), ("height", "width"), ("top", "left"), strict=True):
+        for extent, side, start in zip(TF.get_size(image), ("height", "width"), ("top", "left"), strict=True):
             low, high = min(self.low, extent), min(self.high, extent)
             window[side] = int(torch.randint(low, high + 1, ()))
             window[start] = int(torch.randint(extent - window[side] + 1, ()))
-        return window
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
-        """Crop the image or the boxes."""
-        return self._call_kernel(TF.crop, inpt, **params)
+        return TF.crop(image, **window), TF.crop(boxes, **window), labels
 
 
 class KeepVisible(v2.Transform):
@@ -202,9 +195,13 @@ class Mapper:
         if not self.with_targets:
             image = _read(record)
             return {**sample, "image": self.prepare(image), **({"pixels": image} if self.with_pixels else {})}
-        with other_generators_seeded() if self.augmentations else contextlib.nullcontext():
-            scene = self._augmented(record, len(self.augmentations))
-        image, boxes, labels = self.transform(*scene)
+        if self.augmentations:
+            with other_generators_seeded():
+                image, boxes, labels = self._augmented(record, len(self.augmentations))
+        else:  # torchvision clips the boxes
+            image, labels = tv_tensors.Image(_read(record)), torch.from_numpy(record.labels)
+            boxes = tv_tensors.BoundingBoxes(record.boxes_xyxy, format="XYXY", canvas_size=image.shape[-2:], clamping_mode="soft")
+        image, boxes, labels = self.transform(image, boxes, labels)
         height, width = image.shape[1:]
         boxes_cxcywh = xyxy_to_cxcywh(boxes.as_subclass(Tensor)) / torch.tensor([width, height, width, height])
         return {**sample, "image": image.as_subclass(Tensor), "targets": Targets(labels, boxes_cxcywh.to(torch.float32))}
@@ -215,8 +212,7 @@ class Mapper:
 
     def _augmented(self, record: ImageRecord, count: int) -> Scene:
         """A record's image after the first augmentations."""
-        labels = torch.from_numpy(record.labels)
-        scene = as_scene(_read(record), record.boxes_xyxy, labels, clips=not self.augmentations)
+        scene = as_scene(_read(record), record.boxes_xyxy, torch.from_numpy(record.labels))
         for number, step in enumerate(self.augmentations[:count]):
             with augmentation_errors(step.name, scene, f"image {record.file_name} (id {record.image_id})"):
                 scene = step(*scene, functools.partial(self._draw, number)) if step.mixes else step(*scene)

@@ -2,7 +2,7 @@
 """Attention, batch first: multi-head on ``scaled_dot_product_attention``, and multi-scale deformable."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -88,20 +88,22 @@ class Attention(nn.Module):
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attend, dropout_p=probability)
         return self.out_proj(attended.transpose(1, 2).flatten(2))  # (B, M, Q, C / M) -> (B, Q, C)
 
-    def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> Sequence[Tensor]:
+        """The projections 0 (of queries), 1 (of keys) and 2 (of values); those that share an input share a product."""
         if queries is keys and keys is values:
             return linear(queries, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
         if queries is keys:
-            return *self._product(queries, 0, 2), *self._product(values, 2, 3)
-        if keys is values:
-            return *self._product(queries, 0, 1), *self._product(keys, 1, 3)
-        return tuple(part for n, x in enumerate((queries, keys, values)) for part in self._product(x, n, n + 1))
-
-    def _product(self, x: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Those of the projections 0 (queries), 1 (keys) and 2 (values) that share the input ``x``."""
-        rows = slice(start * x.shape[-1], stop * x.shape[-1])
-        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-        return linear(x, self.in_proj_weight[rows], bias).chunk(stop - start, dim=-1)
+            products = [(queries, 0, 2), (values, 2, 3)]
+        elif keys is values:
+            products = [(queries, 0, 1), (keys, 1, 3)]
+        else:
+            products = [(queries, 0, 1), (keys, 1, 2), (values, 2, 3)]
+        projected: list[Tensor] = []
+        for x, start, stop in products:
+            rows = slice(start * x.shape[-1], stop * x.shape[-1])
+            bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
+            projected += linear(x, self.in_proj_weight[rows], bias).chunk(stop - start, dim=-1)
+        return projected
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None, probability: float) -> Tensor:

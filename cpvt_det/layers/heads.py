@@ -3,6 +3,7 @@
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from cpvt_det.ops.linear import Linear
 from cpvt_det.structures import Predictions
 
 
+@dataclass
 class Heads:
     """The class head and the box head of every decoder layer.
 
@@ -23,10 +25,9 @@ class Heads:
         refine: whether the boxes of a layer are the references of the next.
     """
 
-    def __init__(self, class_embed: nn.Module, bbox_embed: nn.Module, refine: bool = False):
-        self.class_embed = class_embed
-        self.bbox_embed = bbox_embed
-        self.refine = refine
+    class_embed: nn.Module
+    bbox_embed: nn.Module
+    refine: bool = False
 
     def __call__(self, decoded: Tensor, references: Tensor | None = None, layer: int = 0) -> Predictions:
         """Predict.

@@ -44,7 +44,13 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
         counted = x.new_ones(x[:, :1].shape) if valid is None else valid
         over_processes = self.synchronised and distributed.is_initialized()
         out, mean, variance, count = _Normalise.apply(x, counted, self.weight, self.bias, self.eps, over_processes)
-        self._update_running(mean, variance, count)
+        if self.track_running_stats:
+            self.num_batches_tracked += 1
+            momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+            momentum = momentum * (count > 0).to(self.running_mean.dtype)
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
         return out
 
     def _over_all(self, x: Tensor) -> Tensor:
@@ -61,17 +67,6 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
             self.running_mean.copy_(mean)
             self.running_var.copy_(variance)
         return out
-
-    @torch.no_grad()
-    def _update_running(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        if not self.track_running_stats:
-            return
-        self.num_batches_tracked += 1
-        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        momentum = momentum * (count > 0).to(self.running_mean.dtype)
-        unbiased = variance * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
 class MaskedSyncBatchNorm2d(MaskedBatchNorm2d):

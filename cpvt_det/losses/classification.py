@@ -199,11 +199,6 @@ class PrecomputedGradient(torch.autograd.Function):
 Classification = SoftmaxClassification | SigmoidClassification
 
 
-def uses_overlaps(classification: Classification) -> bool:
-    """Whether a kind of classification is told the overlaps of boxes; one of the user's own need not say so."""
-    return getattr(classification, "uses_overlaps", False)
-
-
 def make_classification(name: str, num_classes: int, **options: float) -> Classification:
     """The classification of this name.
 

@@ -16,6 +16,9 @@ from cpvt_det.losses.one_to_many import OneToManyMatcher
 from cpvt_det.losses.terms import LOSS_REGISTRY, Loss, Matched, Normalizers
 from cpvt_det.structures import PROPOSAL_LABEL, Predictions, Targets
 
+Group = tuple[Predictions, PaddedTargets, Matches, Normalizers]
+"""Predictions and what their losses are made of: the arguments of :meth:`SetCriterion.losses_by_layer`."""
+
 
 @dataclass
 class Losses:
@@ -98,21 +101,24 @@ class SetCriterion:
         matches = self.matcher(predictions, padded)
         if normalizers is None:
             normalizers = self.normalizers(targets, predictions.logits.shape[2])
-        losses = self._weighted(predictions, padded, matches, normalizers)
-        finite = _finite_images(predictions)
+        groups = {"loss_": (predictions, padded, matches, normalizers)}
         if predictions.proposals is not None:
-            losses |= self._of_proposals(predictions.proposals, targets, normalizers)
-            finite = finite & _finite_images(predictions.proposals)
+            groups["loss_proposal_"] = self._of_proposals(predictions.proposals, targets, normalizers)
         if predictions.hybrid is not None:
-            losses |= self._of_repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches, "loss_hybrid_")
-            finite = finite & _finite_images(predictions.hybrid)
+            groups["loss_hybrid_"] = self._of_repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches)
         if predictions.one_to_many is not None:
-            losses |= self._of_many(predictions.one_to_many, padded, normalizers)
-            finite = finite & _finite_images(predictions.one_to_many)
+            many = predictions.one_to_many
+            groups["loss_many_"] = (many, padded, self.one_to_many(many, padded), normalizers)
         if predictions.denoising is not None:
-            losses |= self._of_denoising(predictions.denoising, padded, normalizers)
-            finite = finite & _finite_images(predictions.denoising)
-        return Losses(losses, self._metrics(predictions, padded, matches), finite)
+            groups["loss_denoising_"] = _of_denoising(predictions.denoising, padded, normalizers)
+        losses, finite = {}, []
+        for prefix, group in groups.items():
+            weights = self.weights | self.many_weights if prefix == "loss_many_" else self.weights
+            for name, values in self.losses_by_layer(*group).items():
+                losses[name.replace("loss_", prefix)] = weights[name] * values.sum()
+            logits, boxes = group[0].logits.detach(), group[0].boxes.detach()
+            finite.append((logits.sum((0, 2, 3)) + boxes.sum((0, 2, 3))).isfinite())  # a sum is finite where all its terms are
+        return Losses(losses, self._metrics(predictions, padded, matches), torch.stack(finite).all(0))
 
     def normalizers(self, targets: Sequence[Targets], num_queries: int) -> Normalizers:
         """The divisors for the images of one step, of which each process calls with its own.
@@ -120,59 +126,27 @@ class SetCriterion:
         A process's gradient is averaged with the others', so each divisor is the total over its share, 1 / processes: then the
         mean over processes is the loss of the whole batch in one process. Boxes count at least 1.
         """
-        boxes = sum(len(target) for target in targets)
-        matched = sum(min(len(target), num_queries) for target in targets)
-        device = targets[0].boxes_cxcywh.device
-        counts = torch.tensor([boxes, matched, len(targets) * num_queries - matched], dtype=torch.float64)
-        counts = counts.to(device, non_blocking=True)  # made there, the host would wait for the device
+        boxes = [len(target.labels) for target in targets]
+        matched = sum(min(count, num_queries) for count in boxes)
+        counts = torch.tensor([sum(boxes), matched, len(targets) * num_queries - matched], dtype=torch.float64)
+        counts = counts.to(targets[0].labels.device, non_blocking=True)  # made there, the host would wait for the device
         total_boxes, total_matched, total_unmatched = distributed.all_reduce_sum(counts)
         total_boxes = total_boxes.clamp(min=1)
         classes = self.classification.normalizer(total_matched, total_unmatched, total_boxes)
         share = distributed.world_size()
         return Normalizers(total_boxes / share, classes / share)
 
-    def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> dict[str, Tensor]:
-        """The weighted losses of proposals; all objects are of one class, or of their own."""
+    def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> Group:
+        """Proposals and what they are compared with: all objects are of one class, or of their own."""
         if not proposals.by_class:
             targets = [Targets(torch.full_like(target.labels, PROPOSAL_LABEL), target.boxes_cxcywh) for target in targets]
-        return self._of_repeated(proposals, targets, normalizers, self.proposal_matches, "loss_proposal_")
+        return self._of_repeated(proposals, targets, normalizers, self.proposal_matches)
 
-    def _of_repeated(
-        self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers, times: int, prefix: str
-    ) -> dict[str, Tensor]:
-        """The weighted losses of predictions that each object is matched with ``times`` times."""
+    def _of_repeated(self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers, times: int) -> Group:
+        """Predictions that each object is matched with ``times`` times."""
         objects = [Targets(target.labels.repeat(times), target.boxes_cxcywh.repeat(times, 1)) for target in targets]
         padded = PaddedTargets.from_targets(objects, predictions.boxes.dtype)
-        shares = Normalizers(normalizers.boxes * times, normalizers.classes * times)
-        return self._weighted(predictions, padded, self.matcher(predictions, padded), shares, prefix)
-
-    def _of_many(self, predictions: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> dict[str, Tensor]:
-        """The weighted losses of predictions that each object is matched with as many of as fit it."""
-        matches = self.one_to_many(predictions, targets)
-        return self._weighted(predictions, targets, matches, normalizers, "loss_many_", self.many_weights)
-
-    def _of_denoising(self, denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> dict[str, Tensor]:
-        """The weighted losses of denoising queries, whose objects are known: there is nothing to match."""
-        image, query = (denoising.objects >= 0).nonzero(as_tuple=True)
-        layers = len(denoising.logits)
-        pairs = (part.repeat(layers) for part in (image, query, denoising.objects[image, query]))
-        layer = torch.arange(layers, device=image.device).repeat_interleave(len(image))
-        shares = Normalizers(normalizers.boxes * denoising.groups, normalizers.classes * denoising.groups)
-        return self._weighted(denoising, targets, Matches(layer, *pairs), shares, "loss_denoising_")
-
-    def _weighted(
-        self,
-        predictions: Predictions,
-        targets: PaddedTargets,
-        matches: Matches,
-        normalizers: Normalizers,
-        prefix: str = "loss_",
-        other_weights: Mapping[str, float] | None = None,
-    ) -> dict[str, Tensor]:
-        """The weighted losses, summed over layers, under names with this prefix."""
-        by_layer = self.losses_by_layer(predictions, targets, matches, normalizers)
-        weights = {**self.weights, **(other_weights or {})}
-        return {name.replace("loss_", prefix): weights[name] * values.sum() for name, values in by_layer.items()}
+        return predictions, padded, self.matcher(predictions, padded), _times(normalizers, times)
 
     def losses_by_layer(
         self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers
@@ -195,7 +169,15 @@ class SetCriterion:
         }
 
 
-@torch.no_grad()
-def _finite_images(predictions: Predictions) -> Tensor:
-    """(B,) bool; a sum is finite where all its terms are."""
-    return (predictions.logits.sum((0, 2, 3)) + predictions.boxes.sum((0, 2, 3))).isfinite()
+def _of_denoising(denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> Group:
+    """Denoising queries, whose objects are known: there is nothing to match."""
+    image, query = (denoising.objects >= 0).nonzero(as_tuple=True)
+    layers = len(denoising.logits)
+    pairs = (part.repeat(layers) for part in (image, query, denoising.objects[image, query]))
+    layer = torch.arange(layers, device=image.device).repeat_interleave(len(image))
+    return denoising, targets, Matches(layer, *pairs), _times(normalizers, denoising.groups)
+
+
+def _times(normalizers: Normalizers, count: int) -> Normalizers:
+    """The divisors of losses in which every object counts ``count`` times."""
+    return Normalizers(normalizers.boxes * count, normalizers.classes * count)

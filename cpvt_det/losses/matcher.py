@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cpvt_det import defaults
 from cpvt_det.boxes import cxcywh_to_xyxy, intersection_over_union, pairwise_generalized_iou
-from cpvt_det.losses.classification import Classification, uses_overlaps
+from cpvt_det.losses.classification import Classification
 from cpvt_det.structures import Predictions, Targets
 
 
@@ -36,7 +36,7 @@ class PaddedTargets:
     def from_targets(cls, targets: Sequence[Targets], dtype: torch.dtype) -> "PaddedTargets":
         labels = pad_sequence([target.labels for target in targets], batch_first=True)
         boxes = pad_sequence([target.boxes_cxcywh.to(dtype) for target in targets], batch_first=True)
-        return cls(labels, boxes, [len(target) for target in targets])
+        return cls(labels, boxes, [len(target.labels) for target in targets])
 
 
 @dataclass
@@ -103,7 +103,7 @@ class HungarianMatcher:
         boxes, wanted = predictions.boxes, targets.boxes_cxcywh
         corners, wanted_corners = cxcywh_to_xyxy(boxes), cxcywh_to_xyxy(wanted)[None]
         arguments = (predictions.logits, targets.labels)
-        if uses_overlaps(self.classification):
+        if getattr(self.classification, "uses_overlaps", False):
             arguments += (intersection_over_union(wanted_corners[..., None, :], corners[:, :, None]),)
         cost = self.class_cost * self.classification.cost(*arguments)
         cost.add_(torch.cdist(wanted[None], boxes, p=1), alpha=self.l1_cost)

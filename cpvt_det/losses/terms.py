@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou, intersection_over_union
-from cpvt_det.losses.classification import Classification, uses_overlaps
+from cpvt_det.losses.classification import Classification
 from cpvt_det.losses.matcher import Matches, PaddedTargets
 from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import Predictions
@@ -89,8 +89,10 @@ Loss = Callable[[Matched], Tensor]
 @LOSS_REGISTRY.register_as("class")
 def class_loss(matched: Matched) -> Tensor:
     """(D,): the classification's loss over all queries."""
-    overlaps = (matched.overlaps,) if uses_overlaps(matched.classification) else ()
-    losses = matched.classification.loss(matched.predictions.logits, matched.classes, *overlaps)
+    classification = matched.classification
+    uses_overlaps = getattr(classification, "uses_overlaps", False)  # one of the user's own need not have it
+    overlaps = (matched.overlaps,) if uses_overlaps else ()
+    losses = classification.loss(matched.predictions.logits, matched.classes, *overlaps)
     return losses / matched.normalizers.classes.to(losses.dtype)
 
 

@@ -88,7 +88,7 @@ class Classifier(ImageModel):
         Args:
             images: (B, 3, H, W) float, normalised; what lies under the padding does not matter.
             padding_mask: (B, H, W) bool, True = padded.
-            targets: not used; detectors take them.
+            targets: argument of detectors, without effect here.
 
         Raises:
             TypeError: a mask that is not bool.

@@ -239,7 +239,8 @@ class DeformableDecoder(nn.Module):
         self.layers = nn.ModuleList(kind(*layer) for _ in range(num_layers))
         self.mixed_supervision = mixed_supervision
         self.look_forward_twice = look_forward_twice
-        self.norm = nn.LayerNorm(layer[0]) if final_norm else None
+        self.norm = nn.LayerNorm(layer[0]) if final_norm else nn.Identity()
+        self.final_norm = final_norm
 
     def forward(self, queries: Queries, memory: Memory, levels: Levels, heads: Heads) -> Predictions:
         """Decode.
@@ -264,12 +265,9 @@ class DeformableDecoder(nn.Module):
             decoded = layer(decoded, positions, points, memory.tokens, levels, queries.attention_mask)
             if self.mixed_supervision:
                 decoded, candidates = decoded
-                many += [] if candidates is None else [heads(self._normed(candidates), start, index)]
-            outputs.append(heads(self._normed(decoded), start, index))
+                many += [] if candidates is None else [heads(self.norm(candidates), start, index)]
+            outputs.append(heads(self.norm(decoded), start, index))
         return dataclasses.replace(_stacked(outputs), one_to_many=_stacked(many) if many else None)
-
-    def _normed(self, decoded: Tensor) -> Tensor:
-        return decoded if self.norm is None else self.norm(decoded)
 
     def refine(self, decoded: Tensor, references: Tensor, boxes: Tensor, heads: Heads, layer: int) -> Tensor:
         """What the boxes of the next layer start from: (B, Q, 4), with a gradient only to correct this layer's.
@@ -282,7 +280,7 @@ class DeformableDecoder(nn.Module):
             layer: index of the layer.
         """
         twice = self.look_forward_twice and self.training
-        refined = boxes if self.norm is None and not twice else heads.boxes(decoded, references, layer)
+        refined = heads.boxes(decoded, references, layer) if self.final_norm or twice else boxes
         return refined if twice else refined.detach()
 
 

@@ -98,7 +98,7 @@ class ContrastiveDenoising(nn.Module):
 
         Args:
             targets: targets of the B images.
-            dtype: of the boxes.
+            dtype: dtype of the boxes.
 
         Returns:
             For G groups, positives before negatives, and the T objects: their indices (B, G, 2, T) int64, -1 for what fills up;

@@ -64,7 +64,7 @@ class EncoderLayer(nn.Module):
         self.norm1 = nn.LayerNorm(channels, norm_eps)
         self.norm2 = nn.LayerNorm(channels, norm_eps)
         self.dropout = Dropout(dropout)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, tokens: Tensor, positions: Tensor | None, padding_mask: Tensor | None, place: Place | None = None) -> Tensor:
         """One layer.
@@ -78,18 +78,15 @@ class EncoderLayer(nn.Module):
         Returns:
             (B, N, C).
         """
-        if self.pre_norm:
-            tokens = self._add(tokens, self._attend(self.norm1(tokens), positions, padding_mask, place))
-            return self._add(tokens, self._feed_forward(self.norm2(tokens), padding_mask))
-        tokens = self.norm1(self._add(tokens, self._attend(tokens, positions, padding_mask, place)))
-        return self.norm2(self._add(tokens, self._feed_forward(tokens, padding_mask)))
-
-    def _add(self, tokens: Tensor, part: Tensor) -> Tensor:
-        return self.dropout.add(tokens, self.drop_path(part))
-
-    def _attend(self, x: Tensor, positions: Tensor | None, padding_mask: Tensor | None, place: Place | None) -> Tensor:
+        x = self.norm1(tokens) if self.pre_norm else tokens
         placed = x if positions is None else x + positions  # x itself, so that attention sees that its inputs are one
-        return self.self_attn(placed, placed, x, padding_mask, None, place)
+        x = self.self_attn(placed, placed, x, padding_mask, None, place)
+        tokens = self.dropout.add(tokens, self.drop_path(x))
+        tokens = tokens if self.pre_norm else self.norm1(tokens)
+
+        x = self.norm2(tokens) if self.pre_norm else tokens
+        tokens = self.dropout.add(tokens, self.drop_path(self._feed_forward(x, padding_mask)))
+        return tokens if self.pre_norm else self.norm2(tokens)
 
     def _feed_forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         """The network, of every token by itself; a subclass may look at all valid ones."""
@@ -105,7 +102,7 @@ class Encoder(nn.Module):
         pre_norm: a last norm follows the layers.
         channels, num_heads, ffn_channels, dropout, activation, norm_eps: as in :class:`EncoderLayer`.
         checkpointing: layers are computed again in the backward pass instead of kept.
-        drop_path: that of the last layer, as in :class:`EncoderLayer`; it rises evenly from 0 in the first.
+        drop_path: rate of the last layer, as in :class:`EncoderLayer`; it rises evenly from 0 in the first.
     """
 
     def __init__(

@@ -68,22 +68,18 @@ class DecoderLayer(nn.Module):
         Returns:
             (B, Q, C).
         """
-        if self.pre_norm:
-            queries = self.dropout.add(queries, self._attend_queries(self.norm1(queries), query_positions, attention_mask))
-            placed = self.norm2(queries) + query_positions
-            queries = self.dropout.add(queries, self.multihead_attn(placed, memory.keys, memory.tokens, padding_mask))
-            return self.dropout.add(queries, self._feed_forward(self.norm3(queries)))
-        queries = self.norm1(self.dropout.add(queries, self._attend_queries(queries, query_positions, attention_mask)))
-        placed = queries + query_positions
-        queries = self.norm2(self.dropout.add(queries, self.multihead_attn(placed, memory.keys, memory.tokens, padding_mask)))
-        return self.norm3(self.dropout.add(queries, self._feed_forward(queries)))
-
-    def _attend_queries(self, x: Tensor, query_positions: Tensor, attention_mask: Tensor | None) -> Tensor:
+        x = self.norm1(queries) if self.pre_norm else queries
         placed = x + query_positions
-        return self.self_attn(placed, placed, x, attention_mask=attention_mask)
+        queries = self.dropout.add(queries, self.self_attn(placed, placed, x, attention_mask=attention_mask))
+        queries = queries if self.pre_norm else self.norm1(queries)
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(self.dropout.after_relu(self.linear1(x)))
+        placed = (self.norm2(queries) if self.pre_norm else queries) + query_positions
+        queries = self.dropout.add(queries, self.multihead_attn(placed, memory.keys, memory.tokens, padding_mask))
+        queries = queries if self.pre_norm else self.norm2(queries)
+
+        x = self.norm3(queries) if self.pre_norm else queries
+        queries = self.dropout.add(queries, self.linear2(self.dropout.after_relu(self.linear1(x))))
+        return queries if self.pre_norm else self.norm3(queries)
 
 
 class Decoder(nn.Module):

@@ -40,7 +40,7 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
         x: (B, C, H, W) float.
         norm: frozen norm of the convolution's output; ``None``: no norm.
     """
-    weight, bias = _folded(convolution, norm)
+    weight, bias = (convolution.weight, convolution.bias) if norm is None else _folded(convolution, norm)
     stride, padding, dilation, groups = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
     if x.dim() != 4 or isinstance(padding, str):
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
@@ -57,7 +57,7 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
-def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None, residual: Tensor) -> Tensor:
+def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d, residual: Tensor) -> Tensor:
     """``residual + norm(convolution(x))``; ``residual`` is overwritten where gradients are off.
 
     In that case by blocks of cells: a convolved block stays in the cache, and no further map is made, whose new pages of memory
@@ -66,7 +66,7 @@ def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | N
     Args:
         convolution: convolution that pads with zeros.
         x: (B, C, H, W) float.
-        norm: frozen norm of the convolution's output; ``None``: no norm.
+        norm: frozen norm of the convolution's output.
         residual: (B, C', H', W') float, which the caller needs no more.
     """
     is_1x1 = (convolution.kernel_size, convolution.stride, convolution.padding, convolution.groups) == ((1, 1), (1, 1), (0, 0), 1)
@@ -80,11 +80,9 @@ def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | N
     return residual
 
 
-def _folded(convolution: nn.Conv2d, norm: FrozenBatchNorm2d | None) -> tuple[Tensor, Tensor | None]:
+def _folded(convolution: nn.Conv2d, norm: FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
     """Weight and bias of the convolution with the norm after it."""
     weight, bias = convolution.weight, convolution.bias
-    if norm is None:
-        return weight, bias
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
     shift = norm.bias - norm.running_mean * scale
     return weight * scale[:, None, None, None], shift if bias is None else shift + bias * scale

@@ -215,11 +215,14 @@ def forward(value: Tensor, level_shapes: Sequence[int], sampling_locations: Tens
     out = torch.empty(batch, queries, heads * width, dtype=dtype)
     if not out.numel() or not points:
         return out.zero_().to(value.dtype)
-    head_major = _is_head_major(value, queries)
-    records, steps = _value_records(value, dtype, head_major), _steps(value, head_major)
-    arrays = _level_table(tuple(level_shapes)), _array(sampling_locations, dtype), _array(attention_weights, dtype)
-    pieces = cut(batch * queries, out.numel() * points)
-    finite = run(_forward, (records, steps, *arrays, _records(out.numpy(), width)), pieces)
+    arrays = (
+        *_value_records(value, dtype, _is_head_major(value, queries)),
+        _level_table(tuple(level_shapes)),
+        _array(sampling_locations, dtype),
+        _array(attention_weights, dtype),
+        _records(out.numpy(), width),
+    )
+    finite = run(_forward, arrays, cut(batch * queries, out.numel() * points))
     if not all(finite):
         out[~sampling_locations.isfinite().flatten(2).all(-1)] = torch.nan
     return out if dtype == value.dtype else out.to(value.dtype)
@@ -242,8 +245,7 @@ def backward(
     )
     arrays = (
         _records(_array(grad_output, dtype), width),
-        _value_records(value, dtype, head_major),
-        _steps(value, head_major),
+        *_value_records(value, dtype, head_major),
         _level_table(tuple(level_shapes)),
         _array(sampling_locations, dtype),
         _array(attention_weights, dtype),
@@ -262,14 +264,11 @@ def _is_head_major(value: Tensor, num_queries: int) -> bool:
     return 2 * num_queries >= value.shape[1] and value.shape[2] > 1
 
 
-def _value_records(value: Tensor, dtype: torch.dtype, head_major: bool) -> np.ndarray:
-    return _records(_array(value.transpose(1, 2).contiguous() if head_major else value, dtype), value.shape[3])
-
-
-def _steps(value: Tensor, head_major: bool) -> tuple[int, int, int]:
-    """How many records on the next image, head and token are."""
-    _, tokens, heads, _ = value.shape
-    return (tokens * heads, tokens, 1) if head_major else (tokens * heads, 1, heads)
+def _value_records(value: Tensor, dtype: torch.dtype, head_major: bool) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """The maps as records, and how many records on the next image, head and token are."""
+    _, tokens, heads, width = value.shape
+    records = _records(_array(value.transpose(1, 2).contiguous() if head_major else value, dtype), width)
+    return records, (tokens * heads, tokens, 1) if head_major else (tokens * heads, 1, heads)
 
 
 def _array(x: Tensor, dtype: torch.dtype) -> np.ndarray:

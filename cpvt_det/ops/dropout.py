@@ -19,10 +19,23 @@ MOST = 1 - 2**-17
 """The probability from which on the kernel's 16 bits round to dropping everything."""
 
 
-def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
-    """``F.dropout``."""
-    seed = _kernel_seed(x, probability, training)
-    return F.dropout(x, probability, training) if seed is None else _Dropout.apply(x, probability, seed)
+def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool = False, residual: Tensor | None = None) -> Tensor:
+    """``F.dropout`` of ``x``, of its ReLU, or of ``x`` with a residual added to it.
+
+    Args:
+        x: float, of any shape.
+        probability: probability that an element becomes 0.
+        training: whether any does.
+        rectify: whether the ReLU is taken first; the output is then all that is kept for the backward pass.
+        residual: addend of the shape of ``x``, for a sum in one new tensor; ``None``: none.
+    """
+    assert not rectify or residual is None  # the output of a sum does not say where x was kept
+    is_plain = x.device.type == "cpu" and x.dtype in FLOATS and type(x) in (Tensor, nn.Parameter)
+    is_own = training and is_plain and 0 < probability < MOST and not torch.compiler.is_compiling()
+    if is_own and routes.is_on("dropout") and _kernel() is not None:
+        return _KernelDropout.apply(x, residual, probability, int(torch.randint(1 << 62, ())), rectify)
+    dropped = F.dropout(F.relu(x) if rectify else x, probability, training)
+    return dropped if residual is None else residual + dropped
 
 
 class Dropout(nn.Dropout):
@@ -34,61 +47,33 @@ class Dropout(nn.Dropout):
 
     def after_relu(self, x: Tensor) -> Tensor:
         """``F.dropout(F.relu(x))``, which keeps its output for the backward pass and nothing else."""
-        seed = _kernel_seed(x, self.p, self.training)
-        return F.dropout(F.relu(x), self.p, self.training) if seed is None else _ReluDropout.apply(x, self.p, seed)
+        return dropout(x, self.p, self.training, rectify=True)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + F.dropout(x)``, in one new tensor; both are of one shape."""
-        seed = _kernel_seed(x, self.p, self.training)
-        return residual + F.dropout(x, self.p, self.training) if seed is None else _AddDropout.apply(residual, x, self.p, seed)
+        return dropout(x, self.p, self.training, residual=residual)
 
 
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, probability, seed):
-        ctx.arguments = probability, seed
-        return _kernel().drop(x, probability, seed, rectify=False)
+class _KernelDropout(torch.autograd.Function):
+    """:func:`dropout` by the kernel. The backward pass draws the same once more; after a ReLU the output says what was kept."""
 
     @staticmethod
-    def backward(ctx, grad):
-        return _Dropout.apply(grad, *ctx.arguments), None, None
-
-
-class _AddDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, residual, x, probability, seed):
-        ctx.arguments, ctx.dtypes = (probability, seed), (residual.dtype, x.dtype)
-        dropped = _kernel().drop(x, probability, seed, rectify=False)
-        return dropped.add_(residual) if x.dtype == residual.dtype else residual + dropped
+    def forward(ctx, x, residual, probability, seed, rectify):
+        ctx.arguments, ctx.dtypes = (probability, seed), (x.dtype, None if residual is None else residual.dtype)
+        out = _kernel().drop(x, probability, seed, rectify)
+        ctx.save_for_backward(out if rectify else None)
+        if residual is None:
+            return out
+        return out.add_(residual) if x.dtype == residual.dtype else residual + out
 
     @staticmethod
     def backward(ctx, grad):
-        grads = [grad.to(dtype) for dtype in ctx.dtypes]
-        return grads[0], _Dropout.apply(grads[1], *ctx.arguments), None, None
-
-
-class _ReluDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, probability, seed):
-        ctx.scale = _kernel().keep_scale(probability)
-        out = _kernel().drop(x, probability, seed, rectify=True)
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        (out,) = ctx.saved_tensors  # positive where the input was and was kept
-        return torch.ops.aten.threshold_backward(grad, out, 0).mul_(ctx.scale), None, None
-
-
-def _kernel_seed(x: Tensor, probability: float, training: bool) -> int | None:
-    """The seed of a draw by the kernel, from torch's generator; ``None`` where the draw is torch's own."""
-    is_plain = x.device.type == "cpu" and x.dtype in FLOATS and type(x) in (Tensor, nn.Parameter)
-    if not training or not is_plain or not 0 < probability < MOST or torch.compiler.is_compiling():
-        return None
-    if not routes.is_on("dropout") or _kernel() is None:
-        return None
-    return int(torch.randint(1 << 62, ()))
+        (out,), (of_x, of_residual) = ctx.saved_tensors, ctx.dtypes
+        grad_residual = None if of_residual is None else grad.to(of_residual)
+        if out is None:
+            return _KernelDropout.apply(grad.to(of_x), None, *ctx.arguments, False), grad_residual, None, None, None
+        rectified = torch.ops.aten.threshold_backward(grad, out, 0)  # positive where the input was and was kept
+        return rectified.mul_(_kernel().keep_scale(ctx.arguments[0])), grad_residual, None, None, None
 
 
 @functools.cache

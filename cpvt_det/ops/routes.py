@@ -53,22 +53,19 @@ def is_on(route: str) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor on a CPU is torch's own, and is neither traced, nor compiled, nor transformed by ``torch.func``."""
+    """Whether a tensor on a CPU is torch's own, neither traced, compiled nor transformed by ``torch.func``, while nobody counts or
+    fakes what runs."""
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return False
-    return not torch.jit.is_tracing() and torch._C._functorch.peek_interpreter_stack() is None
+    is_watched = torch.jit.is_tracing() or _get_current_dispatch_mode() is not None
+    return not is_watched and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def takes(route: str, x: Tensor) -> bool:
-    """Whether a way of float32 is taken for ``x``: plain, not empty, without autocast, and while nobody counts or fakes what runs.
+    """Whether a way of float32 is taken for ``x``: plain, not empty, without autocast.
 
     ``torch.backends.mkldnn.enabled = False`` switches all of them off.
     """
     if not is_plain(x) or x.dtype != torch.float32 or x.numel() == 0:
         return False
-    return torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu") and not is_watched() and is_on(route)
-
-
-def is_watched() -> bool:
-    """Whether somebody counts or fakes what runs."""
-    return _get_current_dispatch_mode() is not None
+    return torch.backends.mkldnn.enabled and not torch.is_autocast_enabled("cpu") and is_on(route)

@@ -6,8 +6,7 @@ Start with :mod:`cpvt_det.position.registry` (the contract) and :mod:`cpvt_det.p
 
 from cpvt_det.position import peg_ablations, relative, rotary, sums  # noqa: F401, registers encodings
 from cpvt_det.position.learned import LearnedEncoding
-from cpvt_det.position.peg import PEGDetection
-from cpvt_det.position.peg_encoding import PEGEncoding
+from cpvt_det.position.peg import PEGDetection, PEGEncoding
 from cpvt_det.position.registry import POSITION_REGISTRY, PositionEncoding, build_position, register_position
 from cpvt_det.position.sine import SineEncoding
 from cpvt_det.position.table import TableEncoding

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEGDetection: the Positional Encoding Generator of CPVT's detection experiment."""
+"""The Positional Encoding Generator of CPVT's detection experiment, and as the encoder's encoding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpvt_det import defaults
 from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, make_norm
+from cpvt_det.position.registry import PositionEncoding, register_position
 from cpvt_det.structures import Size, has_padding, require_bool
 
 
@@ -100,10 +102,16 @@ class PEGDetection(nn.Module):
         Returns:
             (B, N, C); at padded tokens it means nothing.
         """
-        self._check(tokens, padding_mask, level_shapes)
+        require_bool(padding_mask)
+        lengths = [height * width for height, width in level_shapes]
+        if tokens.ndim != 3 or padding_mask.shape != tokens.shape[:2] or sum(lengths) != tokens.shape[1]:
+            shapes = " and ".join(str(tuple(shape)) for shape in level_shapes)
+            raise ValueError(
+                f"tokens {tuple(tokens.shape)}, padding_mask {tuple(padding_mask.shape)} and shape {shapes} disagree; "
+                "expected (B, H * W, C), (B, H * W) and (H, W)"
+            )
         is_masked = self.mask_input and has_padding(padding_mask)
         x = tokens.masked_fill(padding_mask[..., None], 0) if is_masked else tokens
-        lengths = [height * width for height, width in level_shapes]
         levels = zip(x.split(lengths, dim=1), padding_mask.split(lengths, dim=1), level_shapes, strict=True)
         branches = [self._convolve(*level) for level in levels]
         branch = branches[0] if len(branches) == 1 else torch.cat(branches, dim=1)
@@ -153,17 +161,6 @@ class PEGDetection(nn.Module):
         if not is_foldable and not isinstance(self.norm, NoNorm):
             raise ValueError(f"only a batch norm in evaluation mode can be folded, got {type(self.norm).__name__}; call eval()")
 
-    @staticmethod
-    def _check(tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> None:
-        require_bool(padding_mask)
-        cells = sum(height * width for height, width in level_shapes)
-        if tokens.ndim != 3 or padding_mask.shape != tokens.shape[:2] or cells != tokens.shape[1]:
-            shapes = " and ".join(str(tuple(shape)) for shape in level_shapes)
-            raise ValueError(
-                f"tokens {tuple(tokens.shape)}, padding_mask {tuple(padding_mask.shape)} and shape {shapes} disagree; "
-                "expected (B, H * W, C), (B, H * W) and (H, W)"
-            )
-
 
 def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
     """Add the encoding of one PEG for all levels, or of one for each; arguments as in :meth:`PEGDetection.encode_levels`.
@@ -176,3 +173,73 @@ def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Te
     lengths = [height * width for height, width in level_shapes]
     levels = zip(pegs, tokens.split(lengths, 1), padding_mask.split(lengths, 1), level_shapes, strict=True)
     return torch.cat([peg(part, mask, shape) for peg, part, mask, shape in levels], dim=1)
+
+
+class PEGEncoding(PositionEncoding):
+    """:class:`PEGDetection` after chosen encoder layers, alone or beside an encoding that is added or acts in the attention.
+
+    Args:
+        channels: C.
+        num_levels: L.
+        num_layers: encoder layers, the bound of ``positions``.
+        additive: builder, from the channels, of the encoding beside it; ``None``: there is none.
+        peg: builder of one PEG, from the channels and the last four arguments: :class:`PEGDetection` or one of
+            ``position/peg_ablations.py``.
+        positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
+        share_levels: one PEG for all levels at a position, whose norm looks at all of them, instead of one for each.
+        kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`.
+
+    Raises:
+        ValueError: positions outside [-1, ``num_layers`` - 1], double, or none at all.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_levels: int = 1,
+        num_layers: int = defaults.LAYERS,
+        additive: Callable[[int], PositionEncoding] | None = None,
+        peg: Callable[..., nn.Module] = PEGDetection,
+        positions: Sequence[int] = (0,),
+        share_levels: bool = False,
+        kernel_size: int = 3,
+        norm: str = "BN",
+        mask_input: bool = True,
+        zero_init: bool = False,
+    ):
+        super().__init__()
+        if not positions or len(set(positions)) != len(positions) or not all(-1 <= p < num_layers for p in positions):
+            raise ValueError(
+                f"PEG positions must be different layers from -1 (before the first) to {num_layers - 1}, got {list(positions)}"
+            )
+        self.additive = None if additive is None else additive(channels)
+        self.pegs = nn.ModuleDict(
+            {
+                "before" if position < 0 else str(position): nn.ModuleList(
+                    peg(channels, kernel_size, norm, mask_input, zero_init) for _ in range(1 if share_levels else num_levels)
+                )
+                for position in positions
+            }
+        )
+
+    def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor] | None:
+        return None if self.additive is None else self.additive(features, padding_masks)
+
+    def inject(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        key = "before" if layer < 0 else str(layer)
+        if key not in self.pegs:
+            return tokens
+        return encode_levels(self.pegs[key], tokens, padding_mask, level_shapes)
+
+    def place(
+        self, queries: Tensor, keys: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        inputs = (queries, keys, padding_mask, level_shapes, layer)
+        return super().place(*inputs) if self.additive is None else self.additive.place(*inputs)
+
+    @property
+    def acts_in_attention(self) -> bool:
+        return self.additive is not None and self.additive.acts_in_attention
+
+
+register_position("peg")(PEGEncoding)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.position.peg import PEGDetection
-from cpvt_det.position.peg_encoding import PEGEncoding
+from cpvt_det.position.peg import PEGDetection, PEGEncoding
 from cpvt_det.position.registry import PositionEncoding, register_position
 from cpvt_det.structures import Size
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from cpvt_det import defaults
-from cpvt_det.position.peg import PEGDetection
+from cpvt_det.position.peg import PEGDetection, PEGEncoding
 from cpvt_det.position.peg_ablations import ABLATIONS
-from cpvt_det.position.peg_encoding import PEGEncoding
 from cpvt_det.position.registry import PositionEncoding, register_position
 
 

@@ -43,19 +43,18 @@ class SineEncoding(PositionEncoding):
         self.normalize = normalize
 
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
-        for mask in padding_masks:
+        encoded = []
+        for feature, mask in zip(features, padding_masks, strict=True):
             require_bool(mask)
-        return [self._encode(~mask, feature.dtype) for feature, mask in zip(features, padding_masks, strict=True)]
-
-    def _encode(self, valid: Tensor, dtype: torch.dtype) -> Tensor:
-        compute, axes = torch.promote_types(dtype, torch.float32), []
-        for dim in (1, 2):
-            index = valid.cumsum(dim).to(compute)  # (B, H, W), of cells from 1
-            angle = index + self.offset
-            if self.normalize:
-                angle = angle / (index.narrow(dim, index.shape[dim] - 1, 1) + 1e-6) * (2 * math.pi)
-            axes.append(sines(angle, self.channels_per_axis, self.temperature))
-        return torch.cat(axes, dim=-1).permute(0, 3, 1, 2).to(dtype)  # (B, H, W, C) -> (B, C, H, W)
+            axes = []
+            for dim in (1, 2):
+                index = (~mask).cumsum(dim).to(torch.promote_types(feature.dtype, torch.float32))  # (B, H, W), of cells from 1
+                angle = index + self.offset
+                if self.normalize:
+                    angle = angle / (index.narrow(dim, index.shape[dim] - 1, 1) + 1e-6) * (2 * math.pi)
+                axes.append(sines(angle, self.channels_per_axis, self.temperature))
+            encoded.append(torch.cat(axes, dim=-1).permute(0, 3, 1, 2).to(feature.dtype))  # (B, H, W, C) -> (B, C, H, W)
+        return encoded
 
 
 def sines(angle: Tensor, channels: int, temperature: float = defaults.TEMPERATURE) -> Tensor:

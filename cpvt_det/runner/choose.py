@@ -65,7 +65,7 @@ def choose_settings(
         datasets: the training set and the validation set.
         machine: facts of the machine.
         budget: seconds of the run, from its first step to its last evaluation.
-        tell: called with a line after each measurement.
+        tell: function that is called with a line after each measurement.
 
     Returns:
         All keys that the run needs, in the order in which they are to be read.

@@ -58,7 +58,9 @@ def measure(task: Any, detector: nn.Module, datasets: Sequence[Any], output: Pat
     Raises:
         RunStoppedError: weights that are not finite.
     """
-    _require_finite(detector)
+    broken = not_finite(detector.state_dict())
+    if broken:  # not all of it shows in a score, and the figures would mean nothing
+        raise RunStoppedError(f"the weights are not finite ({broken}) and are not evaluated")
     distributed.share_buffers(detector)
     results: Results = {}
     thresholds = None
@@ -103,26 +105,20 @@ def _evaluate_one(
             bar.update(len(samples) * distributed.world_size())
     for state in distributed.gather_to_first(evaluator.state())[1:]:
         evaluator.merge(state)
-    measured = _figures(task, evaluator, dataset, folder, with_thresholds) if is_first else None
+    measured = None
+    if is_first:
+        results = evaluator.evaluate()
+        task.write_outputs(evaluator, folder)
+        logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
+        measured = results, evaluator.thresholds() if with_thresholds and hasattr(evaluator, "thresholds") else None
     return distributed.broadcast_object(measured)
 
 
-def _figures(task: Any, evaluator: Any, dataset: Any, folder: Path, with_thresholds: bool) -> tuple[Results, Thresholds | None]:
-    results = evaluator.evaluate()
-    task.write_outputs(evaluator, folder)
-    logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
-    return results, evaluator.thresholds() if with_thresholds and hasattr(evaluator, "thresholds") else None
-
-
-def _require_finite(detector: nn.Module) -> None:
-    """Refuse weights that are not finite: not all of them show in a score, and the figures would mean nothing."""
-    broken = not_finite(detector.state_dict())
-    if broken:
-        raise RunStoppedError(f"the weights are not finite ({broken}) and are not evaluated")
-
-
 def draw_run(output: Path) -> None:
-    """Draw the curves of a run; one without figures, because somebody removed ``metrics.json``, is finished all the same."""
+    """Draw the curves of a run, in the first process; one without figures, because somebody removed ``metrics.json``, is finished
+    all the same."""
+    if distributed.rank() != 0:
+        return
     try:
         draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
     except DataError as error:

@@ -63,7 +63,7 @@ def sizes_table(results: Mapping[str, Results], main_figure: str, figures: Seque
 
     Args:
         results: result of :func:`evaluate_sizes`.
-        main_figure, figures: as of a task.
+        main_figure, figures: names of figures, as a task has them.
     """
     group = main_figure.rpartition("/")[0]
     by_size = {size: flatten(found) for size, found in results.items()}

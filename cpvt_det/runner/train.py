@@ -3,14 +3,18 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from fvcore.common.config import CfgNode
+from torch import nn
 
-from cpvt_det import builders, distributed
+from cpvt_det import builders
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState, TrainerState
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
+from cpvt_det.data.coco import Classes
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
@@ -89,22 +93,15 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
 
-    best_figure = cfg.TEST.BEST_FIGURE or task.main_figure
-    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(output), task.describe(records), best_figure=best_figure)
-    torch.manual_seed(state.seed)
-    detector = builders.build_detector(cfg).to(builders.build_device(cfg))
-    model = wrap_for_processes(task.build_training_model(detector))
-    state.ema = builders.build_ema(cfg, detector)
-    step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), length, state.seed, state.ema)
-    trainer = TrainerState(step)
+    detector, trainer, state = build_run(cfg, task, records, classes, length, output)
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
     evaluations, losses = RunEvaluations(cfg, task, records, tests, checkpointer), LossWatch()
     start = checkpointer.begin(resume)
     record_agents(output, state.run_id)
     if start == 0:
         load_initial_weights(cfg, detector, classes)
-    else:
-        step.seed = state.seed
+    step = trainer.step
+    step.seed = state.seed  # a resumed run's own
     write_config(cfg)
     logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(detector))
 
@@ -145,13 +142,35 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
                     results = evaluate_after(iteration)
                 elif told.is_over:
                     guard.save_final(iteration)
-        if distributed.rank() == 0:
-            draw_run(output)
+        draw_run(output)
         if tests:
             choose_threshold(cfg, state.thresholds)
             task.show_results(evaluated, tests, results, output)
     log_next_steps(cfg, state, output)
     return results
+
+
+def build_run(
+    cfg: CfgNode, task: Any, records: Sequence[Any], classes: Classes, length: TrainingSchedule, output: Path
+) -> tuple[nn.Module, TrainerState, RunState]:
+    """The model, the trainer whose step changes it, and what else a checkpoint keeps of a run.
+
+    Args:
+        cfg: config of the run.
+        task: task of the run.
+        records: images to train on.
+        classes: classes of the data.
+        length: schedule of the run.
+        output: ``OUTPUT_DIR``.
+    """
+    best_figure = cfg.TEST.BEST_FIGURE or task.main_figure
+    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(output), task.describe(records), best_figure=best_figure)
+    torch.manual_seed(state.seed)
+    detector = builders.build_detector(cfg).to(builders.build_device(cfg))
+    model = wrap_for_processes(task.build_training_model(detector))
+    state.ema = builders.build_ema(cfg, detector)
+    step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), length, state.seed, state.ema)
+    return detector, TrainerState(step), state
 
 
 def is_due(iteration: int, length: TrainingSchedule) -> bool:

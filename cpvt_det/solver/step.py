@@ -38,8 +38,8 @@ class TrainingModel(nn.Module):
     """A detector and its criterion as one module, so that one call of a wrapper (DDP) makes the losses.
 
     Args:
-        detector: its state dict is what checkpoints hold.
-        criterion: the set loss; it has no parameters.
+        detector: any detector with ``preprocess``; its state dict is what checkpoints hold.
+        criterion: the set loss, of the same classification; it has no parameters.
     """
 
     def __init__(self, detector: nn.Module, criterion: SetCriterion):
@@ -48,8 +48,16 @@ class TrainingModel(nn.Module):
         self.criterion = criterion
 
     def forward(self, samples: Sequence[Sample], normalizers: Normalizers | None = None) -> Losses:
-        """The losses of samples with ``image`` and ``targets``; ``normalizers`` as in :class:`SetCriterion`."""
-        return compute_losses(self.detector, self.criterion, samples, normalizers)
+        """Samples -> losses, in one process.
+
+        Args:
+            samples: each with ``image`` (3, h, w) in [0, 255] and ``targets``.
+            normalizers: divisors of the whole step, if these samples are a part of it.
+        """
+        batch = self.detector.preprocess([sample["image"] for sample in samples])
+        targets = [sample["targets"].to(batch.images.device) for sample in samples]
+        predictions = self.detector(batch.images, batch.padding_mask, targets)
+        return self.criterion(predictions, targets, normalizers)
 
     def normalizers(self, samples: Sequence[Sample]) -> Normalizers:
         """The divisors of a whole step, for :meth:`forward` with a part of its samples."""
@@ -63,23 +71,6 @@ def wrap_for_processes(model: TrainingModel) -> nn.Module:
         return model
     device = model.detector.pixel_mean.device
     return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
-
-
-def compute_losses(
-    detector: nn.Module, criterion: SetCriterion, samples: Sequence[Sample], normalizers: Normalizers | None = None
-) -> Losses:
-    """Samples -> losses, in one process.
-
-    Args:
-        detector: any detector with ``preprocess``.
-        criterion: the set loss, of the same classification.
-        samples: each with ``image`` (3, h, w) in [0, 255] and ``targets``.
-        normalizers: divisors of the whole step, if these samples are a part of it.
-    """
-    batch = detector.preprocess([sample["image"] for sample in samples])
-    targets = [sample["targets"].to(batch.images.device) for sample in samples]
-    predictions = detector(batch.images, batch.padding_mask, targets)
-    return criterion(predictions, targets, normalizers)
 
 
 class Whole(NamedTuple):

@@ -15,7 +15,7 @@ from cpvt_det.config import load_cfg as load_core_cfg
 from cpvt_det.errors import ConfigError, WeightsError
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.train import run as run_builtin
-from cpvt_det.solver.step import compute_losses
+from cpvt_det.solver.step import TrainingModel
 from cpvt_det.tasks.registry import build_task
 
 pytestmark = pytest.mark.detectron2
@@ -87,7 +87,7 @@ def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, posit
     records = builders.load_splits(core_cfg)[0][0].records
     samples = next(iter(builders.build_train_loader(core_cfg, records, seed=0)))
     torch.manual_seed(1)
-    ours = compute_losses(detector.train(), builders.build_criterion(core_cfg), samples).losses
+    ours = TrainingModel(detector.train(), builders.build_criterion(core_cfg))(samples).losses
     torch.manual_seed(1)
     theirs = model.train()(samples)
     assert ours.keys() == theirs.keys()

@@ -10,7 +10,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det.builders import build_detector, build_encoder_position
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError
-from cpvt_det.position.peg_encoding import PEGEncoding
+from cpvt_det.position.peg import PEGEncoding
 from cpvt_det.position.registry import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.structures import padding_mask_of
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from cpvt_det.builders import build_detector
 from cpvt_det.ops.deformable_attention import ms_deform_attn
-from cpvt_det.position.peg_encoding import PEGEncoding
+from cpvt_det.position.peg import PEGEncoding
 from cpvt_det.visualize.forward_record import attention_layers
 from cpvt_det.visualize.recording import attention_weights, record_added, record_inputs, sampling_points
 

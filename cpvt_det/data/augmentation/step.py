@@ -14,16 +14,15 @@ from cpvt_det.data.augmentation.visible import clip_to_visible
 from cpvt_det.errors import BadInputError, ConfigError, first_line
 
 
-def as_scene(image: Tensor, boxes: Any, labels: Tensor, clips: bool = False) -> Scene:
-    """An image and its objects in the types of torchvision.
+def as_scene(image: Tensor, boxes: Any, labels: Tensor) -> Scene:
+    """An image and its objects in the types of torchvision, whose transforms do not clip these boxes.
 
     Args:
         image, labels: as in :data:`Scene`.
         boxes: array or tensor, as in :data:`Scene`.
-        clips: whether torchvision's transforms clip the boxes.
     """
-    plain, mode = torch.as_tensor(boxes, dtype=torch.float32).as_subclass(Tensor), "soft" if clips else None
-    placed = tv_tensors.BoundingBoxes(plain, format="XYXY", canvas_size=image.shape[-2:], clamping_mode=mode)
+    plain = torch.as_tensor(boxes, dtype=torch.float32).as_subclass(Tensor)
+    placed = tv_tensors.BoundingBoxes(plain, format="XYXY", canvas_size=image.shape[-2:], clamping_mode=None)
     return tv_tensors.Image(image), placed, labels
 
 

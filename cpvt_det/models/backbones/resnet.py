@@ -125,18 +125,16 @@ class ResNetBackbone(nn.Module):
         Returns:
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
-        sizes = valid_sizes(padding_mask) if self.mask_padding and has_padding(padding_mask) else None
-        is_free = routes.is_plain(images) and not routes.is_watched()  # operations are counted of the whole canvas
-        if sizes is None or not is_free or not self._keeps_images_apart():
-            return self._extract(images, padding_mask)
-        parts = parts_of(tuple(images.shape[2:]), sizes, self.size_divisibility)
-        if len(parts) == 1 and parts[0].canvas == tuple(images.shape[2:]):
-            return self._extract(images, padding_mask)
-        return in_parts(self._extract, images, padding_mask, parts, self.strides)
-
-    def _keeps_images_apart(self) -> bool:
-        """Whether no norm counts the batch."""
-        return not any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
+        # Who counts operations counts those of the whole canvas; and a norm in training looks at the whole batch.
+        may_cut = self.mask_padding and has_padding(padding_mask) and routes.is_plain(images)
+        may_cut = may_cut and not any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
+        sizes = valid_sizes(padding_mask) if may_cut else None
+        if sizes is not None:
+            canvas = tuple(images.shape[2:])
+            parts = parts_of(canvas, sizes, self.size_divisibility)
+            if [part.canvas for part in parts] != [canvas]:
+                return in_parts(self._extract, images, padding_mask, parts, self.strides)
+        return self._extract(images, padding_mask)
 
     def _extract(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """The maps of a batch that is computed at once."""
@@ -216,17 +214,13 @@ class _ValidCells:
             return x.mul_(self.at(stride).to(x.dtype)).relu_()
         return _RectifyValid.apply(x, [tuple(-(-side // stride) for side in size) for size in self._sizes])
 
-    def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int) -> Tensor:
-        """``norm(convolution(x))``, of this stride, in memory that nobody else needs; statistics come from valid cells alone."""
+    def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
+        """``norm(convolution(x))``, of this stride, in memory that nobody else needs; statistics come from valid cells alone. And
+        ``residual``, if any, is added, which nobody else needs where gradients are off."""
         if isinstance(norm, FrozenBatchNorm2d):
-            return convolve(convolution, x, norm)
-        return norm(convolve(convolution, x), self.at(stride))
-
-    def add_convolved(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor) -> Tensor:
-        """:meth:`convolve` and ``residual``, which nobody else needs where gradients are off."""
-        if isinstance(norm, FrozenBatchNorm2d):
-            return add_convolved(convolution, x, norm, residual)
-        return self.convolve(convolution, norm, x, stride).add_(residual)
+            return convolve(convolution, x, norm) if residual is None else add_convolved(convolution, x, norm, residual)
+        out = norm(convolve(convolution, x), self.at(stride))
+        return out if residual is None else out.add_(residual)
 
 
 class _RectifyValid(torch.autograd.Function):
@@ -262,10 +256,10 @@ def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _V
     if isinstance(block, Bottleneck):
         x = valid.rectify(valid.convolve(block.conv1, block.bn1, x, stride), stride)
         x = valid.convolve(block.conv2, block.bn2, x, out_stride).relu_()
-        x = valid.add_convolved(block.conv3, block.bn3, x, out_stride, shortcut)
+        x = valid.convolve(block.conv3, block.bn3, x, out_stride, shortcut)
     else:
         x = valid.rectify(valid.convolve(block.conv1, block.bn1, x, out_stride), out_stride)
-        x = valid.add_convolved(block.conv2, block.bn2, x, out_stride, shortcut)
+        x = valid.convolve(block.conv2, block.bn2, x, out_stride, shortcut)
     return valid.rectify(x, out_stride) if is_looked_across else x.relu_(), out_stride
 
 

@@ -36,12 +36,12 @@ class TransformerInTransformer(VisionTransformer):
         channels, num_layers, num_heads, position, patch_size, num_tokens, drop_path, stages, checkpointing: as in
             :class:`VisionTransformer`; patches have at least 4 pixels a side.
         inner_channels: channels of pixel tokens, a multiple of 4.
-        legacy: as in the first version of the article: the stem's convolution looks beyond a patch, and pixels reach patches by a
+        legacy: form of the article's first version: the stem's convolution looks beyond a patch, and pixels reach patches by a
             norm for each and a linear layer.
         squeeze: the outer networks' outputs are weighted by channel (SE).
 
     Attributes:
-        pixel_mean, pixel_std: of the public weights.
+        pixel_mean, pixel_std: statistics of the channels, for the public weights.
 
     Raises:
         ValueError: as :class:`VisionTransformer`, and for patches of fewer than 4 pixels a side.
@@ -98,7 +98,7 @@ class _PixelsToPatch(nn.Module):
 
     Args:
         inner_channels, num_pixels, channels: C', N and C.
-        bias: of the linear layer.
+        bias: whether the linear layer has one.
         per_pixel: a norm over the channels of each pixel instead of all pixels together, and none after the linear layer.
     """
 

@@ -46,7 +46,7 @@ class VisionTransformer(nn.Module):
         patch_size: side of a patch in pixels, a power of 2.
         num_tokens: tokens beside the patches: 1, the class token; 2, with a distillation token; or 0. Encodings pass them by;
             beside a table each has a vector of its own.
-        drop_path: that of the last layer, as in :class:`cpvt_det.models.encoder.Encoder`.
+        drop_path: rate of the last layer, as in :class:`cpvt_det.models.encoder.Encoder`.
         stages: the one map, of stride 2 ** n; ``None``: whatever it is.
         checkpointing: layers are computed again in the backward pass instead of kept.
         layers: options of a subclass's layers.
