@@ -46,7 +46,7 @@ ELSEWHERE = {
     r"cpvt-det shapes datasets/shapes$": "tests/data/test_shapes.py draws fewer",
 }
 """Commands, by pattern, and why they are not run here."""
-SMALL_IMAGES = {"analyze": ["--sizes", "64"], "position": ["--size", "64x96"]}
+SMALL_IMAGES = {"analyze": ["--sizes", "64"], **{key: ["--size", "64x96"] for key in ("position", "patches", "features", "pixels")}}
 """Options that come after and so win."""
 DOCUMENTED = list(dict.fromkeys(text for path in DOCUMENTS for text in commands(path)))
 
