@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as TF
 from cpvt_det.data.images import read_image
 
 SIDE = 32
-TRAIN, SWEPT = 1000, 200  # images of a class: the first by name, of 5,000 and of 1,000
+TRAIN, SWEPT = 500, 200  # images of a class: the first by name, of 5,000 and of 1,000
 CANVASES = (24, 28, 32, 40, 48, 56, 64)
 
 

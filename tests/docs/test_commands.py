@@ -32,6 +32,7 @@ ELSEWHERE = {
     r"make (quickstart|test|matrix)\b": "its parts are commands of their own, or how tests and site are run",
     r"(pip|git|apt-get|python3 -m venv) ": "installs",
     r"export DETECTRON2_ENV_MODULE=cpvt_det.d2$": "tests/d2/test_detectron2_home.py",
+    r"python studies/classifiers/prepare.py ": "60,000 images: tests/study/test_classifier_study.py",
     r"python (\$D2|detectron2)/tools/": "detectron2's own: tests/d2/test_detectron2_home.py, tests/plug/test_plug_detectron2.py",
     r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/checkpoint/test_checkpoint.py",
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
