@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """detectron2's RetinaNet on a CPVT-Ti, trained for 200 iterations by detectron2's own script: whether the loss falls.
 
-As in ``python benchmarks/detectron2_cpvt.py detectron2/tools/train_net.py --output benchmarks/results``, with detectron2, and with the
-shapes data set in ``datasets/shapes`` (``cpvt-det shapes datasets/shapes``).
+As in ``python benchmarks/detectron2_cpvt.py detectron2/tools/train_net.py --output benchmarks/results``, with detectron2, and the
+shapes in ``datasets/shapes`` (``cpvt-det shapes datasets/shapes``).
 """
 
 import json
