@@ -58,7 +58,9 @@ PLAN = {
 def write_plan(folder, **changes):
     cfg = load_cfg("", class_words(draw_folders(folder / "data"), folder / "unused", **VIT))
     (folder / "small.yaml").write_text(cfg.dump(), encoding="utf-8")
-    (folder / "plan.yaml").write_text(yaml.safe_dump({"output": str(folder / "output"), **PLAN, **changes}), encoding="utf-8")
+    (folder / "plan.yaml").write_text(
+        yaml.safe_dump({"output": str(folder / "output"), **PLAN, **changes}, sort_keys=False), encoding="utf-8"
+    )
     return folder / "plan.yaml"
 
 
@@ -103,7 +105,7 @@ def test_a_changed_evaluation_is_measured_again_and_not_trained(done):
 
 def write_plan_beside(path, **changes):
     content = yaml.safe_load(path.read_text())
-    path.with_name("changed.yaml").write_text(yaml.safe_dump({**content, **changes}), encoding="utf-8")
+    path.with_name("changed.yaml").write_text(yaml.safe_dump({**content, **changes}, sort_keys=False), encoding="utf-8")
     return path.with_name("changed.yaml")
 
 
