@@ -14,6 +14,8 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.options import build_any, config_options, load_any
+from cpvt_det.cli.show_options import output_option, read_size, weights_config_option
+from cpvt_det.cli.show_patches import features, patches, pixels
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.images import read_image
@@ -23,7 +25,6 @@ from cpvt_det.models import Detector
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.runner.setup import choose_seed
 from cpvt_det.solver.step import split_samples
-from cpvt_det.structures import Size
 from cpvt_det.tasks import build_task
 from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
@@ -31,14 +32,6 @@ from cpvt_det.visualize.data import draw_batches, draw_denoising
 from cpvt_det.visualize.forward_record import Point, centers_of, record_forward, tokens_at
 from cpvt_det.visualize.images import images_of_size
 from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels
-
-output_option = click.option(
-    "--output", required=True, type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Folder for the pictures."
-)
-
-weights_config_option = click.option(
-    "--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'."
-)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -108,7 +101,7 @@ def position(sources: tuple[str, ...], output: Path, size: str, source: str, con
       cpvt-det show position output/none/model_best.pth output/sine/model_best.pth output/peg/model_best.pth --output pictures
       cpvt-det show position quickstart/detr_peg.yaml output/peg/model_best.pth --output pictures --size 128x192 --input photos
     """
-    sides = _size(size)
+    sides = read_size(size)
     models = [_model(name, config_file) for name in sources]
     stride = max(model.detector.size_divisibility for model in models)
     if min(sides) < stride:
@@ -165,6 +158,10 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
         click.echo(f"{path}: {draw_denoising(_parts(task, records), detector, denoising, classes, count, path)} images")
 
 
+for _command in (patches, features, pixels):
+    show.add_command(_command)
+
+
 def _parts(task: Any, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:
     """Parts of training batches that are worked through at the same time."""
     for samples in task.build_train_loader(records, task.cfg.SEED):
@@ -191,13 +188,6 @@ def _load_detector(weights: str, config_file: str) -> Trained:
     if not isinstance(trained.detector, Detector):
         raise BadInputError(f"{weights} is a {type(trained.detector).__name__}; this picture is of detectors")
     return trained
-
-
-def _size(text: str) -> Size:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if match is None:
-        raise BadInputError(f"--size {text!r} is not HEIGHTxWIDTH, such as 480x640")
-    return int(match[1]), int(match[2])
 
 
 def _point(word: str) -> Point:

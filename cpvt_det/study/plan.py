@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from fvcore.common.config import CfgNode
 
-from cpvt_det.builders import build_encoder_position
-from cpvt_det.builders.unused import refuse_unused
+from cpvt_det.builders import build_backbone, build_encoder_position, is_classifier
+from cpvt_det.builders.unused import backbone_position, refuse_unused
 from cpvt_det.config import SAME_RUN, flat_items, get_cfg, load_cfg, merge_checked
 from cpvt_det.data.shapes.dataset import describe
 from cpvt_det.data.shapes.scene import ShapesSpec
@@ -54,8 +54,8 @@ class Group:
         keys: config keys of all variants.
         beside: variants of earlier groups, as ``group/variant``, that tables show with these.
         baselines: variants that the others are compared with, of this group or of ``beside``.
-        sweeps: sweeps of the plan that every trained detector is evaluated on.
-        probes: names from ``PROBES`` that are measured of every trained detector.
+        sweeps: sweeps of the plan that every trained model is evaluated on.
+        probes: names from ``PROBES`` that are measured of every trained detector; none of a classifier.
         weights: ``group/variant`` whose weights of the same seed the runs start from.
         backbone: ``group/variant/seed`` whose backbone the runs start from.
         title: what figures call the group; its name if empty.
@@ -110,13 +110,15 @@ class Plan:
         folder: folder of the plan's file; records are written to ``results`` in it.
         output: folder for checkpoints, logs and drawn data sets.
         data: shapes data sets.
-        sweeps: name -> data set -> its number on an axis.
+        evaluations: name -> config keys of an evaluation, such as another data set or another size of the images.
+        sweeps: name -> data set of ``data`` or name in ``evaluations`` -> its number on an axis.
         groups: groups in the order of running.
     """
 
     folder: Path
     output: Path
     data: Sequence[DrawnData]
+    evaluations: Mapping[str, Mapping[str, Any]]
     sweeps: Mapping[str, Mapping[str, float]]
     groups: Sequence[Group]
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -169,6 +171,16 @@ class Plan:
             cfg.MODEL.BACKBONE.WEIGHTS = str(self.output_of(group.backbone) / "backbone.pth")
         return cfg
 
+    def swept_config_of(self, run: Run, name: str) -> CfgNode:
+        """The config of a run, for the evaluation on one data set of a sweep.
+
+        Raises:
+            ConfigError: as :meth:`config_of`.
+        """
+        cfg, keys = self.config_of(run), self.evaluations.get(name, {"DATASETS.TEST": [name]})
+        merge_checked(cfg, _nested(keys), f"the plan, {name}")
+        return cfg
+
     def figures_of(self, group: Group) -> tuple[str, ...]:
         """The figures that a record of the group has, by the task of its config; the main one first."""
         if group.name not in self._figures:
@@ -194,9 +206,9 @@ class Plan:
         return self._fingerprints.setdefault(run.name, _hash([keys, data, before]))
 
     def measured_fingerprint(self, group: Group) -> str:
-        """Twelve digits that change with what is measured of a group's trained detectors."""
-        drawn = {data.name: data.describe() for data in self.data}
-        sweeps = {sweep: {name: drawn[name] for name in self.sweeps[sweep]} for sweep in group.sweeps}
+        """Twelve digits that change with what is measured of a group's trained models."""
+        known = {data.name: data.describe() for data in self.data} | self.evaluations
+        sweeps = {sweep: {name: known[name] for name in self.sweeps[sweep]} for sweep in group.sweeps}
         return _hash([sweeps, {probe: VERSIONS[probe] for probe in group.probes}])
 
     def origins(self, run: Run) -> list[str]:
@@ -227,9 +239,10 @@ def load_plan(path: str | Path) -> Plan:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         data = [DrawnData(name, keys["images"], keys["seed"], _spec(keys)) for name, keys in content.get("data", {}).items()]
         groups = [_group(name, keys) for name, keys in content["groups"].items()]
-        plan = Plan(path.parent, Path(content["output"]), data, content.get("sweeps", {}), groups)
+        measured = content.get("evaluations", {}), content.get("sweeps", {})
+        plan = Plan(path.parent, Path(content["output"]), data, *measured, groups)
         for sweep, sets in plan.sweeps.items():
-            _require_known(f"data set of sweep {sweep}", sets, [drawn.name for drawn in data])
+            _require_known(f"data set of sweep {sweep}", sets, [*(drawn.name for drawn in data), *plan.evaluations])
         for number, group in enumerate(groups):
             _check_group(plan, group, groups[:number])
     except ConfigError:
@@ -251,9 +264,22 @@ def _check_group(plan: Plan, group: Group, earlier: Sequence[Group]) -> None:
     for run in group.runs():
         _require_known(f"run of an earlier group that {run.name} starts from", plan.origins(run), before)
     for variant in group.variants:
-        cfg = plan.config_of(Run(group, variant, 0))  # MODEL.POSITION accepts any key until the encoding is built
+        cfg = plan.config_of(Run(group, variant, 0))
+        if group.probes and is_classifier(cfg):
+            raise ConfigError(f"probes are of detectors, but {group.name}/{variant} is a classifier")
+        _check_config(cfg)
+    for name in swept:
+        plan.swept_config_of(next(group.runs()), name)
+
+
+def _check_config(cfg: CfgNode) -> None:
+    """Build what has an encoding: its node accepts any key until then."""
+    if not is_classifier(cfg):
         build_encoder_position(cfg, cfg.MODEL.DETR.HIDDEN_DIM, 1, cfg.MODEL.DETR.ENC_LAYERS)
-        refuse_unused(cfg)
+    if backbone_position(cfg):
+        with config_errors("MODEL.BACKBONE"):
+            build_backbone(cfg)
+    refuse_unused(cfg)
 
 
 def _require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:

@@ -212,9 +212,7 @@ def evaluate_sweep(plan: Plan, run: Run, trained: Trained, sweep: str) -> dict[s
     """
     found = {}
     for name in plan.sweeps[sweep]:
-        cfg = plan.config_of(run)
-        cfg.DATASETS.TEST = [name]
-        task = build_task(cfg)
+        task = build_task(plan.swept_config_of(run, name))
         tests = task.load_tests()
         try:
             with tempfile.TemporaryDirectory() as folder:  # for the detections, some MB

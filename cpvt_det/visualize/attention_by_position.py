@@ -51,9 +51,13 @@ class AttentionByPosition:
                 count[window] += 1
         return total / count
 
+    def pairs(self) -> Tensor:
+        """(H W, H W) float, of query and key, in multiples of even attention."""
+        return self._flat() * math.prod(self.shape)
+
     def on_itself(self) -> float:
         """The mean weight of a query's own cell, in multiples of even attention."""
-        return self._flat().diagonal().mean().item() * math.prod(self.shape)
+        return self.pairs().diagonal().mean().item()
 
     def distance(self) -> float:
         """The mean distance from query to key, in cells."""
@@ -78,7 +82,6 @@ def dense_models(models: Sequence[NamedDetector]) -> list[NamedDetector]:
     return [model for model in models if not model.detector.needs_references and attention_layers(model.detector)["encoder"]]
 
 
-@torch.no_grad()
 def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int) -> AttentionByPosition:
     """Average the attention of an encoder layer.
 
@@ -89,14 +92,31 @@ def average_attention(detector: nn.Module, images: Sequence[Tensor], layer: int)
     """
     layers = attention_layers(detector)["encoder"]
     layer = min(layer, len(layers) - 1)
+    return mean_attention(detector, images, layer, layers[layer], detector.backbone.strides[-1])
+
+
+@torch.no_grad()
+def mean_attention(
+    model: nn.Module, images: Sequence[Tensor], layer: int, attention: nn.Module, stride: int, special: int = 0
+) -> AttentionByPosition:
+    """Average the attention of one layer of a model.
+
+    Args:
+        model: a model of images in evaluation mode; not changed.
+        images: (3, h, w) uint8 each, all of one size.
+        layer: index of the layer.
+        attention: its attention.
+        stride: pixels per cell.
+        special: tokens before those of the cells, such as a class token. They are left out, as queries and as keys: what a query
+            gives to them is missing in the sum of its weights.
+    """
     total = 0.0
     for image in images:
-        batch = detector.preprocess([image])
-        with record_inputs({"chosen": layers[layer]}) as inputs:
-            detector(batch.images, batch.padding_mask)
-        total = total + attention_weights(layers[layer], *inputs["chosen"])[0].mean(0)
-    stride = detector.backbone.strides[-1]
-    shape = tuple(side // stride for side in batch.images.shape[2:])
+        batch = model.preprocess([image])
+        with record_inputs({"chosen": attention}) as inputs:
+            model(batch.images, batch.padding_mask)
+        total = total + attention_weights(attention, *inputs["chosen"])[0, :, special:, special:].mean(0)
+    shape = tuple(-(-side // stride) for side in batch.images.shape[2:])
     return AttentionByPosition(layer, (total / len(images)).view(*shape, *shape).cpu())
 
 
@@ -115,25 +135,41 @@ def draw_attention_by_position(
     """
     layer = max((part.seen_by for model in models for part in added_by(model.detector, images[:1])[0]), default=0)
     found = [(model.name, average_attention(model.detector, images, layer)) for model in models]
-    height, width = found[0][1].shape
     title = f"Encoder attention by position, mean over heads and {len(images)} images, in multiples of even attention"
+    draw_found(found, title, path)
+    return found
+
+
+def draw_found(found: Sequence[tuple[str, AttentionByPosition]], title: str, path: Path) -> None:
+    """Draw attention side by side: every pair of query and key, and below the mean by their offset.
+
+    Args:
+        found: names and attention, at least one.
+        title: text above.
+        path: path of the picture.
+    """
     figure, panels = new_grid(2, len(found), (3.4, 3.2), title)
     for (name, attention), (square, offset) in zip(found, panels.T, strict=True):
-        cells = math.prod(attention.shape)
-        pairs = attention.weights.reshape(cells, cells) * cells
+        pairs = attention.pairs()
         square.set_title(f"{name}\nlayer {attention.layer}, itself {attention.on_itself():.2f} x", fontsize=8)
-        some = pairs.flatten()[:: 1 + pairs.numel() // 10**6]  # torch limits the number of values that it takes quantiles of
-        low, high = torch.quantile(some, torch.tensor([0.001, 0.999])).tolist()  # a few extreme pairs would darken the rest
+        low, high = common_range(pairs)
         _with_scale(figure, square, square.imshow(pairs.numpy(), vmin=low, vmax=high, cmap="viridis", interpolation="antialiased"))
+        height, width = attention.shape
         y, x = height // 2, width // 2  # far offsets have few pairs
-        near = attention.by_offset()[height - 1 - y : height + y, width - 1 - x : width + x] * cells
+        near = attention.by_offset()[height - 1 - y : height + y, width - 1 - x : width + x] * height * width
         extent = (-x - 0.5, x + 0.5, y + 0.5, -y - 0.5)
         _with_scale(figure, offset, offset.imshow(near.numpy(), extent=extent, cmap="viridis"))
         offset.set(xticks=[-x, 0, x], yticks=[-y, 0, y])
+    height, width = found[0][1].shape
     panels[0, 0].set_ylabel(f"query (row), key (column),\nof {height} x {width} cells", fontsize=8)
     panels[1, 0].set_ylabel("by offset from query to key,\nthe query itself in the middle", fontsize=8)
     save_figure(figure, path)
-    return found
+
+
+def common_range(values: Tensor) -> tuple[float, float]:
+    """The range of all but a few values, which would darken the rest."""
+    some = values.flatten()[:: 1 + values.numel() // 10**6]  # torch limits the number of values that it takes quantiles of
+    return tuple(torch.quantile(some, torch.tensor([0.001, 0.999])).tolist())
 
 
 def _with_scale(figure: "Figure", axes: "Axes", drawn: "AxesImage") -> None:

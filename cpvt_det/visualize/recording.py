@@ -6,8 +6,9 @@ Attention layers keep no attention weights, as fused kernels do not produce them
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,25 +19,31 @@ from cpvt_det.position.registry import PositionEncoding
 from cpvt_det.structures import Levels, Size
 
 
-@contextlib.contextmanager
-def record_inputs(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Any, ...]]]:
+def record_inputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractContextManager[dict[str, tuple[Any, ...]]]:
     """Within the block, record the arguments that modules are called with.
 
     Args:
         modules: name -> module.
 
-    Yields:
-        Name -> positional arguments of the module's last call; no entry before its first call.
+    Returns:
+        Context of: name -> positional arguments of the module's last call; no entry before its first call.
     """
-    inputs: dict[str, tuple[Any, ...]] = {}
+    return _record(modules, lambda module, keep: module.register_forward_pre_hook(lambda _, args: keep(args)))
 
-    def note(name: str) -> contextlib.AbstractContextManager:
-        return modules[name].register_forward_pre_hook(lambda _, args: inputs.__setitem__(name, args))
 
+def record_outputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    """Within the block, record what modules return; arguments and result as of :func:`record_inputs`."""
+    return _record(modules, lambda module, keep: module.register_forward_hook(lambda _, args, out: keep(out)))
+
+
+@contextlib.contextmanager
+def _record(modules: Mapping[str, nn.Module], hook: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """``hook(module, keep)`` makes a module call ``keep`` with what is recorded of it."""
+    kept: dict[str, Any] = {}
     with contextlib.ExitStack() as hooks:
-        for name in modules:
-            hooks.enter_context(note(name))
-        yield inputs
+        for name, module in modules.items():
+            hooks.enter_context(hook(module, partial(kept.__setitem__, name)))
+        yield kept
 
 
 def attention_weights(

@@ -32,6 +32,7 @@ ELSEWHERE = {
     r"make (quickstart|test|matrix)\b": "its parts are commands of their own, or how tests and site are run",
     r"(pip|git|apt-get|python3 -m venv) ": "installs",
     r"export DETECTRON2_ENV_MODULE=cpvt_det.d2$": "tests/d2/test_detectron2_home.py",
+    r"python studies/classifiers/prepare.py ": "60,000 images: tests/study/test_classifier_study.py",
     r"python (\$D2|detectron2)/tools/": "detectron2's own: tests/d2/test_detectron2_home.py, tests/plug/test_plug_detectron2.py",
     r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/checkpoint/test_checkpoint.py",
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
@@ -46,7 +47,7 @@ ELSEWHERE = {
     r"cpvt-det shapes datasets/shapes$": "tests/data/test_shapes.py draws fewer",
 }
 """Commands, by pattern, and why they are not run here."""
-SMALL_IMAGES = {"analyze": ["--sizes", "64"], "position": ["--size", "64x96"]}
+SMALL_IMAGES = {"analyze": ["--sizes", "64"], **{key: ["--size", "64x96"] for key in ("position", "patches", "features", "pixels")}}
 """Options that come after and so win."""
 DOCUMENTED = list(dict.fromkeys(text for path in DOCUMENTS for text in commands(path)))
 

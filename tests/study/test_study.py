@@ -463,10 +463,11 @@ def test_probes_of_a_trained_model(done):
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.parent.name)
 def test_committed_records_are_of_the_committed_plan(path):
+    """A plan is committed before its first run."""
     plan = load_plan(path)
     if not (path.parent / "results").exists():
         pytest.skip("the plan comes before its first run")
     recorded = [run for run in plan.runs() if plan.record_path(run.name).is_file()]
-    assert recorded
+    assert recorded or not (plan.folder / "results").exists()
     for run in recorded:
         assert is_done(plan, run), run.name
