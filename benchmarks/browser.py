@@ -172,6 +172,8 @@ def _milliseconds(slid: Sequence[float]) -> dict[str, float]:
 def main(photos: Path, count: int, configs: tuple[str, ...], output: Path | None, busy: bool) -> None:
     """Print how long a browser takes for the first boxes, and for a step of each slider."""
     load_average = check_load(busy)
+    import torch
+
     from benchmarks.machine import machine, versions
     from benchmarks.report import file_stem
     from cpvt_det.study.origin import commit_of
@@ -185,6 +187,7 @@ def main(photos: Path, count: int, configs: tuple[str, ...], output: Path | None
         "commit": commit_of(Path(__file__).parent, short=True),
         "machine": machine("cpu", load_average),
         "versions": versions(),
+        "threads": torch.get_num_threads(),
     }
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
         record["browser"] = f"Chromium {browser.version}"
@@ -196,7 +199,7 @@ def main(photos: Path, count: int, configs: tuple[str, ...], output: Path | None
         click.echo(f"report.html: {json.dumps(record['report'])}")
     if output:
         output.mkdir(parents=True, exist_ok=True)
-        path = output / f"{file_stem('browser', 'cpu', 1, record['machine'])}.json"
+        path = output / f"{file_stem('browser', 'cpu', record['threads'], record['machine'])}.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         click.echo(f"written: {path}")
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 from tabulate import tabulate
@@ -26,6 +25,7 @@ from benchmarks.harness import Spread
 from benchmarks.load import check_load
 from benchmarks.machine import machine, versions
 from cpvt_det.cli import common_options, report_errors
+from cpvt_det.errors import BadInputError
 from cpvt_det.study.origin import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +34,8 @@ MODULES = ("cpvt_det.cli.train", "cpvt_det.runner.train")
 LINE = re.compile(r"^import time: +\d+ \| +(\d+) \| +(\S+)$", re.MULTILINE)
 FIGURES = {"wall_s": "wall s", "cpu_s": "CPU s of the process", "modules": "modules"}
 Figures = dict[str, float]
+Runs = dict[str, dict[str, list[Figures]]]
+"""Commit -> module -> figures by round."""
 
 
 def measure(root: Path, module: str) -> Figures:
@@ -57,9 +59,9 @@ def read_times(text: str, module: str) -> Figures:
     return {"wall_s": round(found[module] / 1e6, 3), "modules": len(found)}
 
 
-def compare(record: dict[str, Any]) -> list[Sequence[str]]:
-    """Rows of a record, the head first: medians of both checkouts, and the quotient within a round with its quartiles."""
-    (before, old), (after, new) = record["runs"].items()
+def compare(runs: Runs) -> list[Sequence[str]]:
+    """Rows of a table, the head first: medians of both checkouts, and the quotient within a round with its quartiles."""
+    (before, old), (after, new) = runs.items()
     rows: list[Sequence[str]] = [["", before, after, "quotient"]]
     for module in old:
         for key, label in FIGURES.items():
@@ -71,7 +73,7 @@ def compare(record: dict[str, Any]) -> list[Sequence[str]]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("checkout", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("checkout", type=click.Path(path_type=Path))
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Pairs of processes.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for start_up.json.")
 @click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
@@ -80,17 +82,20 @@ def compare(record: dict[str, Any]) -> list[Sequence[str]]:
 def main(checkout: Path, rounds: int, output: Path | None, busy: bool) -> None:
     """Compare what imports cost in this tree with what they cost in another CHECKOUT of the package."""
     load_average = check_load(busy)
+    if not (checkout / "cpvt_det").is_dir():
+        raise BadInputError(f"{checkout} is no checkout of this package: it has no folder cpvt_det")
     words = f"python benchmarks/start_up.py CHECKOUT --rounds {rounds}{' --busy' * busy}"
     trees = {commit_of(root, short=True): root for root in (checkout.resolve(), ROOT)}
-    runs: dict[str, dict[str, list[Figures]]] = {name: {module: [] for module in MODULES} for name in trees}
+    runs: Runs = {name: {module: [] for module in MODULES} for name in trees}
     for number in range(rounds + 1):
         for module in MODULES:
             for name, root in trees.items():
                 found = measure(root, module)
                 if number:
                     runs[name][module].append(found)
-    record = {"command": words, "busy": busy, "machine": machine("cpu", load_average), "versions": versions(), "runs": runs}
-    head, *rows = compare(record)
+    record = {"command": words, "busy": busy, "machine": machine("cpu", load_average), "versions": versions()}
+    head, *rows = compare(runs)
+    record |= {"head": head, "rows": rows, "runs": runs}
     click.echo(tabulate(rows, head, tablefmt="pipe", disable_numparse=True))
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -116,10 +116,8 @@ def main(
 ) -> None:
     """Print AP by object size and seconds per image of the whole image, resized by the config and not resized, and of tiles."""
     load_average = check_load(busy)
-    columns, rows = grid
-    options = (
-        f"--grid {columns} {rows} --canvases {canvases} --shrink {shrink} --tiles {tiles} --overlap {overlap}{' --busy' * busy}"
-    )
+    cells = " ".join(map(str, grid))
+    options = f"--grid {cells} --canvases {canvases} --shrink {shrink} --tiles {tiles} --overlap {overlap}{' --busy' * busy}"
     command = shlex.join(["python", "benchmarks/tiles.py", weights, "--config-file", config, *options.split(), *words])
     record: dict[str, Any] = {"command": command, "commit": commit_of(Path(__file__).parent, short=True)}
     record |= {"machine": machine("cpu", load_average), "versions": versions(), "threads": torch.get_num_threads(), "busy": busy}

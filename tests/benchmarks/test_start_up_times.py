@@ -23,7 +23,7 @@ def test_times_are_cumulative():
 def test_quotients_are_of_pairs_in_a_round():
     """Rounds of 1 / 2, 1 / 4 and 2 / 2 seconds: 0.5, 0.25 and 1."""
     old, new = ([{"wall_s": s, "cpu_s": s, "modules": 4} for s in side] for side in ((2.0, 4.0, 2.0), (1.0, 1.0, 2.0)))
-    head, wall, cpu, modules = start_up.compare({"runs": {"old": {"m": old}, "new": {"m": new}}})
+    head, wall, cpu, modules = start_up.compare({"old": {"m": old}, "new": {"m": new}})
     assert head == ["", "old", "new", "quotient"]
     assert wall[1:] == cpu[1:] == ["2.00", "1.00", "0.50 (0.38-0.75)"]
     assert modules == ["`m`, modules", "4", "4", "1.00 (1.00-1.00)"]
@@ -43,5 +43,12 @@ def test_two_checkouts_are_measured(tmp_path, monkeypatch):
     result = CliRunner().invoke(start_up.main, words)
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "start_up.json").read_text())
+    assert len(record["rows"]) == 3 and record["head"][1:3] == list(record["runs"])
     (old, new) = (runs["cpvt_det.cli.train"] for runs in record["runs"].values())
     assert len(old) == len(new) == 1 and old[0]["modules"] < new[0]["modules"] and old[0]["wall_s"] < new[0]["wall_s"]
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_another_folder_is_refused(tmp_path):
+    result = CliRunner().invoke(start_up.main, [str(tmp_path)])
+    assert result.exit_code == 2 and "is no checkout of this package" in result.output
