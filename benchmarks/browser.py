@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times in a browser, of the page of ``cpvt-det serve`` and of ``report.html``: ``python benchmarks/browser.py --photos FOLDER``.
 
-- **First boxes**: from the start of the command, and from the drop of the folder's first photograph, to boxes in the page. The
-  models have random weights, which take the same time.
+- **First boxes**: from the start of the command, and from the drop of the folder's first photograph, to boxes in the page; until
+  the command has named its address; and its CPU time on all cores. The models have random weights, which take the same time.
 - **Slider**: one step of the threshold, from its event to the new layout, in the page's own clock.
 - **Report**: of as many photographs (the folder's, in turns) with 100 random detections and 8 random objects each.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -73,12 +74,13 @@ def save_random(config: str, path: Path) -> None:
 
 
 def time_page(browser: Any, weights: Path, photo: Path) -> dict[str, Any]:
-    """Seconds to the first boxes of a photograph, from the command and from the drop; milliseconds of a step of the slider."""
+    """Seconds to the address, and to the first boxes of a photograph; CPU seconds; milliseconds of a step of the slider."""
     words = [sys.executable, "-m", "cpvt_det", "serve", str(weights), "--port", "0", "--device", "cpu"]
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), os.times()
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         address = process.stdout.readline().split(": ")[1].split()[0]
+        named = time.perf_counter()
         page = browser.new_page()
         page.goto(address)
         dropped = time.perf_counter()
@@ -90,7 +92,9 @@ def time_page(browser: Any, weights: Path, photo: Path) -> dict[str, Any]:
     finally:
         process.terminate()
         process.wait()
-    return {"from_the_command_s": round(now - begin, 2), "from_the_drop_s": round(now - dropped, 2), **_milliseconds(slid)}
+    cpu = sum(after - before for after, before in zip(os.times()[2:4], used[2:4], strict=True))  # of the children that have ended
+    seconds = {"to_the_address_s": named - begin, "from_the_command_s": now - begin, "from_the_drop_s": now - dropped, "cpu_s": cpu}
+    return {**{name: round(value, 2) for name, value in seconds.items()}, **_milliseconds(slid)}
 
 
 def time_report(browser: Any, photos: Sequence[Path], count: int, folder: Path) -> dict[str, Any]:
@@ -168,6 +172,8 @@ def _milliseconds(slid: Sequence[float]) -> dict[str, float]:
 def main(photos: Path, count: int, configs: tuple[str, ...], output: Path | None, busy: bool) -> None:
     """Print how long a browser takes for the first boxes, and for a step of each slider."""
     load_average = check_load(busy)
+    import torch
+
     from benchmarks.machine import machine, versions
     from benchmarks.report import file_stem
     from cpvt_det.study.origin import commit_of
@@ -181,6 +187,7 @@ def main(photos: Path, count: int, configs: tuple[str, ...], output: Path | None
         "commit": commit_of(Path(__file__).parent, short=True),
         "machine": machine("cpu", load_average),
         "versions": versions(),
+        "threads": torch.get_num_threads(),
     }
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
         record["browser"] = f"Chromium {browser.version}"
@@ -192,7 +199,7 @@ def main(photos: Path, count: int, configs: tuple[str, ...], output: Path | None
         click.echo(f"report.html: {json.dumps(record['report'])}")
     if output:
         output.mkdir(parents=True, exist_ok=True)
-        path = output / f"{file_stem('browser', 'cpu', 1, record['machine'])}.json"
+        path = output / f"{file_stem('browser', 'cpu', record['threads'], record['machine'])}.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         click.echo(f"written: {path}")
 

@@ -7,6 +7,7 @@ Images of the config's first test set are pasted on canvases, side by side at ra
 """
 
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -75,17 +76,17 @@ def paste(dataset: CocoDataset, folder: Path, grid: tuple[int, int], canvases: i
 
 
 def measure(config: str, words: Sequence[str]) -> dict[str, Any]:
-    """Figures in percent of an evaluation, and its seconds per image."""
+    """Figures in percent of an evaluation, and its wall and CPU seconds per image."""
     cfg = builders.load_cfg(config, words)
     task = build_task(cfg)
     tests = task.load_tests()
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True)
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     figures = evaluate(task, detector, tests, Path(cfg.OUTPUT_DIR))["bbox"]
-    seconds = (time.perf_counter() - begin) / len(tests[0].records)
+    seconds = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - used}
     found = {name: round(figures[name], 2) if figures[name] == figures[name] else None for name in FIGURES}
-    return {**found, "seconds": round(seconds, 3)}
+    return {**found, **{name: round(value / len(tests[0].records), 3) for name, value in seconds.items()}}
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]})
@@ -96,7 +97,7 @@ def measure(config: str, words: Sequence[str]) -> dict[str, Any]:
 @click.option("--shrink", default=1.0, show_default=True, help="Factor on the sides of the pasted images.")
 @click.option("--tiles", default=640, show_default=True, help="Side of a tile in pixels.")
 @click.option("--overlap", default=0.2, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for a JSON.")
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for tiles_TEST-SET.json.")
 @click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
 @click.argument("words", nargs=-1, metavar="[KEY VALUE]...")
 @common_options
@@ -113,13 +114,15 @@ def main(
     busy: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Print AP by object size and seconds per image of the whole image and of tiles, merged in every way."""
+    """Print AP by object size and seconds per image of the whole image, resized by the config and not resized, and of tiles."""
     load_average = check_load(busy)
-    command = f"python benchmarks/tiles.py {' '.join(sys.argv[1:])}"
+    cells = " ".join(map(str, grid))
+    options = f"--grid {cells} --canvases {canvases} --shrink {shrink} --tiles {tiles} --overlap {overlap}{' --busy' * busy}"
+    command = shlex.join(["python", "benchmarks/tiles.py", weights, "--config-file", config, *options.split(), *words])
     record: dict[str, Any] = {"command": command, "commit": commit_of(Path(__file__).parent, short=True)}
     record |= {"machine": machine("cpu", load_average), "versions": versions(), "threads": torch.get_num_threads(), "busy": busy}
     tiled = ["TEST.TILES.SIZE", str(tiles), "TEST.TILES.OVERLAP", str(overlap)]
-    ways = {"whole image": []}
+    ways = {"whole image": [], "whole image, not resized": ["INPUT.MIN_SIZE_TEST", "0"]}
     for merge in ("ios", "nms"):
         for whole in ("True", "False"):
             more = [*tiled, "TEST.TILES.MERGE", merge, "TEST.TILES.WHOLE", whole]
@@ -130,11 +133,11 @@ def main(
         own = ["DATASETS.REGISTER", str([["canvases", str(pasted), folder]]), "DATASETS.TEST", "('canvases',)"]
         own += ["OUTPUT_DIR", f"{folder}/output", "MODEL.WEIGHTS", weights, "TEST.IMS_PER_BATCH", "1"]
         record["ways"] = {name: measure(config, [*words, *own, *more]) for name, more in ways.items()}
-    rows = [(name, *(found[figure] for figure in (*FIGURES, "seconds"))) for name, found in record["ways"].items()]
-    click.echo(tabulate(rows, ("", *FIGURES, "seconds per image"), tablefmt="pipe"))
+    table = [(name, *found.values()) for name, found in record["ways"].items()]
+    click.echo(tabulate(table, ("", *FIGURES, "seconds per image", "CPU seconds per image"), tablefmt="pipe"))
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "tiles.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (output / f"tiles_{cfg.DATASETS.TEST[0]}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "docs" / name for name in ("comparison.md", "export.md", "results.md", "speed.md")]
+DOCUMENTS = [ROOT / "docs" / name for name in ("comparison.md", "export.md", "look.md", "results.md", "speed.md", "use.md")]
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Sequence[str]
 
@@ -168,6 +168,33 @@ def exported() -> list[Row]:
     return [record["head"], *record["rows"]]
 
 
+def start_up() -> list[Row]:
+    record = read_bench("start_up")
+    return [record["head"], *record["rows"]]
+
+
+def first_boxes() -> list[Row]:
+    record = read_bench("browser_cpu")
+    rows = [["", "s to the address", "s from the drop to boxes", "s from the command to boxes", "CPU s of the command", "slider, ms"]]
+    for config, found in record["page"].items():
+        seconds = [f"{found[key]:.1f}" for key in ("to_the_address_s", "from_the_drop_s", "from_the_command_s", "cpu_s")]
+        rows.append([f"`{config}`", *seconds, _slider(found)])
+    report = record["report"]
+    rows.append([f"`report.html` of {report['images']} images, {report['megabytes']:.1f} MB", *[""] * 4, _slider(report)])
+    return rows
+
+
+def _slider(found: dict[str, Any]) -> str:
+    return f"{found['slider_median_ms']:.1f} (at most {found['slider_longest_ms']:.1f})"
+
+
+def tiles() -> list[Row]:
+    rows = [["", "AP small", "AP medium", "AP", "AP50", "CPU s per image"]]
+    for name, found in read_bench("tiles_shapes_val")["ways"].items():
+        rows.append([name, *(f"{found[key]:.1f}" for key in ("APs", "APm", "AP", "AP50")), f"{found['cpu_seconds']:.2f}"])
+    return rows
+
+
 def beside_others() -> list[Row]:
     """Quotients of medians, theirs over ours; the older record."""
 
@@ -218,6 +245,9 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "PEG beside sine": peg_beside_sine,
     "parts": parts,
     "exported": exported,
+    "start up": start_up,
+    "first boxes": first_boxes,
+    "tiles": tiles,
     "beside others": beside_others,
 }
 

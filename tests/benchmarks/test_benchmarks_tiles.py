@@ -36,14 +36,15 @@ def test_every_object_is_on_its_canvas_with_its_box(dataset, tmp_path):
     assert [(image["width"], image["height"]) for image in half["images"]] == [(90, 32)]
 
 
-def test_all_ways_are_measured(tiny_run, tmp_path, monkeypatch):
+def test_all_ways_are_measured(tiny_run, tmp_path):
     run = tiny_run("detr")
-    monkeypatch.setattr("sys.argv", ["tiles.py", "WEIGHTS"])
     words = ["--config-file", str(run.folder / "config.yaml"), "--grid", "2", "1", "--canvases", "1", "--tiles", "48", "--busy"]
     result = CliRunner().invoke(tiles.main, [str(run.weights), *words, "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    record = json.loads((tmp_path / "tiles.json").read_text())
-    assert len(record["ways"]) == 5 and all(found["seconds"] > 0 for found in record["ways"].values())
+    (path,) = tmp_path.glob("tiles_*.json")
+    record = json.loads(path.read_text())
+    assert "--grid 2 1 --canvases 1 --shrink 1.0 --tiles 48 --overlap 0.2 --busy" in record["command"]
+    assert len(record["ways"]) == 6 and all(found["seconds"] > 0 for found in record["ways"].values())
     assert record["busy"] and all(name in result.output for name in record["ways"])
 
 

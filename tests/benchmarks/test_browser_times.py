@@ -30,6 +30,7 @@ def test_the_record_has_first_boxes_sliders_and_the_size_of_the_report(tmp_path)
     assert {"command", "commit", "machine", "versions", "browser", "busy"} <= record.keys()
     (page,) = record["page"].values()
     assert page["from_the_command_s"] > page["from_the_drop_s"] > 0
+    assert page["from_the_command_s"] > page["to_the_address_s"] > 0 and page["cpu_s"] > 0
     assert record["report"]["images"] == 3 and 0 < record["report"]["megabytes"] < 1
 
 
