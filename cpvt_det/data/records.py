@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from cpvt_det.data.columns import Columns
+from cpvt_det.data.storage import join_path
 
 
 @dataclass
@@ -58,12 +59,12 @@ class Records(Sequence[ImageRecord]):
 
     Args:
         columns: the arrays.
-        root: folder that file names are relative to.
+        root: folder, tar files or URL that file names are relative to.
         kept: (n,) indices of the images, in rising order; ``None`` for all.
         corrected: paths by index of the image, where they are not ``root / name``.
     """
 
-    def __init__(self, columns: Columns, root: Path, kept: np.ndarray | None = None, corrected: dict[int, str] | None = None):
+    def __init__(self, columns: Columns, root: Path | str, kept: np.ndarray | None = None, corrected: dict[int, str] | None = None):
         self.columns = columns
         self.root = root
         self.kept = kept
@@ -89,7 +90,7 @@ class Records(Sequence[ImageRecord]):
     def path(self, index: int) -> str:
         """Path of an image."""
         at = self._at(index)
-        return self.corrected[at] if at in self.corrected else str(self.root / self.columns.name(at))
+        return self.corrected[at] if at in self.corrected else join_path(self.root, self.columns.name(at))
 
     def set_path(self, index: int, path: str) -> None:
         """Correct the path of an image."""
