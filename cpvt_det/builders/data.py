@@ -14,7 +14,7 @@ from cpvt_det.builders.outputs import build_device, build_postprocessor
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
-from cpvt_det.data.records import ImageRecord, Records, sizes_of
+from cpvt_det.data.records import ImageRecord, Records, join, sizes_of
 from cpvt_det.data.validation.check import CheckedData, Looked, look_at_images
 from cpvt_det.data.validation.issues import require_no_errors
 from cpvt_det.data.validation.kept import KeptLook
@@ -35,7 +35,7 @@ def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
     """
     require_names(cfg, "TRAIN")
     train, tests = _load(cfg, ("TRAIN", "TEST"))
-    check_augmentations(cfg, [record for dataset in train for record in dataset.records])
+    check_augmentations(cfg, join([dataset.records for dataset in train]))
     return train, tests
 
 

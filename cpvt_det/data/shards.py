@@ -56,7 +56,7 @@ class Shards:
             DataError: a tar file that ends before the member does; no such member; other errors as of a file.
         """
         key = np.uint64(_key(name))
-        row = int(np.searchsorted(self.keys, key))
+        row = int(self.keys.searchsorted(key))
         if row == len(self.keys) or self.keys[row] != key:
             raise MissingFileError(f"it is in none of the {len(self.shards)} tar files, which have {len(self.keys)} members")
         shard, start, size = int(self.shard_of[row]), int(self.starts[row]), int(self.sizes[row])
@@ -98,6 +98,9 @@ class _Part(io.RawIOBase):
     def readinto(self, buffer) -> int:
         left = max(0, self._size - self.tell())
         return self._file.readinto(memoryview(buffer)[:left])
+
+    def readall(self) -> bytes:
+        return self._file.read(max(0, self._size - self.tell()))  # at once, not in small pieces
 
     def close(self) -> None:
         self._file.close()
