@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate of what COCO, Objects365 and a billion boxes need of 8, 64 and 512 GPUs: ``python benchmarks/estimate.py``.
 
-Constants are of records in ``results/``, each of one machine without a GPU; the rest is arithmetic, with a line on what it leaves out.
+Constants are of records in ``results/``, each of one machine without a GPU; the rest is arithmetic.
 """
 
 import json
@@ -41,8 +41,8 @@ class Constants(NamedTuple):
     """What was measured.
 
     Attributes:
-        json_bytes, read_seconds, read_bytes, kept_bytes: of a box: in the JSON; CPU seconds and memory of the first reading; in what
-            is kept of it.
+        json_bytes, kept_bytes: of a box, in the JSON and in what is kept of it.
+        read_seconds, read_bytes: CPU seconds and memory of the first reading of a box.
         worker_bytes: memory that a data worker gains of an image.
         header_seconds: CPU seconds of looking at an image file.
         sample_seconds: CPU seconds of a training sample.
@@ -135,7 +135,18 @@ def of_clusters(found: Constants) -> list[list[Any]]:
     return rows
 
 
-DATA_HEAD = ["data", "JSON GB", "first read min", "and GB", "a node GB", "workers GB", "tar files", "TB", "index MB", "evaluation s"]
+DATA_HEAD = [
+    "data",
+    "JSON GB",
+    "first read min",
+    "and GB",
+    "a node GB",
+    "workers GB",
+    "tar files",
+    "TB",
+    "index MB",
+    "evaluation s",
+]
 CLUSTER_HEAD = ["GPUs", "data", "headers s", "steps an epoch", "MB a node sends a step", "ms", "images/s", "loader cores a node"]
 CLUSTER_HEAD += ["GB/s from storage", "hours an epoch"]
 
@@ -145,7 +156,8 @@ def tables() -> tuple[str, str]:
     from tabulate import tabulate
 
     found = constants()
-    one = tabulate(of_data(found), DATA_HEAD, tablefmt="pipe", floatfmt=("", ".2f", ".1f", ".1f", ".2f", ".2f", ".0f", ".2f", ".0f", ".0f"))
+    digits = ("", ".2f", ".1f", ".1f", ".2f", ".2f", ".0f", ".2f", ".0f", ".0f")
+    one = tabulate(of_data(found), DATA_HEAD, tablefmt="pipe", floatfmt=digits)
     digits = ("", "", ".0f", ".0f", ".0f", ".0f", ".0f", ".1f", ".2f", ".2f")
     return one, tabulate(of_clusters(found), CLUSTER_HEAD, tablefmt="pipe", floatfmt=digits)
 

@@ -42,7 +42,7 @@ def main(folder: Path, images: int, rounds: int, output: Path | None) -> None:
     if shards.is_dir():
         root = f"{shards}/{{000000..{len(list(shards.glob('*.tar'))) - 1:06}}}.tar"
     else:
-        from cpvt_det.data.shards import write_shards
+        from cpvt_det.data.packing import write_shards
 
         shards.mkdir()
         root = write_shards([(name, str(files / name)) for name in names], shards, 32 * 2**20)
@@ -78,10 +78,10 @@ def readers_of(files: str, root: str, names: list[str]) -> dict[str, dict[str, C
     import numpy as np
     import torch
 
+    from cpvt_det.data.image_files import open_image
     from cpvt_det.data.images import read_header
     from cpvt_det.data.mapper import Mapper, train_transform
     from cpvt_det.data.records import ImageRecord
-    from cpvt_det.data.storage import open_image
 
     order = np.random.default_rng(0).permutation(len(names)).tolist()
     boxes, labels = np.array([[40, 40, 300, 200]], dtype=np.float32), np.zeros(1, dtype=np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det pack``: a data set as tar files. The writing itself is in ``data/shards.py``."""
+"""``cpvt-det pack``: a data set as tar files. The writing itself is in ``data/packing.py``."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from cpvt_det.cli import common_options
 from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
 from cpvt_det.data.formats.reading import read_foreign
-from cpvt_det.data.shards import write_shards
+from cpvt_det.data.packing import write_shards
 from cpvt_det.data.validation.check import check_data
 from cpvt_det.data.validation.issues import require_no_errors
 from cpvt_det.errors import ConfigError

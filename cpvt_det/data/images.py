@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image
 
-from cpvt_det.data.storage import open_image
+from cpvt_det.data.image_files import open_image
 from cpvt_det.errors import DataError, UnreachableError, first_line
 
 if TYPE_CHECKING:  # headers are read without torch and torchvision, whose import takes seconds
@@ -76,7 +76,7 @@ def read_header(path: str, content: bytes | None = None) -> ImageHeader:
     """Read an image's header.
 
     Args:
-        path: path of the file, as ``data/storage.py`` describes it; with ``content`` only a name for messages.
+        path: path of the file, as ``data/image_files.py`` describes it; with ``content`` only a name for messages.
         content: bytes of the file, if it is not on the disk.
 
     Raises:

@@ -4,7 +4,6 @@
 A table of all members, ``index.npz`` beside the tar files, has the place of each; without one, local tar files are searched.
 """
 
-import contextlib
 import functools
 import hashlib
 import io
@@ -12,17 +11,17 @@ import os
 import re
 import tarfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from cpvt_det.data.storage import TAR, fetch, is_url, open_image
+from cpvt_det.data.storage import fetch, is_url
 from cpvt_det.errors import DataError, MissingFileError
-from cpvt_det.files import atomic_file
 
+TAR = ".tar"
 INDEX = "index.npz"
 ARRAYS = ("shards", "lengths", "keys", "shard_of", "starts", "sizes")
 _ONE_AT_A_TIME = threading.Lock()
@@ -137,6 +136,13 @@ def _open_shards(pattern: str) -> Shards:
     return found
 
 
+def split_at_shards(path: str) -> tuple[str, str]:
+    """The tar files of a path and the member in them; ("", path) for a path of a file."""
+    root, found, name = path.partition(f"{TAR}/")
+    is_member = found and (is_url(path) or not os.path.isdir(root + TAR))
+    return (root + TAR, name) if is_member else ("", path)
+
+
 def expand(name: str) -> list[str]:
     """The names that a name with a range stands for: {08..11}.tar is 08.tar, 09.tar, 10.tar and 11.tar."""
     match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)
@@ -168,45 +174,6 @@ def index_shards(folder: str, names: Sequence[str]) -> Shards:
         raise DataError(f"a member's name is there twice in {folder}/{names[0]} and the tar files after it")
     lengths = np.array([os.path.getsize(f"{folder}/{name}") for name in names])
     return Shards(folder, np.array(names), lengths, keys, *others)
-
-
-def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) -> str:
-    """Write images into numbered tar files, and their index.
-
-    The same images make the same tar files: they have no owner and no time.
-
-    Args:
-        images: name of each member, and path of its file as ``data/storage.py`` describes it.
-        folder: an empty folder.
-        largest: bytes of images after which the next tar file begins.
-
-    Returns:
-        What stands for the tar files, ``folder/{000000..000011}.tar``.
-
-    Raises:
-        DataError: an image that cannot be read, or whose name is not that of a file below a folder.
-        OSError: a folder that cannot be written to.
-    """
-    names: list[str] = []
-    with contextlib.ExitStack() as opened:
-        tar, filled = None, 0
-        for name, path in images:
-            if os.path.isabs(name) or ".." in name.split("/"):
-                raise DataError(f"the image {name} cannot be packed: the JSON has to name it relative to the image folder")
-            if tar is None or filled >= largest:
-                opened.close()
-                names.append(f"{len(names):06}{TAR}")
-                tar, filled = opened.enter_context(tarfile.open(folder / names[-1], "w", format=tarfile.PAX_FORMAT)), 0
-            with open_image(path) as file:
-                content = file.read()
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-            filled += len(content)
-    shards = index_shards(str(folder), names)
-    with atomic_file(folder / INDEX) as file:
-        np.savez(file, **{name: getattr(shards, name) for name in ARRAYS})
-    return f"{folder}/{{{0:06}..{len(names) - 1:06}}}{TAR}"
 
 
 def _key(name: str) -> int:

@@ -22,9 +22,11 @@ from tiny import overrides
 from cpvt_det.builders import build_train_loader, load_splits, training_records
 from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.image_files import is_file, open_image
 from cpvt_det.data.images import read_header, read_image
-from cpvt_det.data.shards import INDEX, expand, index_shards, open_shards, write_shards
-from cpvt_det.data.storage import is_file, open_image, patiently
+from cpvt_det.data.packing import write_shards
+from cpvt_det.data.shards import INDEX, expand, index_shards, open_shards
+from cpvt_det.data.storage import patiently
 from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
 

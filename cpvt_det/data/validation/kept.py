@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cpvt_det.data.records import Records
-from cpvt_det.data.shards import INDEX, open_shards
-from cpvt_det.data.storage import is_url, split_at_shards
+from cpvt_det.data.shards import INDEX, open_shards, split_at_shards
+from cpvt_det.data.storage import is_url
 from cpvt_det.data.validation.check import Looked
 from cpvt_det.data.validation.issues import Group, Issues
 from cpvt_det.files import write_json
@@ -100,6 +100,6 @@ def _hash(records: Records) -> str:
         for array in (found.keys, found.shard_of, found.starts, found.sizes, found.lengths):
             digest.update(array)
     here = Path(__file__).parent
-    for name in ("check.py", "kept.py", "../images.py"):
+    for name in ("check.py", "kept.py", "../images.py", "../image_files.py"):
         digest.update((here / name).read_bytes())
     return digest.hexdigest()[:32]
