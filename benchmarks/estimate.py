@@ -19,9 +19,10 @@ WORKERS = 4  # of each process, the default
 CLUSTERS = (8, 64, 512)
 IMAGE_KB = 160  # of a COCO photograph: 19 GB of 118,287
 SHARD_MB = 256  # the default of cpvt-det pack
-TABLE_BYTES = 28  # of an image in the index of tar files: key, tar file, place, length
+INDEX_BYTES = 28  # of an image in the index of tar files: key, tar file, place, length
 GRADIENTS_MB = 165  # of DETR-R50, by benchmarks/budget.py
 NETWORK = 12.5  # GB/s of a node, 100 Gbit/s
+BATCH = 32  # images of a step in the recipe; an image for each GPU where there are more
 RATE = 8.6  # images/s of a GPU: COCO in 50 epochs and 24 hours on 8
 
 
@@ -47,7 +48,6 @@ class Constants(NamedTuple):
         header_seconds: CPU seconds of looking at an image file.
         sample_seconds: CPU seconds of a training sample.
         evaluation_seconds: seconds of COCO's figures of a test image with 100 detections.
-        import_gb: memory of a process that has imported torch, most of it shared between processes.
     """
 
     json_bytes: float
@@ -58,7 +58,6 @@ class Constants(NamedTuple):
     header_seconds: float
     sample_seconds: float
     evaluation_seconds: float
-    import_gb: float
 
 
 def read(name: str) -> dict[str, Any]:
@@ -83,91 +82,58 @@ def constants() -> Constants:
         header_seconds=1 / shards["headers"]["tar files"]["images_per_second"],
         sample_seconds=seconds_a_sample(),
         evaluation_seconds=whole["wall"]["median"] / cases["whole path"]["about"]["images"],
-        import_gb=later["peak"],
     )
 
 
-def of_data(found: Constants) -> list[list[Any]]:
-    """What does not depend on the number of GPUs."""
+def of_data() -> list[list[str]]:
+    """Head and rows of what does not depend on the number of GPUs."""
+    found = constants()
+    head = ["data", "JSON", "first read", "its memory", "memory of a node", "of its workers", "tar files", "index", "evaluation"]
     rows = []
     for data in DATA:
-        shards = data.images * IMAGE_KB / 1e3 / SHARD_MB
-        order = data.images * (8 + 8 + 4)  # of an epoch, wide or tall, sizes
-        node = data.boxes * found.kept_bytes + data.images * (A_NODE * (order / data.images + TABLE_BYTES))
+        order = 8 + 8 + 4  # bytes of an image in each process: the order of an epoch, wide or tall, the size
+        node = data.boxes * found.kept_bytes + A_NODE * data.images * (order + INDEX_BYTES)
         workers = A_NODE * WORKERS * data.images * found.worker_bytes
-        rows.append(
-            [
-                data.name,
-                data.boxes * found.json_bytes / 1e9,
-                data.boxes * found.read_seconds / 60,
-                data.boxes * found.read_bytes / 1e9,
-                node / 1e9,
-                workers / 1e9,
-                shards,
-                data.images * IMAGE_KB / 1e9,
-                data.images * TABLE_BYTES / 1e6,
-                data.tests * found.evaluation_seconds,
-            ]
-        )
-    return rows
+        gigabytes = [data.boxes * found.json_bytes, data.boxes * found.read_bytes, node, workers]
+        json_gb, read_gb, node_gb, workers_gb = (f"{_short(size / 1e9)} GB" for size in gigabytes)
+        minutes = f"{_short(data.boxes * found.read_seconds / 60)} min"
+        tars = f"{data.images * IMAGE_KB / 1e3 / SHARD_MB:,.0f}"
+        index = f"{data.images * INDEX_BYTES / 1e6:.0f} MB"
+        evaluation = f"{data.tests * found.evaluation_seconds:.0f} s"
+        rows.append([data.name, json_gb, minutes, read_gb, node_gb, workers_gb, tars, index, evaluation])
+    return [head, *rows]
 
 
-def of_clusters(found: Constants) -> list[list[Any]]:
-    """What depends on it."""
+def of_clusters() -> list[list[str]]:
+    """Head and rows of what does."""
+    found = constants()
+    head = ["GPUs", "data", "headers", "steps an epoch", "hours", "sent a step", "over the network", "loader cores a node", "read"]
     rows = []
     for gpus in CLUSTERS:
         sent = 2 * (gpus - 1) / gpus * GRADIENTS_MB
+        network = [f"{sent:.0f} MB", f"{sent / NETWORK:.0f} ms" if gpus > A_NODE else "none"]
         for data in DATA:
-            rows.append(
-                [
-                    gpus,
-                    data.name,
-                    data.images * found.header_seconds / gpus,
-                    data.images / max(32, gpus),
-                    sent if gpus > A_NODE else 0,
-                    sent / NETWORK if gpus > A_NODE else 0,
-                    gpus * RATE,
-                    A_NODE * RATE * found.sample_seconds,
-                    gpus * RATE * IMAGE_KB / 1e6,
-                    data.images / (gpus * RATE) / 3600,
-                ]
-            )
-    return rows
+            headers = f"{_short(data.images * found.header_seconds / gpus)} s"
+            steps, hours = f"{data.images / max(BATCH, gpus):,.0f}", _short(data.images / (gpus * RATE) / 3600)
+            rest = [_short(A_NODE * RATE * found.sample_seconds), f"{_short(gpus * RATE * IMAGE_KB / 1e6)} GB/s"]
+            rows.append([str(gpus), data.name, headers, steps, hours, *network, *rest])
+    return [head, *rows]
 
 
-DATA_HEAD = [
-    "data",
-    "JSON GB",
-    "first read min",
-    "and GB",
-    "a node GB",
-    "workers GB",
-    "tar files",
-    "TB",
-    "index MB",
-    "evaluation s",
-]
-CLUSTER_HEAD = ["GPUs", "data", "headers s", "steps an epoch", "MB a node sends a step", "ms", "images/s", "loader cores a node"]
-CLUSTER_HEAD += ["GB/s from storage", "hours an epoch"]
-
-
-def tables() -> tuple[str, str]:
-    """The two tables of docs/scaling.md."""
-    from tabulate import tabulate
-
-    found = constants()
-    digits = ("", ".2f", ".1f", ".1f", ".2f", ".2f", ".0f", ".2f", ".0f", ".0f")
-    one = tabulate(of_data(found), DATA_HEAD, tablefmt="pipe", floatfmt=digits)
-    digits = ("", "", ".0f", ".0f", ".0f", ".0f", ".0f", ".1f", ".2f", ".2f")
-    return one, tabulate(of_clusters(found), CLUSTER_HEAD, tablefmt="pipe", floatfmt=digits)
+def _short(value: float) -> str:
+    """Two digits that matter, or all before the point."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 @click.command(help=__doc__.partition("\n")[0])
 def main() -> None:
     """Print the constants and both tables."""
+    from tabulate import tabulate
+
     for name, value in constants()._asdict().items():
         click.echo(f"{name}: {value:.3g}")
-    click.echo("\n" + "\n\n".join(tables()))
+    for rows in (of_data(), of_clusters()):
+        click.echo("\n" + tabulate(rows[1:], rows[0], tablefmt="pipe", disable_numparse=True))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,17 @@
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.estimate import of_clusters, of_data
+
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "docs" / name for name in ("comparison.md", "export.md", "results.md", "speed.md")]
+DOCUMENTS = [ROOT / "docs" / name for name in ("comparison.md", "export.md", "results.md", "scaling.md", "speed.md")]
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Sequence[str]
 
@@ -207,6 +212,15 @@ def beside_others() -> list[Row]:
     ]
 
 
+def shards() -> list[Row]:
+    record = read_bench("shards_cpu")
+    rows = [["images per CPU second", "files", "tar files", "webdataset's reader, in sequence"]]
+    for key, label in (("bytes", "bytes"), ("headers", "headers"), ("samples", "decoded and augmented")):
+        rates = [record[key].get(name, {}).get("images_per_second") for name in ("files", "tar files", "webdataset, in sequence")]
+        rows.append([label, *("" if rate is None else f"{rate:,.0f}" for rate in rates)])
+    return rows
+
+
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "photographs": photographs,
     "quickstart time": quickstart_time,
@@ -217,6 +231,9 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "parts": parts,
     "exported": exported,
     "beside others": beside_others,
+    "shards": shards,
+    "estimate of data": of_data,
+    "estimate of clusters": of_clusters,
 }
 
 
