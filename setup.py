@@ -63,6 +63,8 @@ TEST = [
     "onnx==1.23.2",
     "onnxscript==0.7.2",
     "onnxruntime==1.31.1",
+    "aiohttp==3.14.5",  # images behind http URLs
+    "webdataset==1.0.2",  # an independent reader of tar files
     "playwright==1.65.2",  # drives the system's Chromium, where there is one
     "ruff==0.17.5",
 ]
@@ -83,6 +85,7 @@ setup(
         **{"detectron2": DETECTRON2, "export": EXPORT, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},
         **LOGGERS,
         **OTHERS,
+        "remote": ["fsspec[http]>=2024.2"],  # of images behind http URLs
     },
     entry_points={"console_scripts": ["cpvt-det=cpvt_det.cli:main"]},
     classifiers=[

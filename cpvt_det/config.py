@@ -211,12 +211,13 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.DATASETS = CfgNode()
     cfg.DATASETS.TRAIN = ()  # names of the training sets
     cfg.DATASETS.TEST = ()  # names of the test sets; the first one decides which checkpoint is the best
-    cfg.DATASETS.REGISTER = []  # your data sets: [name, COCO JSON, image folder], or [name, folder of YOLO, VOC or classes, split]
+    cfg.DATASETS.REGISTER = []  # [name, COCO JSON, images: folder, tar files or URL], or [name, YOLO, VOC or class folder, split]
     cfg.DATASETS.ON_BAD = "error"  # error: list all errors in the data and stop; drop: leave out the images and boxes with errors
-    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for what was read of annotation files above 4 MB; "": none
+    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for what was read of annotations above 4 MB and of 10,000 images; "": none
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4  # number of processes that load and augment images; 0: the training process does it
+    cfg.DATALOADER.PATIENCE = 60.0  # seconds for which an image that has gone, with its mount or server, is tried again; 0: once
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = True  # True: a batch has only wide or only tall images, which means less padding
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # True: skip training images without objects; DETR learns from them too
 

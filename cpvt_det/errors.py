@@ -23,6 +23,14 @@ class DataError(BadInputError):
     """A data file that cannot be used; the message names the file and, where it has one, the image or annotation."""
 
 
+class UnreachableError(DataError):
+    """A file that cannot be read now, and may be later: its mount, its server or the network is away."""
+
+
+class MissingFileError(UnreachableError):
+    """A file that is not there."""
+
+
 class DataFaultsError(DataError):
     """Several faults in data, one line each."""
 

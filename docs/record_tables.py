@@ -5,12 +5,19 @@
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.estimate import of_clusters, of_data
+
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "docs" / name for name in ("comparison.md", "export.md", "look.md", "results.md", "speed.md", "use.md")]
+DOCUMENTS = [
+    ROOT / "docs" / name for name in ("comparison.md", "export.md", "look.md", "results.md", "scaling.md", "speed.md", "use.md")
+]
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Sequence[str]
 
@@ -175,7 +182,9 @@ def start_up() -> list[Row]:
 
 def first_boxes() -> list[Row]:
     record = read_bench("browser_cpu")
-    rows = [["", "s to the address", "s from the drop to boxes", "s from the command to boxes", "CPU s of the command", "slider, ms"]]
+    rows = [
+        ["", "s to the address", "s from the drop to boxes", "s from the command to boxes", "CPU s of the command", "slider, ms"]
+    ]
     for config, found in record["page"].items():
         seconds = [f"{found[key]:.1f}" for key in ("to_the_address_s", "from_the_drop_s", "from_the_command_s", "cpu_s")]
         rows.append([f"`{config}`", *seconds, _slider(found)])
@@ -236,6 +245,15 @@ def beside_others() -> list[Row]:
     ]
 
 
+def shards() -> list[Row]:
+    record = read_bench("shards_cpu")
+    rows = [["images per CPU second", "files", "tar files", "webdataset's reader, in sequence"]]
+    for key, label in (("bytes", "bytes"), ("headers", "headers"), ("samples", "decoded and augmented")):
+        rates = [record[key].get(name, {}).get("images_per_second") for name in ("files", "tar files", "webdataset, in sequence")]
+        rows.append([label, *("" if rate is None else f"{rate:,.0f}" for rate in rates)])
+    return rows
+
+
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "photographs": photographs,
     "quickstart time": quickstart_time,
@@ -249,6 +267,9 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "first boxes": first_boxes,
     "tiles": tiles,
     "beside others": beside_others,
+    "shards": shards,
+    "estimate of data": of_data,
+    "estimate of clusters": of_clusters,
 }
 
 

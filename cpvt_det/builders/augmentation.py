@@ -14,8 +14,8 @@ from cpvt_det import distributed
 from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, AugmentationStep, Scene
 from cpvt_det.data.augmentation.single import GROUPS
 from cpvt_det.data.augmentation.step import as_scene, augmentation_errors
-from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.mapper import other_generators_seeded
+from cpvt_det.data.records import ImageRecord, sizes_of
 from cpvt_det.errors import ConfigError, config_errors
 
 logger = logging.getLogger("cpvt_det")
@@ -64,7 +64,7 @@ def check_augmentations(cfg: CfgNode, records: Sequence[ImageRecord]) -> None:
         logger.warning("INPUT.CLOSE_EPOCHS %g is as long as the run: no images are mixed", cfg.INPUT.CLOSE_EPOCHS)
     if not entries or not records:
         return
-    record = min(records, key=lambda record: min(record.height, record.width))
+    record = records[int(sizes_of(records).min(axis=1).argmin())]
     image = torch.zeros(3, record.height, record.width, dtype=torch.uint8)
     with torch.random.fork_rng(devices=[]), other_generators_seeded():
         for end in (None, 0):

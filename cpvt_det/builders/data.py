@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``INPUT``, ``DATALOADER`` and ``TEST`` -> what a run reads, its loaders, its evaluator."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from fvcore.common.config import CfgNode
@@ -13,9 +14,10 @@ from cpvt_det.builders.outputs import build_device, build_postprocessor
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
-from cpvt_det.data.records import ImageRecord, sizes_of
-from cpvt_det.data.validation.check import CheckedData, Seen, look_at_images
+from cpvt_det.data.records import ImageRecord, Records, join, sizes_of
+from cpvt_det.data.validation.check import CheckedData, Looked, look_at_images
 from cpvt_det.data.validation.issues import require_no_errors
+from cpvt_det.data.validation.kept import KeptLook
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
 from cpvt_det.tiles import Tiling
@@ -33,7 +35,7 @@ def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
     """
     require_names(cfg, "TRAIN")
     train, tests = _load(cfg, ("TRAIN", "TEST"))
-    check_augmentations(cfg, [record for dataset in train for record in dataset.records])
+    check_augmentations(cfg, join([dataset.records for dataset in train]))
     return train, tests
 
 
@@ -55,7 +57,7 @@ def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., Check
     Raises:
         BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop.
     """
-    data = check(cfg, splits, look=_look_once)
+    data = check(cfg, splits, look=partial(_look_together, cfg))
     try:
         require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
     except DataError as error:
@@ -65,9 +67,20 @@ def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., Check
     return data
 
 
-def _look_once(paths: Mapping[str, str], decode: bool) -> dict[str, Seen]:
-    """The first process looks at the images for all."""
-    return distributed.broadcast_object(look_at_images(paths, decode) if distributed.rank() == 0 else None)
+def _look_together(cfg: CfgNode, records: Records, decode: bool, examples: float) -> Looked:
+    """Every process looks at a part of the images, unless an earlier run has looked at all and nothing has changed."""
+    rank, world_size, number = distributed.rank(), distributed.world_size(), len(records)
+    kept = KeptLook(records, cfg.DATASETS.CACHE) if rank == 0 else None
+    looked = distributed.broadcast_object(kept and kept.load())
+    if looked is not None:
+        return looked
+    part = range(number * rank // world_size, number * (rank + 1) // world_size)
+    looked, *others = distributed.gather_objects(look_at_images(records, decode, examples, part))
+    for other in others:
+        looked.add(other)
+    if kept:
+        kept.save(looked)
+    return looked
 
 
 def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> TrainLoader:
@@ -90,7 +103,7 @@ def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) 
         steps = build_augmentations(cfg)
         mapper = Mapper(transform, True, steps, records)
         closing = closing_epoch(cfg, steps, len(records)), mapper.without_mixing()
-        dataset = MappedDataset(records, mapper, seed, closing)
+        dataset = MappedDataset(records, mapper, seed, closing, loader.PATIENCE)
         height, width = sizes_of(records).T
         batches = TrainBatches(
             len(records),
@@ -124,7 +137,7 @@ def build_tiling(cfg: CfgNode) -> Tiling | None:
 def build_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
     """Every record once, at the test size, over all processes."""
     with config_errors("INPUT or TEST"):
-        dataset = MappedDataset(records, build_test_mapper(cfg))
+        dataset = MappedDataset(records, build_test_mapper(cfg), patience=cfg.DATALOADER.PATIENCE)
         world_size = distributed.world_size()
         share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
         return evaluation_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)

@@ -51,7 +51,7 @@ def build_class_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int
         transform = crop_transform(
             node.SIZE, tuple(node.SCALE), tuple(node.RATIO), flip, tuple(node.RANDAUGMENT), node.ERASE, colour
         )
-        dataset = MappedDataset(records, ClassMapper(transform, with_targets=True), seed)
+        dataset = MappedDataset(records, ClassMapper(transform, with_targets=True), seed, patience=cfg.DATALOADER.PATIENCE)
         batches = RepeatedBatches(
             node.REPEATS,
             num_records=len(records),
@@ -77,7 +77,8 @@ def build_class_mapper(cfg: CfgNode) -> ClassMapper:
 
 def build_class_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
     """Every record once, at the test size, over all processes."""
-    dataset, world_size = MappedDataset(records, build_class_mapper(cfg)), distributed.world_size()
+    dataset = MappedDataset(records, build_class_mapper(cfg), patience=cfg.DATALOADER.PATIENCE)
+    world_size = distributed.world_size()
     share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
     return evaluation_loader(dataset, share, cfg.DATALOADER.NUM_WORKERS, distributed.rank(), world_size)
 

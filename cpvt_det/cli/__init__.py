@@ -24,6 +24,7 @@ COMMANDS = {
     "convert-weights": "Convert DETR weights of other projects.",
     "eval": "Evaluate weights on a data set.",
     "export": "Convert weights to ONNX or a torch.export program.",
+    "pack": "Write the images of a data set into tar files.",
     "predict": "Detect objects in images, or classify them: pictures and JSON.",
     "serve": "Look at detections in the browser.",
     "shapes": "Draw the shapes data set, in COCO format.",

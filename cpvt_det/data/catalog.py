@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpvt_det.data.formats.registry import find_format
+from cpvt_det.data.storage import root_of
 from cpvt_det.errors import ConfigError, UnknownNameError
 
 
@@ -17,13 +18,13 @@ class DatasetFiles:
     Attributes:
         name: registered name of the data set.
         annotations: path of the COCO JSON, or of a folder or YAML file in another format.
-        image_root: folder that COCO's file names are relative to.
+        image_root: folder that COCO's file names are relative to; tar files or a URL, as ``data/image_files.py`` says.
         split: name of the split, for other formats than COCO.
     """
 
     name: str
     annotations: Path
-    image_root: Path = Path()
+    image_root: Path | str = Path()
     split: str = ""
 
     @property
@@ -69,8 +70,8 @@ def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFile
     """The data sets of ``DATASETS.REGISTER``.
 
     Args:
-        registered: triples of name, COCO JSON and image folder; or of name, path and split, where the path is the folder of a YOLO
-            or a Pascal VOC data set, or YOLO's YAML file.
+        registered: triples of name, COCO JSON and image folder, tar files or URL; or of name, path and split, where the path is the
+            folder of a YOLO or a Pascal VOC data set, or YOLO's YAML file.
 
     Raises:
         ConfigError: an entry that is not a triple of strings.
@@ -86,5 +87,5 @@ def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFile
 def _files(name: str, annotations: str, root_or_split: str) -> DatasetFiles:
     files = DatasetFiles(name, Path(annotations).expanduser())
     if files.is_coco:
-        return replace(files, image_root=Path(root_or_split).expanduser())
+        return replace(files, image_root=root_of(root_or_split))
     return replace(files, split=root_or_split)

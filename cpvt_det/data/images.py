@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image
 
-from cpvt_det.errors import DataError, first_line
+from cpvt_det.data.image_files import open_image
+from cpvt_det.errors import DataError, UnreachableError, first_line
 
 if TYPE_CHECKING:  # headers are read without torch and torchvision, whose import takes seconds
     from torch import Tensor
@@ -75,7 +76,7 @@ def read_header(path: str, content: bytes | None = None) -> ImageHeader:
     """Read an image's header.
 
     Args:
-        path: path of the file; with ``content`` only a name for messages.
+        path: path of the file, as ``data/image_files.py`` describes it; with ``content`` only a name for messages.
         content: bytes of the file, if it is not on the disk.
 
     Raises:
@@ -113,7 +114,8 @@ def read_image(path: str, content: bytes | None = None) -> "Tensor":
     try:
         with file:
             if kind == JPEG:  # JPEG only: a damaged byte in a PNG can crash torchvision 0.29 with a segmentation fault
-                source = path if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
+                # not by its path, which torchvision would map: a mount that goes then ends the process
+                source = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
                 return decode_image(source, ImageReadMode.RGB, apply_exif_orientation=True)
             with Image.open(file) as image:
                 return _to_rgb(image, kind)
@@ -156,17 +158,14 @@ def _open(path: str, content: bytes | None = None) -> tuple[BinaryIO, bytes | No
     """The open file, at its start; and ``JPEG`` or ``PNG`` by its first bytes, whatever its suffix, ``None`` for other formats.
 
     Raises:
-        DataError: a missing or empty file.
+        DataError: an empty file, or one that cannot be opened.
     """
+    file = open_image(path) if content is None else io.BytesIO(content)
     try:
-        file = open(path, "rb") if content is None else io.BytesIO(content)  # noqa: SIM115, the caller closes it
-    except IsADirectoryError as error:
-        raise DataError(f"cannot read image {path}: it is a folder") from error
-    except FileNotFoundError as error:
-        raise DataError(f"cannot read image {path}: no such file") from error
-    except (OSError, ValueError) as error:  # the latter: a name that no file can have
-        raise DataError(f"cannot read image {path}: {first_line(error)}") from error
-    start = file.read(len(PNG))
+        start = file.read(len(PNG))
+    except OSError as error:
+        file.close()
+        raise _cannot_read(path, error) from error
     if not start:
         file.close()
         raise DataError(f"cannot read image {path}: it is empty (0 bytes)")
@@ -178,7 +177,8 @@ def _cannot_read(path: str, error: Exception) -> DataError:
     """The error for any error of a decoder: they have no common base, Pillow raises ``SyntaxError`` among others."""
     reason = re.sub(r"^.*\.cpp:\d+, ", "", first_line(error))  # torchvision's text begins with a line of its source
     why = "it is not an image, or its format is unknown" if isinstance(error, Image.UnidentifiedImageError) else reason
-    return DataError(f"cannot read image {path}: {why}")
+    kind = UnreachableError if isinstance(error, OSError) and error.errno else DataError  # Pillow's own have no number
+    return kind(f"cannot read image {path}: {why}")
 
 
 def _require_known_range(image: Image.Image) -> None:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.mapper import Mapper, Sample
+from cpvt_det.data.storage import patiently
 from cpvt_det.errors import DeadWorkerError
 
 Draw = tuple[int, int]
@@ -39,16 +40,25 @@ class MappedDataset(Dataset):
         mapper: mapper from a record to a sample.
         seed: seed of the run.
         closing: an epoch, counted from 0, and the mapper from that epoch on; ``None``: ``mapper`` for all epochs.
+        patience: seconds for which an image is tried again that cannot be reached.
 
     Attributes:
         at_work: (workers, 2) int64 in shared memory: each worker's process id and the index of the record it is reading, or -1.
     """
 
-    def __init__(self, records: Sequence[ImageRecord], mapper: Mapper, seed: int = 0, closing: tuple[float, Mapper] | None = None):
+    def __init__(
+        self,
+        records: Sequence[ImageRecord],
+        mapper: Mapper,
+        seed: int = 0,
+        closing: tuple[float, Mapper] | None = None,
+        patience: float = 0.0,
+    ):
         self.records = records
         self.mapper = mapper
         self.seed = seed
         self.closing = closing or (math.inf, mapper)
+        self.patience = patience
         self.at_work = torch.zeros(0, 2, dtype=torch.int64)
 
     def __len__(self) -> int:
@@ -59,14 +69,17 @@ class MappedDataset(Dataset):
         worker = get_worker_info()
         if worker is not None:
             self.at_work[worker.id] = torch.tensor([os.getpid(), index])
+        sample = patiently(lambda: self._sample(epoch, index), self.patience, even_if_missing=True)
+        if worker is not None:
+            self.at_work[worker.id, 1] = -1
+        return sample
+
+    def _sample(self, epoch: int, index: int) -> Sample:
         start, closing_mapper = self.closing
         with torch.random.fork_rng(devices=[]):  # in the main process the model's dropout draws from the same state
             # Not torch.manual_seed: it would reseed the GPUs too, whose states stay outside of this fork.
             torch.default_generator.manual_seed(mix_seed(self.seed, epoch, index))
-            sample = (self.mapper if epoch < start else closing_mapper)(self.records[index])
-        if worker is not None:
-            self.at_work[worker.id, 1] = -1
-        return sample
+            return (self.mapper if epoch < start else closing_mapper)(self.records[index])
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from cpvt_det.data.columns import Columns
+from cpvt_det.data.storage import join_path
 
 
 @dataclass
@@ -58,12 +59,12 @@ class Records(Sequence[ImageRecord]):
 
     Args:
         columns: the arrays.
-        root: folder that file names are relative to.
+        root: folder, tar files or URL that file names are relative to.
         kept: (n,) indices of the images, in rising order; ``None`` for all.
         corrected: paths by index of the image, where they are not ``root / name``.
     """
 
-    def __init__(self, columns: Columns, root: Path, kept: np.ndarray | None = None, corrected: dict[int, str] | None = None):
+    def __init__(self, columns: Columns, root: Path | str, kept: np.ndarray | None = None, corrected: dict[int, str] | None = None):
         self.columns = columns
         self.root = root
         self.kept = kept
@@ -89,7 +90,7 @@ class Records(Sequence[ImageRecord]):
     def path(self, index: int) -> str:
         """Path of an image."""
         at = self._at(index)
-        return self.corrected[at] if at in self.corrected else str(self.root / self.columns.name(at))
+        return self.corrected[at] if at in self.corrected else join_path(self.root, self.columns.name(at))
 
     def set_path(self, index: int, path: str) -> None:
         """Correct the path of an image."""
@@ -118,8 +119,9 @@ class Records(Sequence[ImageRecord]):
     @property
     def num_boxes(self) -> np.ndarray:
         """(n,) int64, number of boxes to learn in each image."""
-        before = np.concatenate([[0], np.cumsum(~self.columns.crowds)])[self.columns.starts]
-        return self._of(np.diff(before))
+        columns = self.columns
+        crowds = columns.starts.searchsorted(np.flatnonzero(columns.crowds), "right") - 1  # image of each; no array of all boxes
+        return self._of(np.diff(columns.starts) - np.bincount(crowds, minlength=len(columns.image_ids)))
 
     @property
     def objects(self) -> Objects:
@@ -179,6 +181,11 @@ class JoinedRecords(Sequence[ImageRecord]):
         """(n, 2) integers, height and width of the images in pixels."""
         return np.concatenate([sizes_of(part) for part in self.parts])
 
+    @property
+    def num_boxes(self) -> np.ndarray:
+        """(n,) int64, number of boxes to learn in each image."""
+        return np.concatenate([num_boxes_of(part) for part in self.parts])
+
 
 def join(parts: Sequence[Sequence[ImageRecord]]) -> Sequence[ImageRecord]:
     """The images of one or several data sets as one sequence."""
@@ -190,3 +197,10 @@ def sizes_of(records: Sequence[ImageRecord]) -> np.ndarray:
     if isinstance(records, (Records, JoinedRecords)):
         return records.sizes
     return np.array([(record.height, record.width) for record in records], dtype=np.int64).reshape(-1, 2)
+
+
+def num_boxes_of(records: Sequence[ImageRecord]) -> np.ndarray:
+    """(n,) int64, number of boxes to learn in each image."""
+    if isinstance(records, (Records, JoinedRecords)):
+        return records.num_boxes
+    return np.array([len(record.labels) for record in records], dtype=np.int64)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.images import ImageHeader, read_image
-from cpvt_det.data.validation.check import look_at_images
+from cpvt_det.data.validation.check import look_at_files
 from cpvt_det.data.validation.issues import Issues
 from cpvt_det.errors import BadInputError, DataError, DataFaultsError
 from cpvt_det.files import write_json
@@ -76,13 +76,13 @@ def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[I
     """
     folder = Path(source).expanduser()
     root = str(folder) if folder.is_dir() else os.path.commonpath([path.parent.absolute() for path in paths])
-    seen = look_at_images({str(path): root for path in paths})
+    seen = look_at_files(map(str, paths), root, len(paths))
     issues = Issues()
     good = []
-    for path in paths:
-        header = seen[str(path)].header
+    for path, found in zip(paths, seen, strict=True):
+        header = found.header
         if header is None:
-            issues.add_fault("image files that cannot be read", seen[str(path)].why)
+            issues.add_fault("image files that cannot be read", found.why)
         else:
             name = Path(os.path.relpath(path, root)).as_posix()
             good.append(InputFile(len(good) + 1, str(path), name, header))

@@ -11,7 +11,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det import builders
 from cpvt_det.checkpoint.checkpointer import BEST, RunState
 from cpvt_det.checkpoint.resume import FINAL
-from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.records import ImageRecord, num_boxes_of
 from cpvt_det.solver.schedule import TrainingSchedule
 
 logger = logging.getLogger("cpvt_det")
@@ -43,7 +43,7 @@ def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[Image
             FROM_SCRATCH,
         )
     queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
-    most = max((len(record.labels) for record in records), default=0)
+    most = int(num_boxes_of(records).max(initial=0))
     if queries / 2 < most <= queries:  # above that, the check of the data reports an error
         logger.warning(
             "An image has %d objects, more than half of the %d queries; raise MODEL.DETR.NUM_OBJECT_QUERIES",

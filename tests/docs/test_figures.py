@@ -33,6 +33,7 @@ RECORDS = {
         "benchmarks/results/scaling_cpu.md",
         "benchmarks/results/processes_cpu.json",
         "benchmarks/results/annotations_coco.json",
+        "benchmarks/estimate.py",
     ],
 }
 """Document -> where its figures come from; the others have none but constants."""

@@ -421,7 +421,7 @@ CASES = [
         "4 faults in the data",
         guard=Cut(
             "data/validation/check.py",
-            'dataset.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")',
+            'looked.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")',
             "raise DataError(fault[1])",
         ),
     ),

@@ -1,28 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two machines on the loopback, killed again and again at random moments; at the end the weights are those of an unhurt run.
 
-Alone, some minutes::
-
-    PYTHONPATH=.:tests python -m faults.random_kills 20
+``benchmarks/kills.py`` counts and records.
 """
 
-import os
 import random
 import signal
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 from conftest import draw_coco
 from nodes import Nodes, steps_of, wait_for
-from several import run_group
+from several import end_group, start_group
 from tiny import overrides
 
 from cpvt_det.checkpoint.files import read_checkpoint
 
 KINDS = ("process 0", "process 1", "machine 1", "torchrun 1", "machine 0, with the store")
+LIMIT = 1800  # seconds for what takes some: the machine may be busy with other work
 STEPS = 10  # of a run, for each time that it is killed
 SLOW = """
 import time
@@ -37,8 +33,13 @@ main()
 """
 
 
-def kill_again_and_again(kills: int, folder: Path, draw: random.Random) -> bool:
-    """Kill one run ``kills`` times; whether it ends with the weights, average and optimizer of a run that is left alone."""
+def kill_again_and_again(kills: int, folder: Path, draw: random.Random) -> tuple[list[str], bool]:
+    """Kill one run ``kills`` times.
+
+    Returns:
+        What was killed; and whether the run ended with the weights, average and optimizer of a run that is left alone.
+    """
+    killed = []
     folder.mkdir(parents=True)
     files, config, script = draw_coco(folder).files, folder / "run.yaml", folder / "slow.py"
     config.write_text("VERSION: 2\n")
@@ -50,20 +51,22 @@ def kill_again_and_again(kills: int, folder: Path, draw: random.Random) -> bool:
         options = ["--num-gpus", "0", "--config-file", str(config), "--runner", "builtin"]
         return ["train", *options, *overrides(files, folder / name, **more)]
 
-    assert [one.code for one in run_group(folder / "left_alone", words("whole"))] == [0, 0]
+    alone = end_group(folder / "left_alone", start_group(folder / "left_alone", words("whole")), LIMIT)
+    assert [one.code for one in alone] == [0, 0], alone
     nodes = Nodes(folder / "printed", [script, *words("hurt")], "--max-restarts", "100", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     try:
         for number in (0, 1):
             nodes.start(number)
         for number in range(kills):
             before = steps_of(folder / "hurt")
-            wait_for(lambda before=before: steps_of(folder / "hurt") > before, 300, "the next step")
+            wait_for(lambda before=before: steps_of(folder / "hurt") > before, LIMIT, "the next step")
             time.sleep(draw.uniform(0, 1))
-            _kill(nodes, draw.choice(KINDS), number)
-        assert [nodes.wait(number, 300) for number in (0, 1)] == [0, 0], nodes.text(0)[-2000:] + nodes.text(1)[-2000:]
+            killed.append(draw.choice(KINDS))
+            _kill(nodes, killed[-1], number)
+        assert [nodes.wait(number, LIMIT) for number in (0, 1)] == [0, 0], nodes.text(0)[-2000:] + nodes.text(1)[-2000:]
     finally:
         nodes.stop()
-    return _same(folder / "hurt/model_final.pth", folder / "whole/model_final.pth")
+    return killed, _same(folder / "hurt/model_final.pth", folder / "whole/model_final.pth")
 
 
 def _kill(nodes: Nodes, kind: str, number: int) -> None:
@@ -76,7 +79,7 @@ def _kill(nodes: Nodes, kind: str, number: int) -> None:
     if not kind.startswith("process"):
         nodes.agents[machine].wait()
         if machine == 0:  # nobody can go on without the store: the same command with --resume
-            nodes.wait(1, 300)
+            nodes.wait(1, LIMIT)
             nodes.words += [] if "--resume" in nodes.words else ["--resume"]
             print(f"{number}: {kind}: machine 1 ended after {time.monotonic() - start:.0f} s", flush=True)
             nodes.start(1)
@@ -97,19 +100,3 @@ def _equal(one: dict, two: dict) -> bool:
         else torch.equal(torch.as_tensor(one[key]), torch.as_tensor(two[key]))
         for key in one
     )
-
-
-def main(kills: int, each: int = 5) -> None:
-    """Runs that are killed ``each`` times, and how many of all kills left no trace."""
-    draw, traceless = random.Random(0), 0
-    with tempfile.TemporaryDirectory() as temporary:
-        for number in range(kills // each):
-            same = kill_again_and_again(each, Path(temporary) / str(number), draw)
-            traceless += each * same
-            print(f"run {number}, killed {each} times: {'the' if same else 'NOT THE'} weights of the unhurt run", flush=True)
-    print(f"{traceless} of {kills}")
-
-
-if __name__ == "__main__":
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    main(int(sys.argv[1]))

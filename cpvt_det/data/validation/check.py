@@ -4,12 +4,13 @@
 The checks of an entry are in ``data/validation/rules.py``, those of an image file in ``data/images.py``.
 """
 
+import itertools
 import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +18,18 @@ from tqdm import tqdm
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import CocoDataset, read_coco, require_same_classes
+from cpvt_det.data.image_files import is_file
 from cpvt_det.data.images import ImageHeader, file_threads, read_header, read_image
+from cpvt_det.data.records import Records
+from cpvt_det.data.storage import patiently
 from cpvt_det.data.validation.issues import EXAMPLES, Issues
 from cpvt_det.data.validation.rules import Fault, Id
-from cpvt_det.errors import DataError
+from cpvt_det.errors import DataError, MissingFileError
 
 logger = logging.getLogger("cpvt_det")
+PATIENCE = 30.0
+"""Seconds for which an image is tried again whose mount or server does not answer."""
+AT_ONCE = 4096  # images that wait for a thread
 TOO_MANY = "images with more boxes than queries, so that some boxes cannot be learned"
 
 
@@ -48,27 +55,82 @@ class Seen:
         path: actual path, whose Unicode form may differ from that in the JSON.
         header: header of the file; ``None`` if it cannot be read.
         why: the reason why it cannot be read.
+        is_missing: whether there is no such file.
     """
 
     path: str
     header: ImageHeader | None
     why: str = ""
+    is_missing: bool = False
 
 
-LookAtImages = Callable[[Mapping[str, str], bool], dict[str, Seen]]
+@dataclass
+class Looked:
+    """The result of looking at many image files of a data set; of images without anything to note there is nothing.
+
+    Attributes:
+        issues: what was found.
+        faulty: ids of the images that have to be left out.
+        paths: corrected paths, by index of the record.
+    """
+
+    issues: Issues
+    faulty: list[Id] = field(default_factory=list)
+    paths: dict[int, str] = field(default_factory=dict)
+
+    def add(self, others: "Looked") -> None:
+        """Add what was found in a further part of the images."""
+        self.issues.add(others.issues)
+        self.faulty += others.faulty
+        self.paths |= others.paths
 
 
-def look_at_images(roots: Mapping[str, str], decode: bool = False) -> dict[str, Seen]:
+LookAtImages = Callable[[Records, bool, float], Looked]
+
+
+def look_at_images(records: Records, decode: bool, examples: float, part: range | None = None) -> Looked:
+    """Compare image files with their records.
+
+    Args:
+        records: records of a data set.
+        decode: decode every image, not only those that seem cut off.
+        examples: largest number of examples kept of each kind of issue.
+        part: indices of the records to look at; ``None`` for all. A part that does not begin with the first has no progress bar.
+    """
+    part = range(len(records)) if part is None else part
+    looked = Looked(Issues("", examples))
+    image_ids, sizes = records.image_ids, records.sizes
+    seen = look_at_files(map(records.path, part), str(records.root), len(part), decode, quiet=part.start > 0)
+    for index, found in zip(part, seen, strict=True):
+        image_id, path = int(image_ids[index]), records.path(index)
+        fault = _fault(sizes[index].tolist(), found)
+        if fault is not None:
+            looked.faulty.append(image_id)
+            looked.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")
+        else:
+            _note_conversions(image_id, path, found, looked.issues)
+            if found.path != path:
+                looked.paths[index] = found.path
+    return looked
+
+
+def look_at_files(paths: Iterable[str], root: str, number: int, decode: bool = False, quiet: bool = False) -> Iterator[Seen]:
     """What there is under each path.
 
     Args:
-        roots: paths, each with the folder that its data set names it below.
+        paths: paths of images.
+        root: folder that the data set names them below.
+        number: number of paths.
         decode: decode every image, not only those that seem cut off.
+        quiet: whether there is no progress bar.
     """
-    with file_threads() as pool:
-        found = pool.map(partial(_look, decode=decode), roots, roots.values())
-        bar = tqdm(found, "checking images", len(roots), leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
-        return dict(zip(roots, bar, strict=True))
+    bar = partial(tqdm, desc="checking images", leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
+    paths = iter(paths)
+    with file_threads() as pool, bar(total=number, disable=quiet) as progress:
+        while some := list(itertools.islice(paths, AT_ONCE)):
+            for seen in pool.map(partial(_look, root=root, decode=decode), some):
+                progress.update()
+                yield seen
 
 
 def check_data(
@@ -87,7 +149,7 @@ def check_data(
         num_queries: number of queries of the detector.
         decode: decode every image, which also finds damage behind the header.
         examples: largest number of examples kept of each kind of issue.
-        look: reader of the image files; in a run of several processes, one reads for all.
+        look: what looks at the image files of a data set; in a run of several processes, each at a part of them.
         cache: folder for what was read of large annotation files; ``None`` for none.
     """
     together = Issues("", examples)
@@ -98,10 +160,8 @@ def check_data(
             read[one.name] = read_coco(one, examples, cache)
         except DataError as error:
             together.add_error("data sets that cannot be read", str(error))
-    roots = {path: str(files[name].image_root) for name in read for path in read[name].records.paths}
-    seen = look(roots, decode)
     for dataset in read.values():
-        _take_faulty_images_out(dataset, seen)
+        _take_faulty_images_out(dataset, look(dataset.records, decode, examples))
     data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), issues=[])
     data.issues = [*(dataset.issues for dataset in read.values()), together]
     _compare(data, together)
@@ -123,17 +183,17 @@ def _look(path: str, root: str, decode: bool) -> Seen:
     """Read the header of an image; decode the file too if it seems incomplete, or if ``decode``."""
     found = _find(path, root)
     try:
-        header = read_header(found)
+        header = patiently(lambda: read_header(found), PATIENCE)
         if decode or not header.is_whole:
             read_image(found)
         return Seen(found, header)
     except DataError as error:
-        return Seen(found, None, str(error))
+        return Seen(found, None, str(error), isinstance(error, MissingFileError))
 
 
 def _find(path: str, root: str) -> str:
     """The path; if there is no such file, the path of the same name in another Unicode form: "é" is one character or two."""
-    if not os.path.exists(path):
+    if is_file(path) and not os.path.exists(path):
         for form in ("NFC", "NFD"):
             other = root + unicodedata.normalize(form, path.removeprefix(root))
             if os.path.exists(other):
@@ -141,28 +201,17 @@ def _find(path: str, root: str) -> str:
     return path
 
 
-def _take_faulty_images_out(dataset: CocoDataset, seen: dict[str, Seen]) -> None:
-    faulty: set[Id] = set()
-    records = dataset.records
-    for index, (path, image_id, size) in enumerate(
-        zip(records.paths, records.image_ids.tolist(), records.sizes.tolist(), strict=True)
-    ):
-        found = seen[path]
-        fault = _fault(size, found)
-        if fault is not None:
-            faulty.add(image_id)
-            dataset.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")
-        else:
-            _note_conversions(image_id, path, found, dataset.issues)
-            if found.path != path:
-                records.set_path(index, found.path)
-    if faulty:
-        dataset.leave_out(faulty)
+def _take_faulty_images_out(dataset: CocoDataset, looked: Looked) -> None:
+    dataset.issues.add(looked.issues)
+    for index, path in looked.paths.items():
+        dataset.records.set_path(index, path)
+    if looked.faulty:
+        dataset.leave_out(set(looked.faulty))
 
 
 def _fault(size: Sequence[int], found: Seen) -> Fault | None:
     if found.header is None:
-        return "image files that " + ("cannot be read" if os.path.isfile(found.path) else "are missing"), found.why
+        return "image files that " + ("are missing" if found.is_missing else "cannot be read"), found.why
     header, said = found.header, (size[1], size[0])
     if (header.width, header.height) == said:
         return None

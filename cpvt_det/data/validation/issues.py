@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Issues that a check of data finds, grouped and counted, with the first examples of each kind."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -66,6 +67,15 @@ class Issues:
         group.count += 1
         if len(group.examples) < self.examples:
             group.examples.append(_printable(where))
+
+    def add(self, others: "Issues") -> None:
+        """Add the issues of a further part of the same source."""
+        for name in ("errors", "faults", "infos"):
+            groups = getattr(self, name)
+            for heading, other in getattr(others, name).items():
+                group = groups.setdefault(heading, Group())
+                group.count += other.count
+                group.examples = [*group.examples, *other.examples][: None if self.examples == math.inf else int(self.examples)]
 
     def has_errors(self, on_bad: str) -> bool:
         """Whether a run must stop, under a policy of ``POLICIES``."""

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images in tar files, in the layout of webdataset, found by name: so that their order is that of files.
+
+A table of all members, ``index.npz`` beside the tar files, has the place of each; without one, local tar files are searched.
+"""
+
+import functools
+import hashlib
+import io
+import os
+import re
+import tarfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from cpvt_det.data.storage import fetch, is_url
+from cpvt_det.errors import DataError, MissingFileError
+
+TAR = ".tar"
+INDEX = "index.npz"
+ARRAYS = ("shards", "lengths", "keys", "shard_of", "starts", "sizes")
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The n members of tar files, by rising key.
+
+    Attributes:
+        folder: folder or URL of the tar files.
+        shards: (s,) names of the tar files.
+        lengths: (s,) int64, their bytes.
+        keys: (n,) uint64, hashes of the members' names.
+        shard_of: (n,) int32, tar file of each member.
+        starts, sizes: (n,) int64, place of its content there in bytes, and its length.
+    """
+
+    folder: str
+    shards: np.ndarray
+    lengths: np.ndarray
+    keys: np.ndarray
+    shard_of: np.ndarray
+    starts: np.ndarray
+    sizes: np.ndarray
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a member for reading.
+
+        Raises:
+            DataError: a tar file that ends before the member does; no such member; other errors as of a file.
+        """
+        key = np.uint64(_key(name))
+        row = int(self.keys.searchsorted(key))
+        if row == len(self.keys) or self.keys[row] != key:
+            raise MissingFileError(f"it is in none of the {len(self.shards)} tar files, which have {len(self.keys)} members")
+        shard, start, size = int(self.shard_of[row]), int(self.starts[row]), int(self.sizes[row])
+        path = f"{self.folder}/{self.shards[shard]}"
+        if is_url(path):
+            content = fetch(path, start, start + size)
+            if len(content) != size:
+                came = f"{len(content)} bytes came instead of {size}"
+                raise DataError(f"{path}: {came}; it is cut off, or newer than its {INDEX}, or its server sends no parts of files")
+            return io.BytesIO(content)
+        file = open(path, "rb", buffering=0)  # noqa: SIM115, closed with the part
+        length = os.fstat(file.fileno()).st_size
+        if length != self.lengths[shard]:
+            file.close()
+            raise DataError(f"{path} has {length} bytes instead of {self.lengths[shard]}: it is cut off, or newer than its {INDEX}")
+        return io.BufferedReader(_Part(file, start, size))
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, file: io.FileIO, start: int, size: int):
+        self._file, self._start, self._size = file, start, size
+        self._file.seek(start)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._size}[whence]
+        return self._file.seek(self._start + max(0, base + offset)) - self._start
+
+    def readinto(self, buffer) -> int:
+        left = max(0, self._size - self.tell())
+        return self._file.readinto(memoryview(buffer)[:left])
+
+    def readall(self) -> bytes:
+        return self._file.read(max(0, self._size - self.tell()))  # at once, not in small pieces
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_shards(pattern: str) -> Shards:
+    """The members of tar files, as their index lists them.
+
+    Args:
+        pattern: path or URL of a tar file, or of several that are numbered: ``shards/{000000..000011}.tar``.
+
+    Raises:
+        DataError: an index of other tar files; URLs without an index.
+    """
+    with _ONE_AT_A_TIME:  # of many threads that all ask for the first time
+        return _open_shards(pattern)
+
+
+@functools.lru_cache(maxsize=16)
+def _open_shards(pattern: str) -> Shards:
+    folder, _, last = pattern.rpartition("/")
+    names, place = expand(last), f"{folder or '.'}/{INDEX}"
+    try:
+        content = fetch(place) if is_url(place) else Path(place).read_bytes()
+    except FileNotFoundError:
+        if is_url(place):
+            raise DataError(f"there is no {place}, which lists what is where; cpvt-det pack writes it") from None
+        return index_shards(folder or ".", names)
+    with np.load(io.BytesIO(content)) as arrays:
+        found = Shards(folder or ".", *(arrays[name] for name in ARRAYS))
+    if found.shards.tolist() != names:
+        raise DataError(f"{place} lists {len(found.shards)} tar files from {found.shards[0]} on, not {last}")
+    return found
+
+
+def split_at_shards(path: str) -> tuple[str, str]:
+    """The tar files of a path and the member in them; ("", path) for a path of a file."""
+    root, found, name = path.partition(f"{TAR}/")
+    is_member = found and (is_url(path) or not os.path.isdir(root + TAR))
+    return (root + TAR, name) if is_member else ("", path)
+
+
+def expand(name: str) -> list[str]:
+    """The names that a name with a range stands for: {08..11}.tar is 08.tar, 09.tar, 10.tar and 11.tar."""
+    match = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", name)
+    if match is None:
+        return [name]
+    before, first, last, after = match.groups()
+    return [f"{before}{number:0{len(first)}}{after}" for number in range(int(first), int(last) + 1)]
+
+
+def index_shards(folder: str, names: Sequence[str]) -> Shards:
+    """The members of local tar files, found by reading the header of each.
+
+    Raises:
+        DataError: a tar file that is damaged; a member that is there twice.
+    """
+    rows = []
+    for number, name in enumerate(names):
+        try:
+            with tarfile.open(f"{folder}/{name}", "r:") as tar:
+                rows += [(_key(member.name), number, member.offset_data, member.size) for member in tar if member.isfile()]
+        except tarfile.TarError as error:
+            raise DataError(f"{folder}/{name} is not a whole tar file: {error}") from error
+        except FileNotFoundError as error:
+            raise MissingFileError(f"there is no {folder}/{name}") from error
+    columns = [np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), ("u8", "i4", "i8", "i8"), strict=True)]
+    order = np.argsort(columns[0], kind="stable") if columns else []
+    keys, *others = (column[order] for column in columns) if columns else (np.zeros(0, "i8"),) * 4
+    if (keys[1:] == keys[:-1]).any():
+        raise DataError(f"a member's name is there twice in {folder}/{names[0]} and the tar files after it")
+    lengths = np.array([os.path.getsize(f"{folder}/{name}") for name in names])
+    return Shards(folder, np.array(names), lengths, keys, *others)
+
+
+def _key(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

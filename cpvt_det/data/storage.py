@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files on a disk, on a mount that may go and come back, and behind URLs."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from cpvt_det.errors import DataError, MissingFileError, UnreachableError, first_line
+
+logger = logging.getLogger("cpvt_det")
+Value = TypeVar("Value")
+PAUSE = 0.5  # seconds between two attempts
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether fsspec reads the path."""
+    return "://" in str(path)
+
+
+def root_of(text: str) -> Path | str:
+    """What image names are relative to: a folder or tar files as a path, a URL as text."""
+    return text.rstrip("/") if is_url(text) else Path(text).expanduser()
+
+
+def join_path(root: Path | str, name: str) -> str:
+    """The path of an image."""
+    return f"{root}/{name}" if isinstance(root, str) else str(root / name)
+
+
+def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
+    """Content of a URL, or a part of it.
+
+    Args:
+        url: URL of a file system that fsspec knows.
+        start, end: first byte, and the one after the last.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        UnreachableError: a server that does not answer, or with an error.
+        DataError: a file system that fsspec does not know, or whose package is not installed.
+    """
+    import fsspec
+
+    try:
+        # at each call, as a forked data worker needs connections of its own; fsspec keeps them by process
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{first_line(error)}; for http: pip install cpvt-det[remote]") from error
+    try:
+        return system.cat_file(path, start=start, end=end)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # what file systems raise has no common base
+        raise UnreachableError(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def patiently(read: Callable[[], Value], seconds: float, even_if_missing: bool = False) -> Value:
+    """Read something, again and again while its place does not answer.
+
+    Args:
+        read: function that reads.
+        seconds: the longest time to try.
+        even_if_missing: whether a missing file too is tried again: one that was there before, on a mount that is gone.
+
+    Raises:
+        UnreachableError: it was not there in all this time.
+    """
+    end, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            return read()
+        except UnreachableError as error:
+            final = isinstance(error, MissingFileError) and not even_if_missing
+            if final or time.monotonic() + PAUSE > end:
+                raise
+            if not told:
+                logger.warning("%s; trying again for %.0f s", error, seconds)
+            told = True
+            time.sleep(PAUSE)

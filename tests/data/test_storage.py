@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same images from a folder, from tar files, and from URLs; and what happens when these go away."""
+
+import io
+import json
+import os
+import tarfile
+import threading
+import time
+from itertools import islice
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from faults.case import call
+from image_server import serving
+from PIL import Image
+from test_loader import assert_same_batches
+from tiny import overrides
+
+from cpvt_det.builders import build_train_loader, load_splits, training_records
+from cpvt_det.config import load_cfg
+from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.image_files import is_file, open_image
+from cpvt_det.data.images import read_header, read_image
+from cpvt_det.data.packing import write_shards
+from cpvt_det.data.shards import INDEX, expand, index_shards, open_shards
+from cpvt_det.data.storage import patiently
+from cpvt_det.errors import DataError, MissingFileError, UnreachableError
+
+
+@pytest.fixture
+def packed(drawn_coco, tmp_path):
+    """The drawn data set in three tar files, by the command."""
+    register = ["DATASETS.REGISTER", str([["mine", str(drawn_coco.files.annotations), str(drawn_coco.files.image_root)]])]
+    ending = call("pack", "mine", tmp_path / "shards", *register)
+    assert ending.code == 0, ending.text
+    whole = tmp_path / "shards" / "{000000..000000}.tar"
+    assert str(whole) in ending.text
+    files = [(f"part/{number:03d}.png", str(drawn_coco.files.image_root / f"part/{number:03d}.png")) for number in ids(drawn_coco)]
+    folder = tmp_path / "several"
+    folder.mkdir()
+    assert write_shards(files, folder, 5_000) == f"{folder}/{{000000..{len(list(folder.glob('*.tar'))) - 1:06}}}.tar"
+    assert len(list(folder.glob("*.tar"))) > 2
+    (folder / "annotations.json").write_bytes((tmp_path / "shards/annotations.json").read_bytes())
+    return folder
+
+
+def ids(drawn):
+    return [image["id"] for image in drawn.content["images"]]
+
+
+def pattern_of(folder):
+    return f"{folder}/{{000000..{len(list(folder.glob('*.tar'))) - 1:06}}}.tar"
+
+
+def words(annotations, root, output, **more):
+    files = DatasetFiles("drawn", annotations, root)
+    return overrides(files, output, **more)
+
+
+def batches(annotations, root, output, number=6, start=0, **more):
+    cfg = load_cfg("", words(annotations, root, output, **more))
+    records = training_records(cfg, load_splits(cfg)[0])
+    return list(islice(build_train_loader(cfg, records, seed=3).from_iteration(start), number))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_from_tar_files_and_urls_are_those_from_files(drawn_coco, packed, tmp_path, workers):
+    """From a folder of tar files, from a server with tar files and one with images, and from fsspec's file system in memory."""
+    pytest.importorskip("aiohttp")
+    files = drawn_coco.files
+    expected = batches(files.annotations, files.image_root, tmp_path, DATALOADER__NUM_WORKERS=workers)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(packed), "/kept", recursive=True)
+    last = pattern_of(packed).rpartition("/")[2]
+    with serving(packed) as tars, serving(files.image_root) as images:
+        for root in (pattern_of(packed), f"{tars.url}/{last}", images.url, f"memory://kept/{last}"):
+            found = batches(files.annotations, root, tmp_path, DATALOADER__NUM_WORKERS=workers)
+            assert_same_batches(found, expected)
+        later = batches(files.annotations, f"{tars.url}/{last}", tmp_path, number=3, start=3, DATALOADER__NUM_WORKERS=workers)
+        assert_same_batches(later, expected[3:])
+    memory.rm("/kept", recursive=True)
+
+
+def test_a_run_from_tar_files_that_goes_on_ends_with_the_weights_of_one_from_files(drawn_coco, packed, tmp_path):
+    config = tmp_path / "empty.yaml"
+    config.write_text("VERSION: 2\n")
+
+    def train(root, name, *options, **more):
+        line = ["train", "--num-gpus", "0", *options, "--config-file", config, "--runner", "builtin"]
+        ending = call(*line, *words(drawn_coco.files.annotations, root, tmp_path / name, DATALOADER__NUM_WORKERS=1, **more))
+        assert ending.code == 0, ending.text
+
+    train(drawn_coco.files.image_root, "files")
+    train(pattern_of(packed), "shards", SOLVER__MAX_ITER=3)
+    train(pattern_of(packed), "shards", "--resume")
+    one, two = (torch.load(tmp_path / name / "model_final.pth", weights_only=True)["model"] for name in ("files", "shards"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    assert (tmp_path / "files/results.json").read_text() == (tmp_path / "shards/results.json").read_text()
+
+
+def test_webdataset_reads_the_same_images(drawn_coco, packed):
+    webdataset = pytest.importorskip("webdataset")
+    read = {sample["__key__"]: sample["png"] for sample in webdataset.WebDataset(pattern_of(packed), shardshuffle=False)}
+    root = drawn_coco.files.image_root
+    assert read == {f"part/{number:03d}": (root / f"part/{number:03d}.png").read_bytes() for number in ids(drawn_coco)}
+
+
+def test_tar_files_of_others_are_searched(drawn_coco, packed):
+    """Without an index, with folders and other members beside the images."""
+    (packed / INDEX).unlink()
+    with tarfile.open(packed / "000000.tar", "a") as tar:
+        tar.add(packed, "part/", recursive=False)
+        tar.addfile(tarfile.TarInfo("part/note.json"))
+    number = ids(drawn_coco)[0]
+    path = f"{pattern_of(packed)}/part/{number:03d}.png"
+    expected = drawn_coco.files.image_root / f"part/{number:03d}.png"
+    assert open_image(path).read() == expected.read_bytes()
+    assert torch.equal(read_image(path), read_image(str(expected)))
+    assert read_header(path) == read_header(str(expected))
+    assert not is_file(path) and is_file(str(expected))
+
+
+def test_a_member_is_read_as_a_file(tmp_path):
+    """Every place and length, against the bytes themselves."""
+    content = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8).tobytes()
+    (tmp_path / "a.bin").write_bytes(content)
+    write_shards([("first", str(tmp_path / "a.bin")), ("second", str(tmp_path / "a.bin"))], tmp_path, 10**6)
+    with open_shards(f"{tmp_path}/{{000000..000000}}.tar").open("first") as file:
+        for offset, whence in ((0, 0), (700, 0), (-100, 2), (2000, 0), (5, 1)):
+            other = io.BytesIO(content)
+            other.seek(300)
+            file.seek(300)
+            assert file.seek(offset, whence) == other.seek(offset, whence)
+            assert file.read(450) == other.read(450)
+        file.seek(0)
+        assert file.read() == content
+
+
+def test_ranges_of_names():
+    assert expand("a.tar") == ["a.tar"]
+    assert expand("x-{08..11}.tar") == ["x-08.tar", "x-09.tar", "x-10.tar", "x-11.tar"]
+
+
+def test_a_folder_that_is_called_like_a_tar_file_is_a_folder(tmp_path):
+    (tmp_path / "old.tar").mkdir()
+    Image.new("RGB", (3, 2)).save(tmp_path / "old.tar/a.png")
+    assert read_image(f"{tmp_path}/old.tar/a.png").shape == (3, 2, 3)
+
+
+def test_other_formats_are_packed_with_their_annotations(tmp_path):
+    """A YOLO data set becomes COCO JSON and tar files, with the same images and boxes."""
+    for name, size in (("a", (40, 30)), ("b", (30, 50))):
+        for kind in ("images", "labels"):
+            (tmp_path / f"mine/{kind}/train").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, (9, 8, 7)).save(tmp_path / f"mine/images/train/{name}.png")
+        (tmp_path / f"mine/labels/train/{name}.txt").write_text("1 0.5 0.5 0.2 0.4\n0 0.3 0.25 0.1 0.2\n")
+    (tmp_path / "mine/data.yaml").write_text("train: images/train\nnames: [cell, mite]\n")
+    register = ["DATASETS.REGISTER", str([["mine", str(tmp_path / "mine"), "train"]])]
+    assert call("pack", "mine", tmp_path / "shards", *register).code == 0
+    again = call("pack", "mine", tmp_path / "shards", *register)
+    assert again.code == 2 and again.text.endswith("is not empty; write the tar files into a new folder\n")
+    more = {"DATASETS__TRAIN": ("drawn",), "DATASETS__TEST": (), "MODEL__NUM_CLASSES": 0}
+    sources = (tmp_path / "mine", "train"), (tmp_path / "shards/annotations.json", pattern_of(tmp_path / "shards"))
+    records = [load_splits(load_cfg("", words(*source, tmp_path, **more)))[0][0].records for source in sources]
+    for one, other in zip(*records, strict=True):
+        assert np.array_equal(one.boxes_xyxy, other.boxes_xyxy) and np.array_equal(one.labels, other.labels)
+        assert torch.equal(read_image(one.file_name), read_image(other.file_name))
+
+
+def test_names_that_leave_the_folder_are_not_packed(tmp_path):
+    for name in ("/etc/a.png", "../a.png"):
+        with pytest.raises(DataError, match=f"the image {name} cannot be packed"):
+            write_shards([(name, "nowhere")], tmp_path, 1)
+
+
+def test_an_index_of_other_tar_files_is_refused(packed):
+    with pytest.raises(DataError, match="lists . tar files from 000000.tar on, not 000000.tar"):
+        open_image(f"{packed}/000000.tar/part/a.png")
+    with pytest.raises(DataError, match="index.npz, which lists what is where; cpvt-det pack writes it"):
+        open_image("memory://nothing/{000000..000001}.tar/a.png")
+    with pytest.raises(DataError, match="twice"):
+        index_shards(str(packed), ["000000.tar", "000000.tar"])
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again(drawn_coco, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr("cpvt_det.data.storage.PAUSE", 0.01)
+    path = f"part/{ids(drawn_coco)[0]:03d}.png"
+    with serving(drawn_coco.files.image_root) as server:
+        server.failures = 3
+        read = patiently(lambda: read_image(f"{server.url}/{path}"), 10)
+        assert torch.equal(read, read_image(str(drawn_coco.files.image_root / path))) and server.failures == 0
+        server.failures = 1
+        with pytest.raises(UnreachableError, match=r"cannot read image http.*503"):
+            read_image(f"{server.url}/{path}")
+        start = time.monotonic()
+        with pytest.raises(MissingFileError, match="nowhere.png: no such file"):
+            patiently(lambda: read_image(f"{server.url}/nowhere.png"), 10)
+        assert time.monotonic() - start < 5
+    with pytest.raises(UnreachableError, match="cannot read image http"):
+        read_image(f"{server.url}/{path}")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_is_gone_is_waited_for(drawn_coco, tmp_path, monkeypatch, workers):
+    """The folder goes after the check and comes back; the batches are those of a folder that stays."""
+    monkeypatch.setattr("cpvt_det.data.storage.PAUSE", 0.01)
+    files = drawn_coco.files
+    expected = batches(files.annotations, files.image_root, tmp_path)
+    more = {"DATALOADER__PATIENCE": 20.0, "DATALOADER__NUM_WORKERS": workers}
+    cfg = load_cfg("", words(files.annotations, files.image_root, tmp_path, **more))
+    loader = build_train_loader(cfg, training_records(cfg, load_splits(cfg)[0]), seed=3)
+    away = files.image_root.with_name("away")
+    os.rename(files.image_root, away)
+    threading.Timer(0.3, os.rename, (away, files.image_root)).start()
+    assert_same_batches(list(islice(loader, 6)), expected)
+    os.rename(files.image_root, away)
+    loader.dataset.patience = 0.05
+    with pytest.raises(MissingFileError, match="no such file"):
+        next(iter(loader))
+
+
+def test_what_was_found_in_many_images_is_kept(drawn_coco, packed, tmp_path, monkeypatch):
+    """As long as nothing changes in the folders, or in the tar files."""
+    monkeypatch.setattr("cpvt_det.data.validation.kept.LARGE", 2)
+    looked = []
+    real = open_image
+    monkeypatch.setattr("cpvt_det.data.images.open_image", lambda path: looked.append(path) or real(path))
+    files, number = drawn_coco.files, len(ids(drawn_coco))
+
+    def read(root):
+        looked.clear()
+        cfg = load_cfg("", words(files.annotations, root, tmp_path, DATASETS__CACHE=str(tmp_path / "cache")))
+        issues = load_splits(cfg)[0][0].issues.infos
+        return len(looked), json.dumps({heading: vars(group) for heading, group in issues.items()})
+
+    first = read(files.image_root)
+    assert first[0] == number and read(files.image_root) == (0, first[1])
+    (files.image_root / "part/new.png").touch()
+    assert read(files.image_root) == first
+    assert read(pattern_of(packed))[0] == number and read(pattern_of(packed))[0] == 0
+    (tmp_path / "cache").joinpath(next(path.name for path in (tmp_path / "cache").iterdir())).write_text("{")
+    assert sorted(count for count, _ in (read(files.image_root), read(pattern_of(packed)))) == [0, number]
+    os.utime(packed / "000001.tar", (1, 1))
+    assert read(pattern_of(packed))[0] == number
