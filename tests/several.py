@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes of ``cpvt-det``, as another launcher than torchrun starts them: quick, because their imports are shared.
-
-A server imports once and forks each process. Its parent is therefore not the test.
-"""
+"""Several processes of ``cpvt-det``, as another launcher than torchrun starts them: :class:`forked.Forked`."""
 
 import contextlib
-import multiprocessing
 import os
-import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from forked import Forked
 from nodes import free_port
 
-CONTEXT = multiprocessing.get_context("forkserver")
 SIGNAL_IN_STEP = """
 import os, signal
 import cpvt_det.solver.step as step
@@ -37,35 +31,31 @@ class Ended(NamedTuple):
     text: str
 
 
-def start_group(
-    folder: Path, words: Sequence[object], before: Sequence[str] = ("", ""), **env: str
-) -> list[multiprocessing.Process]:
+def start_group(folder: Path, words: Sequence[object], before: Sequence[str] = ("", ""), **more: str) -> list[Forked]:
     """Start ``cpvt-det WORDS`` in as many processes as ``before`` has Python to run first.
 
-    Each prints to ``<folder>/RANK.txt`` and has ``RANK`` and the like; and ``env``, where "RANK" stands for its rank, and an empty
+    Each prints to ``<folder>/RANK.txt`` and has ``RANK`` and the like; and ``more``, where "RANK" stands for its rank, and an empty
     value takes a variable away.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    CONTEXT.set_forkserver_preload(["cpvt_det.cli.train", "cpvt_det.runner.train", "cpvt_det.runner.launch", "torch.optim"])
-    group = {"RANK": "RANK", "WORLD_SIZE": str(len(before)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **env}
+    group = {"RANK": "RANK", "WORLD_SIZE": str(len(before)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    group |= {"GLOO_SOCKET_IFNAME": "lo", **more}
     started = []
     for rank, code in enumerate(before):
         own = {name: value.replace("RANK", str(rank)) for name, value in group.items()}
-        arguments = ([str(word) for word in words], folder / f"{rank}.txt", own, code)
-        started.append(CONTEXT.Process(target=_run, args=arguments, daemon=True))
-        started[-1].start()
+        env = {name: value for name, value in {**os.environ, **own}.items() if own.get(name) != ""}
+        started.append(Forked(*words, env=env, before=code, printed=folder / f"{rank}.txt"))
     return started
 
 
-def end_group(folder: Path, processes: Sequence[multiprocessing.Process], seconds: float = 100) -> list[Ended]:
+def end_group(folder: Path, processes: Sequence[Forked], seconds: float = 100) -> list[Ended]:
     """Wait for processes; frozen ones are killed when the others have ended."""
     end = time.monotonic() + seconds
-    while any(one.is_alive() and not _is_frozen(one.pid) for one in processes) and time.monotonic() < end:
-        time.sleep(0.1)
-    ended = [Ended(one.exitcode, (folder / f"{rank}.txt").read_text(errors="replace")) for rank, one in enumerate(processes)]
+    while any(one.returncode is None and not _is_frozen(one.pid) for one in processes) and time.monotonic() < end:
+        time.sleep(0.05)
+    ended = [Ended(one.returncode, (folder / f"{rank}.txt").read_text(errors="replace")) for rank, one in enumerate(processes)]
     for process in processes:
-        process.kill()
-        process.join()
+        process.end()
     return ended
 
 
@@ -78,28 +68,3 @@ def _is_frozen(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
-
-
-def _run(words: list[str], printed: Path, env: dict[str, str], before: str) -> None:
-    with printed.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    os.environ.update({**env, "GLOO_SOCKET_IFNAME": "lo"})
-    for name in [name for name, value in env.items() if not value]:
-        del os.environ[name]
-    import torch
-
-    torch.set_num_threads(1)
-    from cpvt_det.cli import main
-
-    try:
-        exec(before, {})
-        main(words)
-    except SystemExit:
-        raise
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()

@@ -3,12 +3,10 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from conftest import OBJECTS
@@ -41,10 +39,7 @@ KEYS = {
 
 def run(folder, *words):
     """A command in a process of its own, in the folder of the user's module."""
-    command = [sys.executable, "-m", "cpvt_det", *map(str, words)]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    return forked.run(*words, cwd=folder)
 
 
 def write_deeppcb(folder):
