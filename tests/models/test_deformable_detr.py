@@ -335,6 +335,7 @@ def test_peg_is_one_a_level_or_shared():
 @pytest.mark.parametrize("norm", ["BN", "GN"])
 def test_shared_peg_normalises_all_levels_together(norm):
     """Its statistics are one set, so what it learnt in training is what it does in evaluation, on levels of unlike scale too."""
+    torch.manual_seed(0)
     peg = build_position("peg", 8, num_levels=3, num_layers=1, share_levels=True, norm=norm).double()
     shapes = [(6, 9), (3, 5), (2, 3)]
     levels = levels_of(shapes, [[(6, 9), (5, 7)], [(3, 5), (3, 4)], [(2, 3), (2, 2)]])

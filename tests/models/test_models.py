@@ -50,8 +50,10 @@ def build_once(**overrides):
 
 
 def build(seed=0, **overrides):
-    """A small float64 detector whose norms have statistics and weights unlike their initial ones."""
+    """A small float64 detector, over a narrow ResNet by itself, whose norms have statistics and weights unlike their initial ones."""
     torch.manual_seed(seed)
+    if overrides.get("BACKBONE__NAME", "resnet").startswith("resnet"):
+        overrides = {"BACKBONE__WIDTH": 16, **overrides}
     return unlike_initial(build_detector(small_cfg(**overrides)).double())
 
 
@@ -454,7 +456,7 @@ OFFICIAL_NAMES = {  # of facebookresearch/detr, with their shapes for C = 32, F 
 
 
 def test_official_names_and_shapes_are_kept():
-    state = build(POSITION__NAME="sine").state_dict()
+    state = build(POSITION__NAME="sine", BACKBONE__WIDTH=64).state_dict()
     for name, shape in OFFICIAL_NAMES.items():
         assert tuple(state[name].shape) == shape, name
     prefixes = {name.split(".")[0] for name in state}
