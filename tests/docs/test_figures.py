@@ -62,8 +62,7 @@ def constants(document):
         "docs/use.md": {"0.2", "0.5"},  # settings
         "docs/classify.md": {"1.3"},  # million images of ImageNet
         "docs/clusters.md": {"2.14"},
-        "docs/claims.md": articles_figures()
-        | {"2.1", "2102.10882", "2103.00112"},  # an article's figure beside ours, and their numbers
+        "docs/claims.md": articles_figures() | {"2.1", "2102.10882", "2103.00112"},  # a figure beside ours; addresses
     }.get(document, set())
 
 
