@@ -34,8 +34,8 @@ SMALL = "SOLVER.IMS_PER_BATCH 2 SOLVER.STEPS () INPUT.MIN_SIZE_TRAIN (64,) INPUT
 """Images of 64 pixels on the short side, so that an iteration takes a fraction of a second on one core."""
 
 SETTLED = 40
-"""Iterations after which RetinaNet's losses can be compared: it divides by a moving average of the matched anchors that starts at 100
-and keeps nine tenths of itself per iteration."""
+"""Iterations after which RetinaNet's losses can be compared: it divides by a moving average of the matched anchors that starts at
+100 and keeps nine tenths of itself per iteration."""
 
 
 def train(train_net: Path, iterations: int, output: Path) -> float:
@@ -87,7 +87,7 @@ def require_falling(losses: Mapping[str, Mapping[str, float]]) -> None:
 @common_options
 @report_errors
 def main(train_net: Path, output: Path, iterations: int) -> None:
-    """Train with detectron2's script TRAIN_NET, and write the losses to detectron2_cpvt.json; they have to be finite and to fall."""
+    """Train with detectron2's script TRAIN_NET, and write the losses to detectron2_cpvt.json; they have to fall."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         seconds = train(train_net, iterations, Path(folder))
