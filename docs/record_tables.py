@@ -173,7 +173,9 @@ def start_up() -> list[Row]:
 
 def first_boxes() -> list[Row]:
     record = read_bench("browser_cpu")
-    rows = [["", "s to the address", "s from the drop to boxes", "s from the command to boxes", "CPU s of the command", "slider, ms"]]
+    rows = [
+        ["", "s to the address", "s from the drop to boxes", "s from the command to boxes", "CPU s of the command", "slider, ms"]
+    ]
     for config, found in record["page"].items():
         seconds = [f"{found[key]:.1f}" for key in ("to_the_address_s", "from_the_drop_s", "from_the_command_s", "cpu_s")]
         rows.append([f"`{config}`", *seconds, _slider(found)])
