@@ -38,9 +38,7 @@ def serve(weights: tuple[str, ...], host: str, port: int, max_upload: float, dev
     models = [ServedModel(Predictor.from_checkpoint(path, device, config_file), path) for path in weights]
     for model in models:
         if model.predictor.tiling is not None:
-            click.echo(
-                f"{model.name}: the page looks at whole images; tiles (TEST.TILES) are for cpvt-det predict and eval", err=True
-            )
+            click.echo(f"{model.name}: the page looks at whole images; predict and eval cut them into tiles (TEST.TILES)", err=True)
     with PageServer(models, host, port, int(max_upload * MEGABYTE)) as server:
         click.echo(f"{', '.join(model.name for model in models)}: {server.url} (Ctrl+C ends)")
         if not server.is_local:

@@ -250,7 +250,7 @@ def test_the_command_serves_until_it_is_interrupted(weights):
         connection.request("GET", "/")
         assert connection.getresponse().status == 200
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(100) == 130
     finally:
         process.kill()
         process.communicate()
