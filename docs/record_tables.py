@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "docs" / name for name in ("comparison.md", "export.md", "look.md", "results.md", "speed.md")]
+DOCUMENTS = [ROOT / "docs" / name for name in ("comparison.md", "export.md", "look.md", "results.md", "speed.md", "use.md")]
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Sequence[str]
 
