@@ -6,6 +6,7 @@ Images of the config's first test set are pasted on canvases, side by side at ra
 ``--shrink``, smaller. What is beyond them is grey.
 """
 
+import fnmatch
 import json
 import shlex
 import sys
@@ -29,6 +30,7 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.data.coco import CocoDataset
+from cpvt_det.errors import BadInputError
 from cpvt_det.files import write_json
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.study.origin import commit_of
@@ -97,6 +99,7 @@ def measure(config: str, words: Sequence[str]) -> dict[str, Any]:
 @click.option("--shrink", default=1.0, show_default=True, help="Factor on the sides of the pasted images.")
 @click.option("--tiles", default=640, show_default=True, help="Side of a tile in pixels.")
 @click.option("--overlap", default=0.2, show_default=True)
+@click.option("--case", "case", default="*", metavar="PATTERN", help="Only what matches, such as '*whole image*'.")
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for tiles_TEST-SET.json.")
 @click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
 @click.argument("words", nargs=-1, metavar="[KEY VALUE]...")
@@ -110,6 +113,7 @@ def main(
     shrink: float,
     tiles: int,
     overlap: float,
+    case: str,
     output: Path | None,
     busy: bool,
     words: tuple[str, ...],
@@ -118,7 +122,8 @@ def main(
     load_average = check_load(busy)
     cells = " ".join(map(str, grid))
     options = f"--grid {cells} --canvases {canvases} --shrink {shrink} --tiles {tiles} --overlap {overlap}{' --busy' * busy}"
-    command = shlex.join(["python", "benchmarks/tiles.py", weights, "--config-file", config, *options.split(), *words])
+    parts = [weights, "--config-file", config, *options.split(), "--case", case, *words]
+    command = shlex.join(["python", "benchmarks/tiles.py", *parts])
     record: dict[str, Any] = {"command": command, "commit": commit_of(Path(__file__).parent, short=True)}
     record |= {"machine": machine("cpu", load_average), "versions": versions(), "threads": torch.get_num_threads(), "busy": busy}
     tiled = ["TEST.TILES.SIZE", str(tiles), "TEST.TILES.OVERLAP", str(overlap)]
@@ -127,6 +132,9 @@ def main(
         for whole in ("True", "False"):
             more = [*tiled, "TEST.TILES.MERGE", merge, "TEST.TILES.WHOLE", whole]
             ways[f"tiles{' and the whole image' if whole == 'True' else ''}, {merge}"] = more
+    ways = {name: more for name, more in ways.items() if fnmatch.fnmatch(name, case)}
+    if not ways:
+        raise BadInputError(f"--case {case!r} matches nothing")
     with tempfile.TemporaryDirectory() as folder:
         cfg = builders.load_cfg(config, words)
         pasted = paste(builders.load_tests(cfg)[0], Path(folder), grid, canvases, shrink)

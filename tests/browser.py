@@ -35,7 +35,7 @@ class Tab:
 
     def __init__(self, browser, size=WIDE, **options):
         self.page = browser.new_page(viewport=dict(zip(("width", "height"), size, strict=True)), **options)
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(60_000)  # ms, for busy machines
         self.errors, self.fetched = [], []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.fetched.append(request.url))

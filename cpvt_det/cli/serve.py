@@ -36,6 +36,9 @@ def serve(weights: tuple[str, ...], host: str, port: int, max_upload: float, dev
     if not 0 < max_upload <= 1000:
         raise BadInputError(f"--max-upload must be above 0 and at most 1000 MB, got {max_upload:g}")
     models = [ServedModel(Predictor.from_checkpoint(path, device, config_file), path) for path in weights]
+    for model in models:
+        if model.predictor.tiling is not None:
+            click.echo(f"{model.name}: the page looks at whole images; predict and eval cut them into tiles (TEST.TILES)", err=True)
     with PageServer(models, host, port, int(max_upload * MEGABYTE)) as server:
         click.echo(f"{', '.join(model.name for model in models)}: {server.url} (Ctrl+C ends)")
         if not server.is_local:

@@ -9,6 +9,7 @@ import ipaddress
 import json
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -58,6 +59,7 @@ class PageServer(ThreadingHTTPServer):
         self.models = models
         self.max_upload = max_upload
         self.page = build_page("serve.html", _describe(models, max_upload)).encode()
+        self.allow_reuse_address = sys.platform != "win32"  # on Windows it would share the port of another server that runs
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:

@@ -46,6 +46,8 @@ def test_all_ways_are_measured(tiny_run, tmp_path):
     assert "--grid 2 1 --canvases 1 --shrink 1.0 --tiles 48 --overlap 0.2 --busy" in record["command"]
     assert len(record["ways"]) == 6 and all(found["seconds"] > 0 for found in record["ways"].values())
     assert record["busy"] and all(name in result.output for name in record["ways"])
+    refused = CliRunner().invoke(tiles.main, [str(run.weights), *words, "--case", "no such"])
+    assert refused.exit_code == 2 and "--case 'no such' matches nothing" in refused.output
 
 
 def test_deep_pcb_becomes_coco(tmp_path):

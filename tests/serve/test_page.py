@@ -195,10 +195,13 @@ def test_a_server_that_is_gone_is_a_message(browser, models):  # noqa: F811
     tab.page.close()
 
 
-def test_a_narrow_window_is_enough(browser, server, pictures):
+def test_a_narrow_window_is_enough(browser, server, pictures, tmp_path):
+    """Also for the long names, without a space, that data sets have."""
     tab = Tab(browser, NARROW)
     tab.page.goto(server.url)
-    drop(tab, pictures[0])
+    path = tmp_path / f"{'of_a_data_set_' * 6}.jpg"
+    path.write_bytes(pictures[0].read_bytes())
+    drop(tab, path)
     finish(tab, "1 image")
     assert not overflows(tab.page)
     tab.slide("threshold-0", 0)

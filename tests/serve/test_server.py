@@ -209,6 +209,22 @@ def test_the_page_holds_the_models(server):
     assert 'src="' not in page.partition('id="data">')[0]
 
 
+@pytest.mark.parametrize(("system", "shared"), [("linux", 1), ("win32", 0)])
+def test_a_port_is_not_shared_on_windows(models, monkeypatch, system, shared):
+    """SO_REUSEADDR is there what lets two servers have one port; elsewhere it lets the next one start at once."""
+    monkeypatch.setattr("cpvt_det.serve.server.sys.platform", system)
+    with PageServer(models, "127.0.0.1", 0, MOST) as server:
+        assert server.socket.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == shared
+
+
+def test_weights_that_look_in_tiles_are_told_that_the_page_does_not(tmp_path, monkeypatch):
+    weights = save_random(tmp_path / "tiled.pth", TEST__TILES__SIZE=64)
+    monkeypatch.setattr(PageServer, "serve_forever", lambda self: None)
+    result = CliRunner().invoke(main, ["serve", str(weights), "--device", "cpu", "--port", "0"])
+    assert result.exit_code == 0, result.output
+    assert "tiled.pth: the page looks at whole images; predict and eval cut them into tiles (TEST.TILES)" in result.output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -237,7 +253,7 @@ def test_the_command_serves_until_it_is_interrupted(weights):
         connection.request("GET", "/")
         assert connection.getresponse().status == 200
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(100) == 130
     finally:
         process.kill()
         process.communicate()
