@@ -92,7 +92,7 @@ def choose_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> None:
 def _evaluate_one(
     task: Any, detector: nn.Module, dataset: Any, folder: Path, with_thresholds: bool
 ) -> tuple[Results, Thresholds | None]:
-    """The figures of one test set, and its thresholds if asked for; the first process computes them for all."""
+    """The figures of one test set, and its thresholds if asked for; the first process has what all computed."""
     evaluator, loader = task.build_evaluator(dataset), task.build_test_loader(dataset)
     is_first, total = distributed.rank() == 0, len(loader.dataset)
     bar = tqdm(total=total, desc="evaluating", unit="img", leave=False, disable=not is_first, mininterval=1.0, file=sys.stderr)
@@ -103,15 +103,19 @@ def _evaluate_one(
             bar.update(len(samples) * distributed.world_size())
     for state in distributed.gather_to_first(evaluator.state())[1:]:
         evaluator.merge(state)
-    measured = _figures(task, evaluator, dataset, folder, with_thresholds) if is_first else None
+    if hasattr(evaluator, "evaluate_together"):
+        results = evaluator.evaluate_together()
+    else:
+        results = evaluator.evaluate() if is_first else {}
+    measured = (results, _write(task, evaluator, results, dataset, folder, with_thresholds)) if is_first else None
     return distributed.broadcast_object(measured)
 
 
-def _figures(task: Any, evaluator: Any, dataset: Any, folder: Path, with_thresholds: bool) -> tuple[Results, Thresholds | None]:
-    results = evaluator.evaluate()
+def _write(task: Any, evaluator: Any, results: Results, dataset: Any, folder: Path, with_thresholds: bool) -> Thresholds | None:
+    """Write the outputs and the figures of one test set; returns its thresholds, if asked for."""
     task.write_outputs(evaluator, folder)
     logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
-    return results, evaluator.thresholds() if with_thresholds and hasattr(evaluator, "thresholds") else None
+    return evaluator.thresholds() if with_thresholds and hasattr(evaluator, "thresholds") else None
 
 
 def _require_finite(detector: nn.Module) -> None:
