@@ -88,7 +88,8 @@ def constants() -> Constants:
 def of_data() -> list[list[str]]:
     """Head and rows of what does not depend on the number of GPUs."""
     found = constants()
-    head = ["data", "JSON", "first read", "its memory", "memory of a node", "of its workers", "tar files", "index", "evaluation"]
+    head = ["data", "JSON", "first read", "its memory", "memory of a node", "of its workers, at most", "tar files"]
+    head += ["index", "evaluation"]
     rows = []
     for data in DATA:
         order = 8 + 8 + 4  # bytes of an image in each process: the order of an epoch, wide or tall, the size

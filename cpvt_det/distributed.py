@@ -67,6 +67,15 @@ def gather_to_first(value: Any) -> list[Any]:
     return values or []
 
 
+def scatter_from_first(values: list[Any]) -> Any:
+    """Of process 0's picklable values, one for each process, that of this one; what the others give is not looked at."""
+    if not is_initialized():
+        return values[0]
+    own = [None]
+    dist.scatter_object_list(own, values if rank() == 0 else None)
+    return own[0]
+
+
 def broadcast_object(value: Any) -> Any:
     """Process 0's picklable value, on every process; what the others give is not looked at."""
     if not is_initialized():

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
+from cpvt_det import distributed
 from cpvt_det.data.records import Records
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.checks import check_classes, check_form, check_values
@@ -135,16 +136,19 @@ class CocoEvaluator:
         """
         return [{"image_id": i, "category_id": c, "bbox": box, "score": score} for i, c, box, score in self._rows()]
 
-    def _rows(self) -> Iterator[tuple[int, int, list[float], float]]:
-        """Image id, category id, box xywh and score of every detection, in the order of the images in the ground truth."""
+    def _rows(self, columns: list[np.ndarray] | None = None) -> Iterator[tuple[int, int, list[float], float]]:
+        """Image id, category id, box xywh and score of the detections of ``_columns``, or of some of them."""
+        image_of, labels, boxes, scores = self._columns() if columns is None else columns
+        ids = np.array(self.class_ids)[labels]
+        return zip(*(column.tolist() for column in (image_of, ids, boxes, scores)), strict=True)
+
+    def _columns(self) -> list[np.ndarray]:
+        """Image id, label, box xywh and score of every detection, in the order of the images in the ground truth."""
         image_ids = [image_id for image_id in self._image_ids if image_id in self._found]
-        found = [self._found[image_id] for image_id in image_ids]
-        if not found:
-            return iter(())
-        labels, boxes, scores = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        image_of = np.repeat(image_ids, [len(part) for part, *_ in found])
-        columns = (image_of, np.array(self.class_ids)[labels], boxes, scores)
-        return zip(*(column.tolist() for column in columns), strict=True)
+        found = [(np.zeros(0, np.int64), np.zeros((0, 4)), np.zeros(0)), *(self._found[image_id] for image_id in image_ids)]
+        columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
+        counts = np.array([len(part) for part, *_ in found[1:]], np.int64)
+        return [np.repeat(np.array(image_ids, np.int64), counts), *columns]
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Compare the detections with the ground truth.
@@ -154,15 +158,42 @@ class CocoEvaluator:
             limits of AR follow ``max_detections``), "ARs", "ARm", "ARl" and "AP-<class name>" of each class. A metric
             is NaN if there is no ground truth for it, and 0 if there is ground truth but no detection.
         """
+        return self._figures([self._match_classes(range(len(self.class_ids)), self._columns())])
+
+    def evaluate_together(self) -> dict[str, dict[str, float]]:
+        """The same figures of the detections that process 0 has, with the classes divided among the processes, which all call it.
+
+        Returns:
+            The figures on process 0; an empty dict on the others.
+        """
+        rank, number, columns = distributed.rank(), distributed.world_size(), self._columns()
+        shares = [range(first, len(self.class_ids), number) for first in range(number)]
+        own = [[column[np.isin(columns[1], share)] for column in columns] for share in shares] if rank == 0 else []
+        matched = distributed.gather_to_first(self._match_classes(shares[rank], distributed.scatter_from_first(own)))
+        return self._figures(matched) if rank == 0 else {}
+
+    def _match_classes(self, labels: Sequence[int], columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """What ``_match`` returns of some classes and their detections; of no class nothing."""
+        if not labels:
+            return np.zeros((10, 101, 0, 4, len(self.max_detections))), np.zeros((10, 0, 4, len(self.max_detections)))
         with no_garbage_collection():
             detected = [
                 {"id": n, "image_id": i, "category_id": c, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, "score": score}
-                for n, (i, c, box, score) in enumerate(self._rows(), start=1)
+                for n, (i, c, box, score) in enumerate(self._rows(columns), start=1)
             ]
-            sections = {"images": [{"id": i} for i in self._image_ids], "categories": [{"id": i} for i in self.class_ids]}
-            annotations = self._ground_truth.annotations(self.class_ids)
+            class_ids = [self.class_ids[label] for label in labels]
+            sections = {"images": [{"id": i} for i in self._image_ids], "categories": [{"id": i} for i in class_ids]}
+            annotations = self._ground_truth.annotations(self.class_ids, labels)
             precision, recall = _match(self.backend, sections, annotations, detected, self.max_detections)
-        return {"bbox": _figures(precision, recall, self.class_ids, self.class_names, self.max_detections)}
+        order = np.argsort(np.argsort(class_ids))  # the backends have the classes by rising id
+        return precision[:, :, order], recall[:, order]
+
+    def _figures(self, matched: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, dict[str, float]]:
+        """The figures of n results of ``_match_classes``: of labels 0, n, 2n, ..., of 1, n + 1, ... and so on."""
+        labels = [label for first in range(len(matched)) for label in range(first, len(self.class_ids), len(matched))]
+        order = np.argsort(labels)
+        precision, recall = (np.concatenate(parts, axis=-3)[..., order, :, :] for parts in zip(*matched, strict=True))
+        return {"bbox": _figures(precision, recall, self.class_names, self.max_detections)}
 
     def thresholds(self) -> Thresholds:
         """The score thresholds of the highest F1, of each class and of all together."""
@@ -242,10 +273,8 @@ def _match(
     return np.asarray(evaluation.eval["precision"]), np.asarray(evaluation.eval["recall"])
 
 
-def _figures(
-    precision: np.ndarray, recall: np.ndarray, class_ids: list[int], class_names: list[str], max_detections: list[int]
-) -> dict[str, float]:
-    """The metrics of ``CocoEvaluator.evaluate`` from the arrays of ``_match``."""
+def _figures(precision: np.ndarray, recall: np.ndarray, class_names: list[str], max_detections: list[int]) -> dict[str, float]:
+    """The metrics of ``CocoEvaluator.evaluate`` from the arrays of ``_match``, classes by label."""
 
     def mean(values: np.ndarray) -> float:
         values = values[values > -1]
@@ -256,6 +285,5 @@ def _figures(
     figures |= {f"AP{suffix}": mean(precision[..., a, -1]) for a, suffix in enumerate(AREA_SUFFIXES, start=1)}
     figures |= {f"AR{limit}": mean(recall[..., 0, m]) for m, limit in enumerate(max_detections)}
     figures |= {f"AR{suffix}": mean(recall[..., a, -1]) for a, suffix in enumerate(AREA_SUFFIXES, start=1)}
-    ranks = np.argsort(np.argsort(class_ids))
-    figures |= {f"AP-{name}": mean(precision[:, :, k, 0, -1]) for k, name in zip(ranks, class_names, strict=True)}
+    figures |= {f"AP-{name}": mean(precision[:, :, label, 0, -1]) for label, name in enumerate(class_names)}
     return figures

@@ -22,15 +22,17 @@ class GroundTruth:
     image_ids: np.ndarray
     objects: Objects
 
-    def annotations(self, class_ids: Sequence[int]) -> list[dict[str, Any]]:
-        """The objects as COCO's annotations, with ids from 1: 0 means "no match".
+    def annotations(self, class_ids: Sequence[int], labels: Sequence[int]) -> list[dict[str, Any]]:
+        """Objects as COCO's annotations, with ids from 1: 0 means "no match".
 
         Args:
             class_ids: category id of each label.
+            labels: labels whose objects are taken.
         """
-        objects = self.objects
+        objects, taken = self.objects, np.isin(self.objects.labels, labels)
         image_ids, categories = self.image_ids[objects.image_of], np.array(class_ids)[objects.labels]
-        columns = (image_ids, categories, objects.boxes_xywh, objects.areas, objects.crowds.astype(int))
+        columns = [image_ids, categories, objects.boxes_xywh, objects.areas, objects.crowds.astype(int)]
+        columns = [column[taken] for column in columns]
         rows = enumerate(zip(*(column.tolist() for column in columns), strict=True), start=1)
         return [{"id": n, "image_id": i, "category_id": c, "bbox": b, "area": a, "iscrowd": k} for n, (i, c, b, a, k) in rows]
 

@@ -94,7 +94,7 @@ def choose_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> None:
 def _evaluate_one(
     task: Any, detector: nn.Module, dataset: Any, folder: Path, with_thresholds: bool
 ) -> tuple[Results, Thresholds | None]:
-    """The figures of one test set, and its thresholds if asked for; the first process computes them for all."""
+    """The figures of one test set, and its thresholds if asked for; the first process has what all computed."""
     evaluator, loader = task.build_evaluator(dataset), task.build_test_loader(dataset)
     is_first, total = distributed.rank() == 0, len(loader.dataset)
     bar = tqdm(total=total, desc="evaluating", unit="img", leave=False, disable=not is_first, mininterval=1.0, file=sys.stderr)
@@ -105,9 +105,12 @@ def _evaluate_one(
             bar.update(len(samples) * distributed.world_size())
     for state in distributed.gather_to_first(evaluator.state())[1:]:
         evaluator.merge(state)
+    if hasattr(evaluator, "evaluate_together"):
+        results = evaluator.evaluate_together()
+    else:
+        results = evaluator.evaluate() if is_first else {}
     measured = None
     if is_first:
-        results = evaluator.evaluate()
         task.write_outputs(evaluator, folder)
         logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
         measured = results, evaluator.thresholds() if with_thresholds and hasattr(evaluator, "thresholds") else None

@@ -146,7 +146,8 @@ def test_evaluation_takes_records_or_their_coco_dict(tmp_path):
         one, other = (CocoEvaluator(source, part.classes.ids, part.classes.names) for source in (kept, part.ground_truth))
         mine, theirs = (evaluator._ground_truth for evaluator in (one, other))
         assert mine.image_ids.tolist() == theirs.image_ids.tolist()
-        assert mine.annotations(part.classes.ids) == theirs.annotations(part.classes.ids)
+        labels = range(len(part.classes.ids))
+        assert mine.annotations(part.classes.ids, labels) == theirs.annotations(part.classes.ids, labels)
 
 
 # what is kept

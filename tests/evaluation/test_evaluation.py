@@ -250,6 +250,27 @@ def test_evaluating_changes_neither_ground_truth_nor_results_and_prints_nothing(
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("processes", [1, 2, 3, 7])
+def test_classes_divided_among_processes_give_what_one_process_gives(processes, backend, monkeypatch):
+    """Bit for bit, with more processes than classes too; each gets the detections of its own classes."""
+    ground_truth, found = random_world(4)
+    evaluator, others = evaluator_of(ground_truth, backend=backend), evaluator_of(ground_truth, backend=backend)
+    for image_id, of_image in found.items():
+        evaluator.add(image_id, of_image)
+    shares = []
+
+    def gather(own):
+        numbers = range(len(evaluator.class_ids))
+        return [own, *(others._match_classes(numbers[part::processes], shares[0][part]) for part in range(1, processes))]
+
+    monkeypatch.setattr("cpvt_det.distributed.world_size", lambda: processes)
+    monkeypatch.setattr("cpvt_det.distributed.scatter_from_first", lambda values: shares.append(values) or values[0])
+    monkeypatch.setattr("cpvt_det.distributed.gather_to_first", gather)
+    assert evaluator.evaluate_together()["bbox"] == pytest.approx(evaluator.evaluate()["bbox"], abs=0, rel=0, nan_ok=True)
+    assert sum(len(share[1]) for share in shares[0]) == len(evaluator.coco_results())
+
+
 def test_merged_states_give_what_one_evaluator_gives():
     ground_truth, found = random_world(4)
     whole, *parts = (evaluator_of(ground_truth) for _ in range(3))

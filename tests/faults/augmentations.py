@@ -37,7 +37,7 @@ def built(old: str, new: str) -> Cut:
     return Cut("builders/augmentation.py", old, new)
 
 
-TRIED = Cut("builders/data.py", "    check_augmentations(cfg, [record for dataset in train for record in dataset.records])\n", "")
+TRIED = Cut("builders/data.py", "    check_augmentations(cfg, join([dataset.records for dataset in train]))\n", "")
 NAMED = Cut("data/augmentation/step.py", "except Exception as error:", "except ZeroDivisionError as error:")
 
 CASES = [

@@ -297,7 +297,7 @@ CASES = [
         other_form,
         "file names whose Unicode form differs from that on the disk, resolved: 1",
         0,
-        guard=check("if not os.path.exists(path):", "if False:"),
+        guard=check("if is_file(path) and not os.path.exists(path):", "if False:"),
         then=noise(),
     ),
     DataCase(

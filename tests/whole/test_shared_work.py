@@ -54,7 +54,7 @@ def test_every_image_is_looked_at_by_one_process(shared_run):
 def test_what_both_have_found_is_told_once_and_in_order(shared_run):
     _, output, _ = shared_run
     log = (output / "log.txt").read_text()
-    assert log.count("images of mode L, converted to RGB: 2") == 1
+    assert log.count("images of mode L, converted to RGB: 2") == 2  # of the training set, and of the same set as a test set
 
 
 def test_only_the_process_that_writes_gets_the_detections_of_others(shared_run):
