@@ -19,7 +19,8 @@ from pathlib import Path
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     *("cpvt_det.cli.train", "cpvt_det.runner.train", "cpvt_det.runner.launch", "cpvt_det.cli.predict", "cpvt_det.predict"),
-    *("cpvt_det.builders", "cpvt_det.evaluation", "torch.optim", "torch._dynamo", "scipy.optimize", "matplotlib.figure"),
+    *("cpvt_det.builders", "cpvt_det.evaluation", "torch.optim", "torch._dynamo", "torch.distributed.run", "scipy.optimize"),
+    *("matplotlib.figure", "cpvt_det.study.run", "cpvt_det.d2.run"),
 ]
 """Modules that the server imports; one that cannot be imported is left out."""
 CONTEXT.set_forkserver_preload(PRELOADED)
@@ -49,6 +50,8 @@ class Forked:
     ):
         self._folder = tempfile.TemporaryDirectory(prefix="forked")
         self._printed = [printed or Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        for path in self._printed:
+            path.touch()
         arguments = (list(map(str, words)), self._printed, str(cwd or Path.cwd()), dict(os.environ if env is None else env), before)
         self._process = CONTEXT.Process(target=_run, args=arguments)
         self._process.start()
@@ -107,6 +110,7 @@ def _run(words: list[str], printed: list[Path], cwd: str, env: dict[str, str], b
             os.dup2(file.fileno(), stream)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # that of its own environment
     os.chdir(cwd)
     sys.argv[:] = ["cpvt-det", *words]
     import torch
