@@ -53,7 +53,7 @@ class Forked:
         for path in self._printed:
             path.touch()
         arguments = (list(map(str, words)), self._printed, str(cwd or Path.cwd()), dict(os.environ if env is None else env), before)
-        self._process = CONTEXT.Process(target=_run, args=arguments)
+        self._process = CONTEXT.Process(target=_run, args=arguments, daemon=True)  # the tests end without waiting for it
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -105,6 +105,7 @@ def run(*words: object, seconds: float = 200, **options) -> subprocess.Completed
 
 def _run(words: list[str], printed: list[Path], cwd: str, env: dict[str, str], before: str) -> None:
     os.setsid()
+    multiprocessing.current_process()._config["daemon"] = False  # it may have data workers
     for stream, path in zip((1, 2), printed, strict=True):
         with path.open("ab") as file:
             os.dup2(file.fileno(), stream)
