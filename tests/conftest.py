@@ -30,11 +30,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.g
 
 
 def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("detectron2")]
+    for path in {item.path for item in marked}:
+        assert "detectron2" in path.read_text(encoding="utf-8"), f"{path}: make test finds the files for detectron2 by this word"
     if importlib.util.find_spec("detectron2") is not None:
         return
-    for item in items:
-        if item.get_closest_marker("detectron2"):
-            item.add_marker(pytest.mark.skip(reason="detectron2 is not installed"))
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="detectron2 is not installed"))
 
 
 @dataclass

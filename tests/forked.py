@@ -19,7 +19,9 @@ from pathlib import Path
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     *("cpvt_det.cli.train", "cpvt_det.runner.train", "cpvt_det.runner.launch", "cpvt_det.cli.predict", "cpvt_det.predict"),
-    *("cpvt_det.builders", "cpvt_det.evaluation", "torch.optim", "torch._dynamo", "scipy.optimize", "matplotlib.figure"),
+    *("cpvt_det.builders", "cpvt_det.evaluation", "torch.optim", "torch._dynamo", "torch.distributed.run", "scipy.optimize"),
+    *("matplotlib.figure", "matplotlib.backends.backend_agg", "numba", "faster_coco_eval", "torch.utils.tensorboard"),
+    *("cpvt_det.visualize.pictures", "cpvt_det.study.run", "cpvt_det.d2.run"),
 ]
 """Modules that the server imports; one that cannot be imported is left out."""
 CONTEXT.set_forkserver_preload(PRELOADED)
@@ -49,8 +51,10 @@ class Forked:
     ):
         self._folder = tempfile.TemporaryDirectory(prefix="forked")
         self._printed = [printed or Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        for path in self._printed:
+            path.touch()
         arguments = (list(map(str, words)), self._printed, str(cwd or Path.cwd()), dict(os.environ if env is None else env), before)
-        self._process = CONTEXT.Process(target=_run, args=arguments)
+        self._process = CONTEXT.Process(target=_run, args=arguments, daemon=True)  # the tests end without waiting for it
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -102,11 +106,13 @@ def run(*words: object, seconds: float = 200, **options) -> subprocess.Completed
 
 def _run(words: list[str], printed: list[Path], cwd: str, env: dict[str, str], before: str) -> None:
     os.setsid()
+    multiprocessing.current_process()._config["daemon"] = False  # it may have data workers
     for stream, path in zip((1, 2), printed, strict=True):
         with path.open("ab") as file:
             os.dup2(file.fileno(), stream)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # that of its own environment
     os.chdir(cwd)
     sys.argv[:] = ["cpvt-det", *words]
     import torch

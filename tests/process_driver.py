@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a run that the tests of several processes look at. As a script::
-
-    python tests/process_driver.py JOB FOLDER
+"""One process of a run that the tests of several processes look at, and what it does.
 
 ``steps``: 20 real steps on drawn batches in float64, and what they came to in ``FOLDER/<processes>.pth``. ``spoilt``: the same
 with a pixel that is no number in the second step, in one process only.
 """
 
-import os
-import sys
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).with_name("solver")))
 
 import torch
 import torch.distributed as dist
@@ -80,11 +74,11 @@ def take_steps(folder, detector, spoilt):
         torch.save({**result, "skipped": step.bad_steps.state_dict()["total"]}, folder / f"{distributed.world_size()}.pth")
 
 
-def main(job, folder, detector):
-    """As ``run_config`` of the command line: called in every process, with the group made."""
+def _work(job, folder, detector):
     take_steps(Path(folder), detector, spoilt=job == "spoilt")
 
 
-if __name__ == "__main__":
-    launch(main, None if "TORCHELASTIC_RUN_ID" in os.environ else 0, *sys.argv[1:])
+def start(job, folder, detector):
+    """Do a job in this process, one of those of the environment's variables, as ``cpvt-det train`` does its own."""
+    launch(_work, 0, job, folder, detector)
     assert not dist.is_initialized()

@@ -48,7 +48,7 @@ def start_group(folder: Path, words: Sequence[object], before: Sequence[str] = (
     return started
 
 
-def end_group(folder: Path, processes: Sequence[Forked], seconds: float = 100) -> list[Ended]:
+def end_group(folder: Path, processes: Sequence[Forked], seconds: float = 250) -> list[Ended]:
     """Wait for processes; frozen ones are killed when the others have ended."""
     end = time.monotonic() + seconds
     while any(one.returncode is None and not _is_frozen(one.pid) for one in processes) and time.monotonic() < end:

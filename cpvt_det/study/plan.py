@@ -123,6 +123,7 @@ class Plan:
     groups: Sequence[Group]
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     _figures: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _configs: dict[str, CfgNode] = field(default_factory=dict, repr=False, compare=False)  # by file: a study has hundreds of runs
 
     def runs(self) -> Iterator[Run]:
         """All runs, group after group."""
@@ -159,7 +160,9 @@ class Plan:
             ConfigError: keys or values that cannot be used.
         """
         group = run.group
-        cfg = load_cfg(str(self.folder / group.config))
+        if group.config not in self._configs:
+            self._configs[group.config] = load_cfg(str(self.folder / group.config))
+        cfg = self._configs[group.config].clone()
         for keys, source in ((group.keys, group.name), (group.variants[run.variant], run.name)):
             merge_checked(cfg, _nested(keys), f"the plan, {source}")
         cfg.SEED = run.seed

@@ -2,14 +2,12 @@
 """The detectron2 runner on bad days, at its seams: step, save, evaluation, backbone, folder; what goes through them is shared."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from faults.checkpoints import FINAL, SHORT, full_disk
 from faults.drawn import call_on, draw
-from faults.processes import HOLD
+from faults.processes import held
 from tiny import overrides
 
 from cpvt_det.errors import ConfigError
@@ -113,13 +111,10 @@ def test_nothing_is_written_into_the_folder_of_a_run_that_lives(tmp_path):
     path = tmp_path / "out/datasets/by_function.json"
     path.parent.mkdir(parents=True)
     path.write_text("of the living run")
-    words = [sys.executable, "-c", HOLD, str(tmp_path / "out")]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as living:
-        living.stdout.readline()
+    with held(tmp_path / "out"):
         cfg = load_cfg("", overrides(drawn.files, tmp_path / "out", **{**SHORT, "DATASETS__TRAIN": ("by_function",)}))
         with pytest.raises(ConfigError, match="another run, process"):
             run(cfg)
-        living.communicate()
     DatasetCatalog.remove("by_function")
     assert path.read_text() == "of the living run"
     assert [one.name for one in path.parent.iterdir()] == ["by_function.json"]

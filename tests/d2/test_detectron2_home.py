@@ -23,18 +23,57 @@ def flat(node, prefix=""):
         yield from flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
 
 
-def run_python(code, *arguments, **environment):
-    """Run code in a fresh process with ``DETECTRON2_ENV_MODULE``; what it prints."""
-    environment = {**os.environ, "DETECTRON2_ENV_MODULE": "cpvt_det.d2", "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+SERVER = """
+import contextlib, importlib, json, os, sys
+for name in ("torch", "torchvision.transforms", "torch._dynamo", "torch.utils.tensorboard", "cv2", "matplotlib.pyplot"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+for line in sys.stdin:
+    code, arguments, environment, *printed = json.loads(line)
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for stream, path in enumerate(printed, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+    os.environ.update(environment)
+    sys.argv[1:] = arguments
+    exec(code, {"__name__": "__main__"})
+    break
+"""
+"""Runs code in processes that have imported torch and the like, but neither detectron2 nor this package."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run_python(server, tmp_path):
+    """Run code in a process of its own with ``DETECTRON2_ENV_MODULE``; what it prints."""
+
+    def call(code, *arguments, **environment):
+        printed = [tmp_path / name for name in ("stdout", "stderr")]
+        for path in printed:
+            path.unlink(missing_ok=True)
+        request = [code, arguments, {"DETECTRON2_ENV_MODULE": "cpvt_det.d2", **environment}, *map(str, printed)]
+        server.stdin.write(f"{json.dumps(request)}\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "0\n", printed[1].read_text()[-3000:]
+        return printed[0].read_text()
+
+    return call
 
 
 # The variable
 
 
-def test_the_variable_adds_our_keys_and_changes_none_of_detectron2s():
+def test_the_variable_adds_our_keys_and_changes_none_of_detectron2s(run_python):
     code = """
 import json, detectron2
 from detectron2.config import get_cfg
@@ -71,7 +110,7 @@ def of_classifier(path):
     return cfg.TASK == "classification"
 
 
-def test_detectron2_itself_takes_every_yaml_of_ours_to_the_same_values():
+def test_detectron2_itself_takes_every_yaml_of_ours_to_the_same_values(run_python):
     code = """
 import json, sys
 from detectron2.config import get_cfg
@@ -103,7 +142,7 @@ def test_the_length_for_detectron2s_trainer_is_that_of_the_epochs():
         assert length.warmup == cfg.SOLVER.WARMUP_ITERS, path
 
 
-def test_every_plug_yaml_builds_with_and_without_peg():
+def test_every_plug_yaml_builds_with_and_without_peg(run_python):
     code = """
 import sys
 from detectron2.config import get_cfg
@@ -147,7 +186,7 @@ print(json.dumps([ap, len(found), list(found.image_size), boxes.max().item()]))
 
 
 @pytest.mark.parametrize("model", ["detr", "deformable_detr"])
-def test_default_trainer_predictor_and_evaluator(drawn_coco, tmp_path, model):
+def test_default_trainer_predictor_and_evaluator(run_python, drawn_coco, tmp_path, model):
     drawn_coco.files.annotations.write_text(json.dumps({**drawn_coco.content, "info": {}}))  # pycocotools wants it
     name, annotations, root = drawn_coco.files.name, str(drawn_coco.files.annotations), str(drawn_coco.files.image_root)
     words = [*SMALL_WORDS, "DATASETS.REGISTER", [[name, annotations, root]], "DATASETS.TRAIN", (name,), "DATASETS.TEST", (name,)]
@@ -209,7 +248,7 @@ def test_our_runner_in_two_processes_of_detectron2s_launch(drawn_coco, tmp_path)
 
 
 @pytest.mark.parametrize("first", ["cpvt_det.d2", "detectron2", "detectron2.config", "cpvt_det.d2.run", "cpvt_det.d2.lazy"])
-def test_the_variable_works_whichever_is_imported_first(first):
+def test_the_variable_works_whichever_is_imported_first(run_python, first):
     code = f"import {first}\nfrom detectron2.config import get_cfg\nimport cpvt_det.d2\nprint(get_cfg().MODEL.POSITION.NAME)"
     assert run_python(code).split()[-1] == "peg"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from conftest import draw_coco
+from exports import kept_exports, shared_exports  # noqa: F401
 from image_classes import class_words, draw_folders
 from PIL import Image
 from run_commands import commands
@@ -95,7 +96,7 @@ def write_parts(content, parts, folder):
 
 
 @pytest.mark.parametrize("command", [text for text in DOCUMENTED if not any(re.match(pattern, text) for pattern in ELSEWHERE)])
-def test_a_documented_command_runs(command, playground, monkeypatch):
+def test_a_documented_command_runs(command, playground, shared_exports, monkeypatch):  # noqa: F811
     monkeypatch.chdir(playground)
     monkeypatch.setenv("DETECTRON2_DATASETS", "datasets")
     words = shlex.split(re.sub(r"^(\w+=\S+ )+", "", command))

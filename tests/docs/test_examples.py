@@ -2,17 +2,17 @@
 """The example that does without config and runner runs, and is short."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_HAND = ROOT / "examples" / "by_hand.py"
 
 
 def test_by_hand_trains_and_evaluates(tmp_path):
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, str(BY_HAND), "2"], capture_output=True, text=True, timeout=200, env=environment)
+    code = f"import runpy, sys; sys.argv[1:] = ['2']; runpy.run_path({str(BY_HAND)!r}, run_name='__main__'); raise SystemExit"
+    ended = forked.run(before=code, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert ended.returncode == 0, ended.stderr
     first, second, figures = ended.stdout.strip().splitlines()
     assert all("'loss_class'" in line and "'loss_giou'" in line for line in (first, second)) and first != second

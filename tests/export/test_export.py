@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from exports import kept_exports, shared_exports  # noqa: F401
 from PIL import Image
 from test_models import unlike_initial
 from test_solver import tiny_cfg
@@ -26,6 +27,7 @@ from cpvt_det.layers.norm import MaskedGroupNorm, NoNorm
 from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Detections
 
+pytestmark = pytest.mark.usefixtures("shared_exports")
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("cat", "dog", "tree")
 STATIC = ("--dynamic", "none", "--batch", "2", "--size", "48x64")

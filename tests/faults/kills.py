@@ -8,7 +8,6 @@ Alone, for more kills than the tests take::
 
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from forked import Forked
+from nodes import wait_for
 
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import read_checkpoint
@@ -23,7 +24,6 @@ from cpvt_det.checkpoint.resume import checkpoints_of, last_checkpoint
 from cpvt_det.data.coco import Classes
 
 NUMBERS = 2_000_000  # in the checkpoint, 8 MB
-TESTS = Path(__file__).resolve().parents[1]
 LATEST = 0.3  # seconds after the first save: some saves later
 
 
@@ -67,13 +67,13 @@ def kill(kills: int, folder: Path, seed: int = 0) -> Count:
     """Kill a process ``kills`` times at random moments; each goes on from what the one before left."""
     draw, during, lost, outdated, damaged = random.Random(seed), 0, 0, 0, 0
     for _ in range(kills):
-        child = subprocess.Popen([sys.executable, "-m", "faults.kills", str(folder)], cwd=TESTS, stdout=subprocess.PIPE, text=True)
-        saved = int(child.stdout.readline())  # it is under way
+        child = Forked(before=f"from faults.kills import save_for_ever; save_for_ever({str(folder)!r})")
+        wait_for(lambda child=child: "\n" in child.stdout(), what="the first save")
         time.sleep(draw.uniform(0, LATEST))
         child.send_signal(signal.SIGKILL)
-        saved = max([saved, *map(int, child.stdout.read().split())])
         child.wait()
-        child.stdout.close()
+        saved = max(map(int, child.stdout().split()))
+        child.end()
         during += any(folder.glob(".*.tmp"))
         damaged += sum(map(_is_damaged, checkpoints_of(folder)))
         try:
@@ -97,8 +97,5 @@ def _is_damaged(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[1].isdigit():
-        with tempfile.TemporaryDirectory() as temporary:
-            print(kill(int(sys.argv[1]), Path(temporary)))
-    else:
-        save_for_ever(sys.argv[1])
+    with tempfile.TemporaryDirectory() as temporary:
+        print(kill(int(sys.argv[1]), Path(temporary)))

@@ -13,15 +13,18 @@ A run of 2,000 steps with an evaluation every 200 held, in its last tenth agains
 open files against 9 (`python -m faults.long_run 2000`; `tests/whole/test_long_run.py` is shorter).
 """
 
+import contextlib
 import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
+
+from forked import Forked
+from nodes import wait_for
 
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.solver.step import TrainStep
@@ -30,33 +33,35 @@ from faults.checkpoints import SHORT
 from faults.drawn import call_on, draw
 
 HOLD = """
-import sys
-from pathlib import Path
+import time
 from fvcore.common.config import CfgNode
 from cpvt_det.runner.setup import only_run_in
-with only_run_in(CfgNode({"OUTPUT_DIR": sys.argv[1]})):
+with only_run_in(CfgNode({{"OUTPUT_DIR": {folder!r}}})):
     print("held", flush=True)
-    sys.stdin.read()
+    time.sleep(1000)
 """
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Forked]:
+    """A process that holds a folder as a run does; it is killed after the block, or before."""
+    process = Forked(before=HOLD.format(folder=str(folder)))
+    try:
+        wait_for(lambda: process.stdout() == "held\n", what="the lock")
+        yield process
+    finally:
+        process.end()
+
+
 def second_run(folder: Path) -> Ending:
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder / "out")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    first.stdout.readline()
-    ending = call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
-    first.communicate()
-    return ending
+    with held(folder / "out"):
+        return call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
 
 
 def killed_run(folder: Path) -> Ending:
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder / "out")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    first.stdout.readline()
-    first.kill()
-    first.communicate()
+    with held(folder / "out") as first:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
     assert (folder / "out/.lock").read_text() == str(first.pid), "the killed run left no trace"
     ending = call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
     assert ending.code or (folder / "out/model_final.pth").is_file()

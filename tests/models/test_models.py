@@ -50,7 +50,7 @@ def build_once(**overrides):
 
 
 def build(seed=0, **overrides):
-    """A small float64 detector, over a narrow ResNet by itself, whose norms have statistics and weights unlike their initial ones."""
+    """A small float64 detector, over a narrow ResNet unless told otherwise, with norms unlike their initial ones."""
     torch.manual_seed(seed)
     if overrides.get("BACKBONE__NAME", "resnet").startswith("resnet"):
         overrides = {"BACKBONE__WIDTH": 16, **overrides}

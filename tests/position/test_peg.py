@@ -403,7 +403,7 @@ def test_synchronised_statistics_are_those_of_the_batch_in_one_process(tmp_path,
         ([(0, 0)], [(0, 0)]),
     ]
     batches = [[make_batch(sizes=sizes[rank], seed=rank) for sizes in sizes_of_runs] for rank in range(2)]
-    torch.multiprocessing.spawn(run_synchronised, (2, tmp_path, batches), nprocs=2)
+    torch.multiprocessing.start_processes(run_synchronised, (2, tmp_path, batches), nprocs=2, start_method="forkserver")
     processes = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for run in range(len(sizes_of_runs)):
         together = run_once(*(torch.cat([batches[rank][run][part] for rank in range(2)]) for part in range(2)))

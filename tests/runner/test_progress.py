@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -182,25 +183,28 @@ def test_a_run_ends_after_evaluations_without_a_better_one(train, scripted):
 FIGURES = {"at_1": 1.0, "at_3": 5.0, "at_5": 4.0, "at_7": 4.0, "at_9": 3.0, "at_11": 9.0}
 
 
-@pytest.mark.parametrize("stop", [2, 4, 5, 6, 7])
-def test_a_resumed_run_stops_where_the_run_never_interrupted_stops(train, scripted, stop):
+def test_a_resumed_run_stops_where_the_run_never_interrupted_stops(train, scripted, tmp_path):
     """Killed after the checkpoint of step ``stop``; 3 evaluations are waited for, so both end after iteration 9."""
     more = {"SOLVER__EARLY_STOPPING": 3, "MODEL__DETR__DROPOUT": 0.3, **EVERY_SECOND}
     scripted(**FIGURES)
     whole, part = train("whole", **more), train("part", **more)
-    for path in part.glob("model_*.pth"):
-        if path.name == "model_final.pth" or (path.name != "model_best.pth" and int(path.stem[-7:]) >= stop):
-            path.unlink()
-    (part / "last_checkpoint").write_text(f"model_{stop - 1:07d}.pth")
-    (part / "metrics.json").unlink()
-    seen = scripted(**FIGURES)
-    train("part", resume=True, **more)
-    assert seen == [iteration for iteration in (1, 3, 5, 7, 9) if iteration >= stop - 1]
-    assert_same_run(whole, part)
-    nodes = [weights_of(folder / "model_final.pth")["cpvt_det"] for folder in (whole, part)]
-    for key in ("best", "best_iteration", "evaluations_waited", "last_evaluation", "thresholds"):
-        assert nodes[0][key] == nodes[1][key], key
-    assert nodes[0]["evaluations_waited"] == 3
+    kept = shutil.copytree(part, tmp_path / "kept")
+    for stop in (2, 4, 5, 6, 7):
+        shutil.rmtree(part)
+        shutil.copytree(kept, part)
+        for path in part.glob("model_*.pth"):
+            if path.name == "model_final.pth" or (path.name != "model_best.pth" and int(path.stem[-7:]) >= stop):
+                path.unlink()
+        (part / "last_checkpoint").write_text(f"model_{stop - 1:07d}.pth")
+        (part / "metrics.json").unlink()
+        seen = scripted(**FIGURES)
+        train("part", resume=True, **more)
+        assert seen == [iteration for iteration in (1, 3, 5, 7, 9) if iteration >= stop - 1]
+        assert_same_run(whole, part)
+        nodes = [weights_of(folder / "model_final.pth")["cpvt_det"] for folder in (whole, part)]
+        for key in ("best", "best_iteration", "evaluations_waited", "last_evaluation", "thresholds"):
+            assert nodes[0][key] == nodes[1][key], (stop, key)
+        assert nodes[0]["evaluations_waited"] == 3
 
 
 def test_an_early_stop_stays_one_until_the_patience_is_raised(train, scripted):

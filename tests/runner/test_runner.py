@@ -2,12 +2,10 @@
 """The built-in runner from the command line to the files it leaves."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from several import run_group
 from tiny import DETECTORS, DINO, overrides
 
 from cpvt_det.config import load_cfg
@@ -310,8 +308,8 @@ def test_an_evaluation_removes_what_a_killed_one_left(train):
 
 
 @pytest.mark.parametrize("detector", DETECTORS)
-def test_two_processes_take_the_steps_of_one(detector, drawn_coco, tmp_path):
-    """torchrun with gloo on CPUs: the same losses and weights as one process with the same batch, up to rounding."""
+def test_two_processes_take_the_steps_of_one(detector, drawn_coco, train, tmp_path):
+    """With gloo on CPUs: the same losses and weights as one process with the same batch, up to rounding."""
     same = {
         **DETECTORS[detector],
         "MODEL__DETR__DROPOUT": 0.0,
@@ -319,26 +317,12 @@ def test_two_processes_take_the_steps_of_one(detector, drawn_coco, tmp_path):
         "MODEL__POSITION__NORM": "SyncBN",
         "TEST__EVAL_PERIOD": 3,
     }
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     config = tmp_path / "empty.yaml"
     config.write_text("VERSION: 2\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for name, start in (("one", []), ("two", torchrun)):
-        words = overrides(drawn_coco.files, tmp_path / name, **same)
-        command = [
-            sys.executable,
-            *start,
-            "-m",
-            "cpvt_det",
-            "train",
-            "--config-file",
-            str(config),
-            "--runner",
-            "builtin",
-            *words,
-        ]
-        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-        assert result.returncode == 0, result.stderr[-2000:]
+    train("one", **same)
+    words = ["train", "--num-gpus", "0", "--config-file", config, "--runner", "builtin"]
+    ended = run_group(tmp_path / "printed", [*words, *overrides(drawn_coco.files, tmp_path / "two", **same)])
+    assert [one.code for one in ended] == [0, 0], ended
     assert losses_of(tmp_path / "one") == pytest.approx(losses_of(tmp_path / "two"), rel=1e-4)
     one, two = (json.loads((tmp_path / name / "results.json").read_text())["bbox"] for name in ("one", "two"))
     assert one.keys() == two.keys()

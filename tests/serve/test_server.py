@@ -8,8 +8,6 @@ import json
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import zlib
 from urllib.parse import urlsplit
@@ -17,6 +15,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from forked import Forked
+from nodes import wait_for
 from PIL import Image
 from tiny import DEFORMABLE, save_random
 
@@ -240,14 +240,10 @@ def test_words_that_cannot_be_served(weights, words, message):
 
 
 def test_the_command_serves_until_it_is_interrupted(weights):
-    command = [sys.executable, "-m", "cpvt_det", "serve", str(weights[1]), "--port", "0", "--device", "cpu"]
-    heard = {
-        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    }  # a suite in the background hands on that it is ignored
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **heard)
+    process = Forked("serve", weights[1], "--port", "0", "--device", "cpu")
     try:
-        line = process.stdout.readline()
-        address = urlsplit(line.split(": ")[1].split()[0])
+        wait_for(lambda: "\n" in process.stdout(), what="the address")
+        address = urlsplit(process.stdout().split(": ")[1].split()[0])
         assert address.hostname == "127.0.0.1"
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=20)
         connection.request("GET", "/")
@@ -255,5 +251,4 @@ def test_the_command_serves_until_it_is_interrupted(weights):
         process.send_signal(signal.SIGINT)
         assert process.wait(100) == 130
     finally:
-        process.kill()
-        process.communicate()
+        process.end()

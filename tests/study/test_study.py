@@ -4,7 +4,9 @@
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
+import forked
 import pytest
 import torch
 import yaml
@@ -90,12 +92,18 @@ def changed(path, change):
 NAMES = ["first/none/0", "main/learned/0", "main/peg/0", "main/learned/1", "main/peg/1", "tuned/same/0", "tuned/same/1"]
 
 
+def quick_processes():
+    """Processes of runs that are forked from a server with their imports, as :class:`forked.Forked`."""
+    return mock.patch.object(study.multiprocessing, "get_context", return_value=forked.CONTEXT)
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A plan that was worked through, with the lines that were told."""
     path = plan_of(tmp_path_factory.mktemp("study"))
     lines = []
-    run_study(path, 2, write_line=lines.append)
+    with quick_processes():
+        run_study(path, 2, write_line=lines.append)
     return path, lines
 
 
@@ -273,7 +281,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(tmp_path):
         "none": {"MODEL.POSITION.NAME": "none"},
     }
     lines = []
-    with pytest.raises(RunStoppedError, match="1 runs failed: first/bad/0"):
+    with quick_processes(), pytest.raises(RunStoppedError, match="1 runs failed: first/bad/0"):
         run_study(plan_of(tmp_path / "study", groups=groups), 2, write_line=lines.append)
     told_of = {line.split()[2].rstrip(":"): line for line in lines}
     assert "failed: UnknownNameError: unknown SOLVER.AMP.DTYPE 'float8'" in told_of["first/bad/0"]

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from test_runner import assert_same_run, losses_of
 from tiny import overrides
 
@@ -27,24 +26,17 @@ def start(drawn_coco, tmp_path):
     """Start ``cpvt-det train`` in a folder of the given name, with more settings, as the head of a process group."""
     config = tmp_path / "empty.yaml"
     config.write_text("VERSION: 2\n")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     started = []
 
     def call(runner, name, *options, before="", **more):
-        words = [*options, "--config-file", str(config), "--runner", runner]
-        words += overrides(drawn_coco.files, tmp_path / name, **more)
-        script = f"{before}\nfrom cpvt_det.cli import main; main(['train'] + {words!r})"
-        command = [sys.executable, "-c", script]
-        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        started.append(process)
-        return process, tmp_path / name
+        words = ["train", *options, "--config-file", config, "--runner", runner]
+        started.append(Forked(*words, *overrides(drawn_coco.files, tmp_path / name, **more), env=env, before=before))
+        return started[-1], tmp_path / name
 
     yield call
     for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.stderr.close()
-        process.wait()
+        process.end()
 
 
 def wait_for(condition, seconds=120):
@@ -78,7 +70,7 @@ def test_a_signal_saves_the_step_and_the_resumed_run_is_the_run_never_interrupte
     wait_for(lambda: steps_of(folder) >= 2)
     os.killpg(process.pid, signum)
     assert process.wait(60) == SIGNALS[signum]
-    told = process.stderr.read()
+    told = process.stderr()
     (saved,) = folder.glob("model_*.pth")
     stop = int(saved.stem[-7:]) + 1
     assert f"interrupted by {signum.name}: iteration {stop - 1} is saved; --resume continues after it" in told
@@ -136,10 +128,10 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(start)
     config = (folder / "config.yaml").read_text()
     second, _ = start("builtin", "run", SOLVER__MAX_ITER=1)
     assert second.wait(60) == 2
-    told = second.stderr.read()
+    told = second.stderr()
     assert f"another run, process {first.pid}, is using OUTPUT_DIR {folder}; stop it, or set another OUTPUT_DIR" in told
     assert (folder / "config.yaml").read_text() == config
-    first.kill()  # its data workers still live for some seconds
+    first.send_signal(signal.SIGKILL)  # its data workers still live for some seconds
     assert start("builtin", "run", SOLVER__MAX_ITER=1, DATASETS__TEST=())[0].wait(60) == 0
 
 
@@ -157,7 +149,7 @@ def test_a_dead_data_worker_names_the_image_it_died_on(start, runner, where):
     more = {"DATALOADER__NUM_WORKERS": 2, "SOLVER__MAX_ITER": 20, "TEST__EVAL_PERIOD": 1}
     process, folder = start(runner, "run", before=dies, **more)
     assert process.wait(120) == 1
-    told = process.stderr.read()
+    told = process.stderr()
     assert re.search(r"stopped: a data worker \(process \d+\) died while reading \S+030\.png; --resume continues", told)
     wait_for(lambda: not living(process.pid), 30)
     if where == "evaluation":
@@ -184,7 +176,7 @@ def test_a_worker_that_dies_while_it_hands_over_tensors_costs_no_step(start, run
     )
     process, folder = start(runner, "run", before=dies, **{**LONG, "DATALOADER__NUM_WORKERS": 1}, DATASETS__TEST=())
     assert process.wait(120) == 1
-    assert re.search(r"Iteration 2 is saved;.*stopped: a data worker \(process \d+\) died", process.stderr.read(), re.DOTALL)
+    assert re.search(r"Iteration 2 is saved;.*stopped: a data worker \(process \d+\) died", process.stderr(), re.DOTALL)
     assert (folder / "model_0000002.pth").is_file()
 
 

@@ -4,30 +4,43 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
+from forked import Forked
 from nodes import ENV, children
+from several import run_group
 from test_runner import assert_same_run, losses_of
 from tiny import DETECTORS, overrides
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-DRIVER = str(Path(__file__).parents[1] / "process_driver.py")
+STANDALONE = ["--standalone", "--nproc-per-node=2"]
 RUNNERS = ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)]
 
 
-def run(*words, env=ENV, **options):
-    return subprocess.run([sys.executable, *map(str, words)], env=env, capture_output=True, text=True, timeout=280, **options)
+def start_torchrun(*words, **env):
+    """``torchrun`` with two processes, each of which Python starts."""
+    code = f"from torch.distributed.run import main; main({[*STANDALONE, *map(str, words)]!r}); raise SystemExit"
+    return Forked(before=code, env={**ENV, **env})
+
+
+def run_torchrun(*words, **env):
+    """The exit code of :func:`start_torchrun`, and what it printed."""
+    process = start_torchrun(*words, **env)
+    try:
+        return process.wait(280), process.stderr()
+    finally:
+        process.end()
 
 
 def take_steps(job, folder, detector, processes):
-    result = run(*(TORCHRUN if processes == 2 else []), DRIVER, job, folder, detector)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return torch.load(folder / f"{processes}.pth", weights_only=True), result.stderr
+    """What :mod:`process_driver` found, and what its processes printed."""
+    code = f"import process_driver; process_driver.start({job!r}, {str(folder)!r}, {detector!r}); raise SystemExit"
+    ended = run_group(folder / f"printed{processes}", (), [code] * processes)
+    assert [one.code for one in ended] == [0] * processes, ended
+    return torch.load(folder / f"{processes}.pth", weights_only=True), "".join(one.text for one in ended)
 
 
 def largest_difference(one, two):
@@ -91,20 +104,17 @@ def fake(main, num_gpus, *args):
 launch.launch = fake
 import cpvt_det.cli.train as train
 train.device_of = lambda num_gpus: "cpu"
-from cpvt_det.cli import main
-main()
 """
-"""``cpvt-det`` whose launcher takes this machine for one with two GPUs; its processes, which are new, do not."""
+"""What makes a launcher take this machine for one with two GPUs; its processes, which are new, do not."""
 
 
 @pytest.mark.parametrize("by", ["torchrun", "--num-gpus 2"])
 def test_a_killed_process_ends_the_others_and_is_named(command, tmp_path, by):
     long = {"SOLVER__MAX_ITER": 100_000, "SOLVER__LOG_PERIOD": 1}
     if by == "torchrun":
-        words = [*TORCHRUN, "-m", "cpvt_det", *command("run", "--num-gpus", "0", **long)]
+        process = start_torchrun("-m", "cpvt_det", *command("run", "--num-gpus", "0", **long))
     else:
-        words = ["-c", LAUNCHER, *command("run", "--num-gpus", "2", **long)]
-    process = subprocess.Popen([sys.executable, *words], env=ENV, stderr=subprocess.PIPE, text=True)
+        process = Forked(*command("run", "--num-gpus", "2", **long), before=LAUNCHER, env=ENV)
     try:
         end = time.monotonic() + 120
         while not ((tmp_path / "run/metrics.json").exists() and losses_of(tmp_path / "run")) and time.monotonic() < end:
@@ -116,12 +126,11 @@ def test_a_killed_process_ends_the_others_and_is_named(command, tmp_path, by):
         killed = workers[-1]
         start = time.monotonic()
         os.kill(killed, signal.SIGKILL)
-        _, told = process.communicate(timeout=60)
+        assert process.wait(60) == 1
         assert time.monotonic() - start < 60
+        told = process.stderr()
     finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 1
+        process.end()
     if by == "torchrun":
         assert re.search(rf"rank *: \d.*\n.*exitcode *: -9 \(pid: {killed}\)", told)
         assert f"Signal 9 (SIGKILL) received by PID {killed}" in told
@@ -151,10 +160,10 @@ def test_torchrun_restarts_from_the_step_that_a_survivor_saved_to_the_same_weigh
     script = tmp_path / "kill_once.py"
     script.write_text(KILL_ONCE)
     options = ["--num-gpus", "0"]
-    result = run(*TORCHRUN, "--max-restarts=1", script, *command("cut", *options, **more), env={**ENV, "KILL_AT": "4"})
-    assert result.returncode == 0, result.stderr[-3000:]
+    code, told = run_torchrun("--max-restarts=1", script, *command("cut", *options, **more), KILL_AT="4")
+    assert code == 0, told[-3000:]
     assert f"Resumed from {tmp_path / 'cut' / 'model_0000003.pth'}" in (tmp_path / "cut/log.txt").read_text()
-    assert run(*TORCHRUN, "-m", "cpvt_det", *command("whole", *options, **more)).returncode == 0
+    assert [one.code for one in run_group(tmp_path / "printed", command("whole", *options, **more))] == [0, 0]
     if runner == "builtin":  # detectron2 writes medians over steps, which start anew
         assert losses_of(tmp_path / "cut") == losses_of(tmp_path / "whole")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
@@ -162,12 +171,12 @@ def test_torchrun_restarts_from_the_step_that_a_survivor_saved_to_the_same_weigh
 
 def test_a_restart_takes_no_checkpoint_of_an_earlier_run_in_the_folder(command, tmp_path):
     """The earlier run was finished; the new one is killed before its first step, and starts anew."""
-    assert run("-m", "cpvt_det", *command("run", "--num-gpus", "0", SOLVER__MAX_ITER=2)).returncode == 0
+    assert forked.run(*command("run", "--num-gpus", "0", SOLVER__MAX_ITER=2)).returncode == 0
     script = tmp_path / "kill_once.py"
     script.write_text(KILL_ONCE)
     words = command("run", "--num-gpus", "0", SOLVER__MAX_ITER=2, SOLVER__BASE_LR=1e-3)
-    result = run(*TORCHRUN, "--max-restarts=1", script, *words, env={**ENV, "KILL_AT": "0"})
-    assert result.returncode == 0, result.stderr[-3000:]
+    code, told = run_torchrun("--max-restarts=1", script, *words, KILL_AT="0")
+    assert code == 0, told[-3000:]
     log = (tmp_path / "run/log.txt").read_text()
     assert log.count("iterations 0 to 2") == 3
     assert "Resumed" not in log
