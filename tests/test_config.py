@@ -58,12 +58,13 @@ def test_every_config_of_the_package_loads_and_builds(name):
             return
         maps = detector.backbone(torch.zeros(2, 3, 96, 64), torch.zeros(2, 96, 64, dtype=torch.bool))
     detr = cfg.MODEL.DETR
-    convolutions = [module for module in detector.input_proj.modules() if isinstance(module, torch.nn.Conv2d)]
-    assert [features.shape[1] for features in maps] == detector.backbone.channels
-    if not cfg.MODEL.NECK.NAME:
-        assert detector.backbone.channels == [module.in_channels for module in convolutions[: len(maps)]]
-        assert len(convolutions) == (1 if cfg.MODEL.META_ARCHITECTURE == "CPVTDetr" else cfg.MODEL.DEFORMABLE.NUM_LEVELS)
-    assert len(detector.strides) == (1 if cfg.MODEL.META_ARCHITECTURE == "CPVTDetr" else cfg.MODEL.DEFORMABLE.NUM_LEVELS)
+    levels = 1 if cfg.MODEL.META_ARCHITECTURE == "CPVTDetr" else cfg.MODEL.DEFORMABLE.NUM_LEVELS
+    if cfg.MODEL.NECK.NAME:
+        assert len(detector.input_proj.strides) == levels
+    else:
+        convolutions = [module for module in detector.input_proj.modules() if isinstance(module, torch.nn.Conv2d)]
+        assert [features.shape[1] for features in maps] == [module.in_channels for module in convolutions[: len(maps)]]
+        assert len(convolutions) == levels
     assert detector.num_queries == detr.NUM_OBJECT_QUERIES
     assert (len(detector.transformer.encoder.layers), len(detector.transformer.decoder.layers)) == (
         detr.ENC_LAYERS,
