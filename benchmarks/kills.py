@@ -33,7 +33,7 @@ def main(kills: int, each: int, seed: int, output: Path | None) -> None:
     from cpvt_det.study.origin import describe_origin
 
     command = f"python benchmarks/kills.py --kills {kills} --each {each} --seed {seed}"
-    found = {"command": command, **describe_origin(), "kills": kills, "without_trace": 0, "runs": []}
+    found = {"command": command, **describe_origin(), "kills": 0, "without_trace": 0, "runs": []}
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(kills // each):
@@ -42,12 +42,13 @@ def main(kills: int, each: int, seed: int, output: Path | None) -> None:
                 run["killed"], run["equal"] = kill_again_and_again(each, Path(temporary) / str(number), draw)
             except Exception as error:  # a run that did not come to its end counts, too
                 run["error"] = f"{type(error).__name__}: {error}"[-2000:]
+            found["kills"] += each
             found["without_trace"] += each * run["equal"]
             found["runs"].append({**run, "seconds": round(time.monotonic() - start)})
             click.echo(json.dumps(found["runs"][-1]))
             if output:
                 output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    click.echo(f"{found['without_trace']} of {kills} left no trace")
+    click.echo(f"{found['without_trace']} of {found['kills']} left no trace")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ seconds; after `SOLVER.PEER_TIMEOUT` seconds where it is frozen. Under `torchrun
 
 Two processes on the loopback, each with its own torchrun, were killed at random moments, mostly with their torchrun, which was then
 started again, the one with the store too: four runs, killed five times each, all end with the weights of an unhurt run
-(`python benchmarks/kills.py`).
+(`python benchmarks/kills.py`; [kills.json](../benchmarks/results/kills.json) is the record of one of them).
 
 A run of two processes of which either was killed in the middle of a step, and which was then resumed, has the weights, average,
 optimizer and losses of an unhurt one, with equality (`tests/whole/test_lost_processes.py`; norms are synchronised). Where process 0

@@ -112,7 +112,7 @@ CASES = [
     DataCase(
         "a URL of a kind that fsspec does not know",
         behind("nowhere://images"),
-        "image 1: cannot read image nowhere://images/1.png: Protocol not known: nowhere",
+        "image files that cannot be read: 4...image 1: cannot read image nowhere://images/1.png: Protocol not known: nowhere",
         guard=Cut("data/storage.py", "except (ImportError, ValueError) as error:", "except ZeroDivisionError as error:"),
     ),
     DataCase(
