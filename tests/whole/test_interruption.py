@@ -131,7 +131,8 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_lives(start)
     told = second.stderr()
     assert f"another run, process {first.pid}, is using OUTPUT_DIR {folder}; stop it, or set another OUTPUT_DIR" in told
     assert (folder / "config.yaml").read_text() == config
-    first.send_signal(signal.SIGKILL)  # its data workers still live for some seconds
+    first.send_signal(signal.SIGKILL)
+    first.wait()  # its data workers still live for some seconds
     assert start("builtin", "run", SOLVER__MAX_ITER=1, DATASETS__TEST=())[0].wait(60) == 0
 
 
