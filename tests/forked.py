@@ -106,6 +106,7 @@ def run(*words: object, seconds: float = 200, **options) -> subprocess.Completed
 
 def _run(words: list[str], printed: list[Path], cwd: str, env: dict[str, str], before: str) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored, and hands that on
     multiprocessing.current_process()._config["daemon"] = False  # it may have data workers
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # Python's own, not the server's
     for stream, path in zip((1, 2), printed, strict=True):

@@ -105,7 +105,7 @@ def _evaluate_one(
             bar.update(len(samples) * distributed.world_size())
     for state in distributed.gather_to_first(evaluator.state())[1:]:
         evaluator.merge(state)
-    if hasattr(evaluator, "evaluate_together"):
+    if distributed.world_size() > 1 and hasattr(evaluator, "evaluate_together"):
         results = evaluator.evaluate_together()
     else:
         results = evaluator.evaluate() if is_first else {}

@@ -38,6 +38,7 @@ ELSEWHERE = {
     r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/checkpoint/test_checkpoint.py",
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
     r"PYTHONPATH=tests python -m plug_matrix .*--peer": "other projects' checkouts: tests/plug/test_plug_families.py",
+    r"python benchmarks/detectron2_cpvt.py ": "detectron2's own script: tests/benchmarks/test_detectron2_cpvt.py",
     r"python benchmarks/before_after.py ": "another checkout: tests/benchmarks/test_before_after.py",
     r"(DETECTRON2_DATASETS=DIR )?cpvt-det study run ": "hours of training: tests/study/test_study.py",
     r"cpvt-det train --import my_parts ": "tests/docs/test_extend.py",

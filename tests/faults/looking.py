@@ -52,10 +52,10 @@ def data(*words: object, **more: object) -> Callable[[Path], Ending]:
     return lambda folder: call_on(draw(folder / "data", lambda _: None), "show", "data", "--output", folder / "out", *words, **more)
 
 
-def none_matches(option: str) -> Cut:
+def none_matches(option: str, file: str = "cli/show.py") -> Cut:
     """The text of an option is taken, whatever it is."""
     refusal = f'        raise BadInputError(f"--{option}'
-    return Cut("cli/show.py", f"    if match is None:\n{refusal}", f"    if False:\n{refusal}")
+    return Cut(file, f"    if match is None:\n{refusal}", f"    if False:\n{refusal}")
 
 
 LEVEL = Cut("visualize/forward_record.py", "if not 0 <= level < levels:", "if False:")
@@ -140,7 +140,7 @@ CASES = [
         "show position: a size that is none",
         position("--size", "800"),
         "--size '800' is not HEIGHTxWIDTH, such as 480x640",
-        guard=none_matches("size"),
+        guard=none_matches("size", "cli/show_options.py"),
     ),
     Case(
         "show position: a size below one stride",

@@ -6,9 +6,9 @@ same in all of them; process 0 does it if it lives, else another), say which pro
 seconds; after `SOLVER.PEER_TIMEOUT` seconds where it is frozen. Under `torchrun --max-restarts` the run then goes on by itself:
 [clusters.md](clusters.md).
 
-Two processes on the loopback, each with its own torchrun, were killed at random moments, mostly with their torchrun, which was then
-started again, the one with the store too: four runs, killed five times each, all end with the weights of an unhurt run
-(`python benchmarks/kills.py`; [kills.json](../benchmarks/results/kills.json) is the record of one of them).
+`python benchmarks/kills.py` kills two processes on the loopback, each with its own torchrun, at random moments, mostly with their
+torchrun, which it then starts again, the one with the store too; five times in each run, and compares the run's weights with those
+of an unhurt one. What it found: [kills.json](../benchmarks/results/kills.json).
 
 A run of two processes of which either was killed in the middle of a step, and which was then resumed, has the weights, average,
 optimizer and losses of an unhurt one, with equality (`tests/whole/test_lost_processes.py`; norms are synchronised). Where process 0
