@@ -168,6 +168,7 @@ def main(given: tuple[str, ...], pattern: str, output: Path) -> None:
                 click.echo(f"{case.peer}: {case.name}", err=True)
                 rows.append(compare(case, peers[case.peer]))
     words = ["python benchmarks/foreign_weights.py", *(f"--peer {name}=PATH" for name, folder in peers.items() if folder)]
+    words += [f"--model {pattern!r}"] if pattern else []
     output.parent.mkdir(parents=True, exist_ok=True)
     record = {"command": " ".join(words), "machine": machine("cpu"), "versions": versions() | peer_versions(peers), "rows": rows}
     output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
