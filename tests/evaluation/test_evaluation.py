@@ -271,6 +271,14 @@ def test_classes_divided_among_processes_give_what_one_process_gives(processes, 
     assert sum(len(share[1]) for share in shares[0]) == len(evaluator.coco_results())
 
 
+def test_figures_of_a_subclass_are_its_own_where_processes_share_the_work():
+    class Own(CocoEvaluator):
+        def evaluate(self):
+            return {"bbox": {"AP": 1.0}}
+
+    assert Own.evaluate_together(object.__new__(Own)) == {"bbox": {"AP": 1.0}}
+
+
 def test_merged_states_give_what_one_evaluator_gives():
     ground_truth, found = random_world(4)
     whole, *parts = (evaluator_of(ground_truth) for _ in range(3))

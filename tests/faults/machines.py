@@ -45,7 +45,7 @@ def call(self, bad):
 step.TrainStep._update = call
 """
 """Python that makes a process the parent of the one that trains, as torchrun is, and kills it in the second step."""
-OF_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_a/none_b/attempt_0/0/error.json"}
+OF_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "logs/torchelastic_a/none_b/attempt_0/0/error.json"}
 
 
 def words_of(folder: Path, *options: str) -> list[str]:

@@ -86,7 +86,7 @@ def test_processes_of_one_torchrun_have_the_same_agent(monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
         return rounds.this_process(2).agent
 
-    first = agent("/tmp/torchelastic_a/none_x/attempt_0/0/error.json")
-    assert first and first == agent("/tmp/torchelastic_a/none_x/attempt_3/1/error.json")
-    assert first != agent("/tmp/torchelastic_b/none_y/attempt_0/0/error.json")
+    first = agent("logs/torchelastic_a/none_x/attempt_0/0/error.json")
+    assert first and first == agent("logs/torchelastic_a/none_x/attempt_3/1/error.json")
+    assert first != agent("logs/torchelastic_b/none_y/attempt_0/0/error.json")
     assert agent("") == ""
