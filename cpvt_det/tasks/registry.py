@@ -33,7 +33,8 @@ The contract of a task, that of :class:`cpvt_det.tasks.DetectionTask`:
 - show: ``describe``, ``show_results``;
 - optional: ``baseline(records, dataset)``: figures by name, as in the metrics, of an answer that is the same for every image; a run
   below it is warned. ``constant``: what that answer is, for the log. ``thresholds()`` of the evaluator:
-  :class:`cpvt_det.evaluation.thresholds.Thresholds`, which checkpoints keep. ``set_test_size(size)``, for ``cpvt-det eval
+  :class:`cpvt_det.evaluation.thresholds.Thresholds`, which checkpoints keep; its ``evaluate_together()``: the figures, in process
+  0, where several processes share the work and all call it. ``set_test_size(size)``, for ``cpvt-det eval
   --sizes``: changes ``INPUT`` of the config so that test images have this size in pixels.
 """
 
