@@ -150,9 +150,11 @@ def table(before: tuple[str, list[dict[str, Any]]], after: tuple[str, list[dict[
             quartiles([a / b for a, b in peaks]),
         ]
     )
-    same = before[1][0]["outcomes"] == after[1][0]["outcomes"]
+    pairs = [(value, after[1][0]["outcomes"][case]) for case, value in before[1][0]["outcomes"].items()]
+    furthest = max(abs(old - new) / abs(old) for old, new in pairs)
+    same = f"differ by at most {furthest:.1e} of themselves" if furthest else "are equal to the last digit"
     found = tabulate(rows, ("case", before[0], after[0], "ratio (quartiles)"), tablefmt="pipe", disable_numparse=True)
-    return f"{found}\n\nSums of all logits and boxes are {'equal to the last digit' if same else 'NOT equal'}."
+    return f"{found}\n\nSums of all logits and boxes {same}."
 
 
 def quartiles(values: list[float]) -> str:

@@ -66,44 +66,35 @@ class Shards:
                 came = f"{len(content)} bytes came instead of {size}"
                 raise DataError(f"{path}: {came}; it is cut off, or newer than its {INDEX}, or its server sends no parts of files")
             return io.BytesIO(content)
-        file = open(path, "rb", buffering=0)  # noqa: SIM115, closed with the part
+        file = _Part(path, start, size)
         length = os.fstat(file.fileno()).st_size
         if length != self.lengths[shard]:
             file.close()
             raise DataError(f"{path} has {length} bytes instead of {self.lengths[shard]}: it is cut off, or newer than its {INDEX}")
-        return io.BufferedReader(_Part(file, start, size))
+        return io.BufferedReader(file)
 
 
-class _Part(io.RawIOBase):
-    """A part of an open file, as a file."""
+class _Part(io.FileIO):
+    """A part of a file on a disk, as a file."""
 
-    def __init__(self, file: io.FileIO, start: int, size: int):
-        self._file, self._start, self._size = file, start, size
-        self._file.seek(start)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
+    def __init__(self, path: str, start: int, size: int):
+        super().__init__(path)
+        self._start, self._size = start, size
+        super().seek(start)
 
     def tell(self) -> int:
-        return self._file.tell() - self._start
+        return super().tell() - self._start
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._size}[whence]
-        return self._file.seek(self._start + max(0, base + offset)) - self._start
+        base = 0 if whence == os.SEEK_SET else self.tell() if whence == os.SEEK_CUR else self._size
+        return super().seek(self._start + max(0, base + offset)) - self._start
 
     def readinto(self, buffer) -> int:
         left = max(0, self._size - self.tell())
-        return self._file.readinto(memoryview(buffer)[:left])
+        return super().readinto(memoryview(buffer)[:left])
 
     def readall(self) -> bytes:
-        return self._file.read(max(0, self._size - self.tell()))  # at once, not in small pieces
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        return super().read(max(0, self._size - self.tell()))  # at once, not in small pieces
 
 
 def open_shards(pattern: str) -> Shards:

@@ -96,15 +96,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
     detector, trainer, state = build_run(cfg, task, records, classes, length, output)
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
     evaluations, losses = RunEvaluations(cfg, task, records, tests, checkpointer), LossWatch()
-    start = checkpointer.begin(resume)
-    record_agents(output, state.run_id)
-    if start == 0:
-        load_initial_weights(cfg, detector, classes)
-    step = trainer.step
-    step.seed = state.seed  # a resumed run's own
-    write_config(cfg)
-    logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(detector))
-
+    start = begin(cfg, resume, checkpointer, trainer, length)
     evaluated = state.ema.module if state.ema else detector
     loader = task.build_train_loader(records, state.seed).from_iteration(start)
     results: Results = {}
@@ -112,7 +104,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
     with RunCallbacks(watching, seen) as told:
         with (
             MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
-            RunGuard(cfg, checkpointer, step, start, length.max_iter) as guard,
+            RunGuard(cfg, checkpointer, trainer.step, start, length.max_iter) as guard,
             dead_workers_named(loader.dataset),  # before the guard saves, so that no late news of it comes in between
         ):
 
@@ -132,7 +124,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
                 if told.is_over:
                     break
                 trainer.iteration = iteration
-                scalars = writer.put(iteration, step(samples, iteration), step.lr)
+                scalars = writer.put(iteration, trainer.step(samples, iteration), trainer.step.lr)
                 if scalars:
                     losses.put(iteration, scalars)
                     told.step(iteration, scalars)
@@ -171,6 +163,30 @@ def build_run(
     state.ema = builders.build_ema(cfg, detector)
     step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), length, state.seed, state.ema)
     return detector, TrainerState(step), state
+
+
+def begin(cfg: CfgNode, resume: bool, checkpointer: RunCheckpointer, trainer: TrainerState, length: TrainingSchedule) -> int:
+    """Load what a run begins with, and write its config.
+
+    Args:
+        cfg: config of the run.
+        resume: go on from the last checkpoint, where there is one.
+        checkpointer: checkpointer of the run.
+        trainer: trainer of the run, whose step takes the seed of a resumed one.
+        length: schedule of the run.
+
+    Returns:
+        The first iteration.
+    """
+    state: RunState = checkpointer.checkpointables["cpvt_det"]
+    start = checkpointer.begin(resume)
+    record_agents(Path(checkpointer.save_dir), state.run_id)
+    if start == 0:
+        load_initial_weights(cfg, checkpointer.model, state.classes)
+    trainer.step.seed = state.seed
+    write_config(cfg)
+    logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(checkpointer.model))
+    return start
 
 
 def is_due(iteration: int, length: TrainingSchedule) -> bool:
