@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The difference of two outputs."""
+"""The difference of two outputs, and float64 for code that names float32."""
 
 import math
 from typing import Any
@@ -46,3 +46,12 @@ def _difference_of_tensors(output: torch.Tensor, expected: torch.Tensor) -> floa
     scale = expected.abs().nan_to_num().max().clamp(min=torch.finfo(torch.float32).tiny)
     gap = torch.where(output == expected, 0, output - expected).abs().masked_fill(output.isnan() & expected.isnan(), 0)
     return float(gap.nan_to_num(nan=math.inf).max() / scale)
+
+
+class DoubleTorch:
+    """The module torch, with float64 in place of float32."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

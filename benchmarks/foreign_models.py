@@ -19,7 +19,7 @@ from fvcore.common.config import CfgNode
 from torch import Tensor, nn
 
 from benchmarks.detrex_model import imports_from, replaced_names
-from benchmarks.parity_outcomes import DoubleTorch
+from benchmarks.equal import DoubleTorch
 from benchmarks.peers import official_core, packages_of, with_extension
 from cpvt_det.config import load_cfg
 from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
@@ -63,22 +63,22 @@ class Foreign:
         predict: function from (1, 3, H, W) images to logits (1, Q, K) and boxes (1, Q, 4).
         namespaces: names of its files, of which ``inverse_sigmoid`` and ``torch`` are replaced while it runs.
         criterion: its criterion, where losses are compared too.
-        nested: its batch of images and padding mask.
+        NestedTensor: its batch of images and padding mask.
     """
 
     module: nn.Module
     predict: Callable[[Tensor], tuple[Tensor, Tensor]]
     namespaces: list[dict[str, Any]]
     criterion: nn.Module | None = None
-    nested: Callable[..., Any] | None = None
+    NestedTensor: Callable[..., Any] | None = None
 
 
-def build_dino(folder: Path, case: Case) -> Foreign:
-    """A model of IDEA-Research/DINO, from its config."""
+def build_dino(folder: Path, case: Case, **more: Any) -> Foreign:
+    """A model of IDEA-Research/DINO, from its config and options that differ from it."""
     options = runpy.run_path(str(folder / "config/DINO" / case.arguments))
     options = {name: value for name, value in options.items() if not name.startswith("_")}
-    options |= {"device": "cpu", "masks": False, "backbone": "swin_T_224_1k" if case.swin else options["backbone"]}
-    detector, misc, namespaces = _imported(folder, "models.dino.dino", "util.misc")
+    options |= {"device": "cpu", "masks": False, "backbone": "swin_T_224_1k" if case.swin else options["backbone"]} | more
+    detector, misc, namespaces = imported(folder, "models.dino.dino", "util.misc")
     _run_without_cuda(namespaces, "models.dino.ops.modules.ms_deform_attn", official_core(folder, "dino"))
     module, criterion, _ = detector.build_dino(argparse.Namespace(**options))
     return Foreign(module, lambda images: _official(module, misc.NestedTensor, images), namespaces, criterion, misc.NestedTensor)
@@ -112,7 +112,7 @@ def _build_official(folder: Path, peer: str, **more: Any) -> Foreign:
     words |= {"with_box_refine": True, "two_stage": True, "mixed_selection": True, "look_forward_twice": True}
     words |= {f"{name}_loss_coef": weight for name, weight in LOSSES.items()}
     words |= {"set_cost_class": 2, "set_cost_bbox": 5, "set_cost_giou": 2, **more}
-    detector, misc, namespaces = _imported(folder, "models.deformable_detr", "util.misc")
+    detector, misc, namespaces = imported(folder, "models.deformable_detr", "util.misc")
     _run_without_cuda(namespaces, "models.ops.modules.ms_deform_attn", official_core(folder, peer))
     module, criterion, _ = detector.build(argparse.Namespace(**words))
     return Foreign(module, lambda images: _official(module, misc.NestedTensor, images), namespaces, criterion, misc.NestedTensor)
@@ -154,8 +154,8 @@ def build_detrex(folder: Path, case: Case) -> Foreign:
 BUILDERS = {"dino": build_dino, "hdetr": build_hdetr, "msdetr": build_msdetr, "detrex": build_detrex}
 
 
-def _imported(folder: Path, *names: str) -> tuple[Any, ...]:
-    """Modules of a checkout, and the namespaces of all its files that they import."""
+def imported(folder: Path, *names: str) -> tuple[Any, ...]:
+    """Modules of a checkout of DINO, H-DETR or MS-DETR, and the namespaces of all its files that they import."""
     with packages_of(folder), with_extension(folder), imports_from([folder], NOT_CALLED):
         modules = [importlib.import_module(name) for name in names]
         found = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("models", "util")]
@@ -195,4 +195,16 @@ def float64_of(foreign: Foreign) -> Iterator[None]:
     assert len(inverse) == 1
     names = {"torch": DoubleTorch(), "inverse_sigmoid": functools.partial(inverse.pop(), eps=EPSILON)}
     with mock.patch.object(torch.Tensor, "float", torch.Tensor.double), replaced_names(foreign.namespaces, names):
+        yield
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """Calls that name a GPU stay where they are: DINO's code asks for one where it prepares the noise of its queries."""
+    to = torch.Tensor.to
+
+    def stay(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        return to(tensor, *("cpu" if isinstance(word, str) and word == "cuda" else word for word in args), **options)
+
+    with mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor), mock.patch.object(torch.Tensor, "to", stay):
         yield

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.ops import generalized_box_iou
 
 from benchmarks.equal import difference
-from benchmarks.foreign_models import LIMIT, Case, Foreign, config_of, float64_of, names_of
+from benchmarks.foreign_models import LIMIT, Case, Foreign, config_of, float64_of, names_of, without_cuda
 from cpvt_det.builders import build_criterion
 from cpvt_det.checkpoint import load_weights
 from cpvt_det.losses.matcher import PaddedTargets
@@ -56,8 +56,8 @@ def compare_denoising(case: Case, foreign: Foreign, ours: nn.Module) -> dict[str
         targets = [_draw_objects(count, generator) for count in counts]
         for model in (foreign.module, ours):
             model.zero_grad(set_to_none=True)
-        with float64_of(foreign), _on_cpu(), _noise_kept(foreign) as noise:
-            output = foreign.module(foreign.nested(images, mask), _labels(targets))
+        with float64_of(foreign), without_cuda(), _float64_by_default(), _noise_kept(foreign) as noise:
+            output = foreign.module(foreign.NestedTensor(images, mask), _labels(targets))
             theirs = foreign.criterion(output, _labels(targets))
         weights, layers = foreign.criterion.weight_dict, len(output["aux_outputs"])
         given = _noise_for_ours(ours, noise, targets, foreign.module.label_enc.weight)
@@ -86,17 +86,12 @@ def _draw_objects(count: int, generator: torch.Generator) -> Targets:
 
 
 @contextmanager
-def _on_cpu() -> Iterator[None]:
-    """The authors' code asks for a GPU where it prepares the noise, and has zeros of the default dtype there."""
-    to, dtype = torch.Tensor.to, torch.get_default_dtype()
-
-    def stay(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        return to(tensor, *("cpu" if isinstance(word, str) and word == "cuda" else word for word in args), **options)
-
+def _float64_by_default() -> Iterator[None]:
+    """The authors' code has zeros of the default dtype where it prepares the noise."""
+    dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor), mock.patch.object(torch.Tensor, "to", stay):
-            yield
+        yield
     finally:
         torch.set_default_dtype(dtype)
 
@@ -177,7 +172,7 @@ def compare_one_to_many(case: Case, foreign: Foreign, ours: nn.Module) -> dict[s
     labels = _labels(targets)
     foreign.module.train()
     with float64_of(foreign):
-        output = foreign.module(foreign.nested(images, mask))
+        output = foreign.module(foreign.NestedTensor(images, mask))
         theirs = foreign.criterion(output, labels)
         layers = [*output["o2m_outputs"]["aux_outputs"], output["o2m_outputs"]]
     count = compare_pairs(foreign, criterion.one_to_many, Predictions(many.logits, many.boxes), targets)

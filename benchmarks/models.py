@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR and Deformable-DETR in three versions: ours, the official one and transformers', with the same weights and the same calls.
+"""DETR, Deformable-DETR and DINO in their versions: ours, the official one and transformers', with the same weights and calls.
 
 Three settings of transformers 5 are changed. It freezes its whole ResNet instead of the first stages, and its dropout of attention
 and activations is 0 by default; here both are as in the others. Its DETR with auxiliary losses feeds every decoder layer with the
@@ -9,6 +9,7 @@ normed output of the previous one, so there the outputs of the layers are taken 
 import argparse
 import contextlib
 import copy
+import functools
 import re
 import types
 import warnings
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.foreign_models import EPSILON, Case, Foreign, build_dino, without_cuda
 from benchmarks.peers import official_deformable_detr, official_detr
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict
@@ -27,9 +29,17 @@ from cpvt_det.config import load_cfg
 from cpvt_det.structures import PaddedBatch, Targets
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs/coco"
-FEED_FORWARD = {"DETR": 8, "Deformable-DETR": 4}  # inner channels / channels
-SINE = {"DETR": "sine", "Deformable-DETR": "sine_offset"}  # encodings of the official code, which are in the names of our configs
-PEERS = {"DETR": "detr", "Deformable-DETR": "deformable_detr"}  # names of the checkouts on the command line
+FEED_FORWARD = {"DETR": 8, "Deformable-DETR": 4, "DINO": 8}  # inner channels / channels
+SINE = {
+    "DETR": "sine",
+    "Deformable-DETR": "sine_offset",
+    "DINO": "official",
+}  # names of the official encodings in those of our configs
+CONFIG = {"DETR": "detr_r50_{}_50ep", "Deformable-DETR": "deformable_detr_r50_{}_50ep", "DINO": "dino_r50_4scale_{}_12ep"}
+PEERS = {"DETR": "detr", "Deformable-DETR": "deformable_detr", "DINO": "dino"}  # names of the checkouts on the command line
+SOURCES = {"DETR": "facebook_detr", "Deformable-DETR": "deformable_detr", "DINO": "dino"}  # keys of CONVERSIONS
+NOISE = ("label_noise", "box_noise", "dn_label_noise_ratio", "dn_box_noise_scale")
+"""Attributes of denoising, in our code and in DINO's."""
 DRAWN_WIDE = re.compile(r"(attention_weights|reference_points|class_embed(\.\d+)?|bbox_embed\.(\d+\.)?layers\.2)\.weight$")
 
 
@@ -38,12 +48,13 @@ class Recipe:
     """The sizes that all share; the rest is the official recipe, but the class loss has weight 1, as in transformers.
 
     Args:
-        detector: ``DETR`` or ``Deformable-DETR``.
+        detector: ``DETR``, ``Deformable-DETR`` or ``DINO``.
         channels: model width C.
         layers: number of encoder layers, and of decoder layers.
         queries: number of queries Q.
         classes: number of classes K; DETR has one logit more.
         two_stage: True: box refinement, and queries from the encoder's proposals.
+        dropout: probability of dropout in a timed training step.
     """
 
     detector: str = "Deformable-DETR"
@@ -52,10 +63,16 @@ class Recipe:
     queries: int = 300
     classes: int = 91
     two_stage: bool = False
+    dropout: float = 0.1
 
     @property
     def ffn_channels(self) -> int:
         return self.channels * FEED_FORWARD[self.detector]
+
+    @property
+    def shares_heads(self) -> bool:
+        """Whether the official model has one pair of heads for all layers, and ours a pair for each."""
+        return self.detector == "DINO"
 
 
 @dataclass(frozen=True)
@@ -99,12 +116,14 @@ def our_model(
         "CRITERION.CLASS_WEIGHT": 1.0,
     }
     overrides = [text for key, value in keys.items() for text in (f"MODEL.{key}", str(value))]
-    config = f"{PEERS[recipe.detector]}_r50_{position or SINE[recipe.detector]}_50ep.yaml"
+    config = f"{CONFIG[recipe.detector].format(position or SINE[recipe.detector])}.yaml"
     cfg = load_cfg(str(CONFIGS / config), overrides)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         detector, criterion = build_detector(cfg), build_criterion(cfg)
         draw_weights(detector)
+        if recipe.shares_heads:
+            share_heads(detector, recipe.layers)
     detector.to(device)
 
     def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
@@ -112,7 +131,7 @@ def our_model(
         return predictions.logits[-1], predictions.boxes[-1]
 
     def learn(batch: PaddedBatch, targets: Sequence[Targets]) -> tuple[Tensor, Tensor, Tensor]:
-        predictions = detector(batch.images, batch.padding_mask)
+        predictions = detector(batch.images, batch.padding_mask, targets)
         total = sum(criterion(predictions, targets).losses.values())
         return predictions.logits[-1], predictions.boxes[-1], total
 
@@ -131,6 +150,14 @@ def draw_weights(detector: nn.Module) -> None:
             tensor.normal_(0, 0.5 * fan_in)
         elif DRAWN_WIDE.search(name):
             tensor.normal_(0, fan_in)
+
+
+@torch.no_grad()
+def share_heads(detector: nn.Module, layers: int) -> None:
+    """Give the heads of all decoder layers the values of the first one's."""
+    for heads in (detector.class_embed, detector.bbox_embed):
+        for layer in range(1, layers):
+            heads[layer].load_state_dict(heads[0].state_dict())
 
 
 def build_official(
@@ -160,10 +187,11 @@ def build_official(
 
 
 def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
-    """The model of a checkout of facebookresearch/detr or fundamentalvision/Deformable-DETR, with our weights ``state``."""
-    deformable = recipe.detector == "Deformable-DETR"
-    official, module, criterion = build_official(folder, recipe, device)
-    give_weights(module, state, "deformable_detr" if deformable else "facebook_detr")
+    """The model of the official code's checkout, with our weights ``state``."""
+    is_dino = recipe.detector == "DINO"
+    build = build_official_dino if is_dino else build_official
+    official, module, criterion = build(folder, recipe, device)
+    give_weights(module, state, SOURCES[recipe.detector])
     module.to(device)
 
     def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
@@ -171,12 +199,27 @@ def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str
         return output["pred_logits"], output["pred_boxes"]
 
     def learn(batch: PaddedBatch, targets: Sequence[Targets]) -> tuple[Tensor, Tensor, Tensor]:
-        output = module(official.NestedTensor(batch.images, batch.padding_mask))
-        losses = criterion(output, [{"labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets])
+        labels = [{"labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets]
+        with without_cuda() if device == "cpu" else contextlib.nullcontext():
+            output = module(official.NestedTensor(batch.images, batch.padding_mask), *([labels] if is_dino else []))
+            losses = criterion(output, labels)
         total = sum(losses[name] * weight for name, weight in criterion.weight_dict.items() if name in losses)
         return output["pred_logits"], output["pred_boxes"], total
 
     return Model(module, predict, learn)
+
+
+def build_official_dino(folder: Path, recipe: Recipe, device: str) -> tuple[Foreign, nn.Module, nn.Module]:
+    """The same as :func:`build_official` of a checkout of IDEA-Research/DINO; numbers of boxes have our bound from 0 and 1."""
+    words = {"num_classes": recipe.classes, "hidden_dim": recipe.channels, "dim_feedforward": recipe.ffn_channels}
+    words |= {"enc_layers": recipe.layers, "dec_layers": recipe.layers, "num_queries": recipe.queries, "device": device}
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        foreign = build_dino(folder, Case("dino", "DINO, 4 scales", CONFIG["DINO"].format(SINE["DINO"]), "DINO_4scale.py"), **words)
+    for space in foreign.namespaces:
+        if "inverse_sigmoid" in space:
+            space["inverse_sigmoid"] = functools.partial(space["inverse_sigmoid"], eps=EPSILON)
+    return foreign, foreign.module, foreign.criterion
 
 
 def hf_model(recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
@@ -274,10 +317,15 @@ def set_dropout(module: nn.Module, probability: float) -> None:
 
 
 @contextlib.contextmanager
-def without_dropout(module: nn.Module, otherwise: float) -> Iterator[None]:
-    """Dropout 0 in this block, and ``otherwise`` after it."""
+def without_chance(module: nn.Module, dropout: float) -> Iterator[None]:
+    """No dropout and no noise of denoising in this block; after it, ``dropout`` and the noise of before."""
+    noise = [(part, name, vars(part)[name]) for part in module.modules() for name in NOISE if name in vars(part)]
     set_dropout(module, 0.0)
+    for part, name, _ in noise:
+        setattr(part, name, 0.0)
     try:
         yield
     finally:
-        set_dropout(module, otherwise)
+        set_dropout(module, dropout)
+        for part, name, value in noise:
+            setattr(part, name, value)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.detrex_model import replaced_names
-from benchmarks.equal import difference
+from benchmarks.equal import DoubleTorch, difference
 from benchmarks.parity_models import Peer
 from cpvt_det.checkpoint import convert_state_dict
 from cpvt_det.losses.matcher import PaddedTargets
@@ -117,15 +117,6 @@ def _gradients(peer: Peer) -> dict[str, Tensor]:
     """Gradients of a peer by our names; the gradient of a shared parameter under each of its names."""
     named = peer.module.named_parameters(remove_duplicate=False)
     return convert_state_dict({name: p.grad.clone() for name, p in named if p.grad is not None}, peer.source)
-
-
-class DoubleTorch:
-    """The module torch, with float64 in place of float32."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from cpvt_det.cli import common_options, report_errors
 @common_options
 @report_errors
 def main(threads: int, bf16: bool, top: int) -> None:
-    """Print the operations that take most of a training step's time, for DETR-R50 and Deformable-DETR-R50 with PEG."""
+    """Print the operations that take most of a training step's time, for DETR-R50, Deformable-DETR-R50 and DINO-R50 with PEG."""
     os.environ.update(thread_environment(threads))
     import torch
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matcher and criterion of all decoder layers, forward and backward: from predictions to a loss and its gradients.
 
-DETR's with a softmax over 91 classes and none, Deformable-DETR's with 91 focal sigmoids; 10 to 30 objects an image. Compared before
-timing: which target each query got, the total loss, the gradients of logits and boxes.
+DETR's with a softmax over 91 classes and none, Deformable-DETR's with 91 focal sigmoids, DINO's with these and denoising queries of
+100 pairs before the others; 10 to 30 objects per image. Compared before timing: which target each query got, the total loss, the
+gradients of logits and boxes.
 
 Peers get a leaf for each layer: what taking layers out of one tensor costs in backward is not counted against them.
 """
@@ -21,7 +22,9 @@ from benchmarks.criteria import (
     KINDS,
     LAYERS,
     Criterion,
+    dino_criterion,
     hf_criterion,
+    num_denoising,
     official_criterion,
     our_criterion,
     target_of_query,
@@ -35,8 +38,9 @@ PLANS = {"quick": Plan(seconds=2.0), "full": Plan(rounds=ROUNDS, seconds=20.0)}
 
 BATCHES, QUERIES = (8, 32), (100, 300)
 FEWEST, MOST = 10, 30  # objects per image
-CHECKOUT_OF = {"softmax": "detr", "focal": "deformable_detr"}
-TOLERANCE = 1e-5
+CHECKOUT_OF = {"softmax": "detr", "focal": "deformable_detr", "denoising": "dino"}
+TOLERANCE = {"softmax": 1e-5, "focal": 1e-5, "denoising": 3e-4}
+"""By kind; DINO's generalized IoU adds 1e-6 to areas."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def make_inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, list[Targets
 
     counts = torch.randint(FEWEST, MOST + 1, (shape.batch,), generator=generator).tolist()
     targets = [Targets(torch.randint(CLASSES, (n,), generator=generator), boxes(n)).to(device) for n in counts]
-    leading = (LAYERS, shape.batch, shape.queries)
+    leading = (LAYERS, shape.batch, num_denoising(shape.kind, targets) + shape.queries)
     logits = 2 * torch.randn(*leading, KINDS[shape.kind], generator=generator)
     return logits.to(device), boxes(*leading).to(device), targets
 
@@ -96,14 +100,18 @@ def make_work(shape: Shape, options: Options) -> Work:
     if checkout is None:
         left_out["official"] = f"no checkout given: --peer {CHECKOUT_OF[shape.kind]}=PATH"
     else:
-        found.append(("official", official_criterion(shape.kind, targets, checkout), True))
-    if "transformers" in options.peers:
+        is_dino = shape.kind == "denoising"
+        official = dino_criterion(targets, checkout) if is_dino else official_criterion(shape.kind, targets, checkout)
+        found.append(("official", official, True))
+    if shape.kind == "denoising":
+        left_out["transformers"] = "it has no DINO"
+    elif "transformers" in options.peers:
         found.append(("transformers", hf_criterion(shape.kind, targets), True))
     else:
         left_out["transformers"] = "not installed"
     found.append(("cpvt_det", our_criterion(shape.kind, targets), False))
     contenders = [make_contender(name, criterion, logits, boxes, peer) for name, criterion, peer in found]
-    return Work(contenders, TOLERANCE, left_out)
+    return Work(contenders, TOLERANCE[shape.kind], left_out)
 
 
 def make_contender(name: str, criterion: Criterion, logits: Tensor, boxes: Tensor, peer: bool) -> Contender:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models: DETR-R50 and Deformable-DETR-R50, inference and training steps, and DETR's encoder with PEG and with sine.
+"""Whole models: DETR-R50, Deformable-DETR-R50 and DINO-R50, inference and training steps, and encoders with PEG and with sine.
 
 Our sine model does the work of the official one and of transformers', to the same outputs: without dropout, logits and boxes
 of the last layer, the total loss and the norm of all gradients are compared. Then all are timed with a dropout of 0.1
-everywhere. Ours with PEG, as it ships, does other work and is timed beside them; and once more beside ours with sine alone.
+everywhere, but DINO with none, and with the noise of its denoising queries. Ours with PEG, as it ships, does other work and is
+timed beside them; and once more beside ours with sine alone.
 Peers are timed as they come and with the switches of ``benchmarks/at_best.py``. Batches come without padding and with it.
 
 A training step here sets gradients to None, runs the model, the criterion with matcher and auxiliary losses, and backward. Clipping
@@ -24,12 +25,12 @@ from torch import Tensor
 from benchmarks.at_best import at_best
 from benchmarks.clocks import Command
 from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
-from benchmarks.models import PEERS, Model, Recipe, hf_model, official_model, our_model, set_dropout, without_dropout
+from benchmarks.models import PEERS, Model, Recipe, hf_model, official_model, our_model, set_dropout, without_chance
 from benchmarks.suites import Options
 from cpvt_det.models.detector import Detector
 from cpvt_det.structures import Levels, PaddedBatch, Size, Targets, level_padding_mask
 
-TITLE = "DETR-R50 and Deformable-DETR-R50, whole models"
+TITLE = "DETR-R50, Deformable-DETR-R50 and DINO-R50, whole models"
 PLANS = {"quick": Plan(warm_up=0, rounds=2, most_rounds=2), "full": Plan(rounds=ROUNDS, most_rounds=15, seconds=30.0)}
 
 IMAGES: dict[str, Size] = {"quick": (256, 256), "cpu": (640, 640), "cuda": (800, 1333)}
@@ -42,14 +43,18 @@ OBJECTS = 26
 PASSES = ("inference", "training step")
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864"}
 """Settings of glibc: no memory of a process goes back to the kernel."""
-DETR, DEFORMABLE = Recipe("DETR", queries=100), Recipe()
-SMALL = (Recipe("DETR", channels=64, layers=3, queries=100), Recipe(channels=64, layers=3))
-DROPOUT = 0.1
+DETR, DEFORMABLE, DINO = Recipe("DETR", queries=100), Recipe(), Recipe("DINO", queries=900, two_stage=True, dropout=0.0)
+SMALL = (Recipe("DETR", channels=64, layers=3, queries=100), Recipe(channels=64, layers=3), replace(DINO, layers=2, queries=100))
+HEADS = ("class_embed", "bbox_embed")
+FEW_OTHERS = {"inference": 1e-3, "training step": 1e-2}
+"""Tolerance of DINO's outcomes: of its 900 proposals, one or two at the border are others by rounding alone. In float64 the losses
+and gradients of all are compared (``benchmarks/foreign_weights.py``)."""
 HALF_TOLERANCE = 0.1
 MUCH = 0.4
 """Share of padding above which a case has few contenders."""
 PEG = "another position encoding, and padding masked in the backbone: ours as it ships"
 ENCODING = "another position encoding"
+OTHER_PROPOSALS = "padded tokens are no proposals"
 MASKED = "padding masked in the backbone: ours as it ships, with sine"
 
 
@@ -65,7 +70,7 @@ class Shape:
 
     @property
     def model(self) -> str:
-        return f"{self.recipe.detector}-R50" + (", two stages" if self.recipe.two_stage else "")
+        return f"{self.recipe.detector}-R50" + (", two stages" if self.recipe.two_stage and not self.recipe.shares_heads else "")
 
     @property
     def image_sizes(self) -> list[Size]:
@@ -101,7 +106,7 @@ class Shape:
 
 
 def shapes(size: str, device: str) -> list[Shape]:
-    """The cases: ``quick`` small models, ``default`` DETR with two images and Deformable-DETR with one, ``all`` also
+    """The cases: ``quick`` small models, ``default`` DETR and DINO with two images and Deformable-DETR with one, ``all`` also
     Deformable-DETR with two and with two stages; on a GPU one image and eight.
 
     A GPU does everything in less time, so there ``default`` is all.
@@ -111,22 +116,23 @@ def shapes(size: str, device: str) -> list[Shape]:
     if size == "quick":
         kinds = [(recipe, image, 1) for recipe in SMALL]
     elif size == "default" and device == "cpu":
-        kinds = [(DETR, image, several), (DEFORMABLE, image, 1)]
+        kinds = [(DETR, image, several), (DEFORMABLE, image, 1), (DINO, image, several)]
     else:
         # Padded tokens are proposals in the official code and not in ours, so with two stages nothing is padded.
         canvas = (-(-image[0] // STRIDE) * STRIDE, -(-image[1] // STRIDE) * STRIDE)
         two_stage = Recipe(two_stage=True)
         kinds = [(DETR, image, several), (DEFORMABLE, image, 1), (DEFORMABLE, image, several), (two_stage, canvas, 1)]
+        kinds.append((DINO, canvas, several))
         if device == "cuda":
             kinds.append((DETR, image, 1))
     return [Shape(*kind, passes) for kind, passes in product(kinds, PASSES)]
 
 
 def padded_shapes(size: str) -> list[Shape]:
-    """Both detectors with padded batches; none for ``quick``."""
+    """All detectors with padded batches; none for ``quick``."""
     if size == "quick":
         return []
-    kinds = product((DETR, DEFORMABLE), PADDED, PASSES)
+    kinds = product((DETR, DEFORMABLE, DINO), PADDED, PASSES)
     return [Shape(recipe, CANVAS, len(sizes), passes, sizes) for recipe, sizes, passes in kinds]
 
 
@@ -235,7 +241,7 @@ def make_work(shape: Shape, options: Options) -> Work:
             contenders += at_best(name, model, builds[name], make, options.size == "all", has_bf16(options.device))
     if not has_bf16(options.device):
         left_out["bf16"] = "the processor's instructions, as far as torch uses them, have no products of bf16"
-    return Work([*contenders, *our_contenders(shape, same, make, options)], tolerance(shape.passes, options.device), left_out)
+    return Work([*contenders, *our_contenders(shape, same, make, options)], tolerance(shape, options.device), left_out)
 
 
 def our_contenders(shape: Shape, same: Model, make: Callable[..., Contender], options: Options) -> list[Contender]:
@@ -250,7 +256,7 @@ def our_contenders(shape: Shape, same: Model, make: Callable[..., Contender], op
     # Half precision cannot decide the order of two proposals with nearly equal scores.
     rounded = "in half precision other proposals are chosen" if shape.recipe.two_stage else ""
     peg = our_model(shape.recipe, options.device, "peg")
-    found = [make("cpvt_det", same)]
+    found = [make("cpvt_det", same, other_work=OTHER_PROPOSALS if shape.padding > 0 and shape.recipe.two_stage else "")]
     if shape.padding > 0:
         found.append(make("cpvt_det, padding masked", our_model(shape.recipe, options.device), other_work=MASKED))
     found.append(make("cpvt_det PEG", peg, other_work=PEG))
@@ -268,11 +274,13 @@ def has_bf16(device: str) -> bool:
     return device != "cpu" or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
-def tolerance(passes: str, device: str) -> float:
+def tolerance(shape: Shape, device: str) -> float:
     """Of outputs, and in training of the loss and the gradients' norm too; a GPU's convolutions may round to TF32."""
+    if shape.recipe.shares_heads:
+        return FEW_OTHERS[shape.passes]
     if device == "cuda":
         return 1e-3
-    return 1e-5 if passes == PASSES[0] else 1e-4
+    return 1e-5 if shape.passes == PASSES[0] else 1e-4
 
 
 def _peers(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, str]) -> dict[str, Callable[[], Model]]:
@@ -289,6 +297,8 @@ def _peers(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, st
         left_out["detrex"] = "its models import only where all of it is compiled; its core is in the suite op"
     if "transformers" not in options.peers:
         left_out["transformers"] = "not installed"
+    elif recipe.shares_heads:
+        left_out["transformers"] = "it has no DINO"
     elif recipe.two_stage:
         left_out["transformers"] = "its refining layers share the class head, and its loss leaves proposals out"
     else:
@@ -308,15 +318,15 @@ def make_contender(
 ) -> Contender:
     """A model in the case's pass; models may be shared, because no call changes them."""
     model.module.train(shape.passes == PASSES[1])
-    set_dropout(model.module, DROPOUT)
+    set_dropout(model.module, shape.recipe.dropout)
     device = batch.images.device.type
     autocast = partial(torch.autocast, device, torch.bfloat16) if bf16 else contextlib.nullcontext
     if shape.passes == PASSES[1]:
         call: Callable[[], Any] = partial(train, model, batch, targets, autocast)
-        check = partial(outcome_of_training, model, call, shape.recipe.two_stage)
+        check = partial(outcome_of_training, model, call, shape.recipe)
     else:
         call = partial(infer, model, batch, autocast)
-        check = partial(_answer, call, shape.recipe.two_stage)
+        check = partial(_answer, call, shape.recipe)
     tolerance = HALF_TOLERANCE if bf16 else None
     return Contender(name, call, peer, tolerance, other_work=other_work, check=check)
 
@@ -336,16 +346,19 @@ def train(model: Model, batch: PaddedBatch, targets: list[Targets], autocast: Ca
     return logits.detach(), boxes.detach(), total.detach()
 
 
-def outcome_of_training(model: Model, call: Callable[[], tuple[Tensor, Tensor, Tensor]], any_order: bool) -> dict[str, Tensor]:
-    """The results of one step without dropout."""
-    with without_dropout(model.module, DROPOUT):
+def outcome_of_training(model: Model, call: Callable[[], tuple[Tensor, Tensor, Tensor]], recipe: Recipe) -> dict[str, Tensor]:
+    """The results of one step without dropout and noise; the norm is of all gradients but those of heads that one model shares."""
+    with without_chance(model.module, recipe.dropout):
         logits, boxes, total = call()
-    gradients = [parameter.grad for parameter in model.module.parameters() if parameter.grad is not None]
+    named = [(name, parameter.grad) for name, parameter in model.module.named_parameters() if parameter.grad is not None]
+    gradients = [slope for name, slope in named if not (recipe.shares_heads and any(head in name for head in HEADS))]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-    return {**_answer(lambda: (logits, boxes), any_order), "loss": total, "gradient_norm": norm}
+    return {**_answer(lambda: (logits, boxes), recipe), "loss": total, "gradient_norm": norm}
 
 
-def _answer(call: Callable[[], tuple[Tensor, Tensor]], any_order: bool) -> dict[str, Tensor]:
-    """The outputs without the order of queries that are ranked proposals: two with equal scores may be swapped."""
-    logits, boxes = call()
-    return {name: x.sort(dim=1).values if any_order else x for name, x in (("logits", logits.float()), ("boxes", boxes.float()))}
+def _answer(call: Callable[[], tuple[Tensor, Tensor]], recipe: Recipe) -> dict[str, Tensor]:
+    """The outputs without the order of queries that are ranked proposals: two with equal scores may be swapped. Of DINO, means."""
+    named = dict(zip(("logits", "boxes"), (x.float() for x in call()), strict=True))
+    if recipe.shares_heads:
+        return {name: x.mean(dim=1) for name, x in named.items()}
+    return {name: x.sort(dim=1).values if recipe.two_stage else x for name, x in named.items()}

@@ -20,6 +20,21 @@ pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 TINY_RECIPES = {name: models.Recipe(name, channels=32, layers=2, queries=5, classes=91) for name in ("DETR", "Deformable-DETR")}
 
+TINY_DINO = models.Recipe("DINO", channels=32, layers=2, queries=5, two_stage=True, dropout=0.0)
+
+
+def test_without_chance_a_step_of_dino_is_the_same_twice_and_its_noise_comes_back():
+    shape = model.Shape(TINY_DINO, (64, 128), 2, "training step")
+    batch, targets = model.make_inputs(shape, "cpu")
+    ours = models.our_model(TINY_DINO)
+    contender = model.make_contender(shape, batch, targets, "cpvt_det", ours)
+    first, second = contender.check(), contender.check()
+    assert all(torch.equal(first[name], second[name]) for name in ("logits", "boxes", "loss", "gradient_norm"))
+    assert ours.module.queries.denoising.label_noise == 0.5 and ours.module.queries.denoising.box_noise == 1.0
+    assert contender.call()[2] != contender.call()[2]
+    heads = [head.state_dict() for head in ours.module.class_embed[: TINY_DINO.layers]]
+    assert torch.equal(heads[0]["weight"], heads[1]["weight"])
+
 
 @pytest.mark.parametrize(("name", "source"), [("DETR", "hf_detr"), ("Deformable-DETR", "hf_deformable_detr")])
 def test_transformers_gets_our_weights_frozen_layers_and_dropout(name, source):
@@ -33,7 +48,7 @@ def test_transformers_gets_our_weights_frozen_layers_and_dropout(name, source):
     assert sizes[0] == sizes[1]
     for module in (ours, theirs):
         models.set_dropout(module, 0.25)
-        with models.without_dropout(module, 0.5):
+        with models.without_chance(module, 0.5):
             assert dropouts(module) == {0.0}
         assert dropouts(module) == {0.5}
 
@@ -208,10 +223,11 @@ def test_a_step_is_profiled_operation_by_operation(monkeypatch):
     monkeypatch.setattr(model, "IMAGES", {"cpu": (64, 64)})
     monkeypatch.setattr(model, "DETR", TINY_RECIPES["DETR"])
     monkeypatch.setattr(model, "DEFORMABLE", TINY_RECIPES["Deformable-DETR"])
+    monkeypatch.setattr(model, "DINO", TINY_DINO)
     result = CliRunner().invoke(profile_step.main, ["--top", "3"])
     assert result.exit_code == 0, result.output
-    assert result.output.count("| operation | calls | share |") == 2
-    assert len(result.output.splitlines()) == 2 * 8
+    assert result.output.count("| operation | calls | share |") == 3
+    assert len(result.output.splitlines()) == 3 * 8
 
 
 def test_cases_of_models_are_unique_and_default_is_a_part_of_all():
@@ -227,7 +243,7 @@ def test_cases_of_models_are_unique_and_default_is_a_part_of_all():
 def test_cases_can_be_chosen_by_detector_and_by_padding():
     names = [case.name for case in model.cases(Options())]
     assert len(set(names)) == len(names)
-    for pattern, count in (("*29 %*", 4), ("*50 %*", 4), ("DETR-R50*", 9), ("DETR-R50*50 %*inference", 1)):
+    for pattern, count in (("*29 %*", 6), ("*50 %*", 6), ("DETR-R50*", 9), ("DETR-R50*50 %*inference", 1), ("DINO*", 6)):
         assert len(fnmatch.filter(names, pattern)) == count, pattern
     assert all(case.about.keys() == model.cases(Options())[0].about.keys() for case in model.cases(Options()))
     assert not model.padded_shapes("quick")

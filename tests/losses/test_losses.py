@@ -20,6 +20,7 @@ from cpvt_det.builders import build_criterion
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion, SoftmaxClassification, make_classification
+from cpvt_det.losses.classification import softplus
 from cpvt_det.losses.matcher import PaddedTargets
 from cpvt_det.structures import Predictions, Targets
 
@@ -405,6 +406,17 @@ def test_focal_gradient_is_that_of_its_definition(gamma):
     gradients = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (found, expected)]
     assert (gradients[0] - gradients[1]).abs().max() < 1e-10
     assert torch.autograd.gradcheck(lambda x: FocalClassification(K, gamma=gamma).loss(x, classes), logits / 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_softplus_is_exact_at_both_ends(dtype):
+    """Down to the smallest normal number, where the rest of 1 + y is all that counts."""
+    x = torch.linspace(-85, 85, 100_001, dtype=dtype)
+    exact = np.logaddexp(np.longdouble(0), x.numpy().astype(np.longdouble))
+    error = np.abs((softplus(x).numpy().astype(np.longdouble) - exact) / exact).max()
+    assert error < 3 * torch.finfo(dtype).eps
+    ends = softplus(torch.tensor([math.inf, -math.inf, math.nan], dtype=dtype))
+    assert ends[0] == math.inf and ends[1] == 0 and ends[2].isnan()
 
 
 def test_cheaper_means_a_higher_score(classification):
