@@ -211,8 +211,8 @@ def make_classification(name: str, num_classes: int, **options: float) -> Classi
 def softplus(x: Tensor) -> Tensor:
     """-log(1 - p) for p = sigmoid(x), without gradient.
 
-    max(x, 0) + log(1 + y) for y = exp(-|x|). On a CPU, where torch's ``log1p`` with AVX-512 takes ten times as long as its ``log``,
-    that is log(u) - ((u - 1) - y) / u for u = 1 + y: the quotient is what was lost in the rounding of u.
+    max(x, 0) + log(1 + y) for y = exp(-abs(x)). On a CPU, where torch's ``log1p`` with AVX-512 takes ten times as long as its
+    ``log``, that is log(u) - ((u - 1) - y) / u for u = 1 + y: the quotient is what was lost in the rounding of u.
     """
     if x.device.type != "cpu":
         return F.softplus(x, threshold=SOFTPLUS_IS_LINEAR)

@@ -68,7 +68,7 @@ class DeformableEncoderLayer(nn.Module):
         """
         attended = self.self_attn(tokens + positions, reference_points, tokens, levels)
         tokens = self.norm1(self.dropout.add(tokens, attended))
-        return self.norm2(self.dropout.add(tokens, self.linear2(self.dropout.after_relu(self.linear1(tokens)))))
+        return self.norm2(self.dropout.add(tokens, self.linear2(self.dropout.of_relu(self.linear1, tokens))))
 
 
 class DeformableEncoder(nn.Module):
@@ -161,7 +161,7 @@ class DeformableDecoderLayer(nn.Module):
         queries = self.norm2(self.dropout.add(queries, attended))
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
         queries = self.norm1(self.dropout.add(queries, attended))
-        return self.norm3(self.dropout.add(queries, self.linear2(self.dropout.after_relu(self.linear1(queries)))))
+        return self.norm3(self.dropout.add(queries, self.linear2(self.dropout.of_relu(self.linear1, queries))))
 
 
 class MixedDecoderLayer(DeformableDecoderLayer):
@@ -199,12 +199,12 @@ class MixedDecoderLayer(DeformableDecoderLayer):
         queries = self.norm1(self.dropout.add(queries, attended))
         candidates = None
         if self.training:
-            candidates = self.linear4(self.dropout.after_relu(self.linear3(queries)))
+            candidates = self.linear4(self.dropout.of_relu(self.linear3, queries))
             candidates = self.norm4(self.dropout.add(queries, candidates))
         placed = queries + positions
         attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
         queries = self.norm2(self.dropout.add(queries, attended))
-        fed = self.linear2(self.dropout.after_relu(self.linear1(queries)))
+        fed = self.linear2(self.dropout.of_relu(self.linear1, queries))
         return self.norm3(self.dropout.add(queries, fed)), candidates
 
 

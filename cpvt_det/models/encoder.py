@@ -90,8 +90,8 @@ class EncoderLayer(nn.Module):
 
     def _feed_forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         """The network, of every token by itself; a subclass may look at all valid ones."""
-        hidden = self.linear1(x)
-        return self.linear2(self.dropout(F.gelu(hidden)) if self.is_gelu else self.dropout.after_relu(hidden))
+        hidden = self.dropout(F.gelu(self.linear1(x))) if self.is_gelu else self.dropout.of_relu(self.linear1, x)
+        return self.linear2(hidden)
 
 
 class Encoder(nn.Module):

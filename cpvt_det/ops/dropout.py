@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.ops import routes
+from cpvt_det.ops.linear import Linear
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MOST = 1 - 2**-17
@@ -45,9 +46,11 @@ class Dropout(nn.Dropout):
         """Dropout of ``x``, of any shape."""
         return dropout(x, self.p, self.training)
 
-    def after_relu(self, x: Tensor) -> Tensor:
-        """``F.dropout(F.relu(x))``, which keeps its output for the backward pass and nothing else."""
-        return dropout(x, self.p, self.training, rectify=True)
+    def of_relu(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """``F.dropout(F.relu(layer(x)))``, which keeps its output for the backward pass and nothing else."""
+        if type(layer) is Linear and not (self.training and self.p):  # no subclass and no wrapper, which may add to the product
+            return layer(x, rectify=True)
+        return dropout(layer(x), self.p, self.training, rectify=True)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + F.dropout(x)``, in one new tensor; both are of one shape."""

@@ -67,7 +67,7 @@ def test_it_follows_torch_s_seed_and_no_number_of_threads(monkeypatch):
 
 
 def relu_dropout(x, probability):
-    return Dropout(probability).after_relu(x)
+    return Dropout(probability).of_relu(nn.Identity(), x)
 
 
 @pytest.mark.parametrize("function", [dropout, relu_dropout])
@@ -136,7 +136,8 @@ def test_the_ends_are_torch_s(probability):
 def test_nothing_happens_in_evaluation_and_to_nothing():
     x = torch.randn(9)
     assert torch.equal(Dropout(0.5).eval()(x), x)
-    assert torch.equal(Dropout(0.5).eval().after_relu(x), x.relu())
+    assert torch.equal(Dropout(0.5).eval().of_relu(nn.Identity(), x), x.relu())
+    assert (x < 0).any()  # it was not overwritten
     assert dropout(torch.ones(0, 4), 0.5).shape == (0, 4)
 
 

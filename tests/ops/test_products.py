@@ -2,6 +2,7 @@
 """Linear layers and convolutions on the faster library: the same numbers and gradients, wherever they run."""
 
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -10,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import profile
 from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.ops import convolution as convolution_module
 from cpvt_det.ops import linear as linear_module
 from cpvt_det.ops import routes
 from cpvt_det.ops.convolution import Conv2d, add_convolved, convolve
+from cpvt_det.ops.dropout import Dropout
 from cpvt_det.ops.linear import Linear, linear
 
 
@@ -38,10 +41,10 @@ def gradients(call, *inputs):
     return out, *torch.autograd.grad((out * weights).sum(), inputs)
 
 
-def assert_near(actual, expected):
+def assert_near(actual, expected, share=2e-6):
     for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * float(b.detach().abs().max()))
+        torch.testing.assert_close(a, b, rtol=0, atol=share * float(b.detach().abs().max()))
 
 
 @pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 5, 48), (1, 300, 48), (2, 3, 4, 48), (0, 48)], ids=str)
@@ -55,6 +58,36 @@ def test_linear_is_torch_s(library, shape, dtype):
     assert out.is_contiguous()
     assert_near(gradients(linear, x, weight, bias), gradients(F.linear, x, weight, bias))
     assert_near(gradients(linear, x, weight), gradients(F.linear, x, weight))
+
+
+@pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 300, 48), (0, 48)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rectified_linear_is_torch_s_in_the_memory_of_the_product(library, shape, dtype):
+    x, weight, bias = torch.randn(shape, dtype=dtype), torch.randn(33, 48, dtype=dtype), torch.randn(33, dtype=dtype)
+    rectified = functools.partial(linear, rectify=True)
+    if not x.numel():
+        assert rectified(x, weight, bias).shape == (0, 33)
+        return
+    assert_near(gradients(rectified, x, weight, bias), gradients(lambda *inputs: F.linear(*inputs).relu(), x, weight, bias), 2e-5)
+    with profile() as seen:
+        rectified(x, weight, bias)
+    assert "aten::relu_" in {event.key for event in seen.key_averages()}
+
+
+def test_a_wrapper_of_a_linear_layer_is_called_before_the_relu():
+    """As of LoRA, which adds to the product."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x) - 1
+
+    layer, x = Linear(4, 6), torch.randn(3, 4)
+    assert torch.equal(Dropout(0.0).of_relu(Wrapper(layer), x), (layer(x) - 1).relu())
+    assert torch.equal(Dropout(0.0).of_relu(layer, x), layer(x).relu())
 
 
 def test_linear_takes_a_view(library):
