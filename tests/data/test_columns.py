@@ -3,11 +3,13 @@
 
 import copy
 import json
+import math
 import multiprocessing
 import os
 import pickle
 import random
 import time
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +20,7 @@ from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.columns import ARRAYS, load_columns
 from cpvt_det.data.records import JoinedRecords, join, sizes_of
+from cpvt_det.data.validation.issues import Issues
 from cpvt_det.errors import DataError
 from cpvt_det.evaluation.coco import CocoEvaluator
 
@@ -82,6 +85,37 @@ def test_every_way_of_reading_finds_the_same_boxes_and_says_the_same(tmp_path, s
         assert all_of(read_coco(files)) == all_of(read)
     for order in (("annotations", "categories", "images"), ("categories", "images", "info", "annotations")):
         assert all_of(read_coco(write(tmp_path / "a.json", content, order))) == all_of(read)
+
+
+@pytest.mark.parametrize("examples", [3, 20, math.inf])
+def test_boxes_without_area_iscrowd_and_id_are_plain(tmp_path, monkeypatch, examples):
+    """Their remarks and the first examples are those of the rules, though these are asked of the first boxes alone."""
+    content, rng = messy(7), random.Random(0)
+    for entry in content["annotations"]:
+        for key in rng.sample(("id", "area", "iscrowd"), rng.randint(0, 3)) if isinstance(entry, dict) and rng.random() < 0.7 else ():
+            entry[key] = None
+            if rng.random() < 0.7:
+                del entry[key]
+    files = write(tmp_path / "a.json", content)
+    read = read_coco(files, examples)
+    assert read.issues.infos[annotations.FILLED].count > 100
+    monkeypatch.setattr(annotations, "NUMBERS", frozenset())
+    assert all_of(read_coco(files, examples)) == all_of(read)
+
+
+def test_boxes_without_area_iscrowd_and_id_take_no_more_memory():
+    """About 200 bytes while they are read, not a dict each."""
+    issues = Issues()
+    images = annotations.ImageTable(issues)
+    images.add({"id": 1, "file_name": "a.png", "height": 50, "width": 50})
+    table = annotations.AnnotationTable(images, issues)
+    tracemalloc.start()
+    for _ in range(20_000):
+        table.add({"image_id": 1, "category_id": 1, "bbox": [1.5, 2.5, 10.0, 20.0]})
+    columns = table.columns({1: 0})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(columns.labels) == 20_000 and set(columns.areas.tolist()) == {200.0} and peak < 20_000 * 200
 
 
 def refuse(*arguments):
