@@ -155,7 +155,11 @@ class AnnotationTable:
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
         """(n, 5) int64 and (n, 5) float64 views of what was taken."""
         empty = np.empty((0, 5), np.int64), np.empty((0, 5))
-        return (np.frombuffer(self._whole, np.int64).reshape(-1, 5), np.frombuffer(self._real).reshape(-1, 5)) if self._whole else empty
+        return (
+            (np.frombuffer(self._whole, np.int64).reshape(-1, 5), np.frombuffer(self._real).reshape(-1, 5))
+            if self._whole
+            else empty
+        )
 
     def _shares_id(self, whole: np.ndarray) -> np.ndarray:
         """(n,) bool: whether another annotation has the id of a plain one."""
