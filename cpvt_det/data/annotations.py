@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of COCO's ``images`` and ``annotations`` -> columns, each entry checked by ``data/validation/rules.py``.
 
-Nearly all boxes are plain: with nothing to report but, maybe, that area or iscrowd is missing. They are recognised in one expression,
-and only their numbers are kept; every rule is asked of the others alone.
+Nearly all boxes are plain: with nothing to report but, maybe, that area or iscrowd is missing. They are recognised in one
+expression, and only their numbers are kept; every rule is asked of the others alone.
 """
 
 from array import array
@@ -154,12 +154,9 @@ class AnnotationTable:
 
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
         """(n, 5) int64 and (n, 5) float64 views of what was taken."""
-        empty = np.empty((0, 5), np.int64), np.empty((0, 5))
-        return (
-            (np.frombuffer(self._whole, np.int64).reshape(-1, 5), np.frombuffer(self._real).reshape(-1, 5))
-            if self._whole
-            else empty
-        )
+        if not self._whole:
+            return np.empty((0, 5), np.int64), np.empty((0, 5))
+        return np.frombuffer(self._whole, np.int64).reshape(-1, 5), np.frombuffer(self._real).reshape(-1, 5)
 
     def _shares_id(self, whole: np.ndarray) -> np.ndarray:
         """(n,) bool: whether another annotation has the id of a plain one."""

@@ -81,9 +81,9 @@ class Source:
         return state + _hash_of_code(code) + self.reader.__qualname__ if number >= FEW else ""
 
     def copy(self) -> list:
-        """What tells this copy of a JSON, as it is now, from others of the same size and time: its place, and a hash of its content.
+        """What tells this copy of a JSON, as it is now, from others of the same size and time: its place and a hash of its content.
 
-        Empty for other formats: their many files are told by names, sizes and times alone.
+        Empty for other formats: names, sizes and times of their many files have to do.
         """
         return [] if self.reader else [_place_of(self.path), _hash_of_content(self.path)]
 
@@ -95,9 +95,9 @@ class Source:
 def read_once(source: Source, examples: float, folder: Path, read: Callable[[], Reading]) -> Reading:
     """Read a data set, or map what an earlier run kept of it.
 
-    The kept file is named by hashes of the source: of its path, and of size and time of its files and of the code that reads them. It
-    appears complete or not at all; of several processes one reads, and the others wait. Kept files of earlier states of the source are
-    removed, but for those that a process has mapped. A folder that cannot be written to costs only time.
+    The kept file is named by hashes of the source: of its path, and of size and time of its files and of the code that reads them.
+    It appears complete or not at all; of several processes one reads, and the others wait. Kept files of earlier states of the
+    source are removed, but for those that a process has mapped. A folder that cannot be written to costs only time.
 
     Args:
         source: what is read.

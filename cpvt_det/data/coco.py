@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cpvt_det.data.annotations import AnnotationTable, ImageTable
 from cpvt_det.data.cache import Reading, Source, read_once
 from cpvt_det.data.catalog import DatasetFiles
@@ -20,7 +22,7 @@ from cpvt_det.data.columns import Columns
 from cpvt_det.data.formats.reading import read_foreign
 from cpvt_det.data.formats.registry import find_format
 from cpvt_det.data.json_stream import NotAStreamError, entries
-from cpvt_det.data.records import ImageRecord, Records
+from cpvt_det.data.records import ImageRecord, Records, blocks_of
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import Id, category_fault
 from cpvt_det.errors import DataError
@@ -106,9 +108,12 @@ def describe_records(records: Sequence[ImageRecord]) -> dict[str, Any]:
 
 def _digest(records: Sequence[ImageRecord]) -> str:
     digest = hashlib.sha256()
-    for record in records:
-        digest.update(f"{record.image_id} {record.height} {record.width}".encode())
-        digest.update(record.boxes_xyxy.tobytes() + record.labels.tobytes())
+    for block in blocks_of(records):
+        ends = np.cumsum(np.bincount(block.image_of, minlength=len(block.image_ids))).tolist()
+        boxes, labels = block.boxes_xyxy.tobytes(), block.labels.tobytes()  # 16 and 8 bytes a box
+        rows = zip(block.image_ids.tolist(), block.sizes.tolist(), [0, *ends], ends, strict=False)
+        for image_id, (height, width), start, end in rows:
+            digest.update(f"{image_id} {height} {width}".encode() + boxes[16 * start : 16 * end] + labels[8 * start : 8 * end])
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 
 import copy
 import errno
+import hashlib
 import json
 import math
 import multiprocessing
@@ -16,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from cpvt_det.data import annotations, cache, coco, json_stream
@@ -23,10 +25,14 @@ from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.columns import ARRAYS, load_columns
 from cpvt_det.data.formats.registry import FORMAT_REGISTRY, register_format
-from cpvt_det.data.records import JoinedRecords, join, sizes_of
+from cpvt_det.data.records import JoinedRecords, Records, blocks_of, join, sizes_of
+from cpvt_det.data.validation.check import CheckedData
+from cpvt_det.data.validation.image_classes import SEVERAL, check_image_classes, count_images
 from cpvt_det.data.validation.issues import Issues
 from cpvt_det.errors import DataError
 from cpvt_det.evaluation.coco import CocoEvaluator
+from cpvt_det.evaluation.constant import constant_detections
+from cpvt_det.tasks.classification import ClassificationTask
 
 ODD = [None, True, -1, 0, 0.5, 1, 2, 7, 1e-3, 1e16, 10**400, 2**63, float("nan"), float("inf"), "1", "x", [], [1, 2], {}]
 
@@ -95,10 +101,8 @@ def test_every_way_of_reading_finds_the_same_boxes_and_says_the_same(tmp_path, s
 def test_boxes_without_area_iscrowd_and_id_are_plain(tmp_path, monkeypatch, examples):
     """Their remarks and the first examples are those of the rules, though these are asked of the first boxes alone."""
     content, rng = messy(7), random.Random(0)
-    for entry in content["annotations"]:
-        for key in (
-            rng.sample(("id", "area", "iscrowd"), rng.randint(0, 3)) if isinstance(entry, dict) and rng.random() < 0.7 else ()
-        ):
+    for entry in (entry for entry in content["annotations"] if isinstance(entry, dict)):
+        for key in rng.sample(("id", "area", "iscrowd"), rng.randint(0, 3)):
             entry[key] = None
             if rng.random() < 0.7:
                 del entry[key]
@@ -177,6 +181,76 @@ def test_records_are_chosen_and_joined_without_reading_them(tmp_path):
     for sequence in (records, both):
         with pytest.raises(IndexError):
             sequence[len(sequence)]
+
+
+def records_of(tmp_path):
+    """Records of all kinds of one data set: all, some, of two parts, and as a list; with images that have no box."""
+    content = messy(1)
+    content["images"] += [{"id": 6000 + number, "file_name": "empty.png", "height": 9, "width": 8} for number in range(3)]
+    records = read_coco(write(tmp_path / "a.json", content)).records
+    assert not records.num_boxes[-3:].any()
+    some = records.select(records.num_boxes != 9)
+    assert 0 < len(some) < len(records)
+    return [records, some, join([some, records.select(records.num_boxes == 0)]), list(records)]
+
+
+@pytest.fixture
+def no_records(monkeypatch):
+    """A function after whose call no single record is made of columns."""
+
+    def refuse_records(*arguments):
+        raise AssertionError("a record is made for each image")
+
+    return lambda: monkeypatch.setattr(Records, "__getitem__", refuse_records)
+
+
+def test_blocks_have_the_boxes_of_the_records(tmp_path):
+    for records in records_of(tmp_path):
+        for images in (1, 7, 1000):
+            found = [
+                (int(image_id), *size, block.boxes_xyxy[block.image_of == at].tolist(), block.labels[block.image_of == at].tolist())
+                for block in blocks_of(records, images)
+                for at, (image_id, size) in enumerate(zip(block.image_ids, block.sizes.tolist(), strict=True))
+            ]
+            assert found == [(r.image_id, r.height, r.width, r.boxes_xyxy.tolist(), r.labels.tolist()) for r in records]
+            assert {block.boxes_xyxy.dtype for block in blocks_of(records)} == {np.dtype(np.float32)}
+
+
+def test_the_hash_of_a_run_s_records_is_of_their_bytes_without_making_them(tmp_path, no_records):
+    every, expected = records_of(tmp_path), []
+    for records in every:
+        digest = hashlib.sha256()
+        for one in records:
+            digest.update(f"{one.image_id} {one.height} {one.width}".encode() + one.boxes_xyxy.tobytes() + one.labels.tobytes())
+        expected.append({"images": len(records), "sha256": digest.hexdigest()})
+    no_records()
+    assert [coco.describe_records(records) for records in every] == expected
+
+
+def test_the_constant_box_is_that_of_the_records_without_making_them(tmp_path, no_records):
+    records, some, joined, plain = records_of(tmp_path)
+    of_some = constant_detections(list(some))
+    no_records()
+    for found, expected in ((constant_detections(records), constant_detections(plain)), (constant_detections(some), of_some)):
+        assert len(found.labels) == 3 and torch.equal(found.labels, expected.labels) and torch.equal(found.scores, expected.scores)
+        torch.testing.assert_close(found.boxes_xyxy, expected.boxes_xyxy, rtol=1e-6, atol=0)
+    assert constant_detections(joined).scores.max() < of_some.scores.max()  # the images without boxes count twice
+
+
+def test_images_of_a_class_are_counted_without_making_records(tmp_path, no_records):
+    dataset = read_coco(write(tmp_path / "a.json", messy(1)))
+    plain = list(dataset.records)
+    one = [len(set(record.labels.tolist())) == 1 for record in plain]
+    assert 0 < sum(one) < len(one)
+    dataset.records = dataset.records.select(np.array(one))
+    expected = np.bincount([record.labels[0] for record, is_one in zip(plain, one, strict=True) if is_one], minlength=3)
+    checked = check_image_classes(CheckedData([read_coco(DatasetFiles("messy", tmp_path / "a.json", tmp_path))], [], []))
+    assert checked.train[0].issues.faults[SEVERAL].count == len(one) - sum(one)
+    assert [record.image_id for record in checked.train[0].records] == [record.image_id for record in dataset.records]
+    no_records()
+    assert count_images(dataset.records, 3).tolist() == expected.tolist()
+    train = [check_image_classes(CheckedData([dataset], [], [])).train[0], dataset]
+    assert len(ClassificationTask(None).training_records(train)) == 2 * sum(one)
 
 
 def test_evaluation_takes_records_or_their_coco_dict(tmp_path):

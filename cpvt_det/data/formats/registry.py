@@ -23,9 +23,9 @@ class DataFormat:
             ``name``; sizes of images are optional. Faulty entries are passed on unchanged: the check of the data reports them.
         splits: names of the splits of such a path, for ``cpvt-det train FOLDER``; none for a path that is one set, which is read
             with the split "".
-        files: paths of all files that ``read`` reads or whose existence it asks about, images too, in an order that does not change;
-            with it, what was read of 10,000 files or more is kept in ``DATASETS.CACHE`` until one of them changes. ``None``: it is
-            read at every start.
+        files: paths of all files that ``read`` reads or whose existence it asks about, images too, in an order that does not
+            change; with it, what was read of 10,000 files or more is kept in ``DATASETS.CACHE`` until one of them changes.
+            ``None``: it is read at every start.
     """
 
     matches: Callable[[Path], bool]
