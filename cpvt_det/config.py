@@ -213,7 +213,7 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.DATASETS.TEST = ()  # names of the test sets; the first one decides which checkpoint is the best
     cfg.DATASETS.REGISTER = []  # [name, COCO JSON, images: folder, tar files or URL], or [name, YOLO, VOC or class folder, split]
     cfg.DATASETS.ON_BAD = "error"  # error: list all errors in the data and stop; drop: leave out the images and boxes with errors
-    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for what was read of annotations above 4 MB and of 10,000 images; "": none
+    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for what was read of annotations above 4 MB or 10,000 files; "": none
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4  # number of processes that load and augment images; 0: the training process does it

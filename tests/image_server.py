@@ -17,11 +17,12 @@ class Server:
         folder: the folder.
 
     Attributes:
-        failures: number of the next requests that are answered with 503.
+        failures: number of the next requests that are answered with ``failure``.
+        failure: HTTP's status of a failure.
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.failures = folder, 0
+        self.folder, self.failures, self.failure = folder, 0, 503
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -40,7 +41,7 @@ class Server:
         status, content = 200, b""
         if self.failures:
             self.failures -= 1
-            status = 503
+            status = self.failure
         elif not path.is_file():
             status = 404
         else:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``INPUT``, ``DATALOADER`` and ``TEST`` -> what a run reads, its loaders, its evaluator."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,6 +16,7 @@ from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
 from cpvt_det.data.records import ImageRecord, Records, join, sizes_of
+from cpvt_det.data.shards import open_shards, split_at_shards
 from cpvt_det.data.validation.check import CheckedData, Looked, look_at_images
 from cpvt_det.data.validation.issues import require_no_errors
 from cpvt_det.data.validation.kept import KeptLook
@@ -69,6 +71,7 @@ def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., Check
 
 def _look_together(cfg: CfgNode, records: Records, decode: bool, examples: float) -> Looked:
     """Every process looks at a part of the images, unless an earlier run has looked at all and nothing has changed."""
+    _open_index(records)
     rank, world_size, number = distributed.rank(), distributed.world_size(), len(records)
     kept = KeptLook(records, cfg.DATASETS.CACHE) if rank == 0 else None
     looked = distributed.broadcast_object(kept and kept.load())
@@ -81,6 +84,14 @@ def _look_together(cfg: CfgNode, records: Records, decode: bool, examples: float
     if kept:
         kept.save(looked)
     return looked
+
+
+def _open_index(records: Records) -> None:
+    """Open the index of tar files in the process itself: data workers that are forked later share it."""
+    shards = split_at_shards(f"{records.root}/")[0]
+    with contextlib.suppress(DataError, OSError):  # the look reports them, with the images
+        if shards:
+            open_shards(shards)
 
 
 def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> TrainLoader:

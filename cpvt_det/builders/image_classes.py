@@ -38,7 +38,7 @@ def load_class_tests(cfg: CfgNode) -> list[CocoDataset]:
     return load_checked(cfg, ("TEST",), check_class_datasets).tests
 
 
-def build_class_train_loader(cfg: CfgNode, records: list[ImageRecord], seed: int) -> TrainLoader:
+def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> TrainLoader:
     """Augmented batches of this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:

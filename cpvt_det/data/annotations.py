@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries of COCO's ``images`` and ``annotations`` -> columns, each entry checked by ``data/validation/rules.py``.
 
-Nearly all boxes are plain: complete, and with nothing to report. They are recognised in one expression, and only their numbers are
-kept; every rule is asked of the others alone.
+Nearly all boxes are plain: with nothing to report but, maybe, that area or iscrowd is missing. They are recognised in one
+expression, and only their numbers are kept; every rule is asked of the others alone.
 """
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +19,8 @@ from cpvt_det.data.validation.rules import LARGEST_AREA, LARGEST_ID, THIN, Fault
 
 KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source")
 NUMBERS = frozenset((int, float))
-Row = tuple[int, int, int, int, float, float, float, float, float]
-"""Number in the file, index of the image, label, whether a crowd, box xywh, area."""
+CROWD, NO_AREA, NO_CROWD, NO_ID = 1, 2, 4, 8  # flags of a box
+FILLED = "annotations without area or iscrowd, filled in"
 
 
 class ImageTable:
@@ -88,15 +89,18 @@ class AnnotationTable:
         self.images = images
         self.issues = issues
         self.number = 0
-        self._whole = array("q")  # five per plain box: number, index of the image, category id, crowd, id
-        self._real = array("d")  # five per plain box: xywh, area
+        self._whole = array("q")  # five per box: number, index of the image, category id, flags, id
+        self._real = array("d")  # five per box: xywh, area
         self._others: list[tuple[int, Any]] = []
 
     def add(self, entry: Any) -> None:
         """Take an entry."""
         try:
-            box, area, crowd, own = entry["bbox"], entry["area"], entry["iscrowd"], entry["id"]
+            box, area, crowd, own = entry["bbox"], entry.get("area"), entry.get("iscrowd"), entry.get("id")
             image_id, category_id, (x, y, w, h) = entry["image_id"], entry["category_id"], box
+            flags = (area is None and NO_AREA) | (crowd is None and NO_CROWD) | (own is None and NO_ID)
+            if flags:
+                area, crowd, own = (0 if value is None else value for value in (area, crowd, own))
             is_plain = (
                 type(image_id) is type(category_id) is type(own) is type(crowd) is int
                 and type(box) is list
@@ -112,84 +116,110 @@ class AnnotationTable:
         except (LookupError, TypeError, ValueError, OverflowError):
             is_plain = False
         if is_plain:
-            self._whole.extend((self.number, self.images.index_of[image_id], category_id, crowd, own))
-            self._real.extend((x, y, w, h, area))
+            self._whole.extend((self.number, self.images.index_of[image_id], category_id, flags | crowd, own))
+            self._real.extend((x, y, w, h, w * h if flags & NO_AREA else area))
         else:
             self._others.append((self.number, {key: entry[key] for key in KEYS if key in entry} if type(entry) is dict else entry))
         self.number += 1
 
     def columns(self, label_of: dict[Id, int]) -> Columns:
-        """Images and boxes as columns.
+        """Images and boxes as columns; the table is empty afterwards.
 
         Args:
             label_of: label of each category id.
         """
-        whole = np.frombuffer(self._whole, dtype=np.int64).reshape(-1, 5) if self._whole else np.empty((0, 5), np.int64)
-        real = np.frombuffer(self._real, dtype=np.float64).reshape(-1, 5) if self._real else np.empty((0, 5))
-        known, labels = _labels(whole[:, 2], label_of)
-        is_plain = known & ~self._shares_id(whole[:, 4])
-        rows = self._ask_rules(whole[~is_plain], real[~is_plain], label_of)
-        asked = np.array(rows, dtype=np.float64).reshape(-1, 9)
-        numbers = np.concatenate([whole[is_plain, 0], asked[:, 0].astype(np.int64)])
-        image_of = np.concatenate([whole[is_plain, 1], asked[:, 1].astype(np.int64)])
-        order = np.lexsort((numbers, image_of))
-        boxes = np.concatenate([real[is_plain, :4], asked[:, 4:8]])[order]
+        counts = self._ask_rules(label_of)
+        whole, real = self._tables()
+        rows = np.flatnonzero(counts)
+        rows = rows[np.lexsort((whole[rows, 0], whole[rows, 1]))]
         ids, names, heights, widths = zip(*self.images.kept, strict=True) if self.images.kept else ((), (), (), ())
         packed, ends = pack_names(list(names))
+        columns = {
+            "starts": np.searchsorted(whole[rows, 1], np.arange(len(ids) + 1)),
+            "labels": _labels(whole[rows, 2], label_of)[1],
+            "crowds": (whole[rows, 3] & CROWD).astype(bool),
+            "numbers": whole[rows, 0],
+        }
+        del whole
+        self._whole = array("q")  # half of the memory, before the boxes are copied
         return Columns(
             image_ids=np.array(ids, dtype=np.int64),
             sizes=np.array((heights, widths), dtype=np.int32).T.copy(),
             names=packed,
             name_ends=ends,
-            starts=np.searchsorted(image_of[order], np.arange(len(ids) + 1)),
-            boxes_xywh=boxes,
-            areas=np.concatenate([real[is_plain, 4], asked[:, 8]])[order],
-            labels=np.concatenate([labels[is_plain], asked[:, 2].astype(np.int32)])[order],
-            crowds=np.concatenate([whole[is_plain, 3], asked[:, 3].astype(np.int64)])[order].astype(bool),
-            numbers=numbers[order],
+            boxes_xywh=real[rows, :4],
+            areas=real[rows, 4],
+            **columns,
         )
 
-    def _shares_id(self, ids: np.ndarray) -> np.ndarray:
+    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """(n, 5) int64 and (n, 5) float64 views of what was taken."""
+        if not self._whole:
+            return np.empty((0, 5), np.int64), np.empty((0, 5))
+        return np.frombuffer(self._whole, np.int64).reshape(-1, 5), np.frombuffer(self._real).reshape(-1, 5)
+
+    def _shares_id(self, whole: np.ndarray) -> np.ndarray:
         """(n,) bool: whether another annotation has the id of a plain one."""
         others = [entry.get("id") for _, entry in self._others if type(entry) is dict]
         others = [one for one in others if type(one) is int and -LARGEST_ID <= one <= LARGEST_ID]
-        _, which, counts = np.unique(ids, return_inverse=True, return_counts=True)
-        return (counts[which] > 1) | np.isin(ids, np.array(others, dtype=np.int64))
+        has_id = whole[:, 3] & NO_ID == 0
+        ids = np.sort(whole[has_id, 4])
+        several = np.concatenate([ids[1:][ids[1:] == ids[:-1]], np.array(others, dtype=np.int64)])
+        return has_id & np.isin(whole[:, 4], several)
 
-    def _ask_rules(self, whole: np.ndarray, real: np.ndarray, label_of: dict[Id, int]) -> list[Row]:
-        """Ask every rule of the annotations that are not plain, in the order of the file."""
-        image_ids = [image_id for image_id, *_ in self.images.kept]
-        found = list(self._others)
-        for (number, image, category_id, crowd, own), (*box, area) in zip(whole.tolist(), real.tolist(), strict=True):
-            entry = {"id": own, "image_id": image_ids[image], "category_id": category_id, "bbox": box, "area": area}
-            found.append((number, {**entry, "iscrowd": crowd}))
-        rows, seen = [], set()
+    def _ask_rules(self, label_of: dict[Id, int]) -> np.ndarray:
+        """Ask every rule of the annotations that are not plain, in the order of the file, and add those that count to the tables.
+
+        Returns:
+            (n,) bool, the rows of the tables that count.
+        """
+        whole, real = self._tables()
+        is_plain = _labels(whole[:, 2], label_of)[0] & ~self._shares_id(whole)
+        filled = np.flatnonzero(is_plain & (whole[:, 3] & (NO_AREA | NO_CROWD) > 0))
+        is_plain[filled[: self.issues.most]] = False  # for the examples; the others are counted
+        found = [*self._others, *self._entries(whole[~is_plain], real[~is_plain])]
+        del whole, real  # arrays with views cannot grow
+        seen: set[int | str] = set()
+        before = len(self._real)
         for number, entry in sorted(found, key=lambda one: one[0]):
             fault = _repeated_id(entry, seen) or annotation_fault(entry, self.images.sizes, label_of)
             if not fault:
-                rows += self._clean(entry, number, label_of)
+                self._add_clean(entry, number)
             elif type(entry) is dict and type(entry.get("image_id")) is int and entry["image_id"] in self.images.left_out:
                 self.issues.add_info("boxes of images that have faults themselves", _where(entry, number))
             else:
                 self.issues.add_fault(fault[0], f"{_where(entry, number)}: {fault[1]}")
-        return rows
+        counted = np.count_nonzero(is_plain[filled])
+        if counted:
+            self.issues.count_info(FILLED, counted)
+        return np.concatenate([is_plain, np.ones((len(self._real) - before) // 5, dtype=bool)])
 
-    def _clean(self, entry: dict, number: int, label_of: dict[Id, int]) -> list[Row]:
-        """The row of an annotation without faults; none of a box without area or outside the image."""
+    def _entries(self, whole: np.ndarray, real: np.ndarray) -> Iterator[tuple[int, dict]]:
+        """Number and entry of each row."""
+        image_ids = [image_id for image_id, *_ in self.images.kept]
+        for (number, image, category_id, flags, own), (*box, area) in zip(whole.tolist(), real.tolist(), strict=True):
+            entry = {"image_id": image_ids[image], "category_id": category_id, "bbox": box}
+            entry |= {} if flags & NO_ID else {"id": own}
+            entry |= {} if flags & NO_AREA else {"area": area}
+            yield number, entry | ({} if flags & NO_CROWD else {"iscrowd": flags & CROWD})
+
+    def _add_clean(self, entry: dict, number: int) -> None:
+        """Add an annotation without faults to the tables, unless its box has no area or is outside the image."""
         size = self.images.sizes[entry["image_id"]]
         box, why = clip_box(entry["bbox"], size)
         if why is not None:
             self.issues.add_info(why, f"{_where(entry, number)}: bbox {entry['bbox']}")
         if box is None:
-            return []
+            return
         if min(box[2:]) < 1 and max(size) > 1:  # a file that cannot be read counts as 1 x 1
             self.issues.add_info(THIN, f"{_where(entry, number)}: bbox {entry['bbox']}")
         area, crowd = entry.get("area"), entry.get("iscrowd")
         if (area is None or crowd is None) and "source" not in entry:  # other formats have neither of them
-            self.issues.add_info("annotations without area or iscrowd, filled in", _where(entry, number))
+            self.issues.add_info(FILLED, _where(entry, number))
         box_area = box[2] * box[3]
         area = box_area if area is None else float(area) if why is None else min(area, box_area)
-        return [(number, self.images.index_of[entry["image_id"]], label_of[entry["category_id"]], int(crowd or 0), *box, area)]
+        self._whole.extend((number, self.images.index_of[entry["image_id"]], entry["category_id"], int(crowd or 0), 0))
+        self._real.extend((*box, area))
 
 
 def _labels(category_ids: np.ndarray, label_of: dict[Id, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was read of a large annotation file, kept as columns that all processes of a machine share."""
+"""What was read of a large data set, kept as columns that all processes of a machine share."""
 
 import contextlib
 import hashlib
+import inspect
 import logging
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from cpvt_det.data.columns import Columns, load_columns, save_columns
 from cpvt_det.data.validation.issues import EXAMPLES, Group, Issues
+from cpvt_det.errors import DataError
 from cpvt_det.files import atomic_file
 
 try:
@@ -20,6 +25,8 @@ except ImportError:  # on Windows, where two makers write one after the other
 
 logger = logging.getLogger("cpvt_det")
 SMALL = 2**22  # bytes; a smaller file is read in the time that it takes to say so
+FEW = 10_000  # files; fewer are read in a second
+TICK = 2.0  # seconds, the coarsest time of a file system: a file may change twice within it and keep its times
 
 
 @dataclass
@@ -38,53 +45,105 @@ class Reading:
     issues: Issues
 
 
-def read_once(path: Path, examples: float, folder: Path, read: Callable[[], Reading]) -> Reading:
-    """Read a file, or map what an earlier run kept of it.
+@dataclass(frozen=True)
+class Source:
+    """What a data set is read from.
 
-    The kept file is named by a hash of the source's path, size and time of change, and of the code that reads it. It appears
-    complete or not at all; of several processes one reads, and the others wait. A folder that cannot be written to costs only time.
+    Attributes:
+        path: annotation file, or path of another format.
+        split: split of another format.
+        reader: function that reads another format, and ``files``, a function that names the files that it reads, both of path and
+            split; ``None`` of a COCO JSON, and ``files`` of a format that does not name them, which is not kept.
+    """
+
+    path: Path
+    split: str = ""
+    reader: Callable[[Path, str], Any] | None = None
+    files: Callable[[Path, str], Iterable[str | Path]] | None = None
+
+    @property
+    def name(self) -> str:
+        """A text that other sources do not have."""
+        return f"{self.path.resolve()}" if self.reader is None else f"{self.path.resolve()}\0{self.path}\0{self.split}"
+
+    def state(self) -> str:
+        """A hash of names, sizes and times of the files, and of the code that reads them; empty where keeping gains nothing.
+
+        Raises:
+            DataError, OSError: files that are not there, as the reader will report.
+        """
+        if self.reader is None:
+            return _hash_of([self.path])[0] + _hash_of_code() if self.path.stat().st_size >= SMALL else ""
+        code = inspect.getsourcefile(self.reader) if self.files else None
+        if code is None:
+            return ""
+        state, number = _hash_of(self.files(self.path, self.split))
+        return state + _hash_of_code(code) + self.reader.__qualname__ if number >= FEW else ""
+
+    def copy(self) -> list:
+        """What tells this copy of a JSON, as it is now, from others of the same size and time: its place and a hash of its content.
+
+        Empty for other formats: names, sizes and times of their many files have to do.
+        """
+        return [] if self.reader else [_place_of(self.path), _hash_of_content(self.path)]
+
+    def is_copy(self, copy: list) -> bool:
+        """Whether the source is what :meth:`copy` was of; its content is looked at only where its place is not the same."""
+        return not copy or _place_of(self.path) == copy[0] != [] or _hash_of_content(self.path) == copy[1]
+
+
+def read_once(source: Source, examples: float, folder: Path, read: Callable[[], Reading]) -> Reading:
+    """Read a data set, or map what an earlier run kept of it.
+
+    The kept file is named by hashes of the source: of its path, and of size and time of its files and of the code that reads them.
+    It appears complete or not at all; of several processes one reads, and the others wait. Kept files of earlier states of the
+    source are removed, but for those that a process has mapped. A folder that cannot be written to costs only time.
 
     Args:
-        path: annotation file.
+        source: what is read.
         examples: largest number of examples kept of each kind of issue; another number than the usual one is not kept.
         folder: place of the kept files; created if missing.
-        read: reader of the file.
+        read: reader of the source.
 
     Returns:
         What ``read`` returns; its columns mapped from the kept file, if there is one.
     """
     try:
-        state = path.stat()
-    except OSError:
-        return read()  # which reports it
-    if examples != EXAMPLES or state.st_size < SMALL:
+        state = source.state() if examples == EXAMPLES else ""
+    except (DataError, OSError):
+        state = ""  # the reader reports it
+    if not state:
         return read()
-    source = f"{path.resolve()} {state.st_size} {state.st_mtime_ns} {_hash_of_code()}"
-    kept = folder.expanduser() / f"{hashlib.sha256(source.encode('utf-8', 'surrogateescape')).hexdigest()[:32]}.columns"
+    kept, reading = folder.expanduser() / f"{_short(source.name)}-{_short(state)}.columns", None
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with _only_maker(kept):
-            with contextlib.suppress(FileNotFoundError, ValueError):  # not there, or damaged
-                return _load(kept)
+            with contextlib.suppress(FileNotFoundError, ValueError):  # not there, damaged, or of another copy
+                return _load(kept, source)
             for unfinished in kept.parent.glob(f".{kept.name}.*.tmp"):  # of a maker that was killed
                 unfinished.unlink()
-            _keep(read(), kept)
-            return _load(kept)
+            copy = source.copy()  # before it is read, so that no change in between is missed
+            reading = read()
+            _keep(reading, copy, kept)
+            _remove_earlier(kept)
+            return _load(kept, source)
     except OSError as error:
         logger.warning("Annotations are not kept in %s, and take longer to read: %s", kept.parent, error)
-        return read()
+        return reading or read()
 
 
-def _keep(reading: Reading, path: Path) -> None:
+def _keep(reading: Reading, copy: list, path: Path) -> None:
     found = {name: getattr(reading.issues, name) for name in ("errors", "faults", "infos")}
     groups = {name: {heading: asdict(group) for heading, group in kind.items()} for name, kind in found.items()}
-    about = {"class_ids": reading.class_ids, "class_names": reading.class_names, "issues": groups}
+    about = {"class_ids": reading.class_ids, "class_names": reading.class_names, "issues": groups, "copy": copy}
     with atomic_file(path) as file:
         save_columns(reading.columns, about, file)
 
 
-def _load(path: Path) -> Reading:
+def _load(path: Path, source: Source) -> Reading:
     columns, about = load_columns(path)
+    if not source.is_copy(about["copy"]):
+        raise ValueError(f"{path} is of another copy of {source.path}")
     issues = Issues()
     for name, groups in about["issues"].items():
         setattr(issues, name, {heading: Group(**group) for heading, group in groups.items()})
@@ -103,9 +162,58 @@ def _only_maker(path: Path) -> Iterator[None]:
         yield
 
 
+def _remove_earlier(kept: Path) -> None:
+    """Remove what is kept of earlier states of a source, unless a process has it mapped: its lock tells."""
+    for earlier in kept.parent.glob(f"{kept.name.partition('-')[0]}-*.columns") if fcntl else ():
+        with contextlib.suppress(OSError), earlier.open("r+b") as file:
+            if earlier != kept:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                earlier.unlink()
+                earlier.with_suffix(".lock").unlink()
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:20]
+
+
+def _hash_of(paths: Iterable[str | Path]) -> tuple[str, int]:
+    """A hash of names, sizes and times of files, and their number."""
+    digest, number = hashlib.sha256(), 0
+    for path in paths:
+        number += 1
+        try:
+            found = os.stat(path)
+            state = f"{found.st_size} {found.st_mtime_ns}"
+        except OSError:
+            state = "none"
+        digest.update(f"{path}\0{state}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest(), number
+
+
+def _place_of(path: Path) -> list[int]:
+    """What changes with every writing into a file, and is different for each copy; empty for a file that was just written."""
+    found = path.stat()
+    return [] if time.time() < max(found.st_mtime, found.st_ctime) + TICK else [found.st_ino, found.st_ctime_ns]
+
+
+def _hash_of_content(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
 @cache
-def _hash_of_code() -> str:
-    """A hash of the modules whose change may change what is kept."""
+def _hash_of_code(reader: str = "") -> str:
+    """A hash of the modules whose change may change what is kept.
+
+    Args:
+        reader: module of another format than COCO's.
+    """
     here = Path(__file__).parent
-    names = ("annotations.py", "cache.py", "coco.py", "columns.py", "json_stream.py", "validation/rules.py", "validation/issues.py")
-    return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()
+    names = ["annotations.py", "cache.py", "coco.py", "columns.py", "json_stream.py", "validation/rules.py", "validation/issues.py"]
+    paths = [here / name for name in names]
+    if reader:
+        paths += [*sorted((here / "formats").glob("*.py")), here / "images.py", here / "find_images.py", Path(reader)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()

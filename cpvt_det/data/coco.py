@@ -13,13 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cpvt_det.data.annotations import AnnotationTable, ImageTable
-from cpvt_det.data.cache import Reading, read_once
+from cpvt_det.data.cache import Reading, Source, read_once
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.columns import Columns
 from cpvt_det.data.formats.reading import read_foreign
+from cpvt_det.data.formats.registry import find_format
 from cpvt_det.data.json_stream import NotAStreamError, entries
-from cpvt_det.data.records import ImageRecord, Records
+from cpvt_det.data.records import ImageRecord, Records, blocks_of
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import Id, category_fault
 from cpvt_det.errors import DataError
@@ -105,9 +108,12 @@ def describe_records(records: Sequence[ImageRecord]) -> dict[str, Any]:
 
 def _digest(records: Sequence[ImageRecord]) -> str:
     digest = hashlib.sha256()
-    for record in records:
-        digest.update(f"{record.image_id} {record.height} {record.width}".encode())
-        digest.update(record.boxes_xyxy.tobytes() + record.labels.tobytes())
+    for block in blocks_of(records):
+        ends = np.cumsum(np.bincount(block.image_of, minlength=len(block.image_ids))).tolist()
+        boxes, labels = block.boxes_xyxy.tobytes(), block.labels.tobytes()  # 16 and 8 bytes a box
+        rows = zip(block.image_ids.tolist(), block.sizes.tolist(), [0, *ends], ends, strict=False)
+        for image_id, (height, width), start, end in rows:
+            digest.update(f"{image_id} {height} {width}".encode() + boxes[16 * start : 16 * end] + labels[8 * start : 8 * end])
     return digest.hexdigest()
 
 
@@ -131,14 +137,14 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
     Args:
         files: files of the data set; for COCO JSON, the images are not opened.
         examples: largest number of examples kept of each kind of issue.
-        cache: folder for what was read of large files, as in :func:`cpvt_det.data.cache.read_once`; ``None`` for none.
+        cache: folder for what was read of large data sets, as in :func:`cpvt_det.data.cache.read_once`; ``None`` for none.
 
     Raises:
         DataError: a file that is missing or of unknown format.
     """
     with no_garbage_collection():
-        if files.is_coco and cache is not None:
-            reading = read_once(files.annotations, examples, cache, lambda: _with_digest(_read(files, examples)))
+        if cache is not None:
+            reading = read_once(_source(files), examples, cache, lambda: _with_digest(_read(files, examples)))
         else:
             reading = _read(files, examples)
     issues = Issues(f"{files.name} ({files.annotations})", examples)
@@ -222,6 +228,11 @@ def _read(files: DatasetFiles, examples: float) -> Reading:
     columns = annotations.columns({class_id: label for label, class_id in enumerate(class_ids)})
     _require_pixels(columns, issues)
     return Reading(columns, class_ids, tuple(str(category["name"]) for category in good), issues)
+
+
+def _source(files: DatasetFiles) -> Source:
+    data_format = find_format(files.annotations)
+    return Source(files.annotations, files.split, *((data_format.read, data_format.files) if data_format else ()))
 
 
 def _with_digest(reading: Reading) -> Reading:

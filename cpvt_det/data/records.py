@@ -54,6 +54,25 @@ class Objects:
     numbers: np.ndarray
 
 
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring images, and their boxes to learn.
+
+    Attributes:
+        image_ids: (n,) int64, ids of the images.
+        sizes: (n, 2) integers, height and width of the images in pixels.
+        image_of: (G,) int64 in [0, n), index of the image of each box; rising.
+        boxes_xyxy: (G, 4) float32, in pixels.
+        labels: (G,) int64 in [0, K).
+    """
+
+    image_ids: np.ndarray
+    sizes: np.ndarray
+    image_of: np.ndarray
+    boxes_xyxy: np.ndarray
+    labels: np.ndarray
+
+
 class Records(Sequence[ImageRecord]):
     """Some or all images of columns.
 
@@ -130,10 +149,17 @@ class Records(Sequence[ImageRecord]):
         tables = (columns.boxes_xywh, columns.areas, columns.labels, columns.crowds, columns.numbers)
         if self.kept is None:
             return Objects(np.repeat(np.arange(len(counts)), counts), *tables)
-        is_kept = np.zeros(len(counts), dtype=bool)
-        is_kept[self.kept] = True
-        rows = np.repeat(is_kept, counts)
-        return Objects(np.repeat(np.arange(len(self)), counts[self.kept]), *(table[rows] for table in tables))
+        counts = counts[self.kept]
+        rows = np.arange(counts.sum()) + np.repeat(columns.starts[self.kept] - np.cumsum(counts) + counts, counts)
+        return Objects(np.repeat(np.arange(len(self)), counts), *(table[rows] for table in tables))
+
+    def block(self, start: int, end: int) -> Block:
+        """The images from one index up to another."""
+        part = Records(self.columns, self.root, self.indices[start:end])
+        objects = part.objects
+        boxes, rows = objects.boxes_xywh, ~objects.crowds
+        boxes_xyxy = np.concatenate([boxes[rows, :2], boxes[rows, :2] + boxes[rows, 2:]], axis=1).astype(np.float32)
+        return Block(part.image_ids, part.sizes, objects.image_of[rows], boxes_xyxy, objects.labels[rows].astype(np.int64))
 
     def select(self, chosen: np.ndarray) -> "Records":
         """The images where ``chosen``, (n,) bool, is True."""
@@ -190,6 +216,27 @@ class JoinedRecords(Sequence[ImageRecord]):
 def join(parts: Sequence[Sequence[ImageRecord]]) -> Sequence[ImageRecord]:
     """The images of one or several data sets as one sequence."""
     return parts[0] if len(parts) == 1 else JoinedRecords(parts)
+
+
+def blocks_of(records: Sequence[ImageRecord], images: int = 2**14) -> Iterator[Block]:
+    """The images one after the other, so many at once that a block takes little memory, without an object for each."""
+    if isinstance(records, JoinedRecords):
+        for part in records.parts:
+            yield from blocks_of(part, images)
+        return
+    for start in range(0, len(records), images):
+        if isinstance(records, Records):
+            yield records.block(start, min(start + images, len(records)))
+        else:
+            yield _block(records[start : start + images])
+
+
+def _block(records: Sequence[ImageRecord]) -> Block:
+    counts = [len(record.labels) for record in records]
+    boxes = np.concatenate([np.zeros((0, 4), np.float32), *(record.boxes_xyxy for record in records)])
+    labels = np.concatenate([np.zeros(0, np.int64), *(record.labels for record in records)])
+    ids = np.array([record.image_id for record in records], dtype=np.int64)
+    return Block(ids, sizes_of(records), np.repeat(np.arange(len(records)), counts), boxes, labels)
 
 
 def sizes_of(records: Sequence[ImageRecord]) -> np.ndarray:

@@ -4,13 +4,14 @@
 A table of all members, ``index.npz`` beside the tar files, has the place of each; without one, local tar files are searched.
 """
 
-import functools
 import hashlib
 import io
 import os
+import posixpath
 import re
 import tarfile
 import threading
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,13 @@ from typing import BinaryIO
 import numpy as np
 
 from cpvt_det.data.storage import fetch, is_url
-from cpvt_det.errors import DataError, MissingFileError
+from cpvt_det.errors import DataError, MissingFileError, first_line
 
 TAR = ".tar"
 INDEX = "index.npz"
 ARRAYS = ("shards", "lengths", "keys", "shard_of", "starts", "sizes")
 _ONE_AT_A_TIME = threading.Lock()
+_OPENED: dict[str, "Shards"] = {}
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Shards:
             raise MissingFileError(f"it is in none of the {len(self.shards)} tar files, which have {len(self.keys)} members")
         shard, start, size = int(self.shard_of[row]), int(self.starts[row]), int(self.sizes[row])
         path = f"{self.folder}/{self.shards[shard]}"
+        if not size:  # there is no part of 0 bytes to ask a server for
+            return io.BytesIO()
         if is_url(path):
             content = fetch(path, start, start + size)
             if len(content) != size:
@@ -104,14 +108,15 @@ def open_shards(pattern: str) -> Shards:
         pattern: path or URL of a tar file, or of several that are numbered: ``shards/{000000..000011}.tar``.
 
     Raises:
-        DataError: an index of other tar files; URLs without an index.
+        DataError: an index that is damaged, or of other tar files; URLs without an index.
     """
     with _ONE_AT_A_TIME:  # of many threads that all ask for the first time
-        return _open_shards(pattern)
+        if pattern not in _OPENED:
+            _OPENED[pattern] = _read_index(pattern)
+        return _OPENED[pattern]
 
 
-@functools.lru_cache(maxsize=16)
-def _open_shards(pattern: str) -> Shards:
+def _read_index(pattern: str) -> Shards:
     folder, _, last = pattern.rpartition("/")
     names, place = expand(last), f"{folder or '.'}/{INDEX}"
     try:
@@ -120,8 +125,11 @@ def _open_shards(pattern: str) -> Shards:
         if is_url(place):
             raise DataError(f"there is no {place}, which lists what is where; cpvt-det pack writes it") from None
         return index_shards(folder or ".", names)
-    with np.load(io.BytesIO(content)) as arrays:
-        found = Shards(folder or ".", *(arrays[name] for name in ARRAYS))
+    try:
+        with np.load(io.BytesIO(content)) as arrays:
+            found = Shards(folder or ".", *(arrays[name] for name in ARRAYS))
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{place} is damaged: {first_line(error)}; pack the images again") from error
     if found.shards.tolist() != names:
         raise DataError(f"{place} lists {len(found.shards)} tar files from {found.shards[0]} on, not {last}")
     return found
@@ -130,7 +138,8 @@ def _open_shards(pattern: str) -> Shards:
 def split_at_shards(path: str) -> tuple[str, str]:
     """The tar files of a path and the member in them; ("", path) for a path of a file."""
     root, found, name = path.partition(f"{TAR}/")
-    is_member = found and (is_url(path) or not os.path.isdir(root + TAR))
+    # a folder may have such a name; what was opened as tar files is none, and need not be looked at for each image
+    is_member = found and (root + TAR in _OPENED or is_url(path) or not os.path.isdir(root + TAR))
     return (root + TAR, name) if is_member else ("", path)
 
 
@@ -168,4 +177,6 @@ def index_shards(folder: str, names: Sequence[str]) -> Shards:
 
 
 def _key(name: str) -> int:
+    """The hash of a name; of ``./a.jpg``, as tar names what is in the folder that it packs, that of ``a.jpg``."""
+    name = posixpath.normpath(name)
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")

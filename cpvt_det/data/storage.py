@@ -2,6 +2,7 @@
 """Files on a disk, on a mount that may go and come back, and behind URLs."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from cpvt_det.errors import DataError, MissingFileError, UnreachableError, first
 logger = logging.getLogger("cpvt_det")
 Value = TypeVar("Value")
 PAUSE = 0.5  # seconds between two attempts
+MAY_PASS = (408, 425, 429)  # HTTP: request timeout, too early, too many requests
 
 
 def is_url(path: str | Path) -> bool:
@@ -38,8 +40,8 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
 
     Raises:
         FileNotFoundError: nothing is there.
-        UnreachableError: a server that does not answer, or with an error.
-        DataError: a file system that fsspec does not know, or whose package is not installed.
+        UnreachableError: a server that does not answer, or with an error that may pass.
+        DataError: a server that refuses; a file system that fsspec does not know, or whose package is not installed.
     """
     import fsspec
 
@@ -53,7 +55,60 @@ def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
     except FileNotFoundError:
         raise
     except Exception as error:  # what file systems raise has no common base
-        raise UnreachableError(f"{type(error).__name__}: {first_line(error)}") from error
+        kind = DataError if _is_refusal(error) else UnreachableError
+        raise kind(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a server understood and refused, as it would again: HTTP's 4xx, but for those that are a matter of time."""
+    status = getattr(error, "status", None)
+    return isinstance(error, PermissionError) or (type(status) is int and 400 <= status < 500 and status not in MAY_PASS)
+
+
+class Patience:
+    """A time to wait for a place that does not answer: one for all that is read there, by any number of threads.
+
+    Args:
+        seconds: the time, from the first attempt that failed on.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = math.inf
+        self._answered = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing at all could be read in this time."""
+        return not self._answered and self._ends()
+
+    def read(self, read: Callable[[], Value], even_if_missing: bool = False) -> Value:
+        """Read something, again and again while its place does not answer; errors as of :func:`patiently`."""
+        start, told = time.monotonic(), False
+        while True:
+            try:
+                value = read()
+            except UnreachableError as error:
+                if isinstance(error, MissingFileError) and not even_if_missing:
+                    self._answered = True
+                    raise
+                if self._end == math.inf:
+                    self._end, self._answered = start + self.seconds, False
+                if self._ends():
+                    raise
+                if not told:
+                    logger.warning("%s; trying again for %.0f s", error, self.seconds)
+                told = True
+                time.sleep(PAUSE)
+            except DataError:
+                self._answered = True
+                raise
+            else:
+                self._answered = True
+                return value
+
+    def _ends(self) -> bool:
+        return time.monotonic() + PAUSE > self._end
 
 
 def patiently(read: Callable[[], Value], seconds: float, even_if_missing: bool = False) -> Value:
@@ -67,15 +122,4 @@ def patiently(read: Callable[[], Value], seconds: float, even_if_missing: bool =
     Raises:
         UnreachableError: it was not there in all this time.
     """
-    end, told = time.monotonic() + seconds, False
-    while True:
-        try:
-            return read()
-        except UnreachableError as error:
-            final = isinstance(error, MissingFileError) and not even_if_missing
-            if final or time.monotonic() + PAUSE > end:
-                raise
-            if not told:
-                logger.warning("%s; trying again for %.0f s", error, seconds)
-            told = True
-            time.sleep(PAUSE)
+    return Patience(seconds).read(read, even_if_missing)

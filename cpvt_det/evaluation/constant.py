@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.records import Block, blocks_of
 from cpvt_det.structures import Detections
 
 
@@ -23,14 +24,29 @@ def constant_detections(records: Sequence[ImageRecord], most: int = 100) -> Dete
     Returns:
         Boxes (k, 4) float32 in [0, 1] of any image, scores (k,) float32, labels (k,) int64; best first. Of k classes with boxes.
     """
-    sides = [np.array([r.width, r.height, r.width, r.height], dtype=np.float64) for r in records]
-    boxes = [record.boxes_xyxy / side for record, side in zip(records, sides, strict=True)]
-    boxes, labels = np.concatenate([np.zeros((0, 4)), *boxes]), np.concatenate([[], *(r.labels for r in records)]).astype(int)
-    images = np.bincount(np.concatenate([[], *(np.unique(r.labels) for r in records)]).astype(int))
+    totals = np.zeros((0, 6))  # of each class: images, boxes, corners
+    for block in blocks_of(records):
+        totals = _add(totals, _totals(block))
+    images = totals[:, 0]
     known = np.argsort(-images, kind="stable")[: np.count_nonzero(images)][:most]
-    means = [boxes[labels == label].mean(0) for label in known]
+    means = totals[known, 2:] / totals[known, 1:2]
     return Detections(
-        torch.from_numpy(np.array(means, dtype=np.float32).reshape(-1, 4)),
+        torch.from_numpy(means.astype(np.float32)),
         torch.from_numpy((images[known] / max(1, len(records))).astype(np.float32)),
         torch.from_numpy(known.astype(np.int64)),
     )
+
+
+def _totals(block: Block) -> np.ndarray:
+    """(k, 6): of each class up to the last that is there, the number of images with it, that of its boxes, and their sum."""
+    boxes = block.boxes_xyxy / block.sizes[:, [1, 0, 1, 0]][block.image_of]
+    number = block.labels.max(initial=-1) + 1
+    classes = np.unique(block.image_of * number + block.labels) % max(1, number)  # of each image once
+    columns = [np.bincount(classes, minlength=number), np.bincount(block.labels, minlength=number)]
+    return np.stack([*columns, *(np.bincount(block.labels, column, number) for column in boxes.T)], axis=1).astype(np.float64)
+
+
+def _add(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    longer[: len(shorter)] += shorter
+    return longer

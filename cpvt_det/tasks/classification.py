@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
 from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord, describe_records
+from cpvt_det.data.records import join
 from cpvt_det.data.validation.check import CheckedData
+from cpvt_det.data.validation.image_classes import count_images
 from cpvt_det.data.validation.issues import EXAMPLES
 from cpvt_det.tasks.registry import TASK_REGISTRY, Results, flatten, place_of
 
@@ -62,15 +63,15 @@ class ClassificationTask:
         """Test sets, as :func:`cpvt_det.builders.load_class_tests`."""
         return builders.load_class_tests(self.cfg)
 
-    def training_records(self, datasets: list[CocoDataset]) -> list[ImageRecord]:
+    def training_records(self, datasets: list[CocoDataset]) -> Sequence[ImageRecord]:
         """Images to train on: all."""
-        return [record for dataset in datasets for record in dataset.records]
+        return join([dataset.records for dataset in datasets])
 
     def describe(self, records: Sequence[ImageRecord]) -> dict[str, Any]:
         """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
         return describe_records(records)
 
-    def build_train_loader(self, records: list[ImageRecord], seed: int) -> "TrainLoader":
+    def build_train_loader(self, records: Sequence[ImageRecord], seed: int) -> "TrainLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_class_train_loader`."""
         return builders.build_class_train_loader(self.cfg, records, seed)
 
@@ -100,7 +101,7 @@ class ClassificationTask:
         """Top-1 of an answer that is the same for every image: the scores are the classes' shares of the training images."""
         import torch
 
-        counts = np.bincount([record.labels[0] for record in records], minlength=len(dataset.classes))
+        counts = count_images(records, len(dataset.classes))
         evaluator, scores = self.build_evaluator(dataset), torch.from_numpy(counts / max(1, len(records)))
         for record in dataset.records:
             evaluator.add(record.image_id, scores)

@@ -62,7 +62,7 @@ class DetectionTask:
         """Test sets, as :func:`cpvt_det.builders.load_tests`."""
         return builders.load_tests(self.cfg)
 
-    def training_records(self, datasets: list[CocoDataset]) -> list[ImageRecord]:
+    def training_records(self, datasets: list[CocoDataset]) -> Sequence[ImageRecord]:
         """Images to train on, as :func:`cpvt_det.builders.training_records`."""
         return builders.training_records(self.cfg, datasets)
 
@@ -70,7 +70,7 @@ class DetectionTask:
         """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
         return describe_records(records)
 
-    def build_train_loader(self, records: list[ImageRecord], seed: int) -> "TrainLoader":
+    def build_train_loader(self, records: Sequence[ImageRecord], seed: int) -> "TrainLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_train_loader`."""
         return builders.build_train_loader(self.cfg, records, seed)
 

@@ -2,24 +2,37 @@
 """Annotations in columns: every entry as the rules say, whatever the way it is read; kept once, shared, and never half."""
 
 import copy
+import errno
+import hashlib
 import json
+import math
 import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import time
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from cpvt_det.data import annotations, cache, coco, json_stream
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.columns import ARRAYS, load_columns
-from cpvt_det.data.records import JoinedRecords, join, sizes_of
+from cpvt_det.data.formats.registry import FORMAT_REGISTRY, register_format
+from cpvt_det.data.records import JoinedRecords, Records, blocks_of, join, sizes_of
+from cpvt_det.data.validation.check import CheckedData
+from cpvt_det.data.validation.image_classes import SEVERAL, check_image_classes, count_images
+from cpvt_det.data.validation.issues import Issues
 from cpvt_det.errors import DataError
 from cpvt_det.evaluation.coco import CocoEvaluator
+from cpvt_det.evaluation.constant import constant_detections
+from cpvt_det.tasks.classification import ClassificationTask
 
 ODD = [None, True, -1, 0, 0.5, 1, 2, 7, 1e-3, 1e16, 10**400, 2**63, float("nan"), float("inf"), "1", "x", [], [1, 2], {}]
 
@@ -84,6 +97,37 @@ def test_every_way_of_reading_finds_the_same_boxes_and_says_the_same(tmp_path, s
         assert all_of(read_coco(write(tmp_path / "a.json", content, order))) == all_of(read)
 
 
+@pytest.mark.parametrize("examples", [3, 20, math.inf])
+def test_boxes_without_area_iscrowd_and_id_are_plain(tmp_path, monkeypatch, examples):
+    """Their remarks and the first examples are those of the rules, though these are asked of the first boxes alone."""
+    content, rng = messy(7), random.Random(0)
+    for entry in (entry for entry in content["annotations"] if isinstance(entry, dict)):
+        for key in rng.sample(("id", "area", "iscrowd"), rng.randint(0, 3)):
+            entry[key] = None
+            if rng.random() < 0.7:
+                del entry[key]
+    files = write(tmp_path / "a.json", content)
+    read = read_coco(files, examples)
+    assert read.issues.infos[annotations.FILLED].count > 100
+    monkeypatch.setattr(annotations, "NUMBERS", frozenset())
+    assert all_of(read_coco(files, examples)) == all_of(read)
+
+
+def test_boxes_without_area_iscrowd_and_id_take_no_more_memory():
+    """About 200 bytes while they are read, not a dict each."""
+    issues = Issues()
+    images = annotations.ImageTable(issues)
+    images.add({"id": 1, "file_name": "a.png", "height": 50, "width": 50})
+    table = annotations.AnnotationTable(images, issues)
+    tracemalloc.start()
+    for _ in range(20_000):
+        table.add({"image_id": 1, "category_id": 1, "bbox": [1.5, 2.5, 10.0, 20.0]})
+    columns = table.columns({1: 0})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(columns.labels) == 20_000 and set(columns.areas.tolist()) == {200.0} and peak < 20_000 * 200
+
+
 def refuse(*arguments):
     raise json_stream.NotAStreamError("refused")
 
@@ -139,6 +183,76 @@ def test_records_are_chosen_and_joined_without_reading_them(tmp_path):
             sequence[len(sequence)]
 
 
+def records_of(tmp_path):
+    """Records of all kinds of one data set: all, some, of two parts, and as a list; with images that have no box."""
+    content = messy(1)
+    content["images"] += [{"id": 6000 + number, "file_name": "empty.png", "height": 9, "width": 8} for number in range(3)]
+    records = read_coco(write(tmp_path / "a.json", content)).records
+    assert not records.num_boxes[-3:].any()
+    some = records.select(records.num_boxes != 9)
+    assert 0 < len(some) < len(records)
+    return [records, some, join([some, records.select(records.num_boxes == 0)]), list(records)]
+
+
+@pytest.fixture
+def no_records(monkeypatch):
+    """A function after whose call no single record is made of columns."""
+
+    def refuse_records(*arguments):
+        raise AssertionError("a record is made for each image")
+
+    return lambda: monkeypatch.setattr(Records, "__getitem__", refuse_records)
+
+
+def test_blocks_have_the_boxes_of_the_records(tmp_path):
+    for records in records_of(tmp_path):
+        for images in (1, 7, 1000):
+            found = [
+                (int(image_id), *size, block.boxes_xyxy[block.image_of == at].tolist(), block.labels[block.image_of == at].tolist())
+                for block in blocks_of(records, images)
+                for at, (image_id, size) in enumerate(zip(block.image_ids, block.sizes.tolist(), strict=True))
+            ]
+            assert found == [(r.image_id, r.height, r.width, r.boxes_xyxy.tolist(), r.labels.tolist()) for r in records]
+            assert {block.boxes_xyxy.dtype for block in blocks_of(records)} == {np.dtype(np.float32)}
+
+
+def test_the_hash_of_a_run_s_records_is_of_their_bytes_without_making_them(tmp_path, no_records):
+    every, expected = records_of(tmp_path), []
+    for records in every:
+        digest = hashlib.sha256()
+        for one in records:
+            digest.update(f"{one.image_id} {one.height} {one.width}".encode() + one.boxes_xyxy.tobytes() + one.labels.tobytes())
+        expected.append({"images": len(records), "sha256": digest.hexdigest()})
+    no_records()
+    assert [coco.describe_records(records) for records in every] == expected
+
+
+def test_the_constant_box_is_that_of_the_records_without_making_them(tmp_path, no_records):
+    records, some, joined, plain = records_of(tmp_path)
+    of_some = constant_detections(list(some))
+    no_records()
+    for found, expected in ((constant_detections(records), constant_detections(plain)), (constant_detections(some), of_some)):
+        assert len(found.labels) == 3 and torch.equal(found.labels, expected.labels) and torch.equal(found.scores, expected.scores)
+        torch.testing.assert_close(found.boxes_xyxy, expected.boxes_xyxy, rtol=1e-6, atol=0)
+    assert constant_detections(joined).scores.max() < of_some.scores.max()  # the images without boxes count twice
+
+
+def test_images_of_a_class_are_counted_without_making_records(tmp_path, no_records):
+    dataset = read_coco(write(tmp_path / "a.json", messy(1)))
+    plain = list(dataset.records)
+    one = [len(set(record.labels.tolist())) == 1 for record in plain]
+    assert 0 < sum(one) < len(one)
+    dataset.records = dataset.records.select(np.array(one))
+    expected = np.bincount([record.labels[0] for record, is_one in zip(plain, one, strict=True) if is_one], minlength=3)
+    checked = check_image_classes(CheckedData([read_coco(DatasetFiles("messy", tmp_path / "a.json", tmp_path))], [], []))
+    assert checked.train[0].issues.faults[SEVERAL].count == len(one) - sum(one)
+    assert [record.image_id for record in checked.train[0].records] == [record.image_id for record in dataset.records]
+    no_records()
+    assert count_images(dataset.records, 3).tolist() == expected.tolist()
+    train = [check_image_classes(CheckedData([dataset], [], [])).train[0], dataset]
+    assert len(ClassificationTask(None).training_records(train)) == 2 * sum(one)
+
+
 def test_evaluation_takes_records_or_their_coco_dict(tmp_path):
     dataset = read_coco(write(tmp_path / "a.json", messy(2)))
     for kept in (dataset.records, dataset.records.select(dataset.records.num_boxes > 5)):
@@ -185,7 +299,137 @@ def test_a_file_that_changed_is_read_again(large, tmp_path):
     content["images"].pop(0)
     write(large.annotations, content)
     assert len(read_coco(large, cache=tmp_path / "kept").records) == len(read_coco(large).records)
-    assert len(list((tmp_path / "kept").glob("*.columns"))) == 2
+
+
+def test_what_is_kept_of_earlier_states_is_removed_where_nobody_uses_it(large, tmp_path):
+    kept = tmp_path / "kept"
+    old = [read_coco(large, cache=kept)]
+    read_coco(write(tmp_path / "b.json", messy(4)), cache=kept)
+    for count in (3, 2):
+        large.annotations.write_text(large.annotations.read_text() + " ")
+        read_coco(large, cache=kept)
+        assert len(list(kept.glob("*.columns"))) == len(list(kept.glob("*.lock"))) == count
+        old.clear()  # it was mapped
+
+
+@pytest.mark.parametrize("just_written", [False, True])
+def test_a_file_of_the_same_size_and_time_is_not_taken_for_another(large, tmp_path, monkeypatch, just_written):
+    """As `cp -p` makes it; or as it is within the tick of a file system, where all times are equal."""
+    monkeypatch.setattr(cache, "TICK", 3600.0 if just_written else 0.0)
+    state, text = large.annotations.stat(), large.annotations.read_text()
+    first = read_coco(large, cache=tmp_path / "kept")
+    if just_written:
+        place = cache._place_of(large.annotations)
+        monkeypatch.setattr(cache, "_place_of", lambda path: place)
+    large.annotations.write_text(text.replace('"class 90"', '"class 91"'))
+    os.utime(large.annotations, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert large.annotations.stat().st_size == state.st_size
+    second = read_coco(large, cache=tmp_path / "kept")
+    assert "class 91" in second.classes.names and "class 91" not in first.classes.names
+
+
+def test_a_copy_of_the_same_content_and_time_is_not_read_again(large, tmp_path, monkeypatch):
+    """On the disk of another machine, with which the folder of what is kept is shared."""
+    monkeypatch.setattr(cache, "TICK", 0.0)
+    first = all_of(read_coco(large, cache=tmp_path / "kept"))
+    shutil.copy2(large.annotations, tmp_path / "copy")
+    (tmp_path / "copy").replace(large.annotations)
+    monkeypatch.setattr(coco, "_read", None)
+    assert all_of(read_coco(large, cache=tmp_path / "kept")) == first
+
+
+def test_a_reading_that_cannot_be_written_is_not_lost(large, tmp_path, monkeypatch, caplog):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "save_columns", full)
+    read, times = coco._read, []
+    monkeypatch.setattr(coco, "_read", lambda *arguments: times.append(1) or read(*arguments))
+    assert all_of(read_coco(large, cache=tmp_path / "kept")) == all_of(read_coco(large))
+    assert len(times) == 2 and "No space left on device" in caplog.text
+
+
+# other formats
+
+
+def yolo(folder):
+    for number in range(6):
+        for kind in ("images", "labels"):
+            (folder / kind / "train").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40 + number, 30)).save(folder / f"images/train/{number}.png")
+        rows = "1 0.5 0.5 0.2 0.4\n0 0.3 0.25 0.1 0.2\n" + "5 0.5 0.5 0.1 0.1\n" * (number == 3)
+        (folder / f"labels/train/{number}.txt").write_text(rows)
+    (folder / "data.yaml").write_text("train: images/train\nnames: [cell, mite]\n")
+    return [folder / "labels/train/2.txt", folder / "data.yaml", folder / "images/train/5.png"], folder / "images/train/new.png"
+
+
+def voc(folder):
+    for kind in ("Annotations", "JPEGImages", "ImageSets/Main"):
+        (folder / kind).mkdir(parents=True)
+    for number in range(6):
+        Image.new("RGB", (40 + number, 30)).save(folder / f"JPEGImages/{number}.png")
+        box = "<bndbox><xmin>3</xmin><ymin>2</ymin><xmax>20</xmax><ymax>9</ymax></bndbox>"
+        objects = f"<object><name>{'cat' if number else 'dog'}</name>{box}</object>"
+        (folder / f"Annotations/{number}.xml").write_text(f"<annotation>{objects}</annotation>")
+    (folder / "ImageSets/Main/train.txt").write_text("0\n1\n2\n")
+    places = ("Annotations/5.xml", "ImageSets/Main/train.txt", "JPEGImages/1.png")
+    return [folder / name for name in places], folder / "JPEGImages/2.jpg"
+
+
+def classes(folder):
+    for name in ("train/a/1.png", "train/a/in/2.png", "train/b/3.png", "val/c/1.png", "val/a/1.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30)).save(folder / name)
+    return [folder / "train/a/in/2.png"], folder / "val/d/new.png"
+
+
+@pytest.mark.parametrize("draw", [yolo, voc, classes])
+def test_other_formats_are_kept_too_until_a_file_changes(tmp_path, monkeypatch, draw):
+    monkeypatch.setattr(cache, "FEW", 4)
+    changed, new = draw(tmp_path / "data")
+    files, kept = DatasetFiles("foreign", tmp_path / "data", split="train"), tmp_path / "kept"
+    read, times = coco.read_foreign, []
+    monkeypatch.setattr(coco, "read_foreign", lambda files: times.append(1) or read(files))
+
+    def reads_again():
+        expected = all_of(read_coco(files))
+        times.clear()
+        assert all_of(read_coco(files, cache=kept)) == expected
+        return bool(times)
+
+    assert reads_again() and not reads_again()
+    for path in changed:
+        os.utime(path, (1, 1))
+        assert reads_again() and not reads_again()
+    new.parent.mkdir(exist_ok=True)
+    Image.new("RGB", (3, 2)).save(new)
+    assert reads_again() and not reads_again()
+    assert read_coco(files, cache=kept).records.columns.path.parent == kept
+    monkeypatch.setattr(cache, "FEW", 1000)
+    assert reads_again() and reads_again()
+
+
+def test_a_format_of_ones_own_is_kept_if_it_names_its_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "FEW", 1)
+    (tmp_path / "a.mine").write_text("20 1 2 3 4")
+    files, times = DatasetFiles("mine", tmp_path / "a.mine"), []
+
+    def read_mine(path, split):
+        times.append(1)
+        height, *box = map(int, path.read_text().split())
+        sections = {
+            "images": [{"id": 1, "file_name": "a.png", "height": height, "width": 9}],
+            "categories": [{"id": 1, "name": "x"}],
+        }
+        return {**sections, "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": box, "source": "line 1"}]}
+
+    for named, expected in ((None, 2), (lambda path, split: [path], 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(FORMAT_REGISTRY, "_obj_map", dict(FORMAT_REGISTRY._obj_map))
+            register_format("mine", lambda path: path.suffix == ".mine", files=named)(read_mine)
+            times.clear()
+            found = [read_coco(files, cache=tmp_path / "kept").records[0].boxes_xyxy.tolist() for _ in range(2)]
+            assert found == [[[1, 2, 4, 6]]] * 2 and len(times) == expected
 
 
 @pytest.mark.parametrize("left", [0, 10, 300, -200])

@@ -8,6 +8,7 @@ import tarfile
 import threading
 import time
 from itertools import islice
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -20,13 +21,18 @@ from test_loader import assert_same_batches
 from tiny import overrides
 
 from cpvt_det.builders import build_train_loader, load_splits, training_records
+from cpvt_det.builders.data import _look_together
 from cpvt_det.config import load_cfg
+from cpvt_det.data import shards
 from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.coco import read_coco
 from cpvt_det.data.image_files import is_file, open_image
-from cpvt_det.data.images import read_header, read_image
+from cpvt_det.data.images import ImageHeader, read_header, read_image
 from cpvt_det.data.packing import write_shards
-from cpvt_det.data.shards import INDEX, expand, index_shards, open_shards
+from cpvt_det.data.shards import ARRAYS, INDEX, expand, index_shards, open_shards
 from cpvt_det.data.storage import patiently
+from cpvt_det.data.validation import check, kept
+from cpvt_det.data.validation.issues import Issues
 from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
 
@@ -204,6 +210,112 @@ def test_a_server_that_fails_for_a_while_is_asked_again(drawn_coco, monkeypatch)
         read_image(f"{server.url}/{path}")
 
 
+def test_a_server_that_refuses_is_not_asked_again(drawn_coco, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr("cpvt_det.data.storage.PAUSE", 0.01)
+    path = f"part/{ids(drawn_coco)[0]:03d}.png"
+    with serving(drawn_coco.files.image_root) as server:
+        for status, refuses in ((401, True), (403, True), (410, True), (429, False), (408, False), (500, False)):
+            server.failures, server.failure = 2, status
+            if refuses:
+                with pytest.raises(DataError, match=f"{path}: .*{status}"):
+                    patiently(lambda: read_header(f"{server.url}/{path}"), 10)
+            else:
+                patiently(lambda: read_header(f"{server.url}/{path}"), 10)
+            assert server.failures == int(refuses)
+
+
+@pytest.fixture
+def away(monkeypatch):
+    """Names of the images that cannot be reached, and those that somebody tried to read."""
+    names, tried = set(), []
+
+    def read(path):
+        tried.append(path)
+        if os.path.basename(path) in names:
+            raise UnreachableError(f"cannot read image {path}: the server is away")
+        return ImageHeader(4, 3, "RGB", 1, True)
+
+    monkeypatch.setattr(check, "read_header", read)
+    monkeypatch.setattr(check, "PATIENCE", 0.3)
+    monkeypatch.setattr("cpvt_det.data.storage.PAUSE", 0.02)
+    return names, tried
+
+
+def look(tmp_path, number):
+    """What is found in images of 4 x 3 pixels, and the seconds that it takes."""
+    images = [{"id": one, "file_name": f"{one}.png", "height": 3, "width": 4} for one in range(number)]
+    box = {"id": 1, "image_id": 0, "category_id": 1, "bbox": [0, 0, 2, 2]}
+    content = {"images": images, "annotations": [box], "categories": [{"id": 1, "name": "x"}]}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    files, start = DatasetFiles("drawn", tmp_path / "a.json", "http://host"), time.monotonic()
+    found = check.check_data([files], [], 9).train[0]
+    return found, time.monotonic() - start
+
+
+def test_a_server_that_is_away_is_waited_for_once(tmp_path, away):
+    names, tried = away
+    names |= {f"{one}.png" for one in range(1000)}
+    dataset, seconds = look(tmp_path, 1000)
+    assert seconds < 5 and len(set(tried)) < 100
+    assert dataset.issues.faults["image files that cannot be read"].count == len(set(tried)) == 1000 - len(dataset.records)
+    (heading,) = dataset.issues.errors  # nothing that DATASETS.ON_BAD drop would leave out
+    assert dataset.issues.errors[heading].count == len(dataset.records)
+    assert heading == "images not tried, as no image could be read for 30 seconds"
+
+
+def test_some_images_that_cannot_be_reached_are_waited_for_once(tmp_path, away):
+    names, tried = away
+    names |= {f"{one}.png" for one in range(0, 1000, 2)}
+    dataset, seconds = look(tmp_path, 1000)
+    assert seconds < 5 and len(set(tried)) == 1000 and not dataset.issues.errors
+    assert dataset.issues.faults["image files that cannot be read"].count == 500
+
+
+def test_a_server_that_comes_back_in_time_has_no_faults(tmp_path, away):
+    names, tried = away
+    names |= {f"{one}.png" for one in range(100)}
+    threading.Timer(0.1, names.clear).start()
+    dataset, _ = look(tmp_path, 100)
+    assert not dataset.issues.faults and len(tried) > 100
+
+
+def test_members_of_tar_files_are_found_by_the_path_that_they_are_unpacked_to(drawn_coco, tmp_path):
+    """``tar -cf a.tar .`` names them ./a.png; an empty one is empty, behind a URL too."""
+    image = drawn_coco.files.image_root / f"part/{ids(drawn_coco)[0]:03d}.png"
+    with tarfile.open(tmp_path / "000000.tar", "w") as tar:
+        tar.add(image, "./a.png")
+        tar.addfile(tarfile.TarInfo("./empty.png"))
+    found = index_shards(str(tmp_path), ["000000.tar"])
+    np.savez(tmp_path / INDEX, **{name: getattr(found, name) for name in ARRAYS})
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path), "/dots", recursive=True)
+    for root in (str(tmp_path), "memory://dots"):
+        for name in ("a.png", "./a.png"):
+            assert read_header(f"{root}/000000.tar/{name}") == read_header(str(image))
+        with pytest.raises(DataError, match=r"it is empty \(0 bytes\)"):
+            read_header(f"{root}/000000.tar/empty.png")
+    memory.rm("/dots", recursive=True)
+
+
+def test_tar_files_that_are_open_are_not_taken_for_a_folder_again(packed, monkeypatch):
+    path = f"{pattern_of(packed)}/part/nothing.png"
+    with pytest.raises(MissingFileError):
+        open_image(path)
+    monkeypatch.setattr(os.path, "isdir", None)
+    with pytest.raises(MissingFileError):
+        open_image(path)
+
+
+def test_every_process_opens_the_index_before_its_workers_do(drawn_coco, packed, tmp_path, monkeypatch):
+    """One that looks at no image too, as an earlier run has looked at all."""
+    files = DatasetFiles("drawn", drawn_coco.files.annotations, Path(pattern_of(packed)))
+    monkeypatch.setattr("cpvt_det.distributed.rank", lambda: 1)
+    monkeypatch.setattr("cpvt_det.distributed.broadcast_object", lambda value: check.Looked(Issues()))
+    _look_together(load_cfg("", words(files.annotations, files.image_root, tmp_path)), read_coco(files).records, False, 20)
+    assert pattern_of(packed) in shards._OPENED
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_image_that_is_gone_is_waited_for(drawn_coco, tmp_path, monkeypatch, workers):
     """The folder goes after the check and comes back; the batches are those of a folder that stays."""
@@ -221,6 +333,34 @@ def test_an_image_that_is_gone_is_waited_for(drawn_coco, tmp_path, monkeypatch, 
     loader.dataset.patience = 0.05
     with pytest.raises(MissingFileError, match="no such file"):
         next(iter(loader))
+
+
+def test_faults_of_many_images_are_kept_until_these_change(drawn_coco, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "LARGE", 2)
+    monkeypatch.setattr(kept, "TICK", 0.0)
+    root = drawn_coco.files.image_root
+    one, other = (root / f"part/{number:03d}.png" for number in ids(drawn_coco)[:2])
+    content, looked = one.read_bytes(), []
+    one.write_bytes(b"nothing")
+    other.unlink()
+    real = check.read_header
+    monkeypatch.setattr(check, "read_header", lambda path: looked.append(path) or real(path))
+
+    def read(number):
+        looked.clear()
+        more = {"DATASETS__CACHE": str(tmp_path / "cache"), "DATASETS__ON_BAD": "drop"}
+        dataset = load_splits(load_cfg("", words(drawn_coco.files.annotations, root, tmp_path, **more)))[0][0]
+        assert bool(looked) == bool(number)
+        return len(dataset.records), {heading: vars(group) for heading, group in dataset.issues.faults.items()}
+
+    time.sleep(0.05)  # the clock of a file system may be late
+    first = read(5)
+    assert first[0] == 3 and sum(group["count"] for group in first[1].values()) == 2
+    assert read(0) == first
+    one.write_bytes(content)  # the folder stays as it is
+    assert read(5)[0] == 4 and read(0)[0] == 4
+    place = kept._states([str(other), str(root)])
+    assert place[str(other)] == [] and place[str(root)] != []  # what is away is told from what is there
 
 
 def test_what_was_found_in_many_images_is_kept(drawn_coco, packed, tmp_path, monkeypatch):

@@ -23,7 +23,16 @@ def is_image_folder(path: Path) -> bool:
     return any(_has_image(inside) for folder in folders for inside in (folder, *_folders(folder)))
 
 
-@register_format("image_folder", matches=is_image_folder)
+def image_folder_files(root: Path, split: str) -> Iterator[str | Path]:
+    """What :func:`read_image_folder` looks at: the folders of the classes, of all splits, and the images of the split."""
+    if split:
+        yield from (folder for other in _folders(root) for folder in _folders(other))
+    for folder in _folders(root / split):
+        yield folder
+        yield from _images(folder)
+
+
+@register_format("image_folder", matches=is_image_folder, files=image_folder_files)
 def read_image_folder(root: Path, split: str) -> Sections:
     """Read a data set into COCO's sections, without sizes of images.
 

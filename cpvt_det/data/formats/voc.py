@@ -6,7 +6,7 @@ VOC's own evaluation: they become COCO's crowds. Source: the VOC 2012 developmen
 """
 
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,14 @@ def is_voc(path: Path) -> bool:
     return path.is_dir() and (next(path.glob("*.xml"), None) is not None or (path / "Annotations").is_dir())
 
 
-@register_format("voc", matches=is_voc, splits=voc_splits)
+def voc_files(folder: Path, split: str) -> Iterator[Path]:
+    """What :func:`read_voc` reads: all XML files, images, and the lists of classes and of the split."""
+    yield from (folder / "classes.txt", folder / "ImageSets" / "Main" / f"{split}.txt")
+    for inside in _folders(folder):
+        yield from sorted(inside.iterdir())
+
+
+@register_format("voc", matches=is_voc, splits=voc_splits, files=voc_files)
 def read_voc(folder: Path, split: str) -> Sections:
     """Read a data set into COCO's sections.
 
@@ -41,8 +48,7 @@ def read_voc(folder: Path, split: str) -> Sections:
     Raises:
         DataError: a file that cannot be read, or a split that does not exist.
     """
-    annotation_folder = folder / "Annotations" if (folder / "Annotations").is_dir() else folder
-    image_folder = folder / "JPEGImages" if (folder / "JPEGImages").is_dir() else folder
+    annotation_folder, image_folder = _folders(folder)
     trees = {path.stem: parse_xml(path) for path in sorted(annotation_folder.glob("*.xml"))}
     chosen: list[tuple[Path, ET.Element, Path]] = []
     for stem in _stems(folder, split, trees):
@@ -89,6 +95,11 @@ def classes_of(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
     else:
         names = sorted({element.findtext("name", "").strip() for tree in trees for element in tree.iter("object")})
     return {name: number for number, name in enumerate(names, start=1)}
+
+
+def _folders(folder: Path) -> list[Path]:
+    """The folder of the XML files, and that of the images."""
+    return [folder / name if (folder / name).is_dir() else folder for name in ("Annotations", "JPEGImages")]
 
 
 def _stems(folder: Path, split: str, trees: dict[str, ET.Element]) -> list[str]:

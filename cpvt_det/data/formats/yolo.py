@@ -6,6 +6,7 @@ Source: the format of Ultralytics and Roboflow.
 """
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,18 @@ def yolo_splits(path: Path) -> list[str]:
     return found
 
 
-@register_format("yolo", matches=lambda path: find_yolo(path) is not None, splits=yolo_splits)
+def yolo_files(path: Path, split: str) -> Iterator[Path]:
+    """What :func:`read_yolo` reads: the YAML file, lists of images, images, and the text file of each."""
+    path = find_yolo(path) or path
+    yield path
+    for place in _places(_read_yaml(path), split, path):
+        yield place
+        for image in _images(place):
+            yield image
+            yield _label_file(image)
+
+
+@register_format("yolo", matches=lambda path: find_yolo(path) is not None, splits=yolo_splits, files=yolo_files)
 def read_yolo(path: Path, split: str) -> Sections:
     """Read a data set into COCO's sections, with ``relative_cxcywh`` for boxes and without sizes of images.
 

@@ -21,14 +21,15 @@ from cpvt_det.data.coco import CocoDataset, read_coco, require_same_classes
 from cpvt_det.data.image_files import is_file
 from cpvt_det.data.images import ImageHeader, file_threads, read_header, read_image
 from cpvt_det.data.records import Records
-from cpvt_det.data.storage import patiently
+from cpvt_det.data.storage import Patience
 from cpvt_det.data.validation.issues import EXAMPLES, Issues
 from cpvt_det.data.validation.rules import Fault, Id
-from cpvt_det.errors import DataError, MissingFileError
+from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
 logger = logging.getLogger("cpvt_det")
 PATIENCE = 30.0
-"""Seconds for which an image is tried again whose mount or server does not answer."""
+"""Seconds for which a data set is waited for, in all, whose mount or server does not answer."""
+NOT_TRIED = f"not tried, as no image could be read for {PATIENCE:.0f} seconds"
 AT_ONCE = 4096  # images that wait for a thread
 TOO_MANY = "images with more boxes than queries, so that some boxes cannot be learned"
 
@@ -56,12 +57,16 @@ class Seen:
         header: header of the file; ``None`` if it cannot be read.
         why: the reason why it cannot be read.
         is_missing: whether there is no such file.
+        may_pass: whether it could not be read now, and may be later.
+        was_tried: whether anybody tried to read it; nobody does where no other image could be read for a time.
     """
 
     path: str
     header: ImageHeader | None
     why: str = ""
     is_missing: bool = False
+    may_pass: bool = False
+    was_tried: bool = True
 
 
 @dataclass
@@ -72,17 +77,20 @@ class Looked:
         issues: what was found.
         faulty: ids of the images that have to be left out.
         paths: corrected paths, by index of the record.
+        may_pass: whether another look may find more, without a change of the files.
     """
 
     issues: Issues
     faulty: list[Id] = field(default_factory=list)
     paths: dict[int, str] = field(default_factory=dict)
+    may_pass: bool = False
 
     def add(self, others: "Looked") -> None:
         """Add what was found in a further part of the images."""
         self.issues.add(others.issues)
         self.faulty += others.faulty
         self.paths |= others.paths
+        self.may_pass |= others.may_pass
 
 
 LookAtImages = Callable[[Records, bool, float], Looked]
@@ -103,8 +111,11 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
     seen = look_at_files(map(records.path, part), str(records.root), len(part), decode, quiet=part.start > 0)
     for index, found in zip(part, seen, strict=True):
         image_id, path = int(image_ids[index]), records.path(index)
-        fault = _fault(sizes[index].tolist(), found)
-        if fault is not None:
+        looked.may_pass |= found.may_pass
+        fault = _fault(sizes[index].tolist(), found) if found.was_tried else None
+        if not found.was_tried:  # no fault, which might be dropped
+            looked.issues.add_error(f"images {NOT_TRIED}", f"image {image_id}: {path}")
+        elif fault is not None:
             looked.faulty.append(image_id)
             looked.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")
         else:
@@ -125,10 +136,10 @@ def look_at_files(paths: Iterable[str], root: str, number: int, decode: bool = F
         quiet: whether there is no progress bar.
     """
     bar = partial(tqdm, desc="checking images", leave=False, unit="img", mininterval=0.5, delay=1.0, file=sys.stderr)
-    paths = iter(paths)
+    paths, patience = iter(paths), Patience(PATIENCE)
     with file_threads() as pool, bar(total=number, disable=quiet) as progress:
         while some := list(itertools.islice(paths, AT_ONCE)):
-            for seen in pool.map(partial(_look, root=root, decode=decode), some):
+            for seen in pool.map(partial(_look, root=root, decode=decode, patience=patience), some):
                 progress.update()
                 yield seen
 
@@ -179,16 +190,19 @@ def log_data(datasets: Iterable[CocoDataset]) -> None:
             logger.warning("%s: %s: %d; raise MODEL.DETR.NUM_OBJECT_QUERIES", dataset.name, TOO_MANY, too_many.count)
 
 
-def _look(path: str, root: str, decode: bool) -> Seen:
+def _look(path: str, root: str, decode: bool, patience: Patience) -> Seen:
     """Read the header of an image; decode the file too if it seems incomplete, or if ``decode``."""
+    if patience.is_over:
+        return Seen(path, None, f"cannot read image {path}: {NOT_TRIED}", may_pass=True, was_tried=False)
     found = _find(path, root)
     try:
-        header = patiently(lambda: read_header(found), PATIENCE)
+        header = patience.read(lambda: read_header(found))
         if decode or not header.is_whole:
             read_image(found)
         return Seen(found, header)
     except DataError as error:
-        return Seen(found, None, str(error), isinstance(error, MissingFileError))
+        is_missing = isinstance(error, MissingFileError)
+        return Seen(found, None, str(error), is_missing, may_pass=isinstance(error, UnreachableError) and not is_missing)
 
 
 def _find(path: str, root: str) -> str:

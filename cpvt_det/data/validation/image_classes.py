@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The further rules of image classification: an image has one class, and a class has an image in every split."""
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from cpvt_det.data.coco import CocoDataset
+from cpvt_det.data.records import ImageRecord, blocks_of
 from cpvt_det.data.validation.check import CheckedData
 
 SEVERAL = "images that do not have exactly one class"
@@ -28,19 +31,37 @@ def check_image_classes(data: CheckedData) -> CheckedData:
     made = {dataset.name: ClassDataset(**vars(dataset)) for dataset in (*data.train, *data.tests)}
     for dataset in made.values():
         _leave_out_several(dataset)
-        counts = np.bincount([record.labels[0] for record in dataset.records], minlength=len(dataset.classes))
+        counts = count_images(dataset.records, len(dataset.classes))
         for label in np.flatnonzero(counts == 0):
             dataset.issues.add_fault(WITHOUT, f"class {dataset.classes.names[label]!r}")
     train, tests = ([made[dataset.name] for dataset in split] for split in (data.train, data.tests))
     return CheckedData(train, tests, data.issues)
 
 
+def count_images(records: Sequence[ImageRecord], number: int) -> np.ndarray:
+    """(number,) int64, images of each class, where each has one."""
+    counts = np.zeros(number, dtype=np.int64)
+    for block in blocks_of(records):
+        counts += np.bincount(block.labels[np.unique(block.image_of, return_index=True)[1]], minlength=number)
+    return counts
+
+
+def _several(records: Sequence[ImageRecord]) -> Iterator[int]:
+    """Indices of the images that do not have exactly one class."""
+    start = 0
+    for block in blocks_of(records):
+        number = block.labels.max(initial=0) + 1
+        classes = np.unique(block.image_of * number + block.labels) // number  # an image for each class in it
+        yield from (start + np.flatnonzero(np.bincount(classes, minlength=len(block.image_ids)) != 1)).tolist()
+        start += len(block.image_ids)
+
+
 def _leave_out_several(dataset: ClassDataset) -> None:
     several = {}
-    for record in dataset.records:
+    for index in _several(dataset.records):
+        record = dataset.records[index]
         names = [dataset.classes.names[label] for label in np.unique(record.labels)]
-        if len(names) != 1:
-            several[record.image_id] = f"image {record.image_id} ({record.file_name}): {', '.join(names) or 'none'}"
+        several[record.image_id] = f"image {record.image_id} ({record.file_name}): {', '.join(names) or 'none'}"
     for where in several.values():
         dataset.issues.add_fault(SEVERAL, where)
     if several:

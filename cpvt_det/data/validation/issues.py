@@ -62,6 +62,15 @@ class Issues:
         """Add an issue that is only counted."""
         self._add(self.infos, heading, where)
 
+    def count_info(self, heading: str, number: int) -> None:
+        """Add to the number of issues of a kind that has its examples."""
+        self.infos.setdefault(heading, Group()).count += number
+
+    @property
+    def most(self) -> int | None:
+        """The largest number of examples as the end of a slice."""
+        return None if self.examples == math.inf else int(self.examples)
+
     def _add(self, groups: Groups, heading: str, where: str) -> None:
         group = groups.setdefault(heading, Group())
         group.count += 1
@@ -75,7 +84,7 @@ class Issues:
             for heading, other in getattr(others, name).items():
                 group = groups.setdefault(heading, Group())
                 group.count += other.count
-                group.examples = [*group.examples, *other.examples][: None if self.examples == math.inf else int(self.examples)]
+                group.examples = [*group.examples, *other.examples][: self.most]
 
     def has_errors(self, on_bad: str) -> bool:
         """Whether a run must stop, under a policy of ``POLICIES``."""
