@@ -135,7 +135,8 @@ def without_places(cfg: CfgNode) -> CfgNode:
     cfg, default = cfg.clone(), get_cfg()
     cfg.OUTPUT_DIR, cfg.DATASETS.REGISTER, cfg.MODEL.WEIGHTS = default.OUTPUT_DIR, [], ""
     cfg.DATASETS.CACHE, cfg.CALLBACKS = default.DATASETS.CACHE, []
-    for node, key in ((cfg.MODEL.BACKBONE, "WEIGHTS"), (cfg.MODEL.CLASSIFIER, "TEACHER"), (cfg.MODEL.CLASSIFIER, "TEACHER_WEIGHTS")):
+    backbone, classifier = cfg.MODEL.BACKBONE, cfg.MODEL.CLASSIFIER
+    for node, key in ((backbone, "WEIGHTS"), (classifier, "TEACHER"), (classifier, "TEACHER_WEIGHTS")):
         value = node[key].removeprefix("timm/")  # of a teacher's name
         if Path(value).parent != Path() or os.path.exists(value):  # a file, not a name
             node[key] = ""

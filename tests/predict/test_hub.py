@@ -24,8 +24,6 @@ from cpvt_det.predict import ClassPredictor
 from cpvt_det.runner.train import run
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
-from cpvt_det.predict.hub import without_places  # noqa: E402, it needs the library
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -175,6 +173,8 @@ def test_no_place_on_this_machine_is_pushed(hub, tiny_run, tmp_path):
 
 
 def test_names_of_weights_are_pushed():
+    from cpvt_det.predict.hub import without_places
+
     words = {"BACKBONE__WEIGHTS": "DEFAULT", "CLASSIFIER__TEACHER": "timm/deit_small", "CLASSIFIER__TEACHER_WEIGHTS": "DEFAULT"}
     cfg = random_config(**{f"MODEL__{key}": value for key, value in words.items()})
     assert without_places(cfg).MODEL == cfg.MODEL
