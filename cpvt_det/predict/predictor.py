@@ -18,9 +18,10 @@ from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.mapper import Mapper
-from cpvt_det.errors import DataError
+from cpvt_det.errors import ConfigError, DataError
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.inference import PostProcessor, detect
+from cpvt_det.models import Classifier
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.inputs import ImageInput, read_input
 from cpvt_det.tiles import Tiling, detect_tiles
@@ -92,6 +93,11 @@ class Predictor:
         Raises:
             ConfigError: a model of another task, or keys that cannot be used.
         """
+        if isinstance(trained.detector, Classifier):
+            name = trained.cfg.MODEL.META_ARCHITECTURE
+            raise ConfigError(
+                f"MODEL.META_ARCHITECTURE {name!r} is no detector; for its classes: cpvt-det predict, or ClassPredictor"
+            )
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
         more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
         return cls(trained.detector, *parts, *more)
