@@ -2,7 +2,7 @@
 """Large images in tiles: which tiles, what is found in each, and how that becomes the detections of the image.
 
 Source: SAHI (arXiv 2202.06934), sections 3 and 4: overlapping slices beside the whole image, and merging by intersection over the
-smaller box. Differences are told where they are made.
+smaller box. Each difference is described where it is made.
 """
 
 from collections.abc import Sequence

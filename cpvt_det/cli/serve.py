@@ -16,11 +16,26 @@ MOST = 2
 @click.argument("weights", metavar="WEIGHTS [WEIGHTS]", nargs=-1, required=True)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; another one lets other machines in.")
 @click.option("--port", default=8765, show_default=True, help="Port to listen at; 0 takes a free one.")
+@click.option(
+    "--allow-host",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Name under which the page is asked for, such as that of a proxy; repeatable. Addresses need none.",
+)
 @click.option("--max-upload", default=20.0, show_default=True, metavar="MB", help="Largest image file.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'.")
 @common_options
-def serve(weights: tuple[str, ...], host: str, port: int, max_upload: float, device: str | None, config_file: str) -> None:
+def serve(
+    weights: tuple[str, ...],
+    host: str,
+    port: int,
+    names: tuple[str, ...],
+    max_upload: float,
+    device: str | None,
+    config_file: str,
+) -> None:
     """Look at the detections of WEIGHTS, a checkpoint or a model folder, in the browser; of two, side by side.
 
     Drop photographs or a folder on the page. Threshold and classes are set there; a click on a box shows where the decoder looked
@@ -35,11 +50,13 @@ def serve(weights: tuple[str, ...], host: str, port: int, max_upload: float, dev
         raise BadInputError(f"at most {MOST} models are shown side by side, got {len(weights)}")
     if not 0 < max_upload <= 1000:
         raise BadInputError(f"--max-upload must be above 0 and at most 1000 MB, got {max_upload:g}")
-    models = [ServedModel(Predictor.from_checkpoint(path, device, config_file), path) for path in weights]
-    for model in models:
-        if model.predictor.tiling is not None:
-            click.echo(f"{model.name}: the page looks at whole images; predict and eval cut them into tiles (TEST.TILES)", err=True)
-    with PageServer(models, host, port, int(max_upload * MEGABYTE)) as server:
+    with PageServer(host, port, int(max_upload * MEGABYTE), names) as server:  # before the models: its port may be in use
+        models = [ServedModel(Predictor.from_checkpoint(path, device, config_file), path) for path in weights]
+        for model in models:
+            if model.predictor.tiling is not None:
+                text = f"{model.name}: the page looks at whole images; predict and eval cut them into tiles (TEST.TILES)"
+                click.echo(text, err=True)
+        server.show(models)
         click.echo(f"{', '.join(model.name for model in models)}: {server.url} (Ctrl+C ends)")
         if not server.is_local:
             click.echo(f"Whoever reaches {host} can use this page: it asks for no password", err=True)

@@ -70,7 +70,7 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool, sizes: Seque
 def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results:
     task = build_task(cfg)
     datasets, tests = task.load_splits()
-    watching = build_callbacks(cfg, tests, callbacks)
+    all_callbacks = build_callbacks(cfg, tests, callbacks)
     output = _setup(cfg)
     for dataset in datasets + tests:
         describe_classes(dataset)
@@ -79,7 +79,7 @@ def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results
     length = builders.build_schedule(cfg, len(records))
     logger.info(length.arithmetic)
     log_advice(cfg, length, records)
-    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(output), watching)
+    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(output), all_callbacks)
     trainer.resume_or_load(resume)
     record_agents(output, trainer.state.run_id)
     write_config(without_untouched(cfg))
@@ -90,7 +90,7 @@ def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results
         trainer.max_iter,
         describe_model(trainer.model),
     )
-    with trainer.told:
+    with trainer.run_callbacks:
         results = trainer.train()
         draw_run(output)
         if tests:

@@ -56,7 +56,7 @@ class StepTrainer(SimpleTrainer):
         loader: batches of samples; the trainer sets its first iteration.
 
     Attributes:
-        records: scalars of the steps since callbacks were last told.
+        records: scalars of the steps since the last call of ``on_step``.
     """
 
     def __init__(self, step: TrainStep, loader: TrainLoader):
@@ -90,7 +90,7 @@ class EvaluationHook(hooks.EvalHook):
 
     def after_step(self) -> None:
         super().after_step()
-        if self.trainer.told.is_over and not is_due(self.trainer.iter, self.trainer.length):
+        if self.trainer.run_callbacks.is_over and not is_due(self.trainer.iter, self.trainer.length):
             self._do_eval()
 
 
@@ -106,7 +106,7 @@ class Trainer(DefaultTrainer):
         callbacks: what watches the run.
 
     Attributes:
-        told: the calls of the callbacks, to be entered before :meth:`train`; there after :meth:`resume_or_load`.
+        run_callbacks: the calls of the callbacks, to be entered before :meth:`train`; there after :meth:`resume_or_load`.
 
     Raises:
         ConfigError: what the config asks for cannot be had.
@@ -116,7 +116,7 @@ class Trainer(DefaultTrainer):
         self, task: Any, datasets: Sequence[Any], tests: Sequence[Any], seed: int, run_id: str, callbacks: Sequence[Callback] = ()
     ):
         TrainerBase.__init__(self)
-        self._watching = callbacks
+        self._callbacks = callbacks
         self.task = task
         self.cfg = cfg = task.cfg
         self.tests = tests
@@ -158,17 +158,17 @@ class Trainer(DefaultTrainer):
         loader = self.task.build_train_loader(self._records, self.state.seed)
         self._trainer.data_loader = loader.from_iteration(self.start_iter)
         output, best = Path(self.cfg.OUTPUT_DIR), self.state.best
-        seen = TrainingRun(self.cfg, output, self.state.run_id, self.start_iter, self.max_iter, best, self.evaluated)
-        self.told = RunCallbacks(self._watching, seen)
+        run_view = TrainingRun(self.cfg, output, self.state.run_id, self.start_iter, self.max_iter, best, self.evaluated)
+        self.run_callbacks = RunCallbacks(self._callbacks, run_view)
 
     def build_hooks(self) -> list[hooks.HookBase | None]:
         """detectron2's hooks; the step itself sets the learning rate."""
         main = comm.is_main_process()
         period = self.cfg.SOLVER.LOG_PERIOD
         return [
-            hooks.IterationTimer(),
+            hooks.IterationTimer(warmup_iter=0),  # else the printer fails when a callback ends the run in its first steps
             hooks.CallbackHook(after_step=lambda trainer: trainer.losses.put(trainer.iter, _latest(trainer.storage))),
-            hooks.CallbackHook(after_step=lambda trainer: trainer.tell_step()),
+            hooks.CallbackHook(after_step=lambda trainer: trainer.call_on_step()),
             hooks.CallbackHook(after_step=lambda trainer: trainer.guard.after_step(trainer.iter)),
             EvaluationHook(self.length.eval_period, self._test_and_keep_best) if self.tests else None,
             hooks.PeriodicWriter(self.build_writers(), period=period) if main else None,
@@ -187,12 +187,12 @@ class Trainer(DefaultTrainer):
         watched = dead_workers_named(self._trainer.data_loader.dataset)
         with EventStorage(self.start_iter) as self.storage, self.guard, watched:  # the guard saves after all news of a worker
             self.before_train()
-            due = is_due(self.start_iter - 1, self.length) or self.told.is_over
+            due = is_due(self.start_iter - 1, self.length) or self.run_callbacks.is_over
             if self.tests and 0 < self.start_iter < self.max_iter and due:
                 missed = self._test_and_keep_best(self.start_iter - 1)  # the checkpoint is older than its evaluation
                 self.storage.put_scalars(**flatten(missed), smoothing_hint=False)
             while self.iter < self.max_iter:
-                if self.told.is_over:
+                if self.run_callbacks.is_over and self.iter > 0:  # a new run takes one step
                     self.iter -= 1  # the last step that was taken, which hooks look at
                     if not self.tests and self.iter >= self.start_iter:
                         self.guard.save_final(self.iter)
@@ -208,20 +208,20 @@ class Trainer(DefaultTrainer):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "iteration": min(self.iter, self.max_iter - 1)}  # after training it is one more
 
-    def tell_step(self) -> None:
-        """Tell the callbacks the means of the last steps, every ``SOLVER.LOG_PERIOD`` iterations."""
+    def call_on_step(self) -> None:
+        """Call ``on_step`` of the callbacks with the means of the last steps, every ``SOLVER.LOG_PERIOD`` iterations."""
         if (self.iter + 1) % self.cfg.SOLVER.LOG_PERIOD == 0 or self.iter + 1 == self.max_iter:
             inner = self._trainer
             means = step_means(inner.records)
             inner.records.clear()
-            self.told.step(self.iter, {**means, "lr": inner.step.lr})
+            self.run_callbacks.step(self.iter, {**means, "lr": inner.step.lr})
 
     def _test_and_keep_best(self, done: int | None = None) -> dict[str, Any]:
         done = min(self.iter, self.max_iter - 1) if done is None else done
         with self.guard.evaluation():
             self.results = self.evaluations.evaluate(self.evaluated, done, Path(self.cfg.OUTPUT_DIR))
-        self.told.evaluation(done, self.results)
-        if done + 1 == self.max_iter or self.told.is_over:
+        self.run_callbacks.evaluation(done, self.results)
+        if done + 1 == self.max_iter or self.run_callbacks.is_over:
             self.guard.save_final(done)
         return _without_nan(self.results)  # metrics.json would not be JSON
 

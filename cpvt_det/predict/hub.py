@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders on Hugging Face's hub, by the mixin of its library. Imported when it is used."""
+"""Model folders on Hugging Face's hub, pushed by the mixin of its library. Imported when it is used."""
 
+import contextlib
 import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det.builders import is_classifier
 from cpvt_det.checkpoint.model_folder import CLASSES, CONFIG, THRESHOLDS, WEIGHTS
+from cpvt_det.config import get_cfg
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, WeightsError, first_line
 from cpvt_det.evaluation.thresholds import Thresholds
@@ -21,7 +24,6 @@ from cpvt_det.visualize.curves import main_figures
 
 try:
     from huggingface_hub import EvalResult, ModelCardData, ModelHubMixin, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 except ImportError as error:
     raise ConfigError("Hugging Face's hub needs the package huggingface_hub: pip install 'cpvt-det[hub]'") from error
 
@@ -31,7 +33,7 @@ CARD = "README.md"
 
 
 class ModelFolder(ModelHubMixin, library_name="cpvt_det"):
-    """A model folder, in a repository of the hub or on its way there.
+    """A model folder on its way to the hub.
 
     Attributes:
         path: the folder on this machine.
@@ -40,23 +42,20 @@ class ModelFolder(ModelHubMixin, library_name="cpvt_det"):
     path: Path
 
     @classmethod
-    def at(cls, path: str | os.PathLike[str]) -> "ModelFolder":
+    def at(cls, path: Path) -> "ModelFolder":
         """The model folder of a path."""
         folder = cls()  # the mixin would write arguments into a config.json
-        folder.path = Path(path)
+        folder.path = path
         return folder
 
     def _save_pretrained(self, save_directory: Path) -> None:
         shutil.copytree(self.path, save_directory, dirs_exist_ok=True)
 
-    @classmethod
-    def _from_pretrained(cls, *, model_id: str, **options: Any) -> "ModelFolder":
-        is_here = os.path.isdir(model_id)
-        return cls.at(model_id if is_here else snapshot_download(model_id, allow_patterns=list(FILES), **options))
-
 
 def fetch(repo_id: str, **options: Any) -> Path:
-    """Fetch a model folder.
+    """Fetch a model folder; without a network, that which was fetched before.
+
+    Not by the mixin, which asks for a ``config.json`` first and fails without a network where there is none.
 
     Args:
         repo_id: name of the repository, ``user/name``, or path of a folder.
@@ -66,12 +65,15 @@ def fetch(repo_id: str, **options: Any) -> Path:
         Path of the folder on this machine.
 
     Raises:
-        WeightsError: a repository that cannot be reached or does not exist, or a name that is none.
+        WeightsError: a repository that cannot be reached, does not exist or has no weights of ours, or a name that is none.
     """
-    try:
-        return ModelFolder.from_pretrained(repo_id, **options).path
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise WeightsError(f"cannot fetch {repo_id} from Hugging Face's hub: {first_line(error)}") from error
+    if os.path.isdir(repo_id):
+        return Path(repo_id)
+    with _hub_errors(f"fetch {repo_id} from"):
+        folder = Path(snapshot_download(repo_id, allow_patterns=list(FILES), **options))
+    if not (folder / WEIGHTS).is_file():  # the folder does not even exist where no file is fetched
+        raise WeightsError(f"{repo_id} on Hugging Face's hub has no {WEIGHTS}: it is no model of this package")
+    return folder
 
 
 def push(
@@ -82,6 +84,7 @@ def push(
     thresholds: Thresholds | None,
     facts: RunFacts,
     license: str | None = None,
+    picture: bool = True,
     **options: Any,
 ) -> str:
     """Upload a model folder with a model card.
@@ -94,6 +97,7 @@ def push(
         thresholds: score thresholds of the model, if they are known.
         facts: facts on its run, for the card.
         license: name of a licence, as the hub lists them.
+        picture: whether the picture of the run's test images goes with the card, where there is one.
         options: ``private``, ``token``, ``branch``, ``commit_message`` and ``create_pr`` of the library.
 
     Returns:
@@ -102,6 +106,7 @@ def push(
     Raises:
         WeightsError: a repository that cannot be reached or written to, or a name that is none.
     """
+    facts = facts if picture else replace(facts, picture=None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(folder)
@@ -111,18 +116,30 @@ def push(
         (folder / CARD).write_text(f"---\n{metadata}\n---\n\n{text}", encoding="utf-8")
         if facts.picture is not None:
             shutil.copy(facts.picture, folder / PICTURE)
-        try:
+        with _hub_errors(f"upload to {repo_id} on"):
             return str(ModelFolder.at(folder).push_to_hub(repo_id, **options))
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise WeightsError(f"cannot upload to {repo_id} on Hugging Face's hub: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _hub_errors(action: str) -> Iterator[None]:
+    try:
+        yield
+    except TypeError:  # an option that the library does not have
+        raise
+    except Exception as error:  # the library's, or those of its HTTP client, which is another one in each major version
+        raise WeightsError(f"cannot {action} Hugging Face's hub: {first_line(error)}") from error
 
 
 def without_places(cfg: CfgNode) -> CfgNode:
-    """A config without the folders and files of the machine that it was used on."""
-    cfg = cfg.clone()
-    cfg.OUTPUT_DIR, cfg.DATASETS.REGISTER, cfg.MODEL.WEIGHTS = "output", [], ""
-    if Path(cfg.MODEL.BACKBONE.WEIGHTS).parent != Path() or os.path.exists(cfg.MODEL.BACKBONE.WEIGHTS):  # a file, not a name
-        cfg.MODEL.BACKBONE.WEIGHTS = ""
+    """A config without the folders, files and addresses of the machine that it was used on; names of weights stay."""
+    cfg, default = cfg.clone(), get_cfg()
+    cfg.OUTPUT_DIR, cfg.DATASETS.REGISTER, cfg.MODEL.WEIGHTS = default.OUTPUT_DIR, [], ""
+    cfg.DATASETS.CACHE, cfg.CALLBACKS = default.DATASETS.CACHE, []
+    backbone, classifier = cfg.MODEL.BACKBONE, cfg.MODEL.CLASSIFIER
+    for node, key in ((backbone, "WEIGHTS"), (classifier, "TEACHER"), (classifier, "TEACHER_WEIGHTS")):
+        value = node[key].removeprefix("timm/")  # of a teacher's name
+        if Path(value).parent != Path() or os.path.exists(value):  # a file, not a name
+            node[key] = ""
     return cfg
 
 

@@ -18,9 +18,10 @@ from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.mapper import Mapper
-from cpvt_det.errors import DataError
+from cpvt_det.errors import ConfigError, DataError
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.inference import PostProcessor, detect
+from cpvt_det.models import Classifier
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.inputs import ImageInput, read_input
 from cpvt_det.tiles import Tiling, detect_tiles
@@ -92,6 +93,11 @@ class Predictor:
         Raises:
             ConfigError: a model of another task, or keys that cannot be used.
         """
+        if isinstance(trained.detector, Classifier):
+            name = trained.cfg.MODEL.META_ARCHITECTURE
+            raise ConfigError(
+                f"MODEL.META_ARCHITECTURE {name!r} is no detector; for its classes: cpvt-det predict, or ClassPredictor"
+            )
         parts = build_postprocessor(trained.cfg), build_test_mapper(trained.cfg)
         more = trained.classes, trained.cfg.dump(), trained.thresholds, build_tiling(trained.cfg)
         return cls(trained.detector, *parts, *more)
@@ -100,7 +106,8 @@ class Predictor:
     def from_pretrained(
         cls, repo_id: str, device: str | torch.device | None = None, overrides: Sequence[str] = (), **options: Any
     ) -> "Predictor":
-        """Load a model from Hugging Face's hub, that :meth:`push_to_hub` put there; it is fetched once.
+        """Load a model from Hugging Face's hub, that :meth:`push_to_hub` put there; it is fetched once, and
+        needs no network afterwards.
 
         Args:
             repo_id: name of the repository, ``user/name``, or path of a model folder.
@@ -173,16 +180,17 @@ class Predictor:
         """
         save_model(Path(folder), self.detector.state_dict(), self.classes, self.config, self.thresholds)
 
-    def push_to_hub(self, repo_id: str, license: str | None = None, **options: Any) -> str:
+    def push_to_hub(self, repo_id: str, license: str | None = None, picture: bool = True, **options: Any) -> str:
         """Upload the model folder to Hugging Face's hub, for :meth:`from_pretrained`, with a model card.
 
         The card has the classes, how to use and to train the model and, where it was loaded from a checkpoint in the folder of its
         run, the number of training images, the figures of the evaluation at its iteration, and a picture. Places on this machine
-        are taken out of the config.
+        are taken out of the config, and so are its callbacks.
 
         Args:
             repo_id: name of the repository, ``user/name``; it is created if it does not exist.
             license: name of a licence, as the hub lists them.
+            picture: whether the picture goes with the card; it shows test images of the run.
             options: ``private``, ``token``, ``branch``, ``commit_message`` and ``create_pr`` of huggingface_hub.
 
         Returns:
@@ -196,7 +204,8 @@ class Predictor:
         from cpvt_det.predict.model_card import read_facts
 
         cfg = CfgNode.load_cfg(self.config)
-        return hub.push(repo_id, self.save, cfg, self.classes, self.thresholds, read_facts(self.origin), license, **options)
+        facts = read_facts(self.origin)
+        return hub.push(repo_id, self.save, cfg, self.classes, self.thresholds, facts, license, picture, **options)
 
     def _predict_batch(
         self, images: Sequence[ImageInput], pixels: list[torch.Tensor], tiling: Tiling | None, batch_size: int

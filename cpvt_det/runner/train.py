@@ -87,7 +87,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
     datasets, tests = task.load_splits()
     records, classes = task.training_records(datasets), datasets[0].classes
     length = builders.build_schedule(cfg, len(records))
-    watching = build_callbacks(cfg, tests, callbacks)
+    all_callbacks = build_callbacks(cfg, tests, callbacks)
     output = setup_run(cfg)
     log_data(datasets + tests)
     logger.info(length.arithmetic)
@@ -100,8 +100,8 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
     evaluated = state.ema.module if state.ema else detector
     loader = task.build_train_loader(records, state.seed).from_iteration(start)
     results: Results = {}
-    seen = TrainingRun(cfg, output, state.run_id, start, length.max_iter, state.best, evaluated)
-    with RunCallbacks(watching, seen) as told:
+    run_view = TrainingRun(cfg, output, state.run_id, start, length.max_iter, state.best, evaluated)
+    with RunCallbacks(all_callbacks, run_view) as run_callbacks:
         with (
             MetricsWriter(output, start, length.max_iter, cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.LOG_PERIOD) as writer,
             RunGuard(cfg, checkpointer, trainer.step, start, length.max_iter) as guard,
@@ -113,26 +113,27 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
                     with guard.evaluation():
                         results = evaluations.evaluate(evaluated, iteration, output)
                         writer.write(iteration, flatten(results))
-                    told.evaluation(iteration, results)
-                if iteration + 1 == length.max_iter or told.is_over:
+                    run_callbacks.evaluation(iteration, results)
+                if iteration + 1 == length.max_iter or run_callbacks.is_over:
                     guard.save_final(iteration)
                 return results
 
-            if tests and start > 0 and (is_due(start - 1, length) or told.is_over):  # a checkpoint is older than its evaluation
+            # A checkpoint is older than its evaluation.
+            if tests and start > 0 and (is_due(start - 1, length) or run_callbacks.is_over):
                 results = evaluate_after(start - 1)
             for iteration, samples in zip(range(start, length.max_iter), writer.timed(loader), strict=False):
-                if told.is_over:
+                if run_callbacks.is_over and iteration > 0:  # a new run takes one step, so that there is something to evaluate
                     break
                 trainer.iteration = iteration
                 scalars = writer.put(iteration, trainer.step(samples, iteration), trainer.step.lr)
                 if scalars:
                     losses.put(iteration, scalars)
-                    told.step(iteration, scalars)
+                    run_callbacks.step(iteration, scalars)
                 guard.after_step(iteration)
                 guard.obey_signals()
-                if tests and (is_due(iteration, length) or told.is_over):
+                if tests and (is_due(iteration, length) or run_callbacks.is_over):
                     results = evaluate_after(iteration)
-                elif told.is_over:
+                elif run_callbacks.is_over:
                     guard.save_final(iteration)
         draw_run(output)
         if tests:

@@ -17,6 +17,7 @@ from cpvt_det.predict import Predictor
 from cpvt_det.structures import Detections
 from cpvt_det.visualize.attention import heat_map, look
 from cpvt_det.visualize.forward_record import ForwardRecord, attention_layers
+from cpvt_det.visualize.page import embed_image
 from cpvt_det.visualize.recording import record_inputs
 
 MOST_PIXELS = 64_000_000
@@ -29,17 +30,19 @@ Json = dict[str, Any]
 
 @dataclass
 class Pass:
-    """What one image's pass through the detector left.
+    """What one image's pass through the detector left; its pixels are not kept, of which there may be 200 MB.
 
     Attributes:
-        image: (3, H, W) uint8, RGB, the image.
+        size: (height, width) of the image.
+        picture: the image scaled down for the page, as a data URI.
         detections: detections, best first.
         queries: index of the decoder query of each detection.
         record: the inputs of the decoder's attention.
         seconds: time from the image to the detections, decoding of the file not included.
     """
 
-    image: Tensor
+    size: tuple[int, int]
+    picture: str
     detections: Detections
     queries: list[int]
     record: ForwardRecord
@@ -108,7 +111,7 @@ class ServedModel:
     def _run(self, image: Tensor) -> Pass:
         start = time.perf_counter()
         detector, postprocess = self.predictor.detector, self.predictor.postprocess
-        resized, size = self.predictor.mapper.prepare(image), tuple(image.shape[1:])
+        resized, size = self.predictor.mapper.prepare(image), (image.shape[1], image.shape[2])
         layers = attention_layers(detector)["decoder"]
         batch = detector.preprocess([resized])
         with record_inputs({("decoder", n): layer for n, layer in enumerate(layers)}) as inputs:
@@ -116,7 +119,8 @@ class ServedModel:
         (detections,) = postprocess(predictions, [size])
         _, _, queries = postprocess.classification.decode(predictions.logits[-1], postprocess.max_detections)
         record = ForwardRecord(detector, resized, size, tuple(batch.images.shape[2:]), {"decoder": layers}, inputs, [])
-        return Pass(image, detections.cpu(), queries[0].tolist(), record, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Pass(size, embed_image(image), detections.cpu(), queries[0].tolist(), record, seconds)
 
 
 def _read(content: bytes, name: str) -> Tensor:

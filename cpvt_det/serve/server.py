@@ -2,13 +2,16 @@
 """The page and its two questions, ``/detect`` and ``/look``, over HTTP. Nothing is written, and no file is ever opened.
 
 Every request carries the bytes of its image, so that there is nothing of it to store. The page of another site cannot ask: requests
-that name another host, or come from another origin, are refused.
+that come from another origin are refused, and so are those to a name that was not given. A site can have its own name lead to this
+machine (DNS rebinding), but neither an address nor ``localhost``.
 """
 
+import contextlib
 import ipaddress
 import json
 import logging
-import math
+import socket
+import socketserver
 import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,11 +21,12 @@ from urllib.parse import parse_qs, urlsplit
 from cpvt_det.data.find_images import SUFFIXES
 from cpvt_det.errors import BadInputError, first_line
 from cpvt_det.serve.model import Json, ServedModel
-from cpvt_det.visualize.page import build_page, embed_image, hex_color
+from cpvt_det.visualize.page import build_page, hex_color
 
 logger = logging.getLogger("cpvt_det")
-NAMES_OF_LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 MEGABYTE = 1_000_000
+MOST_DIGITS = 18
+"""Length of the longest number that is read: Python refuses thousands of digits with an error of its own."""
 MOST_LEVELS = 8
 """Number of feature levels that have a colour of their own, that of ``cpvt-det show attention``."""
 
@@ -41,24 +45,30 @@ class RefusedError(Exception):
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server of the page for some models.
+    """A server of the page; it listens from the beginning, and answers when it has models and serves.
 
     Args:
-        models: models that the page shows side by side.
         host: address or name to listen at.
         port: port to listen at; 0 for a free one.
         max_upload: largest image file in bytes.
+        names: further names under which the page may be asked for, such as that of a proxy.
 
     Raises:
-        BadInputError: an address that cannot be listened at.
+        BadInputError: an address that cannot be listened at, or something that is no name.
     """
 
     daemon_threads = True
 
-    def __init__(self, models: Sequence[ServedModel], host: str, port: int, max_upload: int):
-        self.models = models
+    def __init__(self, host: str, port: int, max_upload: int, names: Sequence[str] = ()):
+        for name in names:
+            if _host_of(f"//{name}") != name.lower():
+                raise BadInputError(f"{name!r} is no name of a machine; --allow-host takes one without http:// and port")
+        self.models: Sequence[ServedModel] = ()
         self.max_upload = max_upload
-        self.page = build_page("serve.html", _describe(models, max_upload)).encode()
+        self.page = b""
+        self.names = {name.lower() for name in names}
+        self._own_names = {"localhost", host.lower()}
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.allow_reuse_address = sys.platform != "win32"  # on Windows it would share the port of another server that runs
         try:
             super().__init__((host, port), Handler)
@@ -66,11 +76,27 @@ class PageServer(ThreadingHTTPServer):
             raise BadInputError(f"cannot listen at {host}:{port}: {first_line(error)}; --port 0 takes a free port") from error
         self.is_local = ipaddress.ip_address(self.server_address[0]).is_loopback
 
+    def server_bind(self) -> None:
+        """That of :class:`http.server.HTTPServer` also looks up the machine's full name, which takes seconds on some systems."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+
+    def show(self, models: Sequence[ServedModel]) -> None:
+        """Take the models that the page shows side by side."""
+        self.models = models
+        self.page = build_page("serve.html", _describe(models, self.max_upload)).encode()
+
+    def knows(self, host: str) -> bool:
+        """Whether the page may be asked for under this name or address."""
+        with contextlib.suppress(ValueError):
+            return bool(ipaddress.ip_address(host))
+        return host in self.names | self._own_names
+
     @property
     def url(self) -> str:
         """The page's address on this machine."""
         host, port = self.server_address[:2]
-        return f"http://{host}:{port}/"
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -120,26 +146,26 @@ class Handler(BaseHTTPRequestHandler):
         if len(content) < length:
             raise RefusedError(400, f"{len(content)} of {length} bytes arrived")
         if parts.path == "/look":
-            self._send(200, model.looks(content, name, _number(asked, "query", math.inf)))
+            self._send(200, model.looks(content, name, _number(asked, "query")))
         else:
             self._send(200, _detections(model, content, name, "pixels" in asked))
 
     def _check_sender(self) -> None:
         """Refuse the scripts of other sites, which reach this machine through its user's browser."""
-        host = self.headers.get("Host", "")
-        if self.server.is_local and host.rpartition(":")[0] not in NAMES_OF_LOOPBACK:
-            raise RefusedError(403, f"the host {host!r} is not this machine")
-        if self.headers.get("Origin", f"http://{host}") != f"http://{host}":
+        host, origin = _host_of(f"//{self.headers.get('Host', '')}"), self.headers.get("Origin")
+        if not self.server.knows(host):
+            raise RefusedError(403, f"the host {host!r} is not known here; cpvt-det serve --allow-host takes names")
+        if origin is not None and _host_of(origin) not in {host, *self.server.names}:
             raise RefusedError(403, "requests of other sites are refused")
 
     def _check_body(self) -> int:
-        length = self.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdecimal():
+        length = _whole(self.headers.get("Content-Length", ""))
+        if length is None:
             raise RefusedError(411, "the length of the image is missing")
-        if int(length) > self.server.max_upload:
-            size, most = int(length) / MEGABYTE, self.server.max_upload / MEGABYTE
+        if length > self.server.max_upload:
+            size, most = length / MEGABYTE, self.server.max_upload / MEGABYTE
             raise RefusedError(413, f"{size:.1f} MB are too much: at most {most:g} MB are taken (--max-upload)")
-        return int(length)
+        return length
 
     def _refuse(self, error: RefusedError) -> None:
         self.close_connection = True  # its body is not read
@@ -158,11 +184,25 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def _number(asked: dict[str, list[str]], name: str, end: float) -> int:
+def _number(asked: dict[str, list[str]], name: str, end: int | None = None) -> int:
     text = asked.get(name, ["0"])[0]
-    if not (text.isascii() and text.isdecimal() and int(text) < end):
-        raise RefusedError(400, f"{name} {text!r} is not a number below {end}")
-    return int(text)
+    number = _whole(text)
+    if number is None or (end is not None and number >= end):
+        shown = f"{text[:MOST_DIGITS]}..." if len(text) > MOST_DIGITS else text
+        raise RefusedError(400, f"{name} {shown!r} is not a whole number{'' if end is None else f' below {end}'}")
+    return number
+
+
+def _whole(text: str) -> int | None:
+    """The number that a text of digits is; ``None`` for another one, or a very long one."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else None
+
+
+def _host_of(address: str) -> str:
+    """The name or address of the machine in an address, in small letters; empty if there is none."""
+    with contextlib.suppress(ValueError):  # of brackets that do not close
+        return urlsplit(address).hostname or ""
+    return ""
 
 
 def _describe(models: Sequence[ServedModel], max_upload: int) -> Json:
@@ -183,6 +223,6 @@ def _detections(model: ServedModel, content: bytes, name: str, with_pixels: bool
     low, high = found.detections.boxes_xyxy.double().split(2, dim=1)
     parts = low.tolist(), (high - low).tolist(), found.detections.scores.tolist(), found.detections.labels.tolist(), found.queries
     boxes = [[*corner, *sides, *rest] for corner, sides, *rest in zip(*parts, strict=True)]
-    height, width = found.image.shape[1:]
+    height, width = found.size
     answer = {"size": [width, height], "seconds": found.seconds, "boxes": boxes}
-    return answer | ({"image": embed_image(found.image)} if with_pixels else {})
+    return answer | ({"image": found.picture} if with_pixels else {})

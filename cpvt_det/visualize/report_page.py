@@ -2,14 +2,16 @@
 """``report.html``: the report of an evaluation as one page, whose figures and images follow a slider of the score threshold.
 
 The page counts in a browser what :mod:`cpvt_det.evaluation` counts at one threshold. Scores are cut to thousandths, which are the
-steps of the slider, so that both count the same.
+steps of the slider, so that both count the same; of a very large data set to larger steps, so that its counts fit into the page.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -27,6 +29,8 @@ STEPS = 1000
 MOST_IMAGES = 500
 """Largest number of embedded images: those with most mistakes. The figures count all images."""
 MOST_BYTES = 19_000_000
+GRIDS = (1, 2, 5, 10, 20, 50, 100)
+"""Distances of the slider's positions in steps: the first whose data leave half of the bytes to the images, else the last."""
 SMALL, LARGE = 32**2, 96**2  # pixels: COCO's limits of the area of a medium object
 
 Row = list[Any]
@@ -54,17 +58,19 @@ def write_report_page(
     sizes = _sizes(dataset)
     records = {record.image_id: record for record in dataset.records}
     shown = _most_mistaken(images, threshold)
-    content = {
-        "dataset": dataset.name,
-        "images": len(images),
-        "threshold": step_of(threshold),
-        "best": _best_step(pooled_curve(curves)),
-        "figures": _main_figures(figures),
-        "classes": _classes(dataset, curves),
-        **_counts(images, found, sizes, len(dataset.classes)),
-        "shown": [_image(image, found[image.image_id], sizes[image.image_id], records[image.image_id]) for image in shown],
-    }
-    left = MOST_BYTES - len(build_page("report.html", content))
+    content = _fitted(
+        {
+            "dataset": dataset.name,
+            "images": len(images),
+            "threshold": step_of(threshold),
+            "best": _best_step(pooled_curve(curves)),
+            "figures": _main_figures(figures),
+            "classes": _classes(dataset, curves),
+            **_counts(images, found, sizes, len(dataset.classes)),
+            "shown": [_image(image, found[image.image_id], sizes[image.image_id], records[image.image_id]) for image in shown],
+        }
+    )
+    left = max(0, MOST_BYTES - len(build_page("report.html", content)))
     for entry, image in zip(content["shown"], shown, strict=True):
         entry["src"] = embed_image(read_image(records[image.image_id].file_name), left / len(shown))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +81,25 @@ def write_report_page(
 def step_of(score: float) -> int:
     """The highest step of the slider that a score passes; -1 for none, the score -1."""
     return max(-1, int(STEPS * score + 1e-6))  # 0.29 is 289.99999999999994 thousandths
+
+
+def _fitted(content: dict[str, Any]) -> dict[str, Any]:
+    """The data of the page with ``grid``, at whose multiples the slider stands and the counts are kept; those are exact there."""
+    for grid in GRIDS:
+        tables = {name: _on_grid(content[name], grid) for name in ("objects", "false", "confusion")}
+        starts = {name: content[name] and content[name] // grid * grid for name in ("threshold", "best")}
+        fitted = {**content, **tables, **starts, "grid": grid}
+        if len(build_page("report.html", fitted)) <= MOST_BYTES / 2:
+            break
+    return fitted
+
+
+def _on_grid(rows: Sequence[Row], grid: int) -> list[Row]:
+    """Rows that end with a step and a count, the steps lowered to multiples of the grid; -1 stays below all of them."""
+    counts: Counter = Counter()
+    for *key, step, count in rows:
+        counts[(*key, step // grid * grid)] += count
+    return [[*key, count] for key, count in counts.items()]
 
 
 def _most_mistaken(images: Sequence[ScoredImage], threshold: float) -> list[ScoredImage]:
@@ -151,11 +176,17 @@ def _image(image: ScoredImage, found: Outcomes, sizes: Sequence[int], record: Im
     detections = image.found_labels.tolist(), steps, found.same_class.tolist(), found.any_class.tolist()
     return {
         "id": image.image_id,
-        "name": record.file_name,
+        "name": _base_name(record.file_name),
         "size": [record.width, record.height],
         "objects": _rows(image.objects, *objects),
         "found": _rows(image.found, *detections),
     }
+
+
+def _base_name(file_name: str) -> str:
+    """The last part of a path or an address, which tells nothing of the machine; what follows "?" in an address may be a key."""
+    path = urlsplit(file_name).path if "://" in file_name else file_name
+    return re.split(r"[\\/]", path)[-1]
 
 
 def _rows(boxes_xywh: np.ndarray, *columns: Sequence[int]) -> list[Row]:

@@ -13,8 +13,9 @@ import threading
 import pytest
 import torch
 import yaml
+from fvcore.common.config import CfgNode
 from image_classes import class_words, draw_folders
-from tiny import save_random
+from tiny import random_config, save_random
 
 from cpvt_det import Predictor
 from cpvt_det.config import load_cfg
@@ -97,9 +98,9 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "ENDPOINT", root)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", root + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    server.RequestHandlerClass.stop = lambda: (server.shutdown(), server.server_close())
     yield server.RequestHandlerClass
-    server.shutdown()
-    server.server_close()
+    server.RequestHandlerClass.stop()
 
 
 def same(one, other):
@@ -119,6 +120,21 @@ def test_a_pushed_model_is_loaded_again_bit_for_bit(hub, tiny_run):
     assert not list(loaded.origin.glob("*.md")) and not list(loaded.origin.glob("*.png"))  # what is loaded is fetched, no more
 
 
+def test_what_was_fetched_needs_no_network(hub, tiny_run):
+    trained = tiny_run("detr")
+    pushed = Predictor.from_checkpoint(trained.weights, device="cpu")
+    pushed.push_to_hub("me/shapes", token="hf_none")
+    Predictor.from_pretrained("me/shapes", device="cpu", token="hf_none")
+    hub.stop()
+    for options in ({}, {"local_files_only": True}):
+        loaded = Predictor.from_pretrained("me/shapes", device="cpu", token="hf_none", **options)
+        assert same(loaded(trained.image(30)), pushed(trained.image(30)))
+    with pytest.raises(WeightsError, match=r"cannot fetch me/other from Hugging Face's hub: "):
+        Predictor.from_pretrained("me/other", device="cpu", token="hf_none")
+    with pytest.raises(WeightsError, match=r"cannot upload to me/shapes on Hugging Face's hub: "):
+        pushed.push_to_hub("me/shapes", token="hf_none")
+
+
 def test_the_card_is_written_from_the_run(hub, tiny_run):
     trained = tiny_run("detr")
     Predictor.from_checkpoint(trained.weights, device="cpu").push_to_hub("me/shapes", license="mit", token="hf_none")
@@ -136,15 +152,32 @@ def test_the_card_is_written_from_the_run(hub, tiny_run):
     assert "3 classes: red, green, blue." in card and 'Predictor.from_pretrained("me/shapes")' in card
     assert "![Detections beside the ground truth](detections.png)" in card
     assert hub.repos["me/shapes"]["detections.png"] == (trained.folder / "pictures/detections.png").read_bytes()
+    Predictor.from_checkpoint(trained.weights, device="cpu").push_to_hub("me/plain", picture=False, token="hf_none")
+    assert "detections.png" not in hub.repos["me/plain"] and b"detections.png" not in hub.repos["me/plain"]["README.md"]
 
 
 def test_no_place_on_this_machine_is_pushed(hub, tiny_run, tmp_path):
+    """Every key that names one has one; the key of the teacher is a classifier's."""
     trained = tiny_run("detr")
-    overrides = ["MODEL.WEIGHTS", str(tmp_path / "old.pth"), "MODEL.BACKBONE.WEIGHTS", ""]
-    Predictor.from_checkpoint(trained.weights, device="cpu", overrides=overrides).push_to_hub("me/shapes", token="hf_none")
+    predictor = Predictor.from_checkpoint(trained.weights, device="cpu")
+    cfg = CfgNode.load_cfg(predictor.config)
+    cfg.DATASETS.CACHE, cfg.CALLBACKS = str(tmp_path / "cache"), [["mlflow", {"uri": f"file://{tmp_path}/mlflow"}]]
+    cfg.MODEL.WEIGHTS = cfg.MODEL.BACKBONE.WEIGHTS = str(tmp_path / "old.pth")
+    cfg.MODEL.CLASSIFIER.TEACHER = cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS = str(tmp_path / "teacher.pth")
+    predictor.config = cfg.dump()
+    predictor.push_to_hub("me/shapes", token="hf_none")
     for name in ("README.md", "config.yaml", "classes.json"):
         text = hub.repos["me/shapes"][name].decode()
         assert str(trained.folder.parent) not in text and str(tmp_path) not in text and "/" + "tmp" not in text, name
+    assert len(Predictor.from_pretrained("me/shapes", device="cpu", token="hf_none").classes) == 3
+
+
+def test_names_of_weights_are_pushed():
+    from cpvt_det.predict.hub import without_places
+
+    words = {"BACKBONE__WEIGHTS": "DEFAULT", "CLASSIFIER__TEACHER": "timm/deit_small", "CLASSIFIER__TEACHER_WEIGHTS": "DEFAULT"}
+    cfg = random_config(**{f"MODEL__{key}": value for key, value in words.items()})
+    assert without_places(cfg).MODEL == cfg.MODEL
 
 
 def test_a_model_without_a_run_is_pushed_with_what_is_known(hub, tmp_path):
@@ -177,7 +210,7 @@ def test_what_cannot_be_reached_is_one_line(hub, tmp_path):
     with pytest.raises(WeightsError, match=r"cannot fetch a/b/c from Hugging Face's hub: "):
         Predictor.from_pretrained("a/b/c", token="hf_none")
     hub.repos["me/other"] = {"pytorch_model.py": b"raise SystemExit", "config.json": b"{}"}
-    with pytest.raises(WeightsError, match="contains neither model.safetensors"):
+    with pytest.raises(WeightsError, match="me/other on Hugging Face's hub has no model.safetensors: it is no model"):
         Predictor.from_pretrained("me/other", token="hf_none")
     predictor = Predictor.from_checkpoint(save_random(tmp_path / "weights.pth"), device="cpu")
     with pytest.raises(WeightsError, match=r"cannot upload to closed/model on Hugging Face's hub: .*403"):

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def test_fiftyone_reads_the_detections(predicted):
 
 
 def test_a_model_that_takes_boxes_makes_masks_of_them(monkeypatch, tmp_path):
-    """The lines of docs/use.md, with a tiny SAM of random weights and a stand-in for supervision."""
+    """The lines of docs/use.md, with a tiny SAM of random weights and a stand-in for supervision; EXIF turns the photograph."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     (code,) = re.findall(r"```python\n(import torch\n[^`]*SamModel[^`]*)```", (ROOT / "docs/use.md").read_text(encoding="utf-8"))
     small = {"hidden_size": 16, "image_size": 64, "patch_size": 16}
@@ -119,10 +120,12 @@ def test_a_model_that_takes_boxes_makes_masks_of_them(monkeypatch, tmp_path):
     module.Detections = types.SimpleNamespace
     monkeypatch.setitem(sys.modules, "supervision", module)
     monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (60, 40)).save("photo.jpg")
-    names = {"found": detections()}
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (60, 40)).save("photo.jpg", exif=turned)
+    names = {"found": replace(detections(), source="photo.jpg")}
     exec(code, names)
-    assert names["objects"].mask.shape == (2, 40, 60) and names["objects"].mask.dtype == bool
+    assert names["objects"].mask.shape == (2, 60, 40) and names["objects"].mask.dtype == bool
 
 
 def test_datumaro_the_reader_of_cvat_reads_the_detections(predicted, tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks: what each runner tells them and when, what their failures do, who may end a run, and the loggers."""
 
+import contextlib
 import json
 import sys
 import types
@@ -13,7 +14,7 @@ from tiny import overrides
 
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError, InterruptedRun, RunStoppedError, UnknownNameError
-from cpvt_det.runner.callbacks import CALLBACK_REGISTRY, Callback
+from cpvt_det.runner.callbacks import CALLBACK_REGISTRY, Callback, TrainingRun
 from cpvt_det.runner.train import run as run_builtin
 from cpvt_det.solver.step import TrainStep
 from cpvt_det.tasks.registry import flatten
@@ -55,7 +56,7 @@ def strict(figures):
 
 
 def fail(error):
-    def act(run):
+    def act(*arguments, **options):
         raise error
 
     return act
@@ -169,15 +170,35 @@ def test_a_callback_ends_the_run_after_an_evaluation(train_with, runner):
     assert weights_of(folder / "model_final.pth")["iteration"] == 2
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_callback_that_ends_a_new_run_at_its_start_lets_it_take_one_step(train_with, runner):
+    """So that there are detections for the report, and a final checkpoint."""
+    seen = Recorder(start_0=lambda run: run.stop("a rehearsal"))
+    folder = train_with(runner, "run", seen, TEST__REPORT=True)
+    assert seen.told == ["start 0", "step 0", "evaluation 0", "end NoneType"]
+    assert weights_of(folder / "model_final.pth")["iteration"] == 0 and (folder / "report/report.md").is_file()
+    again = Recorder(start_1=lambda run: run.stop("another one"))
+    train_with(runner, "run", again, resume=True)
+    assert again.told == ["start 1", "evaluation 0", "end NoneType"]
+
+
+def test_a_run_is_not_stopped_without_a_reason(tmp_path):
+    run = TrainingRun(None, tmp_path, "", 0, 6, None, None)
+    with pytest.raises(ValueError, match="a run is stopped for a reason, which the log gives; got an empty one"):
+        run.stop("")
+
+
 # Failures
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_callback_that_fails_is_not_called_again_and_the_run_goes_on(train_with, runner):
-    broken, seen = Recorder(step_1=fail(OSError("no route to host"))), Recorder()
+def test_a_callback_that_fails_is_left_out_until_the_end_and_the_run_goes_on(train_with, runner):
+    broken, seen = Recorder(step_1=fail(OSError("no route to host")), end_NoneType=fail(OSError("still none"))), Recorder()
     folder = train_with(runner, "run", broken, seen)
-    assert broken.told == ["start 0", "step 0", "step 1"] and len(seen.told) == 10
-    assert "Recorder.on_step failed, and is not called again: OSError: no route to host" in (folder / "log.txt").read_text()
+    assert broken.told == ["start 0", "step 0", "step 1", "end NoneType"] and len(seen.told) == 10
+    log = (folder / "log.txt").read_text()
+    assert "Recorder.on_step failed; the callback is left out until the end: OSError: no route to host" in log
+    assert "still none" not in log
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -187,7 +208,7 @@ def test_a_callback_that_cannot_start_ends_the_run_before_its_first_step(train_w
         ConfigError, match=r"Recorder.on_start failed: OSError: no route to host; to train without it, take it from"
     ):
         train_with(runner, "run", first, second)
-    assert first.told == ["start 0", "end ConfigError"] and second.told == ["start 0"]
+    assert first.told == ["start 0", "end ConfigError"] and second.told == ["start 0", "end ConfigError"]
     assert not list((tmp_path / "run").glob("model_*"))
 
 
@@ -329,6 +350,30 @@ def test_mlflow_keeps_config_scalars_figures_and_pictures(train, mlflow):
             ]
     assert {item.path for item in client.list_artifacts(run.info.run_id)} == {"config.yaml", "results.json", "pictures"}
     assert "failed" not in (folder / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("call", ["log_params", "log_metrics", "log_artifact"])
+def test_a_call_that_fails_leaves_no_run_of_mlflow_open(train, mlflow, monkeypatch, call):
+    """The next training in the process starts its own."""
+    package, uri = mlflow
+    more = {"CALLBACKS": [["mlflow", {"uri": uri}]], "DATASETS__TEST": (), "SOLVER__MAX_ITER": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(package, call, fail(OSError("no route to host")))
+        with pytest.raises(ConfigError) if call == "log_params" else contextlib.nullcontext():
+            train("broken", **more)
+    assert package.active_run() is None
+    folder = train("run", **more)
+    assert "failed" not in (folder / "log.txt").read_text()
+
+
+def test_a_run_of_mlflow_that_is_not_ours_stays_open(train, mlflow):
+    package, uri = mlflow
+    package.set_tracking_uri(uri)
+    package.set_experiment("own")
+    with package.start_run() as own:
+        with pytest.raises(ConfigError, match="Mlflow.on_start failed: .*already active"):
+            train("run", CALLBACKS=[["mlflow", {"uri": uri}]])
+        assert package.active_run().info.run_id == own.info.run_id
 
 
 def test_a_resumed_run_is_the_same_run_of_mlflow(train, mlflow):

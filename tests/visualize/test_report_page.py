@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from browser import NARROW, Tab, overflows
 from PIL import Image
 from test_evaluation import CLASS_IDS, evaluator_of, random_world
@@ -17,19 +18,36 @@ from cpvt_det.evaluation.confusion import confusion_matrix, worst_images
 from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.evaluation.matching import pair_images
 from cpvt_det.evaluation.outcomes import outcomes
-from cpvt_det.evaluation.precision_recall import class_curve
+from cpvt_det.evaluation.precision_recall import class_curve, pooled_curve
+from cpvt_det.structures import Detections
 from cpvt_det.visualize import report_page
 from cpvt_det.visualize.report_page import step_of, write_report_page
 
 NAMES = {7: "cat", 3: "<b>dog</b>", 90: "</script><script>window.broken = 1</script>"}
 
 
-def confused_world(seed):
-    """A random world, its evaluator, and in it every fifth detection with the next class."""
+def confused_world(seed, spread=0.0):
+    """A random world and its evaluator; in it every fifth detection has the next class, and scores, which are tenths, are spread.
+
+    One image has what counts in the confusion matrix alone: a detection in a crowd of its class, on an object of another one, and
+    the last of 105 detections of one class.
+    """
     truth, detected = random_world(seed)
+    image_id = next(iter(detected))
+    for category_id, box, crowd in ((CLASS_IDS[0], [300, 300, 200, 200], 1), (CLASS_IDS[1], [350, 350, 60, 60], 0)):
+        annotation = {"id": len(truth["annotations"]), "image_id": image_id, "category_id": category_id, "bbox": box}
+        truth["annotations"].append(annotation | {"area": box[2] * box[3], "iscrowd": crowd})
+    boxes = torch.tensor([[352.0, 352, 412, 412], *([500.0 + n, 400, 505 + n, 420] for n in range(105))])
+    labels, scores = torch.tensor([0] + 105 * [2]), torch.tensor([0.9] + 105 * [0.3])
+    old = detected[image_id]
+    detected[image_id] = Detections(
+        torch.cat([boxes, old.boxes_xyxy]), torch.cat([scores, old.scores]), torch.cat([labels, old.labels])
+    )
     evaluator = evaluator_of(truth)
     for image_id, found in detected.items():
-        found.labels[::5] = (found.labels[::5] + 1) % 3
+        if found is not detected[image_id]:
+            found.labels[::5] = (found.labels[::5] + 1) % 3
+        found.scores.mul_(1 - spread * torch.linspace(0, 1, len(found.scores)))
         evaluator.add(image_id, found)
     return truth, evaluator
 
@@ -37,8 +55,8 @@ def confused_world(seed):
 class World:
     """A random data set on disk, its detections, and its page."""
 
-    def __init__(self, folder, seed=1):
-        truth, evaluator = confused_world(seed)
+    def __init__(self, folder, seed=1, spread=0.0):
+        truth, evaluator = confused_world(seed, spread)
         for number, image in enumerate(truth["images"]):
             image |= {"file_name": f"{number}.png", "width": 620, "height": 560}
             Image.new("RGB", (62, 56), (number, 120, 90)).save(folder / f"{number}.png")
@@ -65,13 +83,7 @@ class World:
 
     def class_figures(self, step):
         """Precision, recall and F1 of each class, as they are written."""
-        rows = []
-        for curve in self.curves:
-            kept = int((curve.scores >= step / 1000).sum())
-            hits = int(curve.right[:kept].sum())
-            parts = (hits, kept), (hits, curve.num_objects), (2 * hits, kept + curve.num_objects)
-            rows.append([f"{a / b:.3f}" if b else "n/a" for a, b in parts])
-        return rows
+        return [["n/a" if np.isnan(value) else f"{value:.3f}" for value in figures_at(curve, step)] for curve in self.curves]
 
     def missed(self, step):
         """Objects and missed ones of each size, by the area of the ground truth."""
@@ -136,6 +148,30 @@ def test_the_page_is_one_file_of_limited_size(world, tmp_path, monkeypatch):
     assert 100_000 < small.write().path.stat().st_size < 300_000
 
 
+def test_no_folder_and_no_key_is_in_the_page(world):
+    """It is made to be sent."""
+    assert str(world.path.parent) not in world.path.read_text(encoding="utf-8")
+    assert {one["name"] for one in world.content["shown"]} == {f"{number}.png" for number in range(40)}
+    assert report_page._base_name("https://host/of/a.jpg?token=secret") == "a.jpg"
+    assert report_page._base_name("C:\\photos\\what?.jpg") == "what?.jpg"
+
+
+@pytest.fixture(scope="module")
+def coarse(tmp_path_factory):
+    """The same world with scores that differ and so little room that its counts are kept at every 50th step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_page, "MOST_BYTES", 161_000)
+        return World(tmp_path_factory.mktemp("coarse"), spread=0.3).write(threshold=0.32)
+
+
+def test_data_that_leave_no_room_are_counted_at_fewer_steps(world, coarse, tmp_path, monkeypatch):
+    assert (world.content["grid"], coarse.content["grid"], coarse.content["threshold"]) == (1, 50, 300)
+    assert coarse.path.stat().st_size < 161_000
+    monkeypatch.setattr(report_page, "MOST_BYTES", 1000)
+    smallest = World(tmp_path).write().content
+    assert smallest["grid"] == 100 and all(one["src"] for one in smallest["shown"])
+
+
 def test_of_many_images_those_with_most_mistakes_are_shown(tmp_path, monkeypatch, world):
     monkeypatch.setattr(report_page, "MOST_IMAGES", 5)
     few = World(tmp_path).write().content
@@ -161,6 +197,18 @@ def test_the_slider_counts_what_the_evaluation_counts(tab, world):
         require_counts(tab, world, step)
 
 
+def test_a_coarse_slider_counts_what_the_evaluation_counts(browser, coarse):
+    tab = Tab(browser)
+    tab.page.goto(coarse.path.as_uri())
+    assert tab.texts("#score") == ["0.300"]
+    for step in (0, 50, 700, 1000):
+        tab.slide("threshold", step)
+        require_counts(tab, coarse, step)
+    tab.slide("threshold", 333)
+    assert tab.texts("#score") == ["0.350"] and tab.errors == []
+    tab.page.close()
+
+
 def require_counts(tab, world, step):
     assert tab.texts("#score") == [f"{step / 1000:.3f}"]
     cells = [[cell.strip() for cell in row.split("\t")] for row in tab.texts("#confusion tbody tr")]
@@ -181,17 +229,55 @@ def test_cells_and_sizes_open_their_images(tab, world):
     tab.slide("threshold", 100)
     count_hits = "[...document.querySelectorAll('#gallery .box:not(.faint)')].length"
     matrix = world.matrix(100)
-    other_class = next((row, column) for row, column in np.argwhere(matrix[:3, :3]).tolist() if row != column)
-    for row, column in ((0, 0), other_class, (1, 3), (3, 2)):
+    for row, column in np.argwhere(matrix).tolist():
         tab.page.locator("#confusion tbody tr").nth(row).locator("td").nth(column).locator("button").click()
         while tab.page.locator("#more").is_visible():
             tab.page.locator("#more").click()
-        assert tab.page.evaluate(count_hits) == matrix[row, column] > 0
+        assert tab.page.evaluate(count_hits) == matrix[row, column], (row, column)
     tab.page.locator("#sizes tbody tr").nth(2).locator("button").click()
     assert tab.texts("#gallery-title") == ["Missed large objects"]
     while tab.page.locator("#more").is_visible():
         tab.page.locator("#more").click()
     assert tab.page.evaluate(count_hits) == world.missed(100)[2][1] > 0
+
+
+def figures_at(curve, step):
+    """Precision, recall and F1 at a step; NaN where one is not defined."""
+    kept = int((curve.scores >= step / 1000).sum())
+    hits = int(curve.right[:kept].sum())
+    parts = (hits, kept), (hits, curve.num_objects), (2 * hits, kept + curve.num_objects)
+    return [a / b if b else np.nan for a, b in parts]
+
+
+def on_chart(pairs):
+    """Values from 0 to 1 -> places in the charts' 460 x 320."""
+    return np.array(pairs) * [404, -256] + [44, 282]
+
+
+def test_curves_marks_and_the_best_f1_are_those_of_the_evaluation(tab, world):
+    """Of all classes, and of one that is chosen; the slider goes to the highest F1."""
+    lines = "(at) => [...document.querySelectorAll(`${at} polyline`)].map((one) => one.getAttribute('points'))"
+    mark = "([at, names]) => names.map((name) => Number(document.querySelector(`${at} .mark`).getAttribute(name)))"
+    best = pooled_curve(world.curves).best()
+    tab.page.locator("#best").click()
+    assert tab.texts("#score") == [f"{step_of(best.threshold) / 1000:.3f}"]
+    assert tab.texts("#overall") == [f"all classes: precision {best.precision:.3f}, recall {best.recall:.3f}, F1 {best.f1:.3f}"]
+    for curve in (pooled_curve(world.curves), world.curves[0]):
+        if curve is world.curves[0]:
+            tab.page.locator("#classes tbody button").first.click()
+        rows = [(step / 1000, *figures_at(curve, step)) for step in range(1000, -1, -1)]
+        expected = [
+            [(recall, precision) for _, precision, recall, _ in rows],
+            *([(row[0], row[column]) for row in rows] for column in (3, 1, 2)),
+        ]
+        drawn = tab.page.evaluate(lines, "#precision-recall") + tab.page.evaluate(lines, "#f1")
+        for line, pairs in zip(drawn, expected, strict=True):
+            places = np.array([[float(value) for value in place.split(",")] for place in line.split()])
+            assert places == pytest.approx(on_chart([pair for pair in pairs if not np.isnan(pair).any()]), abs=0.06)
+        precision, recall, _ = figures_at(curve, step_of(best.threshold))
+        dot, upright = (tab.page.evaluate(mark, at) for at in (["#precision-recall", ["cx", "cy"]], ["#f1", ["x1"]]))
+        assert dot == pytest.approx(on_chart([(recall, precision)])[0])
+        assert upright == pytest.approx(on_chart([(step_of(best.threshold) / 1000, 0)])[0, :1])
 
 
 def test_names_are_text_and_classes_are_searched(tab):

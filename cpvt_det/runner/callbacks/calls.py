@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config -> callbacks, and the calls of one run: in the first process, whose wish to stop all processes follow."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -60,12 +61,15 @@ class RunCallbacks:
         self.is_over = False
         self._callbacks = list(callbacks) if distributed.rank() == 0 else []
         self._started: list[Callback] = []
+        self._failed: list[Callback] = []
 
     def __enter__(self) -> "RunCallbacks":
         try:
             for callback in self._callbacks:
+                self._started.append(callback)
                 self._start(callback)
-        except BaseException as error:  # those that have started are told the end
+        except BaseException as error:
+            self._failed.append(self._started.pop())
             self._end(error)
             raise
         self._agree(self.run.start - 1)
@@ -94,9 +98,13 @@ class RunCallbacks:
             raise ConfigError(
                 f"{name}.on_start failed: {type(error).__name__}: {first_line(error)}; to train without it, take it from CALLBACKS"
             ) from error
-        self._started.append(callback)
 
     def _end(self, error: BaseException | None) -> None:
+        """Call ``on_end`` of all that were started: one that failed may have something to close, and has been reported."""
+        for callback in self._failed:
+            with contextlib.suppress(Exception):
+                callback.on_end(self.run, error)
+        self._failed.clear()
         self._call("on_end", error)
         self._started.clear()
 
@@ -108,8 +116,9 @@ class RunCallbacks:
                 raise
             except Exception as error:  # a user's callback may raise anything
                 self._started.remove(callback)
+                self._failed.append(callback)
                 logger.warning(
-                    "%s.%s failed, and is not called again: %s: %s",
+                    "%s.%s failed; the callback is left out until the end: %s: %s",
                     *(_name_of(callback), event, type(error).__name__, first_line(error)),
                 )
 

@@ -40,7 +40,15 @@ class TrainingRun:
     reason: str = ""
 
     def stop(self, reason: str) -> None:
-        """End the run after the current step, with an evaluation and ``model_final.pth``; the log gives the reason."""
+        """End the run after the current step, with an evaluation and ``model_final.pth``; the log gives the reason.
+
+        Asked for in ``on_start``, a new run ends after its first step, and a resumed one before the next.
+
+        Raises:
+            ValueError: an empty reason.
+        """
+        if not reason:
+            raise ValueError("a run is stopped for a reason, which the log gives; got an empty one")
         self.reason = reason
 
 
@@ -49,7 +57,8 @@ class Callback:
 
     A callback watches: it changes neither weights nor optimiser, which other processes would not see. An exception in ``on_start``
     ends the run before its first step. After any later one the run goes on without that callback, with a warning: a server that is
-    down must not end a training. A :class:`cpvt_det.errors.RunStoppedError` always ends the run.
+    down must not end a training. Its ``on_end`` is called all the same, so that it can close what it has opened; errors of that are
+    not reported. A :class:`cpvt_det.errors.RunStoppedError` always ends the run.
     """
 
     def on_start(self, run: TrainingRun) -> None:

@@ -65,6 +65,7 @@ class Mlflow(Callback):
         self.mlflow, self.options = _require("mlflow"), (experiment, name, uri)
 
     def on_start(self, run: TrainingRun) -> None:
+        self.is_started = False
         experiment, name, uri = self.options
         if uri is not None:
             self.mlflow.set_tracking_uri(uri)
@@ -72,6 +73,7 @@ class Mlflow(Callback):
         tags = {"cpvt_det.run_id": run.run_id}
         found = self.mlflow.search_runs(filter_string=f"tags.`cpvt_det.run_id` = '{run.run_id}'", output_format="list")
         self.mlflow.start_run(run_id=found[0].info.run_id if found else None, run_name=name, tags=tags)
+        self.is_started = True
         if not found:  # MLflow's parameters never change, those of a resumed run may
             self.mlflow.log_params(dict(flat_items(run.cfg)))
 
@@ -83,7 +85,11 @@ class Mlflow(Callback):
         self.on_step(run, iteration, flatten(results))
 
     def on_end(self, run: TrainingRun, error: BaseException | None) -> None:
-        for path in (run.output / name for name in FILES):
-            if path.exists():
-                self.mlflow.log_artifact(str(path))  # a folder too
-        self.mlflow.end_run("FAILED" if error else "FINISHED")
+        if not self.is_started:  # a run that is active is another one
+            return
+        try:
+            for path in (run.output / name for name in FILES):
+                if path.exists():
+                    self.mlflow.log_artifact(str(path))  # a folder too
+        finally:  # MLflow starts no other run in this process before
+            self.mlflow.end_run("FAILED" if error else "FINISHED")

@@ -24,7 +24,7 @@ function drawn(tag, attributes = {}, text = null) {
   return made;
 }
 
-const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+const plural = (count, noun, several = `${noun}s`) => `${count.toLocaleString("en")} ${count === 1 ? noun : several}`;
 const baseName = (path) => path.split(/[\\/]/).pop();
 
 /** Black or white, whichever is read on a colour #rrggbb; as in visualize/pictures.py. */

@@ -10,15 +10,16 @@ const className = (label) => (label === BACKGROUND ? "background" : data.classes
 const images = data.shown.map(parseImage);
 
 /**
- * An image with its boxes. A detection has kind "right" or "false", its step, and truth: the class of the object that it lies on,
- * BACKGROUND for none, null in a crowd. An object has foundAt, the step of the detection of its class that finds it, and takenAt,
+ * An image with its boxes. A detection has kind "right", "false" or "uncounted" (in a crowd of its class, or beyond the detections
+ * that COCO counts of a class; the confusion matrix, of any class, may count it), its step, and truth: the class of the object that
+ * it lies on, BACKGROUND for none, null in a crowd. An object has foundAt, the step of the detection of its class that finds it, and takenAt,
  * that of the detection of any class that the confusion matrix pairs it with.
  */
 function parseImage({ id, name, size, src, objects, found }) {
   const takenAt = objects.map(() => -1);
   for (const [, , , , , step, , any] of found) if (any >= 0) takenAt[any] = step;
-  const detections = found.filter(([, , , , , , same]) => same !== IGNORED).map(([x, y, w, h, label, step, same, any]) => ({
-    box: [x, y, w, h], label, step, kind: same === NOTHING ? "false" : "right",
+  const detections = found.map(([x, y, w, h, label, step, same, any]) => ({
+    box: [x, y, w, h], label, step, kind: same === NOTHING ? "false" : same === IGNORED ? "uncounted" : "right",
     truth: any >= 0 ? objects[any][4] : any === NOTHING ? BACKGROUND : null,
   }));
   const parsed = objects.map(([x, y, w, h, label, size, crowd, foundAt], i) => ({
@@ -42,11 +43,11 @@ function visitBoxes(image, threshold, isHit, visit) {
   }
 }
 
-/** The boxes to draw: [{box, label, kind, hit, ...}]; of objects that are found only hits. */
+/** The boxes to draw: [{box, label, kind, hit, ...}]; of objects that are found, and of detections that do not count, only hits. */
 function boxesOf(image, threshold, isHit) {
   const boxes = [];
   visitBoxes(image, threshold, isHit, (one, kind, hit) => {
-    if (kind !== "found" || hit) boxes.push({ ...one, kind, hit });
+    if ((kind !== "found" && kind !== "uncounted") || hit) boxes.push({ ...one, kind, hit });
   });
   return boxes;
 }
@@ -67,7 +68,7 @@ const SELECTIONS = {
       : row === column ? `${className(row)} detected as such` : `${className(row)} detected as ${className(column)}`,
     isHit: (one, kind, threshold) => column === BACKGROUND
       ? (kind === "missed" || kind === "found") && one.label === row && one.takenAt < threshold
-      : (kind === "right" || kind === "false") && one.label === column && one.truth === row,
+      : kind !== "missed" && kind !== "found" && one.label === column && one.truth === row,
   }),
 };
 
@@ -83,9 +84,13 @@ function select({ isHit }, threshold) {
 
 function textOf({ kind, label, step, truth }) {
   if (kind === "missed" || kind === "found") return className(label);
-  const is = kind === "false" && truth !== null && truth !== label && truth !== BACKGROUND ? `, is ${className(truth)}` : "";
+  const is = kind !== "right" && truth !== null && truth !== label && truth !== BACKGROUND ? `, is ${className(truth)}` : "";
   return `${className(label)} ${(step / 1000).toFixed(2)}${is}`;
 }
+
+/** The kind that a box is drawn as. */
+const drawnAs = ({ kind, label, truth }) =>
+  kind === "found" ? "missed" : kind !== "uncounted" ? kind : truth === label ? "right" : "false";
 
 const count = (boxes, kind) => boxes.filter((one) => one.kind === kind).length;
 const summary = (boxes) => `${count(boxes, "missed")} missed, ${count(boxes, "false")} false, ${count(boxes, "right")} right`;
@@ -95,12 +100,11 @@ const pixels = new WeakMap(); // image -> its element in the gallery: a new one 
 /** The image with boxes over it. named(box): whether its text is written. */
 function stage(image, boxes, named, picture) {
   const made = element("div", { class: "stage" }, picture);
-  picture.alt = baseName(image.name);
+  picture.alt = image.name;
   made.style.setProperty("--aspect", image.size[0] / image.size[1]);
   const order = [...boxes].sort((a, b) => a.hit - b.hit);
   for (const one of order) {
-    const kind = one.kind === "found" ? "missed" : one.kind;
-    const attributes = { class: `box ${kind}${one.hit ? "" : " faint"}` };
+    const attributes = { class: `box ${drawnAs(one)}${one.hit ? "" : " faint"}` };
     made.append(placeBox("div", one.box, image.size, attributes, named(one) && textOf(one)));
   }
   return made;
@@ -109,11 +113,11 @@ function stage(image, boxes, named, picture) {
 /** A card of the gallery, which opens the viewer. Of many boxes it has the hits. */
 function card(image, boxes, open) {
   const made = element("figure", { class: "card" });
-  const button = element("button", { type: "button", onclick: open, "aria-label": `Open ${baseName(image.name)}` });
+  const button = element("button", { type: "button", onclick: open, "aria-label": `Open ${image.name}` });
   if (!pixels.has(image)) pixels.set(image, element("img", { src: image.src }));
   const drawn = boxes.length < MANY ? boxes : boxes.filter(({ hit }) => hit);
   button.append(stage(image, drawn, (one) => one.hit && drawn.length < MANY, pixels.get(image)));
-  made.append(button, element("figcaption", {}, `${baseName(image.name)} (id ${image.id}): ${summary(boxes)}`));
+  made.append(button, element("figcaption", {}, `${image.name} (id ${image.id}): ${summary(boxes)}`));
   return made;
 }
 
@@ -129,10 +133,10 @@ const viewer = {
   },
   draw() {
     const image = this.list[this.place];
-    const shown = this.boxesIn(image).filter(({ kind }) => byId(`show-${kind === "found" ? "missed" : kind}`).checked);
-    byId("viewer-title").textContent = `${baseName(image.name)} (${this.place + 1} of ${this.list.length})`;
+    const shown = this.boxesIn(image).filter((one) => byId(`show-${drawnAs(one)}`).checked);
+    byId("viewer-title").textContent = `${image.name} (${this.place + 1} of ${this.list.length})`;
     byId("viewer-image").replaceChildren(stage(image, shown, () => true, element("img", { src: image.src })));
-    const words = { right: "right", false: "false", missed: "missed", found: "no detection left" };
+    const words = { right: "right", false: "false", missed: "missed", found: "no detection left", uncounted: "not counted in its class" };
     byId("viewer-list").replaceChildren(...shown.map((one) => element("li", {}, `${words[one.kind]}: ${textOf(one)}`)));
     byId("previous").disabled = this.place === 0;
     byId("next").disabled = this.place === this.list.length - 1;

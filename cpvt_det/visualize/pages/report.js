@@ -6,6 +6,7 @@ const STEPS = 1000; // as in visualize/report_page.py
 const MOST_IN_MATRIX = 40; // classes
 const PAGE = 12; // images
 const K = data.classes.length;
+const CLASSES = plural(K, "class", "classes");
 const BLUE = "#1459a8", GREEN = "#1a7f37", RED = "#cf222e";
 const state = { threshold: data.threshold, label: null, kind: ["worst"], shown: PAGE };
 let cells = []; // of the confusion matrix: {row, column, button}
@@ -75,7 +76,7 @@ function buildClasses() {
     return Object.assign(row, { label, button, values });
   });
   byId("classes").replaceChildren(headOf(heads), element("tbody", {}, ...rows));
-  byId("matching").textContent = `${rows.length} of ${plural(K, "class").replace("classs", "classes")}`;
+  byId("matching").textContent = `${rows.length} of ${CLASSES}`;
 }
 
 function drawClasses() {
@@ -91,7 +92,7 @@ const NAMES = { f1: ["F1", BLUE], precision: ["precision", GREEN, "6 3"], recall
 let drawnCurves = {}; // {label, overRecall, overScore}
 
 function buildCurves() {
-  const steps = Array.from({ length: STEPS + 1 }, (_, i) => STEPS - i);
+  const steps = Array.from({ length: STEPS / data.grid + 1 }, (_, i) => STEPS - i * data.grid);
   const points = steps.map((step) => ({ score: step / STEPS, ...figuresAt(chosen(), step) }));
   const line = (x, y) => points.filter((one) => !Number.isNaN(one[x]) && !Number.isNaN(one[y])).map((one) => [one[x], one[y]]);
   const of = state.label === null ? "all classes" : className(state.label);
@@ -130,7 +131,7 @@ function drawSizes() {
 
 function buildMatrix() {
   const labels = matching().sort((a, b) => numObjects[b] - numObjects[a]).slice(0, MOST_IN_MATRIX).sort((a, b) => a - b);
-  const some = `${labels.length} of ${K} classes: those that the search finds, at most ${MOST_IN_MATRIX}.`;
+  const some = `${labels.length} of ${CLASSES}: those that the search finds, at most ${MOST_IN_MATRIX}.`;
   byId("left-out").textContent = labels.length < K ? some : "";
   cells = [];
   const columns = [...labels, BACKGROUND];
@@ -210,9 +211,10 @@ function show(kind, ...place) {
 function start() {
   document.title = byId("title").textContent = `Evaluation on ${data.dataset}`;
   const figures = Object.entries(data.figures);
-  byId("summary").textContent = `${plural(data.images, "image")}, ${plural(sum([...numObjects]), "object")} of ${K} classes.`;
+  byId("summary").textContent = `${plural(data.images, "image")}, ${plural(sum([...numObjects]), "object")} of ${CLASSES}.`;
   const values = figures.map(([, value]) => element("td", {}, value === null ? "n/a" : value.toFixed(1)));
   byId("figures").append(headOf(figures.map(([name]) => name)), element("tbody", {}, element("tr", {}, ...values)));
+  byId("threshold").step = data.grid;
   byId("threshold").value = state.threshold;
   byId("threshold").oninput = (event) => {
     state.threshold = Number(event.target.value);
