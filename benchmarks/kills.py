@@ -33,22 +33,27 @@ def main(kills: int, each: int, seed: int, output: Path | None) -> None:
     from cpvt_det.study.origin import describe_origin
 
     command = f"python benchmarks/kills.py --kills {kills} --each {each} --seed {seed}"
-    found = {"command": command, **describe_origin(), "kills": 0, "without_trace": 0, "runs": []}
-    draw = random.Random(seed)
+    found = {"command": command, **describe_origin(), "kills": 0, "without_trace": 0, "steps_lost": 0, "longest_seconds": 0.0}
+    found["runs"], draw = [], random.Random(seed)
     with tempfile.TemporaryDirectory() as temporary:
         for number in range(kills // each):
             start, run = time.monotonic(), {"killed": [], "equal": False}
             try:
-                run["killed"], run["equal"] = kill_again_and_again(each, Path(temporary) / str(number), draw)
+                killed, run["equal"] = kill_again_and_again(each, Path(temporary) / str(number), draw)
+                run["killed"] = [kill._asdict() for kill in killed]
             except Exception as error:  # a run that did not come to its end counts, too
                 run["error"] = f"{type(error).__name__}: {error}"[-2000:]
             found["kills"] += each
             found["without_trace"] += each * run["equal"]
+            found["steps_lost"] += sum(max(0, kill["before"] - kill["resumed"]) for kill in run["killed"])
+            found["longest_seconds"] = max([found["longest_seconds"], *(kill["seconds"] for kill in run["killed"])])
             found["runs"].append({**run, "seconds": round(time.monotonic() - start)})
-            click.echo(json.dumps(found["runs"][-1]))
             if output:
                 output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    click.echo(f"{found['without_trace']} of {found['kills']} left no trace")
+    click.echo(
+        f"{found['without_trace']} of {found['kills']} left no trace; {found['steps_lost']} steps lost; "
+        f"at most {found['longest_seconds']} s until the run went on or ended"
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for parent, child in found[1:] if int(parent) == pid]
 
 
+def family(pid: int) -> list[int]:
+    """A process, those that it has started, and those that these have started."""
+    return [pid, *(one for child in children(pid) for one in family(child))]
+
+
 def steps_of(folder: Path) -> int:
     """How many steps of a run are written down."""
     metrics = folder / "metrics.json"
@@ -47,11 +52,13 @@ class Nodes:
         folder: folder for what they print.
         words: command after torchrun's options.
         options: options of torchrun.
+        conf: what goes into torchrun's ``--rdzv-conf`` beside what is needed here.
         env: further environment variables.
     """
 
-    def __init__(self, folder: Path, words: list, *options: str, **env: str):
+    def __init__(self, folder: Path, words: list, *options: str, conf: str = "", **env: str):
         self.folder, self.words, self.options = folder, [str(word) for word in words], options
+        self.conf = conf
         self.env = {**ENV, **env}
         self.port = free_port()
         self.agents: dict[int, subprocess.Popen] = {}
@@ -60,7 +67,7 @@ class Nodes:
     def start(self, number: int, **env: str) -> None:
         """Start a machine, for the first time or again."""
         where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", "127.0.0.1"]
-        where += ["--rdzv-conf", f"is_host={int(number == 0)}"]
+        where += ["--rdzv-conf", ",".join(filter(None, (f"is_host={int(number == 0)}", self.conf)))]
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *where]
         with self.printed(number).open("ab") as file:
             agent = [*command, *self.options, *self.words]
@@ -81,9 +88,10 @@ class Nodes:
     def kill(self, number: int, signum: int = signal.SIGKILL, agent: bool = True) -> None:
         """Send a signal to the processes of the run on a machine, and to its torchrun: as if the machine were lost, or frozen."""
         workers = self.workers(number)
-        assert workers
+        assert workers or agent
         for pid in ([self.agents[number].pid] if agent else []) + workers:
-            os.kill(pid, signum)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
 
     def wait(self, number: int, seconds: float = 120) -> int:
         """The exit code of a machine's torchrun."""
@@ -95,6 +103,13 @@ class Nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process still runs; one that has ended and that nobody has asked for does not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def _is_worker(pid: int) -> bool:

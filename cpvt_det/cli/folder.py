@@ -13,6 +13,7 @@ from tabulate import tabulate
 from cpvt_det.errors import BadInputError, ConfigError
 from cpvt_det.files import atomic_file
 from cpvt_det.garbage import quick_imports
+from cpvt_det.runner.launchers import is_of_torchrun, variables_of_group
 
 if TYPE_CHECKING:
     from fvcore.common.config import CfgNode
@@ -80,10 +81,10 @@ def choose_run(
         That file, and the KEY VALUE words that are not in it. With ``resume`` the file is the one of the run before.
 
     Raises:
-        BadInputError: data or settings that cannot be used; several processes.
+        BadInputError: data or settings that cannot be used; one of several processes.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise BadInputError("each process of torchrun would choose for itself; use --num-gpus, or a chosen.yaml with --config-file")
+    if is_of_torchrun() or variables_of_group(os.environ):
+        raise BadInputError("each of the processes would choose for itself; use --num-gpus, or --config-file with a chosen.yaml")
     output = dict(zip(overrides[::2], overrides[1::2], strict=False)).get("OUTPUT_DIR", f"output/{folder.resolve().name}")
     path = Path(output).expanduser() / CHOSEN
     if resume and path.is_file():

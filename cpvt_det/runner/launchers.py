@@ -19,20 +19,21 @@ class Launcher(NamedTuple):
     Attributes:
         name: how it is called on the command line.
         rank: variable of the index of the process.
-        sizes: variables of the number of processes; the first one that is there counts.
+        size: variable of the number of processes.
         local_rank: variable of the index on its machine.
     """
 
     name: str
     rank: str
-    sizes: tuple[str, ...]
+    size: str
     local_rank: str
 
 
 LAUNCHERS = (
-    Launcher("srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
-    Launcher("mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK"),
-    Launcher("mpirun", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID"),
+    # SLURM_NTASKS is there in the script of the job too, with SLURM_PROCID 0, where one process is alone.
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    Launcher("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 
 
@@ -76,7 +77,7 @@ def variables_of_group(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _of_a_launcher(environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     for launcher in LAUNCHERS:
-        size = next((environment[name] for name in launcher.sizes if environment.get(name)), "1")
+        size = environment.get(launcher.size) or "1"
         if size != "1" and environment.get(launcher.rank):
             found = {"RANK": environment[launcher.rank], "WORLD_SIZE": size, "LOCAL_RANK": environment.get(launcher.local_rank, "")}
             return launcher.name, {name: value for name, value in found.items() if value}

@@ -14,6 +14,7 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -38,7 +39,9 @@ LONGEST = 20.0  # seconds from a signal to the end; torchrun, and most scheduler
 SILENT = "has given no sign of life"
 BY_OTHERS = "-"  # why a process ended: because of another
 HEARD = (signal.SIGTERM, signal.SIGINT)
-OF_OTHERS = re.compile("gloo|nccl|dist|connection|socket", re.IGNORECASE)
+UNSEEN = 40
+"""Seconds in which a torchrun that is well sees that its process has ended; it may wait 30 for others that it ends."""
+OF_OTHERS = re.compile(r"(?i:gloo|nccl|distributed|connection|socket)|\bDist[A-Z]")
 """What errors of torch contain when another process does not answer."""
 _current: "Peers | None" = None
 
@@ -191,7 +194,11 @@ class Peers:
         return f"process {rank} of {len(self.members)} (pid {member.pid} on {member.host})"
 
     def _without_store(self) -> str:
-        return f"the store of the run at {self._where} is gone, and maybe its machine"
+        return f"{self._name_of_store()} is gone, and maybe its machine"
+
+    def _name_of_store(self) -> str:
+        is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torch's own rule
+        return f"the store of the run at {self._where}{'' if is_of_torchrun else f' in {self._name(0)}'}"
 
     def _beat(self) -> None:
         """Give signs of life, and look for those of the next process: a ring, so that each is watched whatever their number."""
@@ -229,7 +236,7 @@ class Peers:
             end = end or self._reason(signum)
             if unanswered > self._patience and not self._finishing.is_set():
                 self._is_mute = True
-                end, since = End(f"the store of the run at {self._where} does not answer", 0.0), LONGEST
+                end, since = End(f"{self._name_of_store()} does not answer", 0.0), LONGEST
             if end and since >= (LONGEST if self._ending.is_set() else end.grace):
                 self._end(end)
 
@@ -264,11 +271,35 @@ class Peers:
 
     def _end(self, end: "End") -> None:
         """End this process from beside its main thread."""
-        saved = self.rescue() if self.rescue is not None else ""
+        saved = self._rescue_in_time()
         _print(f"stopped: {end.why}{saved and '; '}{saved}")
         for worker in multiprocessing.active_children():
             worker.kill()
+        self._end_torchrun_if_it_hangs()
         os._exit(end.code)
+
+    def _rescue_in_time(self) -> str:
+        """:attr:`rescue`, unless the disk does not answer: then nobody may wait for this process either."""
+        if self.rescue is None:
+            return ""
+        told: list[str] = []
+        thread = threading.Thread(target=lambda: told.append(self.rescue()), daemon=True)
+        thread.start()
+        thread.join(self._patience)
+        return told[0] if told else f"the last step could not be saved within {self._patience:.0f} s: OUTPUT_DIR does not answer"
+
+    def _end_torchrun_if_it_hangs(self) -> None:
+        """Leave a shell behind that kills torchrun if that does not see the end of this process.
+
+        torchrun looks at its processes and asks its store in turn, and waits without a limit for one on a frozen machine.
+        """
+        if self._parent is None or os.getppid() != self._parent:
+            return
+        told = f"torchrun (pid {self._parent}) has not seen for {UNSEEN} s that its process has ended, and is killed"
+        wait = f"for second in $(seq {UNSEEN}); do sleep 1; kill -0 {os.getpid()} 2>&- || exit; done"
+        script = f"{wait}; echo '{told}: its store does not answer' >&2; kill -9 {self._parent}"
+        with contextlib.suppress(OSError):
+            subprocess.Popen(["sh", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 class End(NamedTuple):

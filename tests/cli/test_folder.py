@@ -212,10 +212,22 @@ def test_words_that_cannot_be_used_are_refused(words, said, here):
     assert layouts.files_below(here.parent) == before
 
 
-def test_processes_of_torchrun_do_not_choose_each_for_itself(here, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+SEVERAL = [
+    ({"TORCHELASTIC_RUN_ID": "1"}, "each of the processes would choose for itself"),
+    ({**SRUN, "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}, "each of the processes would choose for itself"),
+    (SRUN, "this is one of 2 processes (srun), without MASTER_ADDR"),
+]
+
+
+@pytest.mark.parametrize(("variables", "said"), SEVERAL, ids=["torchrun", "srun", "srun without the address"])
+def test_one_of_several_processes_does_not_choose_for_itself(here, monkeypatch, variables, said):
+    """Before the data are read and steps are measured."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     layouts.write_coco(here.parent / "mine")
-    assert "each process of torchrun would choose for itself" in call("train", "../mine").output
+    monkeypatch.setattr(folder_module, "_read", None)
+    assert said in call("train", "../mine").output
 
 
 def test_times():

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
-from nodes import ENV, Nodes, free_port, steps_of, wait_for
+from faults.random_kills import SLOW, resumed_from, steps_taken
+from nodes import ENV, Nodes, family, free_port, steps_of, wait_for
 from run_commands import commands
 from several import run_group
 from test_runner import assert_same_run
@@ -26,13 +27,30 @@ LONG = {"DATASETS__TEST": (), "SOLVER__CHECKPOINT_PERIOD": 1000, "MODEL__BACKBON
 LONG |= {"MODEL__BACKBONE__NORM": "SyncBN", "MODEL__POSITION__NORM": "SyncBN"}
 TORCHRUN = """#!{python}
 import os, sys
-words = " ".join(sys.argv[1:]).replace("--nproc-per-node 8", "--nproc-per-node 1").split()
-os.execv("{python}", ["{python}", "-m", "torch.distributed.run", *words, *{pairs!r}])
+words = " ".join(sys.argv[1:]).replace("--nproc-per-node 8", "--nproc-per-node 1").replace("-m cpvt_det", {script!r}).split()
+first = os.environ.get("SLURM_PROCID", os.environ.get("SKYPILOT_NODE_RANK")) == "0"
+here = ["--local-addr", "127.0.0.1", "--rdzv-conf", f"is_host={{int(first)}}"]
+os.execv("{python}", ["{python}", "-m", "torch.distributed.run", *here, *words, *{pairs!r}])
+"""
+IMPATIENT = """
+import cpvt_det.runner.peers as peers
+from cpvt_det.cli import main
+peers.UNSEEN = 2
+main()
 """
 SRUN = """#!/bin/bash
-export SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=1
-exec "$@"
+trap 'kill -KILL -- $(sed s/^/-/ step)' TERM
+for task in $(seq 0 $((SLURM_NNODES - 1))); do
+  SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=$SLURM_NNODES setsid "$@" &
+  echo $! >> step
+done
+wait
 """
+"""Starts a task for each machine; at SIGTERM it kills them, as the real one does."""
+SCANCEL = """#!/bin/bash
+[ "$*" = "--signal=TERM 17" ] && kill -TERM -- $(sed s/^/-/ step)
+"""
+"""Brings the signal to the tasks."""
 SCONTROL = """#!/bin/bash
 case "$1" in
   show) echo 127.0.0.1 ;;
@@ -60,13 +78,14 @@ def test_the_two_machines_of_the_page_go_on_when_one_is_lost(drawn_coco, tmp_pat
     assert words[:6] == ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun", "--nnodes", "2", "--nproc-per-node", "8"]
     assert after[:2] == ["cpvt_det", "train"] and "--resume" in after and words[8:10] == ["--rdzv-backend", "c10d"]
     slow = tmp_path / "slow.py"
-    slow.write_text((ROOT / "tests/faults/random_kills.py").read_text().split('SLOW = """')[1].split('"""')[0])
+    slow.write_text(SLOW)
     run = [slow, *after[1:], *small(drawn_coco.files, tmp_path / "hurt", SOLVER__MAX_ITER=8)]
     nodes = Nodes(tmp_path / "printed", run, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     try:
         for number in (0, 1):
             nodes.start(number)
         wait_for(lambda: steps_of(tmp_path / "hurt") >= 2)
+        before = max(steps_taken(tmp_path / "hurt"))
         nodes.kill(1)
         nodes.agents[1].wait()
         nodes.start(1)
@@ -74,27 +93,39 @@ def test_the_two_machines_of_the_page_go_on_when_one_is_lost(drawn_coco, tmp_pat
     finally:
         nodes.stop()
     assert "died or lost its machine; iteration" in nodes.text(0)
+    (resumed,) = resumed_from(tmp_path / "hurt")
+    assert resumed >= before  # no step is lost
     whole = [*after[1:], *small(drawn_coco.files, tmp_path / "whole", SOLVER__MAX_ITER=8)]
     assert [one.code for one in run_group(tmp_path / "whole_printed", whole)] == [0, 0]
     assert_same_run(tmp_path / "hurt", tmp_path / "whole")
 
 
 @pytest.fixture
-def cluster(tmp_path, drawn_coco, monkeypatch):
-    """A folder with stand-ins for Slurm on the path, whose torchrun trains a small model in ``tmp_path/run``."""
-    pairs = small(drawn_coco.files, tmp_path / "run", SOLVER__MAX_ITER=10_000)
-    stands = {"torchrun": TORCHRUN.format(python=sys.executable, pairs=pairs), "srun": SRUN, "scontrol": SCONTROL}
-    for name, text in stands.items():
+def cluster(tmp_path, drawn_coco):
+    """Variables of a job of two machines, and stand-ins on the path; their torchrun trains a small model in ``tmp_path/run``."""
+    pairs = small(drawn_coco.files, tmp_path / "run", SOLVER__MAX_ITER=10_000, SOLVER__PEER_TIMEOUT=7)
+    script = tmp_path / "impatient.py"
+    script.write_text(IMPATIENT)
+    torchrun = TORCHRUN.format(python=sys.executable, script=str(script), pairs=pairs)
+    for name, text in {"torchrun": torchrun, "srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL}.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    job = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node-[a-b]", "PYTHONPATH": os.environ["PYTHONPATH"]}
-    return {**ENV, **job, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    job = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]", "PYTHONPATH": os.environ["PYTHONPATH"]}
+    job |= {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
+    return {**ENV, **job, "SKYPILOT_TASK_ID": "sky-1", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+
+
+def signal_families(signum: int, *pids: int) -> None:
+    """Send a signal to processes and to all that they have started; torchrun's have groups of their own."""
+    for one in [one for pid in pids for one in family(pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signum)
 
 
 def test_the_slurm_job_of_the_page_saves_at_its_end_and_queues_itself_again(cluster, tmp_path):
-    """With one machine of one process. The signal comes to the script, as ``--signal=B:TERM`` sends it."""
+    """With two machines of one process. The signal comes to the script, as ``--signal=B:TERM`` sends it."""
     job = next(block for block in blocks("bash") if "#SBATCH" in block)
     script = tmp_path / "job.sh"
     script.write_text(job.replace(":29500", f":{free_port()}"))
@@ -105,26 +136,44 @@ def test_the_slurm_job_of_the_page_saves_at_its_end_and_queues_itself_again(clus
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        signal_families(signal.SIGKILL, process.pid)
     told = (tmp_path / "printed").read_text()
+    assert "2 process(es)" in told
     assert re.search(r"interrupted by SIGTERM: iteration \d+ is saved; --resume continues", told), told
     assert (tmp_path / "requeued").read_text() == "17\n"
     assert len(list((tmp_path / "run").glob("model_*.pth"))) == 1
 
 
-def test_the_other_lines_of_the_page_are_read(cluster, monkeypatch):
-    """By torchrun's parser, and what is after it by ours: the ``run`` of SkyPilot, and ``srun`` without torchrun."""
+def test_of_the_skypilot_task_of_the_page_a_machine_ends_when_that_with_the_store_is_frozen(cluster, tmp_path):
+    """On two machines of one process. The other process saves; its torchrun would wait for the store without a limit."""
+    (task,) = blocks("yaml")
+    run = yaml.safe_load(task)["run"].replace(":29500", f":{free_port()}")
+    machines = []
+    try:
+        for rank in (0, 1):
+            with (tmp_path / f"{rank}.txt").open("w") as printed:
+                env, streams = {**cluster, "SKYPILOT_NODE_RANK": str(rank)}, {"stdout": printed, "stderr": printed}
+                machines.append(subprocess.Popen(["bash", "-c", run], cwd=tmp_path, env=env, start_new_session=True, **streams))
+        wait_for(lambda: steps_of(tmp_path / "run") >= 1)
+        signal_families(signal.SIGSTOP, machines[0].pid)
+        assert machines[1].wait(60) in (137, -signal.SIGKILL)
+    finally:
+        signal_families(signal.SIGKILL, *(machine.pid for machine in machines))
+    told = (tmp_path / "1.txt").read_text()
+    assert re.search(r"the store of the run at \S+ in process 0 of 2 .* does not answer; iteration \d+ is saved", told), told
+    assert re.search(r"torchrun \(pid \d+\) has not seen for 2 s that its process has ended, and is killed", told)
+
+
+def test_the_other_lines_of_the_page_are_read(cluster):
+    """By torchrun's parser, and what is after it by ours: SkyPilot's ``run`` on machines of 8 GPUs; ``srun`` without torchrun."""
     from torch.distributed.run import config_from_args, parse_args
 
-    for name, value in {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "sky-1"}.items():
-        cluster[name] = value
     (task,) = blocks("yaml")
-    run = yaml.safe_load(task)["run"].replace("torchrun", "echo")
-    line = subprocess.run(["bash", "-c", run], env={**cluster, "SKYPILOT_NUM_GPUS_PER_NODE": "8"}, capture_output=True, text=True)
+    run, env = yaml.safe_load(task)["run"].replace("torchrun", "echo"), {**cluster, "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    line = subprocess.run(["bash", "-c", run], env=env, capture_output=True, text=True)
     args = parse_args(shlex.split(line.stdout))
     config, _, words = config_from_args(args)
-    assert (config.min_nodes, config.nproc_per_node, config.rdzv_endpoint, config.run_id) == (2, 8, "10.0.0.1:29500", "sky-1")
+    assert (config.min_nodes, config.nproc_per_node, config.rdzv_endpoint, config.run_id) == (2, 8, "127.0.0.1:29500", "sky-1")
     alone = next(block for block in blocks("bash") if "#SBATCH" not in block).replace("srun --ntasks-per-node 8", "echo")
     line = subprocess.run(["bash", "-c", f"{alone}\necho $MASTER_ADDR $MASTER_PORT"], env=cluster, capture_output=True, text=True)
     command, address = line.stdout.splitlines()

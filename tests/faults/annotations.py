@@ -10,14 +10,19 @@ What was read of a file above 4 MB is kept in `DATASETS.CACHE`, and read again w
 [scaling.md](scaling.md).
 """
 
+import contextlib
 import json
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from forked import Forked
+from nodes import wait_for
 
 from cpvt_det.data.cache import SMALL
 from faults.case import Case, Cut, Ending
-from faults.drawn import DataCase, Drawn, call_on, draw, read_set
+from faults.drawn import DataCase, Drawn, call_on, draw, read_set, words_on
 
 
 def annotation(**values):
@@ -128,6 +133,77 @@ def twice(folder: Path, change, cache: Path | None = None) -> Ending:
         for kept in (folder / "kept").glob("*.columns"):
             change(kept)
         ending = call_on(drawn, "check-data", DATASETS__CACHE=cache or folder / "kept")
+    return ending
+
+
+MAKER = """
+import time
+from pathlib import Path
+from cpvt_det.data import cache, coco
+folder, read_once, read, save = Path({folder!r}), coco.read_once, coco._read, cache.save_columns
+def note(what):
+    with (folder / what).open("a") as file:
+        file.write(what + ".")
+def arrive(*arguments):
+    note("came")
+    return read_once(*arguments)
+def read_late(*arguments):
+    note("read")
+    while (folder / "came").stat().st_size < 10 and not {hangs}:
+        time.sleep(0.01)
+    return read(*arguments)
+def save_half(columns, about, file):
+    file.write(b"half")
+    file.flush()
+    note("half")
+    time.sleep(100)
+coco.read_once, coco._read = arrive, read_late
+if {hangs}:
+    cache.save_columns = save_half
+"""
+"""A process that reads when two have come, or one that hangs in the middle of writing down what it has read."""
+
+
+@contextlib.contextmanager
+def makers(folder: Path) -> Iterator[Callable[[bool], Forked]]:
+    """What starts processes that look at a data set of a large file; they write into the folder what they do."""
+    drawn, started = draw(folder / "data", lambda drawn: drawn.content.update(info="x" * SMALL)), []
+
+    def start(hangs: bool) -> Forked:
+        words = words_on(drawn, "check-data", DATASETS__CACHE=folder / "kept")
+        started.append(Forked(*words, before=MAKER.format(folder=str(folder), hangs=hangs)))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.end()
+
+
+def ending_of(process: Forked) -> Ending:
+    return Ending(process.wait(), process.stdout() + process.stderr())
+
+
+def two_makers(folder: Path) -> Ending:
+    """Both come before either reads."""
+    with makers(folder) as start:
+        first, second = map(ending_of, [start(False), start(False)])
+    assert first.code == 0, first
+    assert (folder / "read").read_text() == "read.", "both have read"
+    return second
+
+
+def killed_maker(folder: Path) -> Ending:
+    """It is killed while it holds the lock and writes, and another waits for it."""
+    with makers(folder) as start:
+        first = start(True)
+        wait_for(lambda: (folder / "half").exists(), what="half a file")
+        second = start(False)
+        wait_for(lambda: (folder / "came").stat().st_size == 10, what="the second process")
+        first.send_signal(signal.SIGKILL)
+        ending = ending_of(second)
+    assert {path.suffix for path in (folder / "kept").iterdir()} == {".columns", ".lock"}, "half a file is left"
     return ending
 
 
@@ -464,6 +540,20 @@ CASES = [
         "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
         0,
         guard=Cut("data/cache.py", "contextlib.suppress(FileNotFoundError, ValueError)", "contextlib.suppress(FileNotFoundError)"),
+    ),
+    Case(
+        "two processes that read a large file at the same time",
+        two_makers,
+        "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
+        0,
+        guard=Cut("data/cache.py", "fcntl.lockf(file, fcntl.LOCK_EX)", "pass"),
+    ),
+    Case(
+        "a process killed while it keeps a large file, and another waits for it",
+        killed_maker,
+        "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
+        0,
+        guard=Cut("data/cache.py", "unfinished.unlink()", "pass"),
     ),
     Case(
         "a DATASETS.CACHE that is no folder",

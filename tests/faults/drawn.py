@@ -124,7 +124,12 @@ def draw(folder: Path, make: Callable[[Drawn], Any]) -> Drawn:
 
 def call_on(drawn: Drawn, command: str, *words: object, runner: str = "builtin", **more: object) -> Ending:
     """``cpvt-det COMMAND`` with the smallest config on a data set; ``more`` as in :func:`tiny.overrides`."""
+    return call(*words_on(drawn, command, *words, runner=runner, **more))
+
+
+def words_on(drawn: Drawn, command: str, *words: object, runner: str = "builtin", **more: object) -> list[object]:
+    """The words of :func:`call_on`."""
     config = drawn.folder / "run.yaml"
     config.write_text("VERSION: 2\n")
     options = ["--config-file", config, "--runner", runner]
-    return call(command, *words, *options, *overrides(drawn.files, drawn.folder.parent / "out", **{**drawn.words, **more}))
+    return [command, *words, *options, *overrides(drawn.files, drawn.folder.parent / "out", **{**drawn.words, **more})]

@@ -116,8 +116,8 @@ CASES = [
     Case(
         "the machine with process 0 and the store lost",
         signalled(0, "SIGKILL"),
-        "stopped: the store of the run at ... is gone, and maybe its machine; iteration ... is saved (running statistics of norms "
-        "are those of process 1); --resume continues after it",
+        "stopped: the store of the run at ... in process 0 of 2 (pid ... on ...) is gone, and maybe its machine; iteration ... is "
+        "saved (running statistics of norms are those of process 1); --resume continues after it",
         1,
         guard=(
             Cut("runner/peers.py", "            return self._without_store()\n", "            raise\n"),
@@ -134,7 +134,7 @@ CASES = [
     Case(
         "the machine with the store frozen",
         signalled(0, "SIGSTOP"),
-        "stopped: the store of the run at ... does not answer; iteration 4 is saved",
+        "stopped: the store of the run at ... in process 0 of 2 (pid ... on ...) does not answer; iteration 4 is saved",
         1,
         guard=Cut("runner/peers.py", "if unanswered > self._patience and", "if False and"),
     ),

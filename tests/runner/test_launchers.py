@@ -32,6 +32,7 @@ def test_one_of_several_joins_where_the_address_is_known(found, local_rank):
         {},
         ADDRESS,
         {"SLURM_NTASKS": "8"},  # the shell of salloc
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", **ADDRESS},  # the script of sbatch --ntasks 8
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1", **ADDRESS},
@@ -49,7 +50,6 @@ def test_a_process_that_is_alone_stays_alone(alone):
             SRUN,
             r"one of 2 processes \(srun\), without MASTER_ADDR and MASTER_PORT of the first.*write srun --ntasks-per-node 1 torch",
         ),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "one of 8 processes"),
         ({**MPIRUN, "MASTER_ADDR": "node-a"}, r"\(mpirun\), without MASTER_PORT of the first: .*write mpirun -x MASTER_ADDR="),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "export MASTER_ADDR=FIRST_HOST MASTER_PORT=29500, or start one torchrun per machine"),
         ({"RANK": "0", **ADDRESS}, "but not WORLD_SIZE"),

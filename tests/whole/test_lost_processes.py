@@ -25,7 +25,10 @@ def words(drawn_coco, tmp_path):
     return call
 
 
-GONE = (r"the store of the run at \S+ is gone, and maybe its machine", r"process 1 of 2 \(pid \d+ on .*\) died or lost its machine")
+GONE = (
+    r"the store of the run at \S+ in process 0 of 2 \(pid \d+ on .*\) is gone, and maybe its machine",
+    r"process 1 of 2 \(pid \d+ on .*\) died or lost its machine",
+)
 """What the other says where process 0 is killed, which has the store that tells who is gone, and where process 1 is."""
 
 
