@@ -125,7 +125,6 @@ def read_once(source: Source, examples: float, folder: Path, read: Callable[[], 
             copy = source.copy()  # before it is read, so that no change in between is missed
             reading = read()
             _keep(reading, copy, kept)
-            reading = None  # its memory is not needed twice
             _remove_earlier(kept)
             return _load(kept, source)
     except OSError as error:
