@@ -6,6 +6,7 @@ Constants are of records in ``results/``, each of one machine without a GPU; the
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +44,9 @@ class Constants(NamedTuple):
 
     Attributes:
         json_bytes, kept_bytes: of a box, in the JSON and in what is kept of it.
-        read_seconds, read_bytes: CPU seconds and memory of the first reading of a box.
-        worker_bytes: memory that a data worker gains of an image.
+        read_seconds: CPU seconds of the first reading of a box.
+        read_fixed, read_bytes: memory of the first reading, whatever the size, and more for each box.
+        worker_fixed, worker_bytes: memory that a data worker gains by going through all images, and more for each image.
         header_seconds: CPU seconds of looking at an image file.
         sample_seconds: CPU seconds of a training sample.
         evaluation_seconds: seconds of COCO's figures of a test image with 100 detections.
@@ -52,8 +54,10 @@ class Constants(NamedTuple):
 
     json_bytes: float
     read_seconds: float
+    read_fixed: float
     read_bytes: float
     kept_bytes: float
+    worker_fixed: float
     worker_bytes: float
     header_seconds: float
     sample_seconds: float
@@ -69,33 +73,43 @@ def constants() -> Constants:
     """The constants, from the records."""
     from benchmarks.budget import seconds_a_sample
 
-    notes, shards = read("annotations_coco.json"), read("shards_cpu.json")
-    boxes, first, later = notes["boxes"], notes["first"], notes["second"]
+    small, large, shards = read("annotations_coco.json"), read("annotations_large.json"), read("shards_cpu.json")
+    read_fixed, read_bytes = _line(small, large, "boxes", lambda notes: notes["first"]["peak"] - notes["second"]["peak"])
+    worker_fixed, worker_bytes = _line(small, large, "images", lambda notes: max(notes["second"]["workers"]))
     cases = {case["name"]: case for case in read("eval_cpu_2threads.json")["cases"]}
     whole = next(row for row in cases["whole path"]["rows"] if row["name"] == "cpvt_det")
     return Constants(
-        json_bytes=notes["json_gb"] * 2**30 / boxes,
-        read_seconds=first["seconds"] / boxes,
-        read_bytes=(first["peak"] - later["peak"]) * 2**30 / boxes,
-        kept_bytes=notes["kept_gb"] * 2**30 / boxes,
-        worker_bytes=max(later["workers"]) * 2**30 / notes["images"],
+        json_bytes=small["json_gb"] * 2**30 / small["boxes"],
+        read_seconds=max(notes["first"]["seconds"] / notes["boxes"] for notes in (small, large)),
+        read_fixed=read_fixed,
+        read_bytes=read_bytes,
+        kept_bytes=small["kept_gb"] * 2**30 / small["boxes"],
+        worker_fixed=worker_fixed,
+        worker_bytes=worker_bytes,
         header_seconds=1 / shards["headers"]["tar files"]["images_per_second"],
         sample_seconds=seconds_a_sample(),
         evaluation_seconds=whole["wall"]["median"] / cases["whole path"]["about"]["images"],
     )
 
 
+def _line(small: dict, large: dict, size: str, gigabytes: Callable[[dict], float]) -> tuple[float, float]:
+    """What two records have in common whatever their size, and what each of its units adds, in bytes; neither is below 0."""
+    one, other = (gigabytes(notes) * 2**30 for notes in (small, large))
+    slope = max(0.0, (other - one) / (large[size] - small[size]))
+    return max(0.0, one - slope * small[size], other - slope * large[size]), slope
+
+
 def of_data() -> list[list[str]]:
     """Head and rows of what does not depend on the number of GPUs."""
     found = constants()
-    head = ["data", "JSON", "first read", "its memory", "memory of a node", "of its workers, at most", "tar files"]
+    head = ["data", "JSON", "first read", "its memory", "memory of a node", "of its workers", "tar files"]
     head += ["index", "evaluation"]
     rows = []
     for data in DATA:
         order = 8 + 8 + 4  # bytes of an image in each process: the order of an epoch, wide or tall, the size
         node = data.boxes * found.kept_bytes + A_NODE * data.images * (order + INDEX_BYTES)
-        workers = A_NODE * WORKERS * data.images * found.worker_bytes
-        gigabytes = [data.boxes * found.json_bytes, data.boxes * found.read_bytes, node, workers]
+        workers = A_NODE * WORKERS * (found.worker_fixed + data.images * found.worker_bytes)
+        gigabytes = [data.boxes * found.json_bytes, found.read_fixed + data.boxes * found.read_bytes, node, workers]
         json_gb, read_gb, node_gb, workers_gb = (f"{_short(size / 1e9)} GB" for size in gigabytes)
         minutes = f"{_short(data.boxes * found.read_seconds / 60)} min"
         tars = f"{data.images * IMAGE_KB / 1e3 / SHARD_MB:,.0f}"

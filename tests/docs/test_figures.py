@@ -34,6 +34,7 @@ RECORDS = {
         "benchmarks/results/scaling_cpu.md",
         "benchmarks/results/processes_cpu.json",
         "benchmarks/results/annotations_coco.json",
+        "benchmarks/results/annotations_large.json",
         "benchmarks/estimate.py",
     ],
 }

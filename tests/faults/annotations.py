@@ -6,7 +6,8 @@ image id and annotation id. Training and evaluation do the same before anything 
 then the same images and boxes are left out of training and evaluation, and counted in the log. Under either policy, the ground
 truth used as detections scores an AP of 100.0; that too is tested for each row. A box of less than a pixel counts in both. Only
 where a crop leaves less than a pixel of a box, training drops it.
-What was read of a file above 4 MB is kept in `DATASETS.CACHE`, and read again when the file changes; seconds and memory:
+What was read of a file above 4 MB, or of 10,000 files of another format, is kept in `DATASETS.CACHE`, and read again when a file
+changes; seconds and memory:
 [scaling.md](scaling.md).
 """
 
