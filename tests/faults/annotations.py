@@ -549,7 +549,7 @@ CASES = [
         guard=Cut("data/cache.py", "fcntl.lockf(file, fcntl.LOCK_EX)", "pass"),
     ),
     Case(
-        "a maker of a cache killed, another waits",
+        "a killed maker of a cache",
         killed_maker,
         "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
         0,
