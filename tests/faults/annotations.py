@@ -543,14 +543,14 @@ CASES = [
         guard=Cut("data/cache.py", "contextlib.suppress(FileNotFoundError, ValueError)", "contextlib.suppress(FileNotFoundError)"),
     ),
     Case(
-        "two processes that read a large file at the same time",
+        "two makers of a cache",
         two_makers,
         "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
         0,
         guard=Cut("data/cache.py", "fcntl.lockf(file, fcntl.LOCK_EX)", "pass"),
     ),
     Case(
-        "a process killed while it keeps a large file, and another waits for it",
+        "a killed maker of a cache",
         killed_maker,
         "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
         0,
