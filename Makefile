@@ -22,11 +22,12 @@ quickstart: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(WORKERS)
-	@if ! $(DETECTRON2_PYTHON) -c "import detectron2" 2>/dev/null; then \
-		echo "Tests passed without detectron2. Those marked detectron2 did not run: $(DETECTRON2_PYTHON) does not import it."; \
+	@browser="$$($(BIN)/python tests/browser.py)"; \
+	if ! $(DETECTRON2_PYTHON) -c "import detectron2" 2>/dev/null; then \
+		echo "Tests passed without detectron2. Those marked detectron2 did not run: $(DETECTRON2_PYTHON) does not import it.$$browser"; \
 	else \
 		$(DETECTRON2_PYTHON) -m pytest -m detectron2 $(WORKERS) $(DETECTRON2_TESTS) && \
-		echo "Tests passed without detectron2, and those marked detectron2 with $(DETECTRON2_PYTHON)."; \
+		echo "Tests passed without detectron2, and those marked detectron2 with $(DETECTRON2_PYTHON).$$browser"; \
 	fi
 
 check: lint

@@ -42,7 +42,7 @@ def get_cfg() -> CfgNode:
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference
     cfg.TEST.BEST_FIGURE = ""  # figure that decides which checkpoint is the best, as AP50 or AP-cat; empty: the task's main one, AP
     cfg.TEST.TILES = CfgNode()
-    cfg.TEST.TILES.SIZE = 0  # side in pixels of the tiles that larger images are cut into, in evaluation and prediction; 0: none
+    cfg.TEST.TILES.SIZE = 0  # side in pixels, at least 32, of the tiles that larger images are cut into; 0: they are not cut
     cfg.TEST.TILES.OVERLAP = 0.2  # smallest share of a tile's side that neighbours have in common; at least that of small objects
     cfg.TEST.TILES.MERGE = "ios"  # nms: merge detections by intersection over union; ios: of cut objects, over the smaller one
     cfg.TEST.TILES.WHOLE = True  # True: detect in the whole image too, for objects that are larger than a tile

@@ -2,6 +2,7 @@
 """A real browser for the tests of pages: the system's Chromium, without a window, driven by playwright."""
 
 import contextlib
+import importlib.util
 import shutil
 
 import pytest
@@ -10,16 +11,28 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 WIDE, NARROW = (1280, 900), (390, 844)
 
 
+def find_chromium():
+    """Its path; ``None`` if there is none."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+def missing():
+    """What the tests of pages lack here; empty where they run."""
+    if importlib.util.find_spec("playwright") is None:
+        return "playwright is not installed"
+    return "" if find_chromium() else "there is no Chromium (on Debian: apt-get install chromium)"
+
+
 @contextlib.contextmanager
 def open_browser():
     """The browser; the test is skipped, and says why, where there is none."""
-    api = pytest.importorskip("playwright.sync_api", reason="no browser test: playwright is not installed")
-    path = next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip("no browser test: there is no Chromium (on Debian: apt-get install chromium)")
-    with api.sync_playwright() as driver:
+    if missing():
+        pytest.skip(f"no browser test: {missing()}")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
         # Without its sandbox, as tests may run as root; it opens nothing but pages of the tests.
-        opened = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        opened = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         yield opened
         opened.close()
 
@@ -56,3 +69,7 @@ class Tab:
 def overflows(page):
     """Whether the page is wider than its window."""
     return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+
+
+if __name__ == "__main__":  # for the last line of make test
+    print(f" Those in a browser did not run: {missing()}." if missing() else "")

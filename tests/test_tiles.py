@@ -42,12 +42,15 @@ def test_tiles_by_hand():
     assert Tiling(40, 0.2).windows(40, 40) == [Window(0, 0, 40, 40)]
     assert Tiling(40, 0.2).windows(13, 7) == [Window(0, 0, 13, 7)]
     assert len(Tiling(40, 0.0, whole=False).windows(80, 120)) == 6
+    assert len(Tiling(100, 0.9, whole=False).windows(100, 300)) == 21  # steps of 10
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ((0,), ValueError, "the side of a tile must be at least 1 pixel, got 0"),
+        ((31,), ValueError, "the side of a tile must be a whole number of at least 32 pixels, got 31"),
+        ((640.0,), ValueError, "a whole number of at least 32 pixels, got 640.0"),
+        ((True,), ValueError, "a whole number of at least 32 pixels, got True"),
         ((640, 1.0), ValueError, r"a share of their side from 0 to below 1, got 1.0"),
         ((640, -0.1), ValueError, r"to below 1, got -0.1"),
         ((640, math.nan), ValueError, r"to below 1, got nan"),
@@ -149,10 +152,12 @@ def test_a_small_object_in_a_large_one_stays_one_unless_a_tile_cuts_it():
 
 
 def test_borders_of_the_image_cut_nothing():
-    """The same boxes, on the first tile's left and the second tile's right border: halving a score would change the choice."""
+    """An object at the left and one at the right border: were a score halved, the whole image's smaller boxes would be kept."""
     whole = Window(0, 0, 40, 100)
-    found = [detections((0, 5, 30, 30, 0.75, 0)), detections((0, 5, 20, 30, 0.5, 0))]
-    assert merge_windows(found, [PAIR[0], whole], (40, 100), "ios", 10).scores.tolist() == [0.75]
+    left = [detections((0, 5, 30, 30, 0.75, 0)), detections((0, 5, 20, 30, 0.5, 0))]
+    right = [detections((30, 5, 60, 30, 0.75, 0)), detections((80, 5, 100, 30, 0.5, 0))]
+    for found, tile in ((left, PAIR[0]), (right, PAIR[1])):
+        assert merge_windows(found, [tile, whole], (40, 100), "ios", 10).scores.tolist() == [0.75]
 
 
 def test_the_best_are_kept_and_none_is_an_answer():
@@ -225,7 +230,7 @@ def test_evaluation_command_and_python_find_the_same(trained, tmp_path):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["TEST.TILES.SIZE", "-1"], "TEST.TILES: the side of a tile must be at least 1 pixel, got -1"),
+        (["TEST.TILES.SIZE", "-1"], "TEST.TILES: the side of a tile must be a whole number of at least 32 pixels, got -1"),
         (["TEST.TILES.SIZE", "64", "TEST.TILES.OVERLAP", "1.5"], "TEST.TILES: the overlap of tiles must be"),
         (["TEST.TILES.SIZE", "64", "TEST.TILES.MERGE", "iou"], "unknown way to merge tiles 'iou'"),
         (["TEST.TILES.OVERLAP", "0.4"], r"TEST.TILES.OVERLAP is 0.4, but TEST.TILES.SIZE is 0; leave it at 0.2, or .*--tiles"),

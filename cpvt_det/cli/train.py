@@ -50,7 +50,9 @@ def tiles_options(command: Callable) -> Callable:
     command = click.option("--overlap", type=float, help="Share of a tile's side that neighbours have in common.  [default: 0.2]")(
         command
     )
-    return click.option("--tiles", type=int, metavar="PIXELS", help="Cut larger images into tiles of this side.")(command)
+    return click.option("--tiles", type=int, metavar="PIXELS", help="Cut larger images into tiles of this side, at least 32.")(
+        command
+    )
 
 
 def tiles_overrides(tiles: int | None, overlap: float | None) -> tuple[str, ...]:

@@ -2,11 +2,15 @@
 """The page of ``cpvt-det serve`` in a real browser: pictures are dropped on it, and their boxes read back."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from browser import NARROW, Tab, overflows
 from test_server import FILES, models, running, weights  # noqa: F401, fixtures
+
+from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.coco import load_coco
 
 MOST = 2_000_000
 READ = """(panel) => {
@@ -124,15 +128,33 @@ def test_a_box_shows_where_the_decoder_looked(tab, pictures, number, drawn):
     assert box.evaluate("(box) => box === document.activeElement")
 
 
-def test_the_download_is_a_coco_data_set_of_what_is_shown(tab, models, pictures, tmp_path):  # noqa: F811
-    for path in pictures[:2]:
-        drop(tab, path)
+def download(tab, models, pictures, path):  # noqa: F811
+    """Save what the page has of two pictures, from the threshold that half of the first one's boxes pass; the threshold."""
+    for picture in pictures:
+        drop(tab, picture)
     finish(tab, "2 images")
     threshold = int(1000 * models[0].predictor(pictures[0]).scores.median()) / 1000
     tab.slide("threshold-0", round(1000 * threshold))
     with tab.page.expect_download() as waiting:
         tab.page.get_by_role("button", name="Download COCO JSON").first.click()
-    waiting.value.save_as(tmp_path / "found.json")
+    waiting.value.save_as(path)
+    return threshold
+
+
+def test_datumaro_the_reader_of_cvat_reads_the_download(tab, models, pictures, tmp_path, recwarn):  # noqa: F811
+    datumaro = pytest.importorskip("datumaro", reason="datumaro is not installed")
+    download(tab, models, pictures, tmp_path / "annotations/instances_default.json")
+    shutil.copytree(pictures[0].parent, tmp_path / "images/default")
+    dataset = datumaro.Dataset.import_from(str(tmp_path), "coco_instances")
+    rows = json.loads((tmp_path / "annotations/instances_default.json").read_text())["annotations"]
+    found = [(one.attributes["score"], *one.get_bbox()) for item in dataset for one in item.annotations]
+    expected = sorted((row["score"], *row["bbox"]) for row in rows)
+    assert np.array(sorted(found)) == pytest.approx(np.array(expected), abs=0.02)
+    assert not [warning for warning in recwarn if "segmentation" in str(warning.message)]
+
+
+def test_the_download_is_a_coco_data_set_of_what_is_shown(tab, models, pictures, tmp_path):  # noqa: F811
+    threshold = download(tab, models, pictures, tmp_path / "found.json")
     content = json.loads((tmp_path / "found.json").read_text())
     assert [one["name"] for one in content["categories"]] == ["red", "green", "blue"]
     assert [one["id"] for one in content["categories"]] == [3, 17, 90]
@@ -143,6 +165,11 @@ def test_the_download_is_a_coco_data_set_of_what_is_shown(tab, models, pictures,
     keys = ("image_id", "category_id", "bbox", "score")
     assert [{key: one[key] for key in keys} for one in content["annotations"]] == expected and expected
     assert [one["id"] for one in content["annotations"]] == list(range(1, len(expected) + 1))
+    assert all(one["segmentation"] == [] for one in content["annotations"])  # datumaro warns of each without
+    dataset = load_coco(DatasetFiles("found", tmp_path / "found.json", pictures[0].parent))
+    assert [len(record.labels) for record in dataset.records] == [
+        sum(one["image_id"] == number for one in content["annotations"]) for number in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize("way", ["chosen", "dropped"])
@@ -182,6 +209,12 @@ def test_bad_files_are_messages_beside_good_ones(tab, tmp_path):
     assert messages[2] == "text.jpg: cannot read image text.jpg: it is not an image, or its format is unknown"
     assert messages[3].startswith("<img src=x>.jpg: cannot read image") and len(messages) == 4
     assert tab.texts("#name") == ["pixel.png, 1 x 1 pixels"]
+    with (tmp_path / "huge.jpg").open("wb") as file:
+        file.truncate(100_000_000)
+    asked = len(tab.fetched)
+    tab.page.locator("#files").set_input_files(tmp_path / "huge.jpg")
+    tab.page.get_by_text("100.0 MB are too much: at most 2 MB are taken (--max-upload)").wait_for()
+    assert len(tab.fetched) == asked  # it is not even sent
 
 
 def test_a_server_that_is_gone_is_a_message(browser, models):  # noqa: F811

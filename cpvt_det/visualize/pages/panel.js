@@ -183,7 +183,7 @@ class Panel {
     done.forEach(({ results }, i) => {
       for (const [x, y, w, h, score, label] of results[this.index].boxes.filter((box) => this.passes(box))) {
         const whose = { id: annotations.length + 1, image_id: i + 1, category_id: categories[label].id };
-        annotations.push({ ...whose, bbox: [x, y, w, h], area: w * h, iscrowd: 0, score });
+        annotations.push({ ...whose, bbox: [x, y, w, h], area: w * h, iscrowd: 0, segmentation: [], score });
       }
     });
     return { images, annotations, categories };
