@@ -293,7 +293,7 @@ class Peers:
 
         torchrun looks at its processes and asks its store in turn, and waits without a limit for one on a frozen machine.
         """
-        if self._parent is None or os.getppid() != self._parent:
+        if self._parent is None or self._parent != os.getppid():
             return
         told = f"torchrun (pid {self._parent}) has not seen for {UNSEEN} s that its process has ended, and is killed"
         wait = f"for second in $(seq {UNSEEN}); do sleep 1; kill -0 {os.getpid()} 2>&- || exit; done"

@@ -6,16 +6,16 @@ same in all of them; process 0 does it if it lives, else another), say which pro
 seconds; after `SOLVER.PEER_TIMEOUT` seconds where it is frozen. Under `torchrun --max-restarts` the run then goes on by itself:
 [clusters.md](clusters.md).
 
-`python benchmarks/kills.py` does it twenty times to two processes on the loopback, each with its own torchrun, at random moments:
-it kills a process, a torchrun, both, both with the store, and these while the other torchrun starts; then it gives the same command
-again where a torchrun has gone. For each kill [kills.json](../benchmarks/results/kills.json) has the last step before it, the step
-from which the run went on, and the seconds until all of before had ended, until new processes had imported torch, and until the next
-step (or until the other torchrun had ended, where the store was lost); for each run of five kills, whether its weights are those of
-an unhurt one.
+`python benchmarks/kills.py` does it twenty times to two processes on the loopback, each with its own torchrun, at random
+moments: it kills a process, a torchrun, both, both with the store, and these while the other torchrun starts; then it gives the
+same command again where a torchrun has gone. For each kill [kills.json](../benchmarks/results/kills.json) has the last step
+before it, the step from which the run went on, and the seconds until all of before had ended, until new processes had imported
+torch, and until the next step (or until the other torchrun had ended, where the store was lost); for each run of five kills,
+whether its weights are those of an unhurt one.
 
 A torchrun whose store is on a frozen machine waits for it without a limit and does not see that its processes have ended; 40
-seconds later it is killed (`tests/docs/test_clusters.py` freezes one of two torchruns). A process that has to end waits for a disk that
-does not answer for `SOLVER.PEER_TIMEOUT` seconds (`tests/runner/test_peers.py`).
+seconds later it is killed (`tests/docs/test_clusters.py` freezes one of two torchruns). A process that has to end waits for a
+disk that does not answer for `SOLVER.PEER_TIMEOUT` seconds (`tests/runner/test_peers.py`).
 
 A run of two processes of which either was killed in the middle of a step, and which was then resumed, has the weights, average,
 optimizer and losses of an unhurt one, with equality (`tests/whole/test_lost_processes.py`; norms are synchronised). Where process 0
