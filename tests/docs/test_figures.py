@@ -37,6 +37,7 @@ RECORDS = {
         "benchmarks/results/annotations_large.json",
         "benchmarks/estimate.py",
     ],
+    "docs/speed.md": ["benchmarks/results/before_after.md"],
 }
 """Document -> where its figures come from; the others have none but constants."""
 ELSEWHERE = {"docs/config.md", "docs/parity.md", "docs/reliability.md"}
@@ -62,7 +63,7 @@ def constants(document):
         | {"4.2", "1.1", "0.95", "2008.13367", "2201.12329", "2203.01305", "2203.03605", "2207.13080", "2304.07527", "2401.03989"}
         | {"2412.04234"},  # papers' figures, sections and numbers; settings
         "docs/tutorial.md": {"0.5"},  # a setting
-        "docs/use.md": {"0.2", "0.5"},  # settings
+        "docs/use.md": {"0.1", "0.2", "0.5"},  # settings
         "docs/classify.md": {"1.3"},  # million images of ImageNet
         "docs/clusters.md": {"2.14"},
         "docs/claims.md": articles_figures() | {"2.1", "2102.10882", "2103.00112"},  # a figure beside ours; addresses
