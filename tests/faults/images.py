@@ -161,7 +161,7 @@ CANNOT = "image files that cannot be read: ...image 1: cannot read image .../ima
 FINE = "drawn: 4 images, 0 of them without objects, "
 TURNED = "images turned according to EXIF; boxes are taken to be in the turned image: 1"
 REPORTED = check(  # an image that cannot be read is passed over
-    "        fault = _fault(sizes[index].tolist(), found)\n",
+    "        fault = _fault(sizes[index].tolist(), found) if found.was_tried else None\n",
     "        if found.header is None:\n            continue\n        fault = _fault(sizes[index].tolist(), found)\n",
 )
 ENDS = check("if decode or not header.is_whole:", "if decode:")
