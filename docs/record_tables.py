@@ -154,8 +154,9 @@ def parts() -> list[Row]:
         text = _times(spreads[0]) if len(spreads) == 1 else ", ".join(f"{spread['median']:.1f}" for spread in spreads)
         return [label, text, f"[{record.partition('_')[0]}](../benchmarks/results/{record}.md)"]
 
-    op, loss, both = "op_cpu_2threads", "loss_cpu_2threads", "near forward+backward"
-    softmax, focal = ([f"{kind} b{b} q{q}" for b in (8, 32) for q in (100, 300)] for kind in ("softmax", "focal"))
+    op, both = "op_cpu_2threads", "near forward+backward"
+    kinds = ("softmax", "focal", "denoising")
+    softmax, focal, denoising = ([f"{kind} b{b} q{q}" for b in (8, 32) for q in (100, 300)] for kind in kinds)
     return [
         ["work", "times as fast", "record"],
         line(
@@ -163,8 +164,9 @@ def parts() -> list[Row]:
         ),
         line("the same for 300 queries", op, [f"640x640 b{b} q300 {both}" for b in (1, 2, 4, 8)]),
         line("one image of 800x1333: all tokens, 300 queries", op, [f"800x1333 b1 {q} {both}" for q in ("qall", "q300")]),
-        line("matcher and losses, softmax: batch 8 and 32, 100 and 300 queries each", loss, softmax),
-        line("the same, focal", loss, focal),
+        line("matcher and losses, softmax: batch 8 and 32, 100 and 300 queries each", "loss_cpu", softmax, "cpu"),
+        line("the same, focal", "loss_cpu", focal, "cpu"),
+        line("the same, focal, with DINO's denoising queries of 100 pairs", "loss_cpu", denoising, "cpu"),
         line("JPEG to augmented bytes", "data_cpu", ["samples"], "cpu"),
         line("JPEG to normalised, padded batches", "data_cpu", ["batches"], "cpu"),
     ]
@@ -181,7 +183,7 @@ def start_up() -> list[Row]:
 
 
 def first_boxes() -> list[Row]:
-    record = read_bench("browser_cpu")
+    record = read_bench("browser_cpu_2threads")
     rows = [
         ["", "s to the address", "s from the drop to boxes", "s from the command to boxes", "CPU s of the command", "slider, ms"]
     ]
@@ -210,7 +212,7 @@ def beside_others() -> list[Row]:
     def over(record: str, case: str, peer: str, ours: str, key: str = "wall") -> float:
         of = rows_of(record, case)
         values = [of[name][key] for name in (peer, ours)]
-        one, other = (value["median"] if key == "wall" else value for value in values)
+        one, other = (value["median"] if isinstance(value, dict) else value for value in values)
         return one / other
 
     def models(label: str, passes: str, half: bool = False, key: str = "wall") -> Row:
@@ -227,7 +229,7 @@ def beside_others() -> list[Row]:
     def losses(batch: int) -> Row:
         kinds = {kind: [f"{kind} b{batch} q{queries}" for queries in (100, 300)] for kind in ("softmax", "focal")}
         cells = {
-            peer: [[f"{over('loss_cpu_2threads', case, peer, 'cpvt_det'):.0f}" for case in cases] for cases in kinds.values()]
+            peer: [[f"{over('loss_cpu', case, peer, 'cpvt_det', 'cpu'):.0f}" for case in cases] for cases in kinds.values()]
             for peer in ("official", "transformers")
         }
         softmax, focal = (" and ".join(cell) for cell in cells["official"])
