@@ -39,6 +39,7 @@ def get_cfg() -> CfgNode:
     cfg.TEST.EVAL_EPOCHS = 0.0  # epochs between evaluations; above 0, and with SOLVER.EPOCHS, EVAL_PERIOD is computed from it
     cfg.TEST.IMS_PER_BATCH = 1  # evaluation batch size over all processes; every process takes at least one image
     cfg.TEST.DETECTIONS_PER_IMAGE = 100  # maximum number of detections per image
+    cfg.TEST.NMS = 1.0  # of two detections of a class above this IoU the worse gets the score 0; 1: no NMS
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference
     cfg.TEST.BEST_FIGURE = ""  # figure that decides which checkpoint is the best, as AP50 or AP-cat; empty: the task's main one, AP
     cfg.TEST.TILES = CfgNode()
@@ -255,6 +256,7 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.CHECKPOINT_KEEP = 3  # number of newest periodic checkpoints that are kept, beside the best and the final one
     solver.EARLY_STOPPING = 0  # evaluations in a row without a new best one after which the run ends; 0: no early stopping
     solver.LOG_PERIOD = 20  # iterations between log lines
+    solver.THREADS = 0  # threads of each process of a run on a CPU; 0: as many as torch takes, one per core (OMP_NUM_THREADS)
     solver.PEER_TIMEOUT = 120.0  # seconds without a sign of life from a process after which the others save and end
 
 

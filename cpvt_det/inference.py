@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.boxes import cxcywh_to_xyxy, without_copies
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models.classifier import ClassLogits
 from cpvt_det.structures import Detections, Predictions, Size
@@ -23,21 +23,25 @@ class PostProcessor:
     Args:
         classification: the classification that the model was trained with.
         max_detections: largest number of detections per image.
+        nms: intersection over union above which the worse of two detections of a class gets the score 0; 1: none does.
 
     Attributes:
         outputs: names of what :meth:`decode` returns, for exported programs.
 
     Raises:
-        ValueError: a maximum below 1.
+        ValueError: a maximum below 1; ``nms`` not above 0, or above 1.
     """
 
     outputs = ("boxes", "scores", "labels")
 
-    def __init__(self, classification: Classification, max_detections: int = 100):
+    def __init__(self, classification: Classification, max_detections: int = 100, nms: float = 1.0):
         if max_detections < 1:
             raise ValueError(f"max_detections must be at least 1, got {max_detections}")
+        if not 0 < nms <= 1:
+            raise ValueError(f"nms must be above 0 and at most 1, got {nms}")
         self.classification = classification
         self.max_detections = max_detections
+        self.nms = nms
 
     @torch.no_grad()
     def __call__(self, predictions: Predictions, original_sizes: Sequence[Size]) -> list[Detections]:
@@ -63,9 +67,18 @@ class PostProcessor:
         Returns:
             Boxes (B, n, 4) float, xyxy in [0, 1] of the unpadded image; scores (B, n) float, best first; labels (B, n) int64.
         """
+        return self.rank(predictions)[:3]
+
+    def rank(self, predictions: Predictions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What :meth:`decode` returns, and the query (B, n) int64 of each detection."""
         scores, labels, queries = self.classification.decode(predictions.logits[-1], self.max_detections)
         boxes = predictions.boxes[-1].gather(1, queries[..., None].expand(-1, -1, 4))
-        return cxcywh_to_xyxy(boxes).clamp(0, 1), scores, labels
+        boxes = cxcywh_to_xyxy(boxes).clamp(0, 1)
+        if self.nms < 1:
+            scores, order = without_copies(boxes, scores, labels, self.nms).topk(scores.shape[1])
+            boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
+            labels, queries = labels.gather(1, order), queries.gather(1, order)
+        return boxes, scores, labels, queries
 
 
 class ClassScores:

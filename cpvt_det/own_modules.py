@@ -36,6 +36,11 @@ def import_modules(names: Iterable[str]) -> None:
     os.environ[INHERITED] = " ".join(dict.fromkeys([*known, *names]))
 
 
+def import_words() -> str:
+    """The ``--import`` of this command, with a space before it, for commands that are to follow it; empty without modules."""
+    return "".join(f" --import {name}" for name in os.environ.get(INHERITED, "").split())
+
+
 def import_inherited() -> None:
     """Import, in a process that a command started, the modules of its ``--import``."""
     import_modules(os.environ.get(INHERITED, "").split())

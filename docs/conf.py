@@ -39,13 +39,13 @@ def _read(app, name, source):
     folder = DOCS
     if name == "index":
         source[0], folder = (ROOT / "README.md").read_text(encoding="utf-8") + source[0], ROOT
-    source[0] = re.sub(r"\[([^\]]+)\]\(([^)#:]+)\)", lambda link: _link(link, folder), source[0])
+    source[0] = re.sub(r"\[([^\]]+)\]\(([^)#:]+)(#[^)]*)?\)", lambda link: _link(link, folder), source[0])
 
 
 def _link(link, folder):
     path = (folder / link[2]).resolve()
     if path.is_relative_to(DOCS):
-        return f"[{link[1]}]({path.relative_to(DOCS)})"
+        return f"[{link[1]}]({path.relative_to(DOCS)}{link[3] or ''})"
     if path.suffix == ".py" and path.is_relative_to(ROOT / "cpvt_det"):
         return f'<a href="_modules/{path.relative_to(ROOT).with_suffix(".html")}">{link[1]}</a>'
     return f"`{path.relative_to(ROOT)}`" if path.exists() else link[0]

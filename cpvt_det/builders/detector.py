@@ -54,7 +54,7 @@ OF_DETECTORS = [
     ),
     *(f"INPUT.{side}_SIZE_{split}" for side in ("MIN", "MAX") for split in ("TRAIN", "TEST")),
     *(f"DATALOADER.{key}" for key in ("ASPECT_RATIO_GROUPING", "FILTER_EMPTY_ANNOTATIONS")),
-    *(f"TEST.{key}" for key in ("DETECTIONS_PER_IMAGE", "EVALUATOR", "PICTURE_THRESHOLD")),
+    *(f"TEST.{key}" for key in ("DETECTIONS_PER_IMAGE", "NMS", "EVALUATOR", "PICTURE_THRESHOLD")),
     "SOLVER.POINTS_LR_MULTIPLIER",
 ]
 """Keys that only classifiers, or only detectors, take."""

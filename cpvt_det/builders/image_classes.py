@@ -11,9 +11,9 @@ from cpvt_det.builders.data import load_checked, require_rgb
 from cpvt_det.builders.datasets import check_class_datasets, require_names
 from cpvt_det.builders.detector import is_classifier
 from cpvt_det.builders.outputs import build_device
-from cpvt_det.data.classify import ClassMapper, RepeatedBatches, central_transform, crop_transform
+from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.coco import CocoDataset, ImageRecord
-from cpvt_det.data.loader import MappedDataset, TrainLoader, evaluation_loader
+from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.errors import ConfigError, config_errors
 from cpvt_det.losses.image_classes import ClassCriterion
 from cpvt_det.solver.classify import BatchMixing
@@ -52,13 +52,13 @@ def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed:
             node.SIZE, tuple(node.SCALE), tuple(node.RATIO), flip, tuple(node.RANDAUGMENT), node.ERASE, colour
         )
         dataset = MappedDataset(records, ClassMapper(transform, with_targets=True), seed, patience=cfg.DATALOADER.PATIENCE)
-        batches = RepeatedBatches(
-            node.REPEATS,
-            num_records=len(records),
-            batch_size=cfg.SOLVER.IMS_PER_BATCH,
-            seed=seed,
+        batches = TrainBatches(
+            len(records),
+            cfg.SOLVER.IMS_PER_BATCH,
+            seed,
             rank=distributed.rank(),
             world_size=distributed.world_size(),
+            repeats=node.REPEATS,
         )
         return TrainLoader(dataset, batches, cfg.DATALOADER.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
 

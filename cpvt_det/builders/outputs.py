@@ -33,15 +33,15 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:
-    """Predictions -> detections, at most ``TEST.DETECTIONS_PER_IMAGE``.
+    """Predictions -> detections, at most ``TEST.DETECTIONS_PER_IMAGE``, without copies by ``TEST.NMS``.
 
     Raises:
         ConfigError: a classifier, or no detection.
     """
     if is_classifier(cfg):
         raise ConfigError(f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE!r} is no detector; set TASK to classification")
-    with config_errors("TEST.DETECTIONS_PER_IMAGE"):
-        return PostProcessor(build_classification(cfg), cfg.TEST.DETECTIONS_PER_IMAGE)
+    with config_errors("TEST.DETECTIONS_PER_IMAGE, TEST.NMS"):
+        return PostProcessor(build_classification(cfg), cfg.TEST.DETECTIONS_PER_IMAGE, cfg.TEST.NMS)
 
 
 def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:

@@ -76,6 +76,8 @@ def export(
     canvas = check.traced_canvas(detector, *_fixed(names, batch, size, detector))
     postprocess = builders.build_decoder(trained.cfg)
     module = program.ExportModule(program.prepare(detector, sampling), postprocess, half)
+    if names:
+        click.echo(f"tracing a program of any {', '.join(names)}: this may take some minutes (--dynamic none is quicker)", err=True)
     with atomic_file(output) as file:
         files.write_program(program.trace(module, canvas, names), format, file, _metadata(trained), half, postprocess.outputs)
         file.flush()

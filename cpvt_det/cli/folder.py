@@ -4,6 +4,7 @@
 import os
 import re
 from collections.abc import Callable, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from tabulate import tabulate
 from cpvt_det.errors import BadInputError, ConfigError
 from cpvt_det.files import atomic_file
 from cpvt_det.garbage import quick_imports
+from cpvt_det.own_modules import import_words
 from cpvt_det.runner.launchers import is_of_torchrun, variables_of_group
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 BUDGET = "30m"
 CHOSEN = "chosen.yaml"
+LAST = "last_checkpoint"
+"""File that a run writes with its first checkpoint."""
 ENOUGH = 10**6
 """Queries while the data are checked: how many there will be is chosen later, from the objects of an image."""
 MOST_CLASSES = 30
@@ -85,7 +89,7 @@ def choose_run(
     """
     if is_of_torchrun() or variables_of_group(os.environ):
         raise BadInputError("each of the processes would choose for itself; use --num-gpus, or --config-file with a chosen.yaml")
-    output = dict(zip(overrides[::2], overrides[1::2], strict=False)).get("OUTPUT_DIR", f"output/{folder.resolve().name}")
+    output = dict(zip(overrides[::2], overrides[1::2], strict=False)).get("OUTPUT_DIR") or _output_of(folder, resume)
     path = Path(output).expanduser() / CHOSEN
     if resume and path.is_file():
         return str(path), tuple(overrides)
@@ -106,10 +110,30 @@ def choose_run(
     choices = choose_settings(settled, overrides, datasets, describe_machine(num_gpus), seconds, tell)
     rows = [choice for choice in choices if choice.reason]
     click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
-    header = [f"Chosen by cpvt-det train {folder}. The same run again: cpvt-det train --config-file {path}", *lines]
+    again = f"cpvt-det train{import_words()} --config-file {path}"
+    header = [f"Chosen by cpvt-det train {folder}. The same run again: {again}", *lines]
     _write(path, write_choices(choices, header))
     click.echo(f"all settings: {path}")
     return str(path), ()
+
+
+def _output_of(folder: Path, resume: bool) -> str:
+    """``output/NAME_OF_FOLDER``; where a run has left checkpoints there, ``output/NAME_OF_FOLDER_2``, ...
+
+    Args:
+        folder: folder of the data.
+        resume: True: the last one that a run was started in.
+    """
+    first = f"output/{folder.resolve().name}"
+    outputs = (first if number == 1 else f"{first}_{number}" for number in count(1))
+    started = list(takewhile(lambda output: Path(output, CHOSEN).is_file() or Path(output, LAST).is_file(), outputs))
+    if resume:
+        return started[-1] if started else first
+    free = next((output for output in started if not Path(output, LAST).is_file()), "")
+    output = free or (f"{first}_{len(started) + 1}" if started else first)
+    if output != first:
+        click.echo(f"{first} has a run already: this one goes to {output}; --resume continues the last one")
+    return output
 
 
 def _read(

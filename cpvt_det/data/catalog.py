@@ -18,7 +18,7 @@ class DatasetFiles:
     Attributes:
         name: registered name of the data set.
         annotations: path of the COCO JSON, or of a folder or YAML file in another format.
-        image_root: folder that COCO's file names are relative to; tar files or a URL, as ``data/image_files.py`` says.
+        image_root: folder that COCO's file names are relative to; tar files or a URL, as ``data/images.py`` says.
         split: name of the split, for other formats than COCO.
     """
 

@@ -5,10 +5,8 @@ The augmentations are torchvision's. Their random numbers come from torch's stat
 so a resumed run repeats them; Mixup and CutMix, which mix images of a batch, are in ``solver/classify.py``.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchvision import tv_tensors
@@ -16,7 +14,6 @@ from torchvision.transforms import InterpolationMode, v2
 
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.images import read_image
-from cpvt_det.data.loader import Draw, TrainBatches
 from cpvt_det.data.mapper import Sample
 from cpvt_det.structures import Targets
 
@@ -117,28 +114,6 @@ class ClassMapper:
     def prepare(self, image: Tensor) -> Tensor:
         """Transform an image, (3, H, W) uint8 -> (3, h, w) uint8."""
         return self.transform(tv_tensors.Image(image)).as_subclass(Tensor)
-
-
-class RepeatedBatches(TrainBatches):
-    """Batches in which every image is there several times, augmented differently; an epoch has a part of the images.
-
-    Args:
-        repeats: times that an image is drawn in a row; an epoch has as many images in all as without.
-        arguments: as of :class:`TrainBatches`.
-
-    Source: repeated augmentation, arXiv 1901.09335, as in DeiT.
-    """
-
-    def __init__(self, repeats: int, **arguments):
-        super().__init__(**arguments)
-        _require(repeats >= 1, f"images must be repeated at least once, got {repeats}")
-        self.repeats = repeats
-
-    def draws(self, epoch: int) -> Iterator[Draw]:
-        """The draws of one epoch; a repeated image counts as of another epoch, for which its augmentation is drawn."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records).tolist()
-        repeated = ((epoch * self.repeats + time, index) for index in order for time in range(self.repeats))
-        return itertools.islice(repeated, self.num_records)
 
 
 def _require(holds: bool, message: str) -> None:

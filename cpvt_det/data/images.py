@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files: their headers and their pixels.
+"""Image files: where they are, their headers and their pixels.
+
+``images/1.jpg`` is a file, ``shards/{000000..000011}.tar/1.jpg`` a member of one of twelve tar files, and ``https://host/images/1.jpg``
+is read by fsspec, as any other URL that it knows, tar files too.
 
 All images become 8-bit RGB, turned according to EXIF. Of 16 bits the high byte is kept, transparency is dropped, and pixels
 without a fixed range (floats, 32-bit integers) are refused.
 """
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -17,8 +21,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image
 
-from cpvt_det.data.image_files import open_image
-from cpvt_det.errors import DataError, UnreachableError, first_line
+from cpvt_det.data.shards import TAR, open_shards, split_at_shards
+from cpvt_det.data.storage import URL, fetch, is_url
+from cpvt_det.errors import DataError, MissingFileError, UnreachableError, first_line
 
 if TYPE_CHECKING:  # headers are read without torch and torchvision, whose import takes seconds
     from torch import Tensor
@@ -38,6 +43,7 @@ TURNS = {
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 WIDTH, LENGTH, PHOTOMETRIC = 256, 257, 262  # tags of TIFF
+NOT_A_MATTER_OF_TIME = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 WHITE_IS_ZERO = 0  # a value of PHOTOMETRIC; Pillow honours it for 8-bit images only
 
 
@@ -72,11 +78,48 @@ class ImageHeader:
         return self.orientation >= 5
 
 
+def is_file(path: str) -> bool:
+    """Whether the path is that of a file on a disk or a mount, which may be missing."""
+    return not is_url(path) and not split_at_shards(path)[0]
+
+
+def open_image(path: str) -> BinaryIO:
+    """Open an image file for reading.
+
+    Raises:
+        MissingFileError: no such file.
+        UnreachableError: a file that is not there now, and may be later.
+        DataError: a file that cannot be read.
+    """
+    try:
+        # other paths are those of files, and need not be taken apart
+        return _open_elsewhere(path) if URL in path or f"{TAR}/" in path else open(path, "rb")
+    except DataError as error:
+        raise type(error)(f"cannot read image {path}: {error}") from error
+    except IsADirectoryError as error:
+        raise MissingFileError(f"cannot read image {path}: it is a folder") from error
+    except FileNotFoundError as error:
+        raise MissingFileError(f"cannot read image {path}: no such file") from error
+    except ValueError as error:  # a name that no file can have
+        raise MissingFileError(f"cannot read image {path}: {first_line(error)}") from error
+    except OSError as error:
+        kind = DataError if error.errno in NOT_A_MATTER_OF_TIME else UnreachableError
+        raise kind(f"cannot read image {path}: {first_line(error)}") from error
+
+
+def _open_elsewhere(path: str) -> BinaryIO:
+    """Open a member of tar files or a URL; or after all a file, in a folder that is named like a tar file."""
+    shards, name = split_at_shards(path)
+    if shards:
+        return open_shards(shards).open(name)
+    return io.BytesIO(fetch(path)) if is_url(path) else open(path, "rb")
+
+
 def read_header(path: str, content: bytes | None = None) -> ImageHeader:
     """Read an image's header.
 
     Args:
-        path: path of the file, as ``data/image_files.py`` describes it; with ``content`` only a name for messages.
+        path: path of the file, as this module describes it; with ``content`` only a name for messages.
         content: bytes of the file, if it is not on the disk.
 
     Raises:

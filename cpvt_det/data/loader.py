@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.mapper import Mapper, Sample
 from cpvt_det.data.storage import patiently
-from cpvt_det.errors import DeadWorkerError
+from cpvt_det.errors import DeadWorkerError, UnreachableError
 
 Draw = tuple[int, int]
 """(epoch, index of the record)."""
@@ -69,7 +69,10 @@ class MappedDataset(Dataset):
         worker = get_worker_info()
         if worker is not None:
             self.at_work[worker.id] = torch.tensor([os.getpid(), index])
-        sample = patiently(lambda: self._sample(epoch, index), self.patience, even_if_missing=True)
+        try:
+            sample = self._sample(epoch, index)
+        except UnreachableError:  # its mount or its server may come back
+            sample = patiently(lambda: self._sample(epoch, index), self.patience, even_if_missing=True)
         if worker is not None:
             self.at_work[worker.id, 1] = -1
         return sample
@@ -121,9 +124,11 @@ class TrainBatches(Sampler[list[Draw]]):
         batch_size: number of images per batch, over all processes.
         seed: seed of the run.
         rank, world_size: index of this process, which takes its slice of every batch, and number of processes.
+        repeats: times that an image is drawn in a row, each as of an epoch of its own, so that its augmentations differ; an epoch
+            then has as many images in all, of a part of the records (repeated augmentation, arXiv 1901.09335, as in DeiT).
 
     Raises:
-        ValueError: no record, or a batch size that is not a multiple of the number of processes.
+        ValueError: no record, no draw, or a batch size that is not a multiple of the number of processes.
     """
 
     def __init__(
@@ -134,9 +139,12 @@ class TrainBatches(Sampler[list[Draw]]):
         wide: Sequence[bool] | None = None,
         rank: int = 0,
         world_size: int = 1,
+        repeats: int = 1,
     ):
         if num_records < 1:
             raise ValueError("there is no image to train on; num_records must be at least 1")
+        if repeats < 1:
+            raise ValueError(f"images must be repeated at least once, got {repeats}")
         if batch_size < 1 or batch_size % world_size:
             raise ValueError(f"the batch of {batch_size} images must be a positive multiple of the {world_size} processes")
         self.num_records = num_records
@@ -144,6 +152,7 @@ class TrainBatches(Sampler[list[Draw]]):
         self.seed = seed
         self.groups = np.zeros(num_records, dtype=int) if wide is None else np.asarray(wide, dtype=int)
         share = batch_size // world_size
+        self.repeats = repeats
         self.slice = slice(rank * share, (rank + 1) * share)
         self.start = 0
 
@@ -152,19 +161,16 @@ class TrainBatches(Sampler[list[Draw]]):
         waiting: dict[int, list[Draw]] = {0: [], 1: []}
         number = 0
         for epoch in itertools.count():
-            for draw in self.draws(epoch):
-                group = waiting[self.groups[draw[1]]]
-                group.append(draw)
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records)
+            order = order.repeat(self.repeats)[: self.num_records]
+            for place, index in enumerate(map(int, order)):  # a list of a million would take 36 MB in every process
+                group = waiting[self.groups[index]]
+                group.append((epoch * self.repeats + place % self.repeats, index))
                 if len(group) == self.batch_size:
                     if number >= self.start:
                         yield group[self.slice]
                     number += 1
                     group.clear()
-
-    def draws(self, epoch: int) -> Iterator[Draw]:
-        """Every image once, in the order of an epoch."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.num_records)
-        return ((epoch, index) for index in map(int, order))  # as a list a million take 36 MB in every process
 
 
 class TrainLoader(DataLoader):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpvt_det.data.image_files import open_image
+from cpvt_det.data.images import open_image
 from cpvt_det.data.shards import ARRAYS, INDEX, TAR, index_shards
 from cpvt_det.errors import DataError
 from cpvt_det.files import atomic_file
@@ -22,7 +22,7 @@ def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) 
     The same images make the same tar files: they have no owner and no time.
 
     Args:
-        images: name of each member, and path of its file as ``data/image_files.py`` describes it.
+        images: name of each member, and path of its file as ``data/images.py`` describes it.
         folder: an empty folder.
         largest: bytes of images after which the next tar file begins.
 

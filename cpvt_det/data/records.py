@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from cpvt_det.data.columns import Columns
-from cpvt_det.data.storage import join_path
 
 
 @dataclass
@@ -88,14 +87,15 @@ class Records(Sequence[ImageRecord]):
         self.root = root
         self.kept = kept
         self.corrected = corrected if corrected is not None else {}
+        self._at: Sequence[int] = range(len(columns.image_ids)) if kept is None else kept  # index in the columns of each image
 
     def __len__(self) -> int:
-        return len(self.columns.image_ids) if self.kept is None else len(self.kept)
+        return len(self._at)
 
     def __getitem__(self, index: int | slice) -> ImageRecord | list[ImageRecord]:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
-        columns, at = self.columns, self._at(index)
+        columns, at = self.columns, int(self._at[index])
         rows = slice(columns.starts[at], columns.starts[at + 1])
         boxes, labels, crowds = columns.boxes_xywh[rows], columns.labels[rows], columns.crowds[rows]
         if crowds.any():
@@ -108,12 +108,15 @@ class Records(Sequence[ImageRecord]):
 
     def path(self, index: int) -> str:
         """Path of an image."""
-        at = self._at(index)
-        return self.corrected[at] if at in self.corrected else join_path(self.root, self.columns.name(at))
+        at = int(self._at[index])
+        if at in self.corrected:
+            return self.corrected[at]
+        name = self.columns.name(at)
+        return f"{self.root}/{name}" if isinstance(self.root, str) else str(self.root / name)
 
     def set_path(self, index: int, path: str) -> None:
         """Correct the path of an image."""
-        self.corrected[self._at(index)] = path
+        self.corrected[int(self._at[index])] = path
 
     @property
     def paths(self) -> Iterator[str]:
@@ -171,13 +174,6 @@ class Records(Sequence[ImageRecord]):
     def without(self, image_ids: Container[int]) -> "Records":
         """The images with other ids."""
         return self.select(np.array([image_id not in image_ids for image_id in self.image_ids.tolist()], dtype=bool))
-
-    def _at(self, index: int) -> int:
-        number = len(self)
-        if not -number <= index < number:
-            raise IndexError(f"image {index} of {number}")
-        index = index + number if index < 0 else index
-        return index if self.kept is None else int(self.kept[index])
 
     def _of(self, values: np.ndarray) -> np.ndarray:
         return values if self.kept is None else values[self.kept]

@@ -13,22 +13,18 @@ from cpvt_det.errors import DataError, MissingFileError, UnreachableError, first
 logger = logging.getLogger("cpvt_det")
 Value = TypeVar("Value")
 PAUSE = 0.5  # seconds between two attempts
+URL = "://"  # what marks one
 MAY_PASS = (408, 425, 429)  # HTTP: request timeout, too early, too many requests
 
 
 def is_url(path: str | Path) -> bool:
     """Whether fsspec reads the path."""
-    return "://" in str(path)
+    return URL in str(path)
 
 
 def root_of(text: str) -> Path | str:
     """What image names are relative to: a folder or tar files as a path, a URL as text."""
     return text.rstrip("/") if is_url(text) else Path(text).expanduser()
-
-
-def join_path(root: Path | str, name: str) -> str:
-    """The path of an image."""
-    return f"{root}/{name}" if isinstance(root, str) else str(root / name)
 
 
 def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:

@@ -23,11 +23,12 @@ def check_classes(class_ids: Sequence[int], class_names: Sequence[str]) -> None:
             raise ValueError(f"class {kind} {twice[0]!r} occurs more than once; each class needs its own")
 
 
-def check_form(image_id: int, detections: Detections) -> None:
-    """Refuse detections whose tensors do not fit together.
+def checked_arrays(image_id: int, detections: Detections, num_classes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Boxes xyxy (n, 4) float64, scores (n,) float64 and labels (n,) int64 of detections that can be evaluated.
 
     Raises:
-        ValueError: tensors of the wrong shape, or labels that are not integers.
+        ValueError: tensors of the wrong shape, or labels that are not integers; scores or boxes that are not finite, a label
+            outside [0, K), or a box that is not xyxy.
     """
     where = f"the detections of image id {image_id!r}"
     boxes, scores, labels = detections.boxes_xyxy, detections.scores, detections.labels
@@ -36,15 +37,8 @@ def check_form(image_id: int, detections: Detections) -> None:
         raise ValueError(f"{where}: expected boxes (n, 4), scores (n,) and labels (n,), got {shapes}")
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"{where}: labels must be integers, got {labels.dtype}")
-
-
-def check_values(image_id: int, boxes: np.ndarray, scores: np.ndarray, labels: np.ndarray, num_classes: int) -> None:
-    """Refuse detections that cannot be evaluated.
-
-    Raises:
-        ValueError: scores or boxes that are not finite, a label outside [0, K), or a box that is not xyxy.
-    """
-    where = f"the detections of image id {image_id!r}"
+    boxes, scores = (values.detach().cpu().double().numpy() for values in (boxes, scores))
+    labels = labels.cpu().long().numpy()
     for name, values in (("scores", scores[:, None]), ("boxes", boxes)):
         bad = int((~np.isfinite(values)).any(axis=1).sum())
         if bad:
@@ -55,3 +49,4 @@ def check_values(image_id: int, boxes: np.ndarray, scores: np.ndarray, labels: n
     inverted = boxes[(boxes[:, 2:] < boxes[:, :2]).any(axis=1)]
     if len(inverted):
         raise ValueError(f"{where}: box {inverted[0].tolist()} is not xyxy: x2 is below x1, or y2 below y1")
+    return boxes, scores, labels

@@ -21,10 +21,10 @@ from tabulate import tabulate
 from cpvt_det import distributed
 from cpvt_det.data.records import Records
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.evaluation.checks import check_classes, check_form, check_values
+from cpvt_det.evaluation.checks import check_classes, checked_arrays
 from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.evaluation.matching import pair_images
-from cpvt_det.evaluation.precision_recall import best_thresholds, class_curve
+from cpvt_det.evaluation.precision_recall import class_curve, pooled_curve
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.files import write_json
 from cpvt_det.garbage import no_garbage_collection
@@ -109,10 +109,7 @@ class CocoEvaluator:
                 finite or out of range. NaN scores have no order, and could give a broken model an AP of 100.
         """
         self._check_new(image_id)
-        check_form(image_id, detections)
-        boxes, scores = (values.detach().cpu().double().numpy() for values in (detections.boxes_xyxy, detections.scores))
-        labels = detections.labels.cpu().long().numpy()
-        check_values(image_id, boxes, scores, labels, len(self.class_ids))
+        boxes, scores, labels = checked_arrays(image_id, detections, len(self.class_ids))
         self._found[int(image_id)] = labels, np.concatenate((boxes[:, :2], boxes[:, 2:] - boxes[:, :2]), axis=1), scores
 
     def state(self) -> dict[int, Found]:
@@ -158,7 +155,8 @@ class CocoEvaluator:
             limits of AR follow ``max_detections``), "ARs", "ARm", "ARl" and "AP-<class name>" of each class. A metric
             is NaN if there is no ground truth for it, and 0 if there is ground truth but no detection.
         """
-        return self._figures([self._match_classes(range(len(self.class_ids)), self._columns())])
+        precision, recall = self._match_classes(range(len(self.class_ids)), self._columns())
+        return {"bbox": _figures(precision, recall, self.class_names, self.max_detections)}
 
     def evaluate_together(self) -> dict[str, dict[str, float]]:
         """The same figures of the detections that process 0 has, with the classes divided among the processes, which all call it.
@@ -172,7 +170,11 @@ class CocoEvaluator:
         shares = [range(first, len(self.class_ids), number) for first in range(number)]
         own = [[column[np.isin(columns[1], share)] for column in columns] for share in shares] if rank == 0 else []
         matched = distributed.gather_to_first(self._match_classes(shares[rank], distributed.scatter_from_first(own)))
-        return self._figures(matched) if rank == 0 else {}
+        if rank != 0:
+            return {}
+        order = np.argsort([label for share in shares for label in share])
+        precision, recall = (np.concatenate(parts, axis=-3)[..., order, :, :] for parts in zip(*matched, strict=True))
+        return {"bbox": _figures(precision, recall, self.class_names, self.max_detections)}
 
     def _match_classes(self, labels: Sequence[int], columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """What ``_match`` returns of some classes and their detections; of no class nothing."""
@@ -190,18 +192,13 @@ class CocoEvaluator:
         order = np.argsort(np.argsort(class_ids))  # the backends have the classes by rising id
         return precision[:, :, order], recall[:, order]
 
-    def _figures(self, matched: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, dict[str, float]]:
-        """The figures of n results of ``_match_classes``: of labels 0, n, 2n, ..., of 1, n + 1, ... and so on."""
-        labels = [label for first in range(len(matched)) for label in range(first, len(self.class_ids), len(matched))]
-        order = np.argsort(labels)
-        precision, recall = (np.concatenate(parts, axis=-3)[..., order, :, :] for parts in zip(*matched, strict=True))
-        return {"bbox": _figures(precision, recall, self.class_names, self.max_detections)}
-
     def thresholds(self) -> Thresholds:
         """The score thresholds of the highest F1, of each class and of all together."""
         with no_garbage_collection():
             images = pair_images(self._ground_truth, self.coco_results(), self.class_ids)
-            return best_thresholds([class_curve(images, label) for label in range(len(self.class_ids))])
+            curves = [class_curve(images, label) for label in range(len(self.class_ids))]
+            overall, *classes = (curve.best() for curve in (pooled_curve(curves), *curves))
+        return Thresholds(overall and overall.threshold, tuple(best and best.threshold for best in classes))
 
     def _check_new(self, image_id: int) -> None:
         if image_id not in self._known:
@@ -234,11 +231,6 @@ def _strict(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _strict(part) for key, part in value.items()}
     return None if math.isnan(value) else value
-
-
-def write_detections(results: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Write ``CocoEvaluator.coco_results`` as strict JSON, which COCO's tools and servers read."""
-    write_json(results, path)
 
 
 def _table(rows: list, headers: list[str], alignment: list[str]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpvt_det.evaluation.matching import IOU, ScoredImage
-from cpvt_det.evaluation.thresholds import Thresholds
 
 RECALLS = np.linspace(0, 1, 101)
 """Recall values at which COCO samples the precision."""
@@ -68,9 +67,9 @@ class Curve:
         if not self.num_objects or not self.right.any():
             return None
         ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True))  # equal scores pass a threshold together
-        f1 = 2 * np.cumsum(self.right)[ends] / (ends + 1 + self.num_objects)
-        best = ends[f1.argmax()]
-        return OperatingPoint(*(float(values[best]) for values in (self.scores, self.precision, self.recall)))
+        found = np.cumsum(self.right)
+        best = ends[(2 * found[ends] / (ends + 1 + self.num_objects)).argmax()]  # the highest F1
+        return OperatingPoint(float(self.scores[best]), float(found[best] / (best + 1)), float(found[best] / self.num_objects))
 
 
 def class_curve(images: Sequence[ScoredImage], label: int, iou: float = IOU) -> Curve:
@@ -89,12 +88,6 @@ def pooled_curve(curves: Sequence[Curve]) -> Curve:
     """The curve of all classes together, for a common threshold."""
     parts = [np.concatenate(values) for values in zip(*((curve.scores, curve.right) for curve in curves), strict=True)]
     return _sorted_curve(sum(curve.num_objects for curve in curves), *parts)
-
-
-def best_thresholds(curves: Sequence[Curve]) -> Thresholds:
-    """The thresholds of the highest F1, from the curve of each class."""
-    overall, *classes = (curve.best() for curve in (pooled_curve(curves), *curves))
-    return Thresholds(overall and overall.threshold, tuple(best and best.threshold for best in classes))
 
 
 def _sorted_curve(num_objects: int, scores: np.ndarray, right: np.ndarray) -> Curve:

@@ -85,8 +85,10 @@ def compare(detector: ImageModel, postprocess: PostProcessor | ClassScores, run:
     if isinstance(postprocess, ClassScores):
         difference_of_scores = _largest(answers[0] - predictions.scores())
         return Comparison(canvas, None, difference_of_scores, (expected_seconds, found_seconds))
-    # All pairs of query and class, so that ties at the cut-off do not count as differences.
-    everything = PostProcessor(postprocess.classification, predictions.logits[-1, 0].numel()).decode(predictions)
+    # All pairs of query and class, so that ties at the cut-off do not count as differences; with NMS as many as the program has.
+    if postprocess.nms == 1:
+        postprocess = PostProcessor(postprocess.classification, predictions.logits[-1, 0].numel())
+    everything = postprocess.decode(predictions)
     differences = [
         difference(Detections(*found), Detections(*expected))
         for found, expected in zip(zip(*answers, strict=True), zip(*everything, strict=True), strict=True)

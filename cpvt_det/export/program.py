@@ -16,6 +16,8 @@ from cpvt_det.inference import ClassScores, PostProcessor
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedGroupNorm
 from cpvt_det.models import ImageModel
+from cpvt_det.models.backbones.timm import TimmBackbone
+from cpvt_det.models.backbones.timm_networks import fix_padding
 from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection
 
@@ -73,7 +75,8 @@ class ExportModule(nn.Module):
 def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
     """A copy of a detector for inference only.
 
-    PEG's batch norm becomes part of its convolution; group norm, which depends on the input, is kept.
+    PEG's batch norm becomes part of its convolution; group norm, which depends on the input, is kept. TensorFlow's padding, of some
+    networks of timm, becomes a number.
 
     Args:
         detector: the detector to copy; not changed.
@@ -84,6 +87,8 @@ def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
     for module in ready.modules():
         if isinstance(module, DeformableAttention):
             module.implementation = SAMPLINGS[sampling]
+        if isinstance(module, TimmBackbone):
+            fix_padding(module.body)
         if isinstance(module, PEGDetection) and not isinstance(module.norm, MaskedGroupNorm):
             module.fold()
     return ready

@@ -87,7 +87,7 @@ class Detector(ImageModel):
             ValueError: a mask of another shape.
         """
         maps = self.backbone(without_padding(images, padding_mask), padding_mask)
-        features, levels = self.neck(maps, padding_mask)  # zero under the padding
+        features, levels = self.input_proj(maps, padding_mask)  # the neck; zero under the padding
         memory = self.transformer.encode(features, levels, self.position)
         queries = self.queries(memory.tokens, levels, targets)
         heads = Heads(self.class_embed, self.bbox_embed, self.refine_boxes)

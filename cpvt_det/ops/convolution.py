@@ -44,14 +44,15 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
     stride, padding, dilation, groups = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
     if x.dim() != 4 or isinstance(padding, str):
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    if winograd.is_for(x, weight, stride, padding, dilation, groups):
+    is_3x3 = convolution.kernel_size == (3, 3)
+    if is_3x3 and routes.takes("winograd", x) and winograd.is_for(x, weight, stride, padding, dilation, groups):
         return winograd.convolve_3x3(x, weight, bias)
     if convolution.kernel_size == (1, 1):
         if padding == (0, 0) and x.shape[1] < NARROW:
             x, stride = x[:, :, :: stride[0], :: stride[1]], (1, 1)
         if padding == (0, 0) and groups == 1:
             return _convolve_1x1(x, weight, bias, stride)
-    is_strided = convolution.kernel_size == (3, 3) and (stride, dilation, groups) == ((2, 2), (1, 1), 1)
+    is_strided = is_3x3 and (stride, dilation, groups) == ((2, 2), (1, 1), 1)
     if is_strided and _learns(x, weight) and x[:, 0, ::2, ::2].numel() * weight.numel() >= SMALL_PRODUCT:
         return _ByRows.apply(x, weight, bias, stride, padding, dilation)
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)

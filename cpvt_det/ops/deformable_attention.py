@@ -71,9 +71,11 @@ def ms_deform_attn(
         sampling_locations, attention_weights = _without_half(sampling_locations), _without_half(attention_weights)
     _check_dtypes(value, sampling_locations, attention_weights)
     _check_shapes(value, level_shapes, sampling_locations, attention_weights)
-    implementation = _choose(device) if implementation == "auto" else implementation
-    if implementation in FUSED:
+    if implementation == "auto":
+        implementation = _choose(device)
+    elif implementation in FUSED:
         _check_fused(implementation, device)
+    if implementation in FUSED:
         sizes = [n for shape in level_shapes for n in shape]
         return torch.ops.cpvt_det.ms_deform_attn(value, sizes, sampling_locations, attention_weights)
     return PLAIN[implementation](value, level_shapes, sampling_locations, attention_weights)

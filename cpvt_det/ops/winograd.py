@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cpvt_det.ops import routes
-
 NARROW = 32  # channels below which the sums around the products take longer than these save
 
 
 def is_for(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int) -> bool:
-    """Whether a convolution of ``x`` goes this way on this machine."""
+    """Whether a convolution of ``x`` has the form for this way, which the caller knows to be taken."""
     is_fit = weight.shape[2:] == (3, 3) and (stride, padding, dilation, groups) == ((1, 1), (1, 1), (1, 1), 1)
     is_whole = x.dim() == 4 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype  # otherwise torch says what is wrong
-    return is_fit and is_whole and min(weight.shape[:2]) >= NARROW and routes.takes("winograd", x) and _kernels() is not None
+    return is_fit and is_whole and min(weight.shape[:2]) >= NARROW and _kernels() is not None
 
 
 def convolve_3x3(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,12 +12,13 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.checkpointer import BEST, RunState
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.data.records import ImageRecord, num_boxes_of
+from cpvt_det.own_modules import import_words
 from cpvt_det.solver.schedule import TrainingSchedule
 
 logger = logging.getLogger("cpvt_det")
-FROM_SCRATCH = 300_000
-"""Typical number of iterations for training a DETR from random weights: 500 epochs of COCO with batch size 64 are 920,000, 50 with
-batch size 32 are 185,000."""
+TYPICAL = {"random weights": "about 300000", "a pretrained backbone": "5000 or more"}
+"""What a run starts from -> iterations that a DETR needs on photographs. From random weights 500 epochs of COCO with batch size 64
+are 920,000, 50 with batch size 32 are 185,000; on some hundred images from a pretrained backbone: docs/small_data.md."""
 FEW = {"random weights": 30_000, "a pretrained backbone": 3_000}
 """What a run starts from -> iterations below which a warning is due."""
 
@@ -35,12 +36,12 @@ def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[Image
     start = "a pretrained backbone" if cfg.MODEL.BACKBONE.WEIGHTS else "random weights"
     if not cfg.MODEL.WEIGHTS and schedule.max_iter < FEW[start]:
         logger.warning(
-            "%d iterations (%s) from %s; a DETR needs about %d on photographs, fewer on simple images. Set MODEL.WEIGHTS to start "
-            "from trained weights",
+            "%d iterations (%s) from %s; a DETR needs %s on photographs, fewer on simple images. Train longer, or set "
+            "MODEL.WEIGHTS to start from trained weights",
             schedule.max_iter,
             f"{len(records)} images x epochs / batch of {cfg.SOLVER.IMS_PER_BATCH}",
             start,
-            FROM_SCRATCH,
+            TYPICAL[start],
         )
     queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
     most = int(num_boxes_of(records).max(initial=0))
@@ -69,10 +70,11 @@ def log_next_steps(cfg: CfgNode, state: RunState, output: Path) -> None:
     longer = f"SOLVER.EPOCHS {2 * cfg.SOLVER.EPOCHS:g}" if cfg.SOLVER.EPOCHS > 0 else f"SOLVER.MAX_ITER {2 * cfg.SOLVER.MAX_ITER}"
     if 0 < cfg.SOLVER.EARLY_STOPPING <= best.waited:
         longer += " SOLVER.EARLY_STOPPING 0"
+    own = import_words()
     commands = [
-        f"cpvt-det predict {_quoted(weights)} --input IMAGES --output found",
-        f"cpvt-det eval {_quoted(weights)} --config-file {_quoted(config)} --report OUTPUT_DIR {_quoted(output / 'eval')}",
-        f"cpvt-det train --config-file {_quoted(config)} --resume {longer}",
+        f"cpvt-det predict{own} {_quoted(weights)} --input IMAGES --output found",
+        f"cpvt-det eval{own} {_quoted(weights)} --config-file {_quoted(config)} --report OUTPUT_DIR {_quoted(output / 'eval')}",
+        f"cpvt-det train{own} --config-file {_quoted(config)} --resume {longer}",
     ]
     logger.info("%s: %s. Next: predict, report, train longer:\n  %s", which, weights, "\n  ".join(commands))
 

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,10 @@ from cpvt_det.runner.recipe import (
     model_choices,
     next_plan,
     steps_in,
+    threads_choices,
+    too_little_time,
 )
+from cpvt_det.runner.setup import set_threads
 from cpvt_det.tasks.registry import build_task
 
 OF_OUR_BACKBONE = ("NAME", "WEIGHTS", "NORM", "WIDTH", "FREEZE_AT")
@@ -74,26 +77,32 @@ def choose_settings(
         BadInputError: data or overrides that cannot be used.
     """
     data = describe_data(*(dataset.records for dataset in datasets))
-    plan = first_plan(data, machine)
+    plan, threads = first_plan(data, machine), []
     for is_last in (False, True):
-        choices = [*chosen, *_not_in_place_of(overrides, model_choices(plan, data, machine))]
+        choices = [*chosen, *_not_in_place_of(overrides, model_choices(plan, data, machine)), *threads]
         pace = measure(config_of(choices, overrides), datasets)
+        found = threads_choices(pace)
+        choices, threads = choices + found, threads + found
         steps = steps_in(budget, pace, data)
         tell(
             f"measured: {pace.step:.2f} s for a step of {plan.batch} images with a short side of {plan.canvas} pixels; "
-            f"{steps:.0f} such steps fit into {format_seconds(budget)}"
+            f"such steps in {format_seconds(budget)}: {steps:.0f}"
         )
         following = plan if is_last else next_plan(plan, steps)
         if following == plan:
             break
         plan = following
-    if not machine.pretrained:
-        tell(WITHOUT_PRETRAINED)
+    notes = [too_little_time(data, pace, budget), "" if machine.pretrained else WITHOUT_PRETRAINED]
+    for note in filter(None, notes):
+        tell(note)
     return _with_overrides([*choices, *length_choices(plan, data, pace, budget)], overrides)
 
 
 def measure(cfg: CfgNode, datasets: Sequence[CocoDataset]) -> Pace:
     """The time of training steps with their loading, and of evaluating images; everything is built for it and thrown away.
+
+    On a CPU steps are timed with as many threads as torch takes, half of them, and so on down to one, while they become quicker:
+    threads wait for each other, above all where another program keeps a core busy. ``SOLVER.THREADS`` leaves no choice.
 
     Args:
         cfg: config of the run, changed in place.
@@ -108,7 +117,35 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset]) -> Pace:
     load_initial_weights(cfg, detector, train.classes)
     length, ema = builders.build_schedule(cfg, len(records)), builders.build_ema(cfg, detector)
     step = builders.build_step(cfg, task.build_training_model(detector), builders.build_optimizer(cfg, detector), length, 0, ema)
-    loader = iter(task.build_train_loader(records, 0))
+    loader, before = iter(task.build_train_loader(records, 0)), torch.get_num_threads()
+    try:
+        set_threads(cfg)
+        most = torch.get_num_threads()
+        has_choice = device.type == "cpu" and not solver.THREADS
+        tried = _try_threads(most, 1 if has_choice else most, lambda: _step_pace(step, loader, device))
+        best = min(tried, key=tried.__getitem__)
+        torch.set_num_threads(best)
+        image = _evaluation_pace(cfg, task, detector, val.records[: 2 * cfg.TEST.IMS_PER_BATCH])
+    finally:
+        torch.set_num_threads(before)
+    return Pace(tried[best], image, tried if len(tried) > 1 else {})
+
+
+def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[int, float]:
+    """Numbers of threads -> seconds of a step: the largest number, half of it, and so on, until fewer are slower."""
+    tried: dict[int, float] = {}
+    number, is_quicker = most, True
+    while is_quicker and number >= least:
+        torch.set_num_threads(number)
+        seconds = time_step()
+        is_quicker = all(seconds < other for other in tried.values())
+        tried[number] = seconds
+        number //= 2
+    return tried
+
+
+def _step_pace(step: Callable[[Any, int], Any], loader: Iterator[Any], device: torch.device) -> float:
+    """The median time in seconds of some steps with their loading, after some that do not count."""
     for iteration in range(WARM_UP):
         step(next(loader), iteration)
     _finish(device)
@@ -118,7 +155,7 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset]) -> Pace:
         step(next(loader), WARM_UP + len(times))
         _finish(device)
         times.append(time.perf_counter() - start)
-    return Pace(statistics.median(times), _evaluation_pace(cfg, task, detector, val.records[: 2 * cfg.TEST.IMS_PER_BATCH]))
+    return statistics.median(times)
 
 
 def _evaluation_pace(cfg: CfgNode, task: Any, detector: torch.nn.Module, records: Sequence[Any]) -> float:

@@ -103,9 +103,11 @@ def _evaluate_one(
             for sample, found in zip(samples, task.infer(detector, samples), strict=True):
                 evaluator.add(sample["image_id"], found)
             bar.update(len(samples) * distributed.world_size())
-    for state in distributed.gather_to_first(evaluator.state())[1:]:
-        evaluator.merge(state)
-    if distributed.world_size() > 1 and hasattr(evaluator, "evaluate_together"):
+    is_alone = distributed.world_size() == 1
+    if not is_alone:
+        for state in distributed.gather_to_first(evaluator.state())[1:]:
+            evaluator.merge(state)
+    if not is_alone and hasattr(evaluator, "evaluate_together"):
         results = evaluator.evaluate_together()
     else:
         results = evaluator.evaluate() if is_first else {}

@@ -76,8 +76,14 @@ class RunEvaluations:
         scalars = flatten(results if len(self.tests) == 1 else results[self.tests[0].name])
         below = [name for name, value in self._baseline.items() if scalars.get(name, value) < value]
         if below:
-            listed = ", ".join(f"{name} {scalars[name]:.1f} is below {self._baseline[name]:.1f}" for name in below)
+            listed = ", ".join(_is_below(name, scalars[name], self._baseline[name]) for name in below)
             logger.warning("After iteration %d the model is worse than %s: %s; %s", iteration, self._constant, listed, WHAT_HELPS)
+
+
+def _is_below(name: str, value: float, bound: float) -> str:
+    """The two figures, with as many decimals as their difference takes."""
+    decimals = next((one for one in range(1, 6) if f"{value:.{one}f}" != f"{bound:.{one}f}"), 6)
+    return f"{name} {value:.{decimals}f} is below {bound:.{decimals}f}"
 
 
 class LossWatch:

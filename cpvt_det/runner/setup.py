@@ -82,14 +82,15 @@ def _lock(file: TextIO) -> bool:
 
 
 def setup_run(cfg: CfgNode) -> Path:
-    """Create the run's folder with ``log.txt``, and start the log.
+    """Take ``SOLVER.THREADS``, create the run's folder with ``log.txt``, and start the log.
 
     Returns:
         Path of ``OUTPUT_DIR``.
 
     Raises:
-        ConfigError: a folder that cannot be created or written to.
+        ConfigError: a number of threads below 0; a folder that cannot be created or written to.
     """
+    set_threads(cfg)
     output = Path(cfg.OUTPUT_DIR).expanduser()
     if distributed.rank() == 0:
         try:
@@ -102,6 +103,18 @@ def setup_run(cfg: CfgNode) -> Path:
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
     return output
+
+
+def set_threads(cfg: CfgNode) -> None:
+    """Take ``SOLVER.THREADS`` for this process.
+
+    Raises:
+        ConfigError: a number below 0.
+    """
+    if cfg.SOLVER.THREADS < 0:
+        raise ConfigError(f"SOLVER.THREADS must be at least 0 (0 for as many as torch takes), got {cfg.SOLVER.THREADS}")
+    if cfg.SOLVER.THREADS:
+        torch.set_num_threads(cfg.SOLVER.THREADS)
 
 
 def write_config(cfg: CfgNode, replace: bool = True) -> None:

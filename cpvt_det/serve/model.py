@@ -117,7 +117,7 @@ class ServedModel:
         with record_inputs({("decoder", n): layer for n, layer in enumerate(layers)}) as inputs:
             predictions = detector(batch.images, batch.padding_mask)
         (detections,) = postprocess(predictions, [size])
-        _, _, queries = postprocess.classification.decode(predictions.logits[-1], postprocess.max_detections)
+        queries = postprocess.rank(predictions)[3]
         record = ForwardRecord(detector, resized, size, tuple(batch.images.shape[2:]), {"decoder": layers}, inputs, [])
         seconds = time.perf_counter() - start
         return Pass(size, embed_image(image), detections.cpu(), queries[0].tolist(), record, seconds)

@@ -17,6 +17,7 @@ from cpvt_det import builders
 from cpvt_det.data.coco import CocoDataset, ImageRecord, describe_records
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES
+from cpvt_det.files import write_json
 from cpvt_det.tasks.registry import TASK_REGISTRY, Results, flatten, place_of
 
 if TYPE_CHECKING:
@@ -143,9 +144,7 @@ class DetectionTask:
 
     def write_outputs(self, evaluator: "CocoEvaluator", folder: Path) -> None:
         """Write all detections of a test set, in COCO's format."""
-        from cpvt_det.evaluation.coco import write_detections
-
-        write_detections(evaluator.coco_results(), folder / DETECTIONS)
+        write_json(evaluator.coco_results(), folder / DETECTIONS)
 
     def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
         """Write what there is to look at after the last evaluation: pictures, and with ``TEST.REPORT`` the report.

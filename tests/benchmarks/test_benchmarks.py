@@ -344,7 +344,7 @@ def test_a_case_that_is_left_out_as_a_whole_has_its_line(tmp_path, small_limits)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--suite", "opp"), "unknown suite 'opp' (did you mean 'op'?); known: data, eval, loss, model, op"),
+        (("--suite", "opp"), "unknown suite 'opp' (did you mean 'op'?); known: classifier, data, eval, loss, model, op"),
         (
             ("--peer", "detrr=x"),
             "unknown peer 'detrr' (did you mean 'detr'?); known: deformable_detr, deim, detectron2, detr, detrex, dfine,",

@@ -17,6 +17,7 @@ from cpvt_det.cli import main
 from cpvt_det.config import config_root, load_cfg
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.validation.duplicates import near_duplicates
+from cpvt_det.errors import ConfigError
 from cpvt_det.runner import choose
 from cpvt_det.runner.recipe import Pace
 
@@ -65,6 +66,10 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     resumed = call("train", "../mine", "--resume", "--num-gpus", 0, "--runner", "builtin", "SOLVER.EPOCHS", "2")
     assert resumed.exit_code == 0, resumed.output
     assert "measured:" not in resumed.output and len(losses_of(output / "metrics.json")) == 5
+    weights = (output / "model_best.pth").read_bytes()
+    second = call("train", "../mine", "--budget", "1m", "--num-gpus", 0, "--runner", "builtin", *WORDS, "SOLVER.MAX_ITER", 1)
+    assert "output/mine has a run already: this one goes to output/mine_2" in second.output, second.output
+    assert (output / "model_best.pth").read_bytes() == weights and (here / "output/mine_2/model_best.pth").is_file()
     assert yaml.safe_load(chosen.read_text())["SOLVER"]["EPOCHS"] == 1
 
 
@@ -80,6 +85,8 @@ def test_measuring_trains_some_steps_and_evaluates_some_images(drawn_cfg, drawn_
     pace = choose.measure(cfg, [dataset, dataset])
     assert isinstance(pace, Pace) and 0 < pace.image < 5 and 0 < pace.step < 5
     assert cfg.MODEL.NUM_CLASSES == 3
+    with pytest.raises(ConfigError, match=r"SOLVER\.THREADS must be at least 0"):
+        choose.measure(load_cfg("", [*WORDS, "MODEL.DEFORMABLE.NUM_LEVELS", "4", "SOLVER.THREADS", "-1"]), [dataset, dataset])
 
 
 def test_check_data_reads_the_same_and_writes_nothing(here):
@@ -258,3 +265,19 @@ def test_images_that_cannot_be_compared_are_no_duplicates(here):
     (here / "a.png").write_bytes(b"no image")
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(here / "b.png")
     assert near_duplicates(["a.png", "b.png"], ["a.png", "b.png"]) == []
+
+
+def test_a_run_that_left_checkpoints_keeps_its_folder(here, capsys):
+    def output_of(resume=False):
+        return folder_module._output_of(here.parent / "mine", resume)
+
+    assert output_of() == output_of(resume=True) == "output/mine" and not capsys.readouterr().out
+    for number, name in enumerate(("mine", "mine_2", "mine_3")):
+        folder = here / "output" / name
+        folder.mkdir(parents=True)
+        (folder / "chosen.yaml").touch()
+        assert output_of() == output_of(resume=True) == f"output/{name}"  # it ended before its first checkpoint
+        assert ("has a run already" in capsys.readouterr().out) == (number > 0)
+        (folder / "last_checkpoint").touch()
+        assert (output_of(), output_of(resume=True)) == (f"output/mine_{number + 2}", f"output/{name}")
+        capsys.readouterr()

@@ -295,6 +295,14 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
         assert boxes_of([train]).keys() == set(TRAIN) and boxes_of([val]).keys() == set(VAL)
         assert name_datasets(tmp_path / "mine", tmp_path / "out", "yolo").notes[0].startswith(f"{tmp_path}/mine: yolo")
         FORMAT_REGISTRY._obj_map.pop("own")
+        register_format("own", lambda path: (path / "own.list").is_file())(lambda path, split: read_own(path / "list", split))
+        assert boxes_of(read(tmp_path, tmp_path / "out")[1]) == BOXES  # in a folder of a clone
+        write(tmp_path / "mine/deeper/own.list", "")
+        assert boxes_of(read(tmp_path, tmp_path / "out")[1]) == BOXES
+        write(tmp_path / "other/own.list", "")
+        with pytest.raises(DataError, match=r"several folders in the format own: .*mine, .*other; name one of them instead of"):
+            name_datasets(tmp_path, tmp_path / "out")
+        FORMAT_REGISTRY._obj_map.pop("own")
         register_format("own", lambda path: path.name == "own.list")(read_own)
         assert boxes_of(read(tmp_path / "mine", tmp_path / "out")[1]) == BOXES
     finally:

@@ -26,8 +26,7 @@ from cpvt_det.config import load_cfg
 from cpvt_det.data import shards
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
-from cpvt_det.data.image_files import is_file, open_image
-from cpvt_det.data.images import ImageHeader, read_header, read_image
+from cpvt_det.data.images import ImageHeader, is_file, open_image, read_header, read_image
 from cpvt_det.data.packing import write_shards
 from cpvt_det.data.shards import ARRAYS, INDEX, expand, index_shards, open_shards
 from cpvt_det.data.storage import patiently

@@ -65,11 +65,14 @@ def test_a_part_of_ones_own_is_trained_and_loaded(module, drawn_coco, tmp_path):
         words += ["DATASETS.REGISTER", "[['drawn', 'pcb', 'trainval']]"]
         checked = run(tmp_path, "check-data", "pcb", "--import", module)  # as a folder; its splits overlap
         assert "pcb_train: 2 images" in checked.stdout and "1 images are in training and in validation" in checked.stdout
+        assert "1 images are in training" in run(tmp_path, "check-data", ".", "--import", module).stdout  # as a clone has it
     ended = run(tmp_path, "train", "--import", module, "--runner", "builtin", "--config-file", "_detectron2.yaml", *words)
     assert ended.returncode == 0, ended.stderr
     lines = [json.loads(line) for line in (tmp_path / "output" / "metrics.json").read_text().splitlines()]
     assert len([line for line in lines if "total_loss" in line]) == 2
     assert ("loss_area" in lines[0]) == (module == "my_loss")
+    log = (tmp_path / "output" / "log.txt").read_text()
+    assert f"cpvt-det predict --import {module} output/" in log and f"cpvt-det train --import {module} --config-file" in log
     image = next((tmp_path / "images").rglob("*.png"))
     arguments = ("predict", "output/model_final.pth", "--input", image, "--output", "found")
     assert run(tmp_path, *arguments, "--import", module).returncode == 0

@@ -15,7 +15,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table, write_detections, write_results
+from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table, write_results
+from cpvt_det.files import write_json
 from cpvt_det.structures import Detections
 
 CLASS_IDS = [7, 3, 90]  # neither dense nor sorted
@@ -383,7 +384,7 @@ def test_files_are_strict_json_and_complete(tmp_path):
     evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40)))
     results = evaluator.evaluate()
     write_results(results, tmp_path / "inference" / "results.json")
-    write_detections(evaluator.coco_results(), tmp_path / "inference" / "detections.json")
+    write_json(evaluator.coco_results(), tmp_path / "inference" / "detections.json")
     files = (tmp_path / "inference").iterdir()
     read = {path.name: json.loads(path.read_text(), parse_constant=refuse_constant) for path in files}
     assert set(read) == {"results.json", "detections.json"}  # and no temporary file

@@ -94,7 +94,7 @@ STATIC_CASES = [
     ("detr", "none", {}, ()),
     ("detr", "learned", {"MODEL__CRITERION__CLASSIFICATION": "focal"}, ()),
     ("detr", "sine+peg", {"MODEL__BACKBONE__NORM": "FrozenBN"}, ()),
-    ("deformable", "sine_offset", REFINE, ("--sampling", "grid_sample")),
+    ("deformable", "sine_offset", {**REFINE, "TEST__NMS": 0.2}, ("--sampling", "grid_sample")),
     ("dino", "sine_offset+peg", {}, ()),
     ("deformable", "sine_offset+peg", {**ONE_STAGE, "MODEL__POSITION__NORM": "GN"}, ()),
 ]

@@ -134,6 +134,18 @@ CASES = [
         guard=stopping("if patience < 0:"),
     ),
     Case(
+        "-1 threads",
+        train(SOLVER__THREADS=-1),
+        "SOLVER.THREADS must be at least 0 (0 for as many as torch takes), got -1",
+        guard=Cut("runner/setup.py", "if cfg.SOLVER.THREADS < 0:", "if False:"),
+    ),
+    Case(
+        "NMS of detections at 0",
+        train(TEST__NMS=0.0),
+        "TEST.DETECTIONS_PER_IMAGE, TEST.NMS: nms must be above 0 and at most 1, got 0.0",
+        guard=Cut("inference.py", "if not 0 < nms <= 1:", "if False:"),
+    ),
+    Case(
         "threshold of pictures that is no score",
         train(TEST__PICTURE_THRESHOLD=1.5),
         "TEST.PICTURE_THRESHOLD must be a score from 0 to 1, or None for that of the best F1, got 1.5",

@@ -66,8 +66,8 @@ CASES = [
         attention(image="nowhere.jpg"),
         "cannot read image ...nowhere.jpg: no such file",
         guard=(
-            Cut("data/image_files.py", "except FileNotFoundError as error:", NEVER),
-            Cut("data/image_files.py", "except OSError as error:", NEVER),
+            Cut("data/images.py", "except FileNotFoundError as error:", NEVER),
+            Cut("data/images.py", "except OSError as error:\n        kind", f"{NEVER}\n        kind"),
         ),
     ),
     Case("show attention: no such weights", attention(weights="nowhere.pth"), "no weights file ...nowhere.pth", guard=NO_FILE),

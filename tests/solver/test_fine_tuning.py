@@ -97,7 +97,9 @@ def records_with(*counts):
 @pytest.mark.parametrize(
     ("iterations", "weights", "objects", "said"),
     [
-        (29_999, "", 50, ["29999 iterations"]),
+        (29_999, "", 50, ["from random weights; a DETR needs about 300000 on photographs"]),
+        (2_999, "pip", 50, ["from a pretrained backbone; a DETR needs 5000 or more on photographs"]),
+        (3_000, "pip", 50, []),
         (30_000, "", 51, ["51 objects, more than half of the 100 queries"]),
         (100, "some.pth", 100, ["100 objects"]),
         (100, "some.pth", 101, []),  # the check of the data tells
@@ -106,7 +108,7 @@ def records_with(*counts):
 )
 def test_a_run_is_told_what_to_expect(monkeypatch, iterations, weights, objects, said):
     cfg = get_cfg()
-    cfg.MODEL.WEIGHTS = weights
+    cfg.MODEL.WEIGHTS, cfg.MODEL.BACKBONE.WEIGHTS = (weights, "") if weights != "pip" else ("", weights)
     messages = []
     monkeypatch.setattr(advice.logger, "warning", lambda text, *values: messages.append(text % values))
     advice.log_advice(cfg, TrainingSchedule(iterations, (), 0, 0, ""), records_with(0, objects))

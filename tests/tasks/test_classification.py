@@ -17,9 +17,9 @@ from torch import nn
 from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
-from cpvt_det.data.classify import ClassMapper, RepeatedBatches, central_transform, crop_transform
+from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.coco import Classes, ImageRecord
-from cpvt_det.data.loader import MappedDataset
+from cpvt_det.data.loader import MappedDataset, TrainBatches
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError
 from cpvt_det.evaluation.top_k import ClassEvaluator, format_accuracies, most_confused
 from cpvt_det.losses.image_classes import ClassCriterion
@@ -271,12 +271,12 @@ def test_erased_pixels_have_the_given_colour():
 
 
 def test_repeated_images_differ_and_an_epoch_has_a_part_of_them():
-    batches = iter(RepeatedBatches(3, num_records=6, batch_size=6, seed=1))
+    batches = iter(TrainBatches(num_records=6, batch_size=6, seed=1, repeats=3))
     first, second = next(batches), next(batches)
     for epoch, batch in enumerate((first, second)):
         assert len({index for _, index in batch}) == 2 and len(set(batch)) == 6  # each draw has an augmentation of its own
         assert {number // 3 for number, _ in batch} == {epoch}
-    later = RepeatedBatches(3, num_records=6, batch_size=6, seed=1)
+    later = TrainBatches(num_records=6, batch_size=6, seed=1, repeats=3)
     later.start = 1
     assert next(iter(later)) == second
 

@@ -81,11 +81,22 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
 
 
 def _own_layout(listing: Listing, name: str) -> Layout | None:
-    """A format that the user registered, of the folder or of a file directly in it."""
+    """A format that the user registered: of the folder, of a file directly in it, or of the only folder below it that matches.
+
+    Raises:
+        DataError: several folders that match, none of them inside another one.
+    """
     data_format = FORMAT_REGISTRY.get(name)
     paths = [listing.root, *(path for path in listing.files if path.parent == listing.root)]
     path = next((path for path in paths if data_format.matches(path)), None)
-    return None if path is None else _registered(name, path)
+    if path is not None:
+        return _registered(name, path)
+    below = [folder for folder in listing.folders if data_format.matches(folder)]
+    below = [folder for folder in below if not any(other in folder.parents for other in below)]
+    if len(below) > 1:
+        listed = ", ".join(map(str, below[:3]))
+        raise DataError(f"several folders in the format {name}: {listed}; name one of them instead of {listing.root}")
+    return _registered(name, below[0]) if below else None
 
 
 def _registered(name: str, path: Path) -> Layout:

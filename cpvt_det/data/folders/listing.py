@@ -39,6 +39,11 @@ class Listing:
             self.files += [Path(folder, name) for name in files if not name.startswith(".")]
         self.files.sort()
 
+    @cached_property
+    def folders(self) -> list[Path]:
+        """The folders below the root that hold files, at any depth."""
+        return sorted({folder for path in self.files for folder in path.parents if self.root in folder.parents})
+
     def with_suffix(self, *suffixes: str) -> list[Path]:
         """Files by suffix, in whatever case."""
         return [path for path in self.files if path.suffix.lower() in suffixes]

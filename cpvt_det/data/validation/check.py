@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import CocoDataset, read_coco, require_same_classes
-from cpvt_det.data.image_files import is_file
-from cpvt_det.data.images import ImageHeader, file_threads, read_header, read_image
+from cpvt_det.data.images import ImageHeader, file_threads, is_file, read_header, read_image
 from cpvt_det.data.records import Records
 from cpvt_det.data.storage import Patience
 from cpvt_det.data.validation.issues import EXAMPLES, Issues

@@ -3,11 +3,13 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError, first_line
@@ -80,3 +82,17 @@ def _download(name: str) -> Mapping[str, Tensor]:
         raise WeightsError(
             f"cannot get timm's weights of {name} ({first_line(error)}); no network? give a local file in MODEL.BACKBONE.WEIGHTS"
         ) from error
+
+
+def fix_padding(network: nn.Module) -> None:
+    """Give TensorFlow's convolutions of a network, which pad by the size of their map, the padding of maps that are multiples of
+    the stride, as those of a canvas are: in a program of any size ``torch.export`` would reason about their rule for hours."""
+    for module in network.modules():
+        if type(module).__name__ == "Conv2dSame":
+            sizes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
+            height, width = (max((kernel - 1) * dilation + 1 - stride, 0) for kernel, stride, dilation in sizes)
+            module.forward = partial(_pad_and_convolve, module, (width // 2, -(-width // 2), height // 2, -(-height // 2)))
+
+
+def _pad_and_convolve(module: nn.Conv2d, padding: Sequence[int], x: Tensor) -> Tensor:
+    return F.conv2d(F.pad(x, padding), module.weight, module.bias, module.stride, 0, module.dilation, module.groups)

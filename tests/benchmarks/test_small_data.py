@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of ``cpvt-det train FOLDER``: its parts of a data set, its records, and the tables that are made of them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import small_data_tables as tables
+import test_folders as layouts
+from click.testing import CliRunner
+from PIL import Image
+
+from benchmarks import small_data
+from cpvt_det.cli.check_data import check_data
+from cpvt_det.errors import ConfigError
+
+FIGURES = {f"bbox/{name}": 10.0 + number for number, name in enumerate(("AP", "AP50", "AP75", "APs", "APm", "APl", "AP-fish"))}
+
+
+def boxes_of(folder, split):
+    content = json.loads((folder / split / "_annotations.coco.json").read_text())
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    found = {os.path.realpath(folder / split / image["file_name"]): [] for image in content["images"]}
+    paths = dict(zip((image["id"] for image in content["images"]), found, strict=True))
+    for box in content["annotations"]:
+        found[paths[box["image_id"]]].append((names[box["category_id"]], *(round(value) for value in box["bbox"])))
+    return {Path(path).stem: boxes for path, boxes in found.items()}
+
+
+@pytest.mark.parametrize("write", [layouts.write_roboflow_yolo, layouts.write_roboflow_voc])
+def test_a_part_has_the_images_of_smaller_parts_and_all_that_is_validated(write, tmp_path):
+    write(tmp_path / "mine")
+    parts = [small_data.write_part(tmp_path / "mine", count, tmp_path / str(count)) for count in (1, 2, 3)]
+    drawn = [boxes_of(part, "train") for part in parts]
+    assert [len(part) for part in drawn] == [1, 2, 3] and drawn[0].keys() < drawn[1].keys() < drawn[2].keys()
+    for part in (*drawn, boxes_of(parts[0], "valid")):
+        assert all(sorted(boxes) == sorted(layouts.BOXES[name]) for name, boxes in part.items())
+    assert boxes_of(parts[0], "valid").keys() == set(layouts.VAL)
+    result = CliRunner().invoke(check_data, [str(parts[2])])
+    assert result.exit_code == 0 and "mine_train: 3 images" in result.output, result.output
+    with pytest.raises(ConfigError, match="--images 5: there are only 4 training images"):
+        small_data.write_part(tmp_path / "mine", 5, tmp_path / "5")
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_a_record_has_the_last_figures_and_names_no_folder(monkeypatch, tmp_path):
+    def train(folder, output, budget, seed, words):
+        (output / "pictures").mkdir(parents=True)
+        Image.new("RGB", (8, 6)).save(output / "pictures/detections.png")
+        rows = [{"iteration": 3, "total_loss": 1.0}, {"iteration": 4, **FIGURES, "bbox/AP50": 5.0}, {"iteration": 9, **FIGURES}]
+        (output / "metrics.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        chosen = f"SEED: {seed}\nOUTPUT_DIR: {output}\nDATASETS: {{TRAIN: [{folder}]}}\nSOLVER: {{EPOCHS: 2.0}}\n"
+        (output / "chosen.yaml").write_text(chosen)
+        assert (budget, words) == ("90s", ("MODEL.POSITION.NAME", "sine_offset")) and len(boxes_of(folder, "train")) == 2
+        return {"seconds": 80.0, "cpu_seconds": 75.0}
+
+    monkeypatch.setattr(small_data, "train", train)
+    layouts.write_roboflow_yolo(tmp_path / "photos")
+    options = "--budget 90s --seed 3 --label sine --images 2"
+    words = ["fishes", tmp_path / "photos", *options.split(), "--picture", "--output", tmp_path / "out"]
+    done = CliRunner().invoke(small_data.main, [*map(str, words), "MODEL.POSITION.NAME", "sine_offset"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "fishes_90s_sine_2_images_3.jpg").is_file()
+    text = (tmp_path / "out" / "fishes_90s_sine_2_images_3.json").read_text()
+    record = json.loads(text)
+    assert (record["AP"], record["AP50"], record["iterations"], record["curve"]) == (10.0, 11.0, 10, {"5": 5.0, "10": 11.0})
+    assert record["AP of classes"] == {"fish": 16.0} and record["chosen"] == {"SEED": 3, "SOLVER": {"EPOCHS": 2.0}}
+    assert record["command"].endswith(f"fishes FOLDER {options} MODEL.POSITION.NAME sine_offset")
+    assert (record["images"], record["words"]) == (2, ["MODEL.POSITION.NAME", "sine_offset"])
+    assert str(tmp_path) not in text and {"commit", "machine", "versions", "cores", "seconds", "cpu_seconds"} < record.keys()
+
+
+def write_record(folder, name, seed, ap, label="", budget="10m", **more):
+    record = {"command": f"python benchmarks/small_data.py {name} FOLDER --budget {budget}", "label": label, "budget": budget}
+    record |= {"seed": seed, "cores": 2, "machine": {"cpu": "C", "instruction_set": "AVX2"}, "AP": ap, "AP50": 2 * ap, **more}
+    record |= {"seconds": 600, "cpu_seconds": 1000 + seed, "curve": {"10": 2 * ap, "5": ap}}
+    (folder / f"{name}_{budget}_{label}_{more.get('images', '')}_{seed}.json").write_text(json.dumps(record))
+
+
+def test_tables_grow_with_the_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RECORDS", tmp_path)
+    every = (tables.as_trained, tables.by_size, tables.one_at_a_time, tables.encodings)
+    assert [table()[1][0] for table in every] == ["no record yet"] * 4
+    for seed, ap in enumerate((10.0, 14.0)):
+        write_record(tmp_path, "aquarium", seed, ap)
+        write_record(tmp_path, "aquarium", seed, ap + 3, label="sine")
+    write_record(tmp_path, "aquarium", 1, 2.0, label="no_weights", words=["MODEL.BACKBONE.WEIGHTS", ""])
+    write_record(tmp_path, "aquarium", 0, 5.0, images=50)
+    write_record(tmp_path, "aquarium", 0, 6.0, label="without_partner", budget="2h")
+    write_record(tmp_path, "mine", 0, 30.0)
+    command = "`cpvt-det train FOLDER --budget 10m`"
+    assert tables.as_trained()[1:] == [
+        ["Aquarium", command, "12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)", "10.0, 20.0", "10.0", "1,000", "C, AVX2", "2", "2"],
+        ["mine", command, "30.0", "60.0", "30.0, 60.0", "10.0", "1,000", "C, AVX2", "2", "1"],
+    ]
+    assert [row[2:4] for row in tables.by_size()[1:]] == [["50", "5.0"], ["448", "12.0 (10.0 to 14.0)"]]
+    (change,) = tables.one_at_a_time()[1:]  # the other one has nothing to be compared with
+    replaced = ["no weights: `MODEL.BACKBONE.WEIGHTS ''`", "14.0", "28.0", "2.0 (-12.0)", "4.0 (-24.0)", "1"]
+    assert change[2:] == replaced
+    (sine,) = tables.encodings()[1:]
+    assert sine[:3] == ["Aquarium", "10m", "sine"]
+    assert sine[-3:] == ["15.0 (13.0 to 17.0) (+3.0)", "30.0 (26.0 to 34.0) (+6.0)", "2"]
