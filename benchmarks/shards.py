@@ -78,8 +78,7 @@ def readers_of(files: str, root: str, names: list[str]) -> dict[str, dict[str, C
     import numpy as np
     import torch
 
-    from cpvt_det.data.image_files import open_image
-    from cpvt_det.data.images import read_header
+    from cpvt_det.data.images import open_image, read_header
     from cpvt_det.data.mapper import Mapper, train_transform
     from cpvt_det.data.records import ImageRecord
 

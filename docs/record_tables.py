@@ -2,22 +2,25 @@
 """Tables of the documents that are written from records, between ``<!-- table: NAME -->`` and ``<!-- end -->``:
 ``python docs/record_tables.py`` writes them again."""
 
+import itertools
 import json
 import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import small_data_tables
+
 from benchmarks.estimate import of_clusters, of_data
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [
-    ROOT / "docs" / name for name in ("comparison.md", "export.md", "look.md", "results.md", "scaling.md", "speed.md", "use.md")
-]
+WITH_TABLES = ("comparison", "export", "look", "results", "scaling", "small_data", "speed", "use")
+DOCUMENTS = [ROOT / "docs" / f"{name}.md" for name in WITH_TABLES]
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Sequence[str]
 
@@ -57,6 +60,40 @@ def photographs() -> list[Row]:
         for run in read_runs("photographs", group):
             values = [run["curve"]["100"], run["curve"]["200"], run["AP"], run["AP50"], run["AP75"]]
             rows.append([label, f"`{config}`", *(f"{value:.1f}" for value in values), f"{run['cpu_seconds']:,.0f}"])
+    return rows
+
+
+def quickstart() -> list[Row]:
+    """The quickstart as it is shipped, and without what it took of today's recipes; for the same CPU time."""
+    rows = [["", "iterations", "AP", "by seed", "AP50", "AP at half of the time", "duplicates, % of detections above 0.4"]]
+    for label, group, arm in (
+        ("as shipped", "quickstart", "taken"),
+        ("without the four mechanisms and NMS", "mechanisms", "today"),
+    ):
+        runs = read_runs("mechanisms", group, arm)
+        mean, seeds, half, copies = arm_cells(runs)
+        rows.append(
+            [label, f"{runs[0]['iterations']:,}", mean, seeds, f"{statistics.mean(run['AP50'] for run in runs):.1f}", half, copies]
+        )
+    return rows
+
+
+def arm_cells(runs: Sequence[dict[str, Any]]) -> tuple[str, str, str, str]:
+    """Mean AP, AP by seed, mean AP at the second of four evaluations, and percentage of duplicates."""
+    half = statistics.mean(sorted((int(at), value) for at, value in run["curve"].items())[1][1] for run in runs)
+    copies = statistics.mean(run["measured"]["probes"]["duplicates"]["percent"] for run in runs)
+    mean = statistics.mean(run["AP"] for run in runs)
+    return f"{mean:.1f}", ", ".join(f"{run['AP']:.1f}" for run in runs), f"{half:.1f}", f"{copies:.1f}"
+
+
+def mechanisms() -> list[Row]:
+    """The arms of the study by AP at the end; means over the seeds that have a record."""
+    rows = [["arm", "AP at half of the CPU time", "AP at its end", "by seed", "duplicates, % of detections above 0.4"]]
+    folders = (ROOT / "studies" / "mechanisms" / "results" / "mechanisms").iterdir()
+    arms = {folder.name: read_runs("mechanisms", "mechanisms", folder.name) for folder in folders}
+    for name in sorted(arms, key=lambda name: statistics.mean(run["AP"] for run in arms[name]), reverse=True):
+        mean, seeds, half, copies = arm_cells(arms[name])
+        rows.append([f"`{name}`", half, mean, seeds, copies])
     return rows
 
 
@@ -146,6 +183,16 @@ def peg_beside_sine() -> list[Row]:
     return rows
 
 
+def classifiers() -> list[Row]:
+    """Ours with timm's weights, beside timm's; and images of unequal sizes beside as many that fill the canvas."""
+    rows = [["model", "pass", "times as fast as timm's", "outputs differ by", "images of unequal sizes, beside a full canvas"]]
+    for model, passes in itertools.product(("DeiT-S", "TNT-S"), PASSES):
+        ours = rows_of("classifier_cpu", f"{model} b8 {passes}")["cpvt_det"]
+        unequal = rows_of("classifier_cpu", f"{model} b8, unequal sizes, {passes}")["cpvt_det"]
+        rows.append([model, passes, _times(ours["ratio_cpu"]), f"{ours['difference']:.0e}", _times(unequal["ratio_cpu"])])
+    return rows
+
+
 def parts() -> list[Row]:
     """Everything but whole models: times against the fastest peer."""
 
@@ -199,9 +246,9 @@ def _slider(found: dict[str, Any]) -> str:
     return f"{found['slider_median_ms']:.1f} (at most {found['slider_longest_ms']:.1f})"
 
 
-def tiles() -> list[Row]:
+def tiles(record: str) -> list[Row]:
     rows = [["", "AP small", "AP medium", "AP", "AP50", "CPU s per image"]]
-    for name, found in read_bench("tiles_shapes_val")["ways"].items():
+    for name, found in read_bench(record)["ways"].items():
         rows.append([name, *(f"{found[key]:.1f}" for key in ("APs", "APm", "AP", "AP50")), f"{found['cpu_seconds']:.2f}"])
     return rows
 
@@ -247,6 +294,14 @@ def beside_others() -> list[Row]:
     ]
 
 
+def timm_networks() -> list[Row]:
+    """Times of a training step over timm's, by network and norm; a column for each share of padding."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in read_bench("timm_backbone_cpu")["rows"]:
+        cells.setdefault((row["network"], row["norm"]), []).append(_times(row["cpu_ratio"]))
+    return [["network", "norms", "no padding", "29 % padded"], *([*names, *values] for names, values in cells.items())]
+
+
 def shards() -> list[Row]:
     record = read_bench("shards_cpu")
     rows = [["images per CPU second", "files", "tar files", "webdataset's reader, in sequence"]]
@@ -258,20 +313,29 @@ def shards() -> list[Row]:
 
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "photographs": photographs,
+    "quickstart": quickstart,
+    "mechanisms": mechanisms,
     "quickstart time": quickstart_time,
     "whole models": whole_models,
     "two threads": two_threads,
     "memory": memory,
     "PEG beside sine": peg_beside_sine,
+    "classifiers": classifiers,
     "parts": parts,
     "exported": exported,
     "start up": start_up,
     "first boxes": first_boxes,
-    "tiles": tiles,
+    "tiles": partial(tiles, "tiles_shapes_val"),
+    "tiles of boards": partial(tiles, "tiles_deeppcb_folder_val"),
     "beside others": beside_others,
     "shards": shards,
+    "timm": timm_networks,
     "estimate of data": of_data,
     "estimate of clusters": of_clusters,
+    "small data": small_data_tables.as_trained,
+    "small data by size": small_data_tables.by_size,
+    "small data one at a time": small_data_tables.one_at_a_time,
+    "small data encodings": small_data_tables.encodings,
 }
 
 
