@@ -39,6 +39,19 @@ def test_the_order_is_that_of_nms_then_score(choose, threshold, count):
             assert chosen[image].tolist() == order[:count]
 
 
+@pytest.mark.parametrize(("clusters", "looked"), [(300, [40]), (2, [40, 160, 640, 1000]), (8, [40, 160])])
+def test_no_more_boxes_are_looked_at_than_it_takes(monkeypatch, clusters, looked):
+    """A thousand boxes around many, few and some centres: ten that stand apart are among the best 40, none, or the best 160."""
+    boxes, scores, padded = (one[:1] for one in draw(7, images=2, boxes=1000, clusters=clusters))
+    padded = torch.zeros_like(padded)
+    numbers = []
+    noted = lambda found, *rest: numbers.append(len(found)) or torchvision.ops.nms(found, *rest)  # noqa: E731
+    monkeypatch.setattr("cpvt_det.ops.nms.nms", noted)
+    chosen = nms_topk(boxes, scores, padded, 0.3, 10)
+    assert chosen[0].tolist() == expected_order(boxes[0], scores[0], padded[0], 0.3)[:10]
+    assert numbers == looked
+
+
 def test_padded_ones_fill_what_is_left_and_none_is_chosen_twice():
     boxes, scores, padded = draw(5)
     for choose in (nms_topk, nms_topk_exportable):

@@ -352,28 +352,35 @@ def test_mlflow_keeps_config_scalars_figures_and_pictures(train, mlflow):
     assert "failed" not in (folder / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("call", ["log_params", "log_metrics", "log_artifact"])
-def test_a_call_that_fails_leaves_no_run_of_mlflow_open(train, mlflow, monkeypatch, call):
-    """The next training in the process starts its own."""
+@pytest.mark.parametrize("call", ["log_batch", "log_artifact"])
+def test_a_call_that_fails_leaves_no_run_of_mlflow_running(train, mlflow, monkeypatch, call):
+    """Nor one that is active, which the next training in the process would meet."""
     package, uri = mlflow
     more = {"CALLBACKS": [["mlflow", {"uri": uri}]], "DATASETS__TEST": (), "SOLVER__MAX_ITER": 1}
     with monkeypatch.context() as patch:
-        patch.setattr(package, call, fail(OSError("no route to host")))
-        with pytest.raises(ConfigError) if call == "log_params" else contextlib.nullcontext():
+        patch.setattr(package.MlflowClient, call, fail(OSError("no route to host")))
+        with pytest.raises(ConfigError) if call == "log_batch" else contextlib.nullcontext():
             train("broken", **more)
     assert package.active_run() is None
     folder = train("run", **more)
     assert "failed" not in (folder / "log.txt").read_text()
+    client = package.MlflowClient(uri)
+    ended = [run.info.status for run in client.search_runs([client.get_experiment_by_name("cpvt_det").experiment_id])]
+    assert sorted(ended) == ["FAILED" if call == "log_batch" else "FINISHED", "FINISHED"]
 
 
-def test_a_run_of_mlflow_that_is_not_ours_stays_open(train, mlflow):
+def test_a_run_of_mlflow_that_is_not_ours_stays_as_it_is(train, mlflow):
     package, uri = mlflow
     package.set_tracking_uri(uri)
     package.set_experiment("own")
     with package.start_run() as own:
-        with pytest.raises(ConfigError, match="Mlflow.on_start failed: .*already active"):
-            train("run", CALLBACKS=[["mlflow", {"uri": uri}]])
+        folder = train("run", CALLBACKS=[["mlflow", {"uri": uri}]])
         assert package.active_run().info.run_id == own.info.run_id
+    client = package.MlflowClient(uri)
+    assert not client.get_run(own.info.run_id).data.metrics
+    (run,) = client.search_runs([client.get_experiment_by_name("cpvt_det").experiment_id])
+    assert run.info.status == "FINISHED" and "total_loss" in run.data.metrics
+    assert "failed" not in (folder / "log.txt").read_text()
 
 
 def test_a_resumed_run_is_the_same_run_of_mlflow(train, mlflow):

@@ -7,6 +7,7 @@ Each package is an extra of its name; where it sends to, and with which key, its
 import importlib
 import math
 import re
+import time
 from types import ModuleType
 
 from cpvt_det.config import flat_items
@@ -65,31 +66,28 @@ class Mlflow(Callback):
         self.mlflow, self.options = _require("mlflow"), (experiment, name, uri)
 
     def on_start(self, run: TrainingRun) -> None:
-        self.is_started = False
         experiment, name, uri = self.options
-        if uri is not None:
-            self.mlflow.set_tracking_uri(uri)
-        self.mlflow.set_experiment(experiment)
-        tags = {"cpvt_det.run_id": run.run_id}
-        found = self.mlflow.search_runs(filter_string=f"tags.`cpvt_det.run_id` = '{run.run_id}'", output_format="list")
-        self.mlflow.start_run(run_id=found[0].info.run_id if found else None, run_name=name, tags=tags)
-        self.is_started = True
+        self.client, tag = self.mlflow.MlflowClient(uri), "cpvt_det.run_id"  # a run that is active in this process stays as it is
+        known = self.client.get_experiment_by_name(experiment)
+        place = known.experiment_id if known else self.client.create_experiment(experiment)
+        found = self.client.search_runs([place], f"tags.`{tag}` = '{run.run_id}'")
+        self.run = (found[0] if found else self.client.create_run(place, tags={tag: run.run_id}, run_name=name)).info.run_id
+        self.client.update_run(self.run, status="RUNNING")
         if not found:  # MLflow's parameters never change, those of a resumed run may
-            self.mlflow.log_params(dict(flat_items(run.cfg)))
+            config = [self.mlflow.entities.Param(key, str(value)) for key, value in flat_items(run.cfg)]
+            self.client.log_batch(self.run, params=config)
 
     def on_step(self, run: TrainingRun, iteration: int, scalars: dict[str, float]) -> None:
-        defined = {re.sub(r"[^/\w.\- ]", "_", key, flags=re.ASCII): value for key, value in scalars.items() if math.isfinite(value)}
-        self.mlflow.log_metrics(defined, step=iteration)
+        names = {re.sub(r"[^/\w.\- ]", "_", key, flags=re.ASCII): value for key, value in scalars.items() if math.isfinite(value)}
+        now = int(1000 * time.time())
+        self.client.log_batch(self.run, [self.mlflow.entities.Metric(key, value, now, iteration) for key, value in names.items()])
 
     def on_evaluation(self, run: TrainingRun, iteration: int, results: Results) -> None:
         self.on_step(run, iteration, flatten(results))
 
     def on_end(self, run: TrainingRun, error: BaseException | None) -> None:
-        if not self.is_started:  # a run that is active is another one
-            return
         try:
-            for path in (run.output / name for name in FILES):
-                if path.exists():
-                    self.mlflow.log_artifact(str(path))  # a folder too
-        finally:  # MLflow starts no other run in this process before
-            self.mlflow.end_run("FAILED" if error else "FINISHED")
+            for path in (run.output / name for name in FILES if (run.output / name).exists()):
+                self.client.log_artifact(self.run, str(path))  # a folder too
+        finally:
+            self.client.set_terminated(self.run, "FAILED" if error else "FINISHED")
