@@ -62,6 +62,18 @@ def test_flags_are_those_of_products(monkeypatch):
     assert origin.instructions()["flags"] == "unknown"
 
 
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        (["cpu family\t: 25", "model\t\t: 1", "model name\t: some one"], "some one, family 25, model 1"),
+        (["model name\t: some one"], "some one"),
+    ],
+)
+def test_a_processor_has_its_generation_where_the_system_tells_it(monkeypatch, lines, name):
+    monkeypatch.setattr(origin, "read_lines", lambda path: lines)
+    assert origin.cpu_model() == name
+
+
 def test_a_commit_says_what_differs_but_for_results(tmp_path):
     def git(*words):
         subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
