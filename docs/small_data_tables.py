@@ -104,7 +104,8 @@ def _groups(wanted: Callable[[Record], bool]) -> list[list[Record]]:
 
 
 def _setting(record: Record) -> tuple[Any, ...]:
-    return name_of(record), record["budget"], record.get("images"), record["machine"]["cpu"], record["cores"]
+    machine = record["machine"]
+    return name_of(record), record["budget"], record.get("images"), machine["cpu"], machine["instruction_set"], record["cores"]
 
 
 def _title(record: Record) -> str:

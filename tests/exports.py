@@ -45,4 +45,5 @@ def _identity(module: program.ExportModule) -> tuple:
     numbers = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         numbers.update(name.encode() + tensor.numpy().tobytes())
-    return repr(module), module.half_precision, *ways, numbers.hexdigest()
+    decoding = tuple(str(item) for item in vars(module.postprocess).items() if isinstance(item[1], (int, float)))
+    return repr(module), module.half_precision, *ways, *decoding, numbers.hexdigest()

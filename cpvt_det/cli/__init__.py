@@ -15,9 +15,7 @@ import cpvt_det
 from cpvt_det.errors import BadInputError, DataFaultsError, InterruptedRun, RunStoppedError, exit_code, first_line
 from cpvt_det.garbage import quick_imports
 from cpvt_det.own_modules import import_modules
-from cpvt_det.threads import wait_briefly
 
-wait_briefly()  # before a command imports torch
 COMMANDS = {
     "analyze": "Count parameters, operations, time and memory by part.",
     "check-data": "Find faults in a folder of images and annotations, or in the data sets of a config.",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 BUDGET = "30m"
 CHOSEN = "chosen.yaml"
+CHOSEN_FOR = "Chosen by cpvt-det train "
+"""How the first comment in that file begins, before the folder's absolute path."""
 LAST = "last_checkpoint"
 """File that a run writes with its first checkpoint."""
 ENOUGH = 10**6
@@ -111,29 +113,41 @@ def choose_run(
     rows = [choice for choice in choices if choice.reason]
     click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
     again = f"cpvt-det train{import_words()} --config-file {path}"
-    header = [f"Chosen by cpvt-det train {folder}. The same run again: {again}", *lines]
+    header = [f"{CHOSEN_FOR}{folder.resolve()}", f"The same run again: {again}", *lines]
     _write(path, write_choices(choices, header))
     click.echo(f"all settings: {path}")
     return str(path), ()
 
 
 def _output_of(folder: Path, resume: bool) -> str:
-    """``output/NAME_OF_FOLDER``; where a run has left checkpoints there, ``output/NAME_OF_FOLDER_2``, ...
+    """``output/NAME_OF_FOLDER``; where another run has begun there, of this folder or of one with its name, a number follows.
 
     Args:
         folder: folder of the data.
-        resume: True: the last one that a run was started in.
+        resume: True: the last one in which a run on this folder was started.
     """
     first = f"output/{folder.resolve().name}"
     outputs = (first if number == 1 else f"{first}_{number}" for number in count(1))
-    started = list(takewhile(lambda output: Path(output, CHOSEN).is_file() or Path(output, LAST).is_file(), outputs))
+    begun = list(takewhile(lambda output: Path(output, CHOSEN).is_file() or Path(output, LAST).is_file(), outputs))
+    ours = [output for output in begun if _is_for(folder, Path(output, CHOSEN))]
     if resume:
-        return started[-1] if started else first
-    free = next((output for output in started if not Path(output, LAST).is_file()), "")
-    output = free or (f"{first}_{len(started) + 1}" if started else first)
+        output = max(ours, key=lambda one: Path(one, CHOSEN).stat().st_mtime_ns, default=first)
+        said = f"the last run on {folder} is in {output}"
+    else:
+        free = next((one for one in ours if not Path(one, LAST).is_file()), "")
+        output = free or (f"{first}_{len(begun) + 1}" if begun else first)
+        said = f"{first} has a run already: this one goes to {output}; --resume continues the last one"
     if output != first:
-        click.echo(f"{first} has a run already: this one goes to {output}; --resume continues the last one")
+        click.echo(said)
     return output
+
+
+def _is_for(folder: Path, chosen: Path) -> bool:
+    """Whether a file of chosen settings is of a run on this folder."""
+    if not chosen.is_file():
+        return False
+    with chosen.open(encoding="utf-8", errors="replace") as file:
+        return file.readline().rstrip("\n") == f"# {CHOSEN_FOR}{folder.resolve()}"
 
 
 def _read(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from cpvt_det.boxes import intersection_over_union
 from cpvt_det.export.files import Run
 from cpvt_det.export.program import Canvas, largest_sides
 from cpvt_det.inference import ClassScores, PostProcessor
@@ -19,6 +20,7 @@ from cpvt_det.models import ImageModel
 from cpvt_det.structures import Detections, PaddedBatch, Size
 
 TRACED = (2, 3, 4)  # images, and height and width in largest strides; all differ from those below
+NEAR = 0.01  # an intersection over union of half precision is as near
 UNSEEN = ((1, 2, 5), (3, 5, 3), (4, 6, 6))
 
 
@@ -85,34 +87,38 @@ def compare(detector: ImageModel, postprocess: PostProcessor | ClassScores, run:
     if isinstance(postprocess, ClassScores):
         difference_of_scores = _largest(answers[0] - predictions.scores())
         return Comparison(canvas, None, difference_of_scores, (expected_seconds, found_seconds))
-    # All pairs of query and class, so that ties at the cut-off do not count as differences; with NMS as many as the program has.
-    if postprocess.nms == 1:
-        postprocess = PostProcessor(postprocess.classification, predictions.logits[-1, 0].numel())
-    everything = postprocess.decode(predictions)
+    # All pairs of query and class, so that ties at the cut-off do not count as differences.
+    everything = PostProcessor(postprocess.classification, predictions.logits[-1, 0].numel()).decode(predictions)
     differences = [
-        difference(Detections(*found), Detections(*expected))
+        difference(Detections(*found), Detections(*expected), postprocess.nms)
         for found, expected in zip(zip(*answers, strict=True), zip(*everything, strict=True), strict=True)
     ]
     boxes, scores = (max(column) for column in zip(*differences, strict=True))
     return Comparison(canvas, boxes, scores, (expected_seconds, found_seconds))
 
 
-def difference(found: Detections, expected: Detections) -> tuple[float, float]:
+def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tuple[float, float]:
     """The largest difference of boxes and of scores.
 
     Scores are compared by rank. Boxes are compared in pairs of one label, one to one, chosen for the smallest differences in box
-    and score: the order of detections with equal scores is not defined.
+    and score: the order of detections with equal scores is not defined. With NMS, what rounding moves across its threshold is no
+    difference: only the detections that are left are compared, and whether the others are copies is read off the boxes found.
 
     Args:
-        found: n detections, best first.
-        expected: n or more detections, best first.
+        found: n detections, best first; with NMS, copies have the score 0.
+        expected: n or more detections, best first, without NMS.
+        nms: the post-processor's.
 
     Returns:
-        The difference of boxes, in their unit, and of scores; infinite where a number is not finite, or a label is too frequent.
+        The difference of boxes, in their unit, and of scores; infinite where a number is not finite, a label is too frequent, or a
+        detection is left that is a copy, or the reverse.
     """
-    boxes, scores = 0.0, _largest(found.scores - expected.scores[: len(found.scores)])
-    for label in found.labels.unique():
-        here, there = found.labels == label, expected.labels == label
+    kept = (found.scores != 0) | (nms == 1)
+    if nms < 1 and not _copies_are(~kept, found, nms):
+        return math.inf, math.inf
+    boxes, scores = 0.0, _largest(found.scores - expected.scores[: len(found.scores)]) if nms == 1 else 0.0
+    for label in found.labels[kept].unique():
+        here, there = kept & (found.labels == label), expected.labels == label
         of_boxes = (found.boxes_xyxy[here][:, None] - expected.boxes_xyxy[there]).abs().amax(-1)
         of_scores = (found.scores[here][:, None] - expected.scores[there]).abs()
         cost = torch.maximum(of_boxes, of_scores)
@@ -121,6 +127,14 @@ def difference(found: Detections, expected: Detections) -> tuple[float, float]:
         pairs = linear_sum_assignment(cost)
         boxes, scores = max(boxes, _largest(of_boxes[pairs])), max(scores, _largest(of_scores[pairs]))
     return boxes, scores
+
+
+def _copies_are(copies: Tensor, found: Detections, nms: float) -> bool:
+    """Whether each of these detections (n,) bool overlaps one of the others of its class as NMS says, and the others do not."""
+    overlap = intersection_over_union(found.boxes_xyxy[:, None].float(), found.boxes_xyxy[None].float())
+    overlap = overlap.masked_fill(found.labels[:, None] != found.labels, 0).fill_diagonal_(0)
+    of_copies, of_others = overlap[copies][:, ~copies], overlap[~copies][:, ~copies]
+    return bool((of_copies > nms - NEAR).any(1).all() and (of_others < nms + NEAR).all())
 
 
 def draw_images(canvas: Canvas, stride: int, seed: int = 0) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch import nn
 
 import cpvt_det
 from cpvt_det import distributed
+from cpvt_det.builders import build_device
 from cpvt_det.checkpoint.files import write_line
 from cpvt_det.checkpoint.resume import named_run
 from cpvt_det.errors import ConfigError
@@ -106,14 +107,14 @@ def setup_run(cfg: CfgNode) -> Path:
 
 
 def set_threads(cfg: CfgNode) -> None:
-    """Take ``SOLVER.THREADS`` for this process.
+    """Take ``SOLVER.THREADS`` for this process, on a CPU.
 
     Raises:
         ConfigError: a number below 0.
     """
     if cfg.SOLVER.THREADS < 0:
         raise ConfigError(f"SOLVER.THREADS must be at least 0 (0 for as many as torch takes), got {cfg.SOLVER.THREADS}")
-    if cfg.SOLVER.THREADS:
+    if cfg.SOLVER.THREADS and build_device(cfg).type == "cpu":
         torch.set_num_threads(cfg.SOLVER.THREADS)
 
 

@@ -57,7 +57,9 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     assert sorted(image["file_name"] for part in parts.values() for image in part["images"]) == [f"{name}.png" for name in "abcdef"]
 
     chosen = output / "chosen.yaml"
-    assert chosen.read_text().startswith("# Chosen by cpvt-det train ../mine. The same run again: cpvt-det train --config-file ")
+    first, second, *_ = chosen.read_text().splitlines()
+    assert first == f"# Chosen by cpvt-det train {(here.parent / 'mine').resolve()}"
+    assert second.startswith("# The same run again: cpvt-det train --config-file ")
     again = call("train", "--config-file", chosen, "--num-gpus", 0, "--runner", "builtin", "OUTPUT_DIR", "again")
     assert again.exit_code == 0, again.output
     losses = [losses_of(folder / "metrics.json") for folder in (output, here / "again")]
@@ -267,17 +269,41 @@ def test_images_that_cannot_be_compared_are_no_duplicates(here):
     assert near_duplicates(["a.png", "b.png"], ["a.png", "b.png"]) == []
 
 
+def begin_run(output, folder, checkpoint=False):
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "chosen.yaml").write_text(f"# {folder_module.CHOSEN_FOR}{folder.resolve()}\n")
+    if checkpoint:
+        (output / "last_checkpoint").touch()
+
+
 def test_a_run_that_left_checkpoints_keeps_its_folder(here, capsys):
+    mine = here.parent / "mine"
+
     def output_of(resume=False):
-        return folder_module._output_of(here.parent / "mine", resume)
+        return folder_module._output_of(mine, resume)
 
     assert output_of() == output_of(resume=True) == "output/mine" and not capsys.readouterr().out
     for number, name in enumerate(("mine", "mine_2", "mine_3")):
-        folder = here / "output" / name
-        folder.mkdir(parents=True)
-        (folder / "chosen.yaml").touch()
+        begin_run(here / "output" / name, mine)
         assert output_of() == output_of(resume=True) == f"output/{name}"  # it ended before its first checkpoint
         assert ("has a run already" in capsys.readouterr().out) == (number > 0)
-        (folder / "last_checkpoint").touch()
+        begin_run(here / "output" / name, mine, checkpoint=True)
         assert (output_of(), output_of(resume=True)) == (f"output/mine_{number + 2}", f"output/{name}")
         capsys.readouterr()
+
+
+def test_the_run_of_another_folder_is_neither_resumed_nor_written_over(here, capsys):
+    """Of a folder with the same name elsewhere, and of one whose name is this one's with a number."""
+    mine, numbered, elsewhere = (here.parent / name for name in ("mine", "mine_2", "other/mine"))
+    begin_run(here / "output/mine", mine, checkpoint=True)
+    begin_run(here / "output/mine_2", numbered)
+    assert folder_module._output_of(mine, resume=True) == "output/mine" and not capsys.readouterr().out
+    assert folder_module._output_of(mine, resume=False) == "output/mine_3"
+    assert folder_module._output_of(elsewhere, resume=False) == "output/mine_3"
+    begin_run(here / "output/mine_3", elsewhere, checkpoint=True)
+    capsys.readouterr()
+    assert folder_module._output_of(elsewhere, resume=True) == "output/mine_3"
+    assert "the last run on" in capsys.readouterr().out
+    assert folder_module._output_of(mine, resume=True) == "output/mine"
+    begin_run(here / "output/mine", mine)  # started again, after that one
+    assert folder_module._output_of(mine, resume=True) == "output/mine"

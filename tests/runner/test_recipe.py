@@ -285,6 +285,8 @@ def test_a_run_takes_its_number_of_threads(tmp_path):
             assert torch.get_num_threads() == number
         setup_run(config_of([], ["OUTPUT_DIR", str(tmp_path)]))  # torch's choice, which here is what it had
         assert torch.get_num_threads() == 1
+        setup_run(config_of([], ["OUTPUT_DIR", str(tmp_path), "SOLVER.THREADS", "2", "MODEL.DEVICE", "meta"]))  # no CPU
+        assert torch.get_num_threads() == 1
     finally:
         stop_log()
         torch.set_num_threads(before)

@@ -95,7 +95,9 @@ def _own_layout(listing: Listing, name: str) -> Layout | None:
     below = [folder for folder in below if not any(other in folder.parents for other in below)]
     if len(below) > 1:
         listed = ", ".join(map(str, below[:3]))
-        raise DataError(f"several folders in the format {name}: {listed}; name one of them instead of {listing.root}")
+        raise DataError(
+            f"several folders in the format {name}: {listed}; name one of them instead of {listing.root}, or another --format"
+        )
     return _registered(name, below[0]) if below else None
 
 

@@ -42,7 +42,8 @@ class Listing:
     @cached_property
     def folders(self) -> list[Path]:
         """The folders below the root that hold files, at any depth."""
-        return sorted({folder for path in self.files for folder in path.parents if self.root in folder.parents})
+        direct = {path.parent for path in self.files}
+        return sorted({folder for deepest in direct for folder in (deepest, *deepest.parents) if self.root in folder.parents})
 
     def with_suffix(self, *suffixes: str) -> list[Path]:
         """Files by suffix, in whatever case."""

@@ -66,12 +66,15 @@ class Mlflow(Callback):
         self.mlflow, self.options = _require("mlflow"), (experiment, name, uri)
 
     def on_start(self, run: TrainingRun) -> None:
-        experiment, name, uri = self.options
-        self.client, tag = self.mlflow.MlflowClient(uri), "cpvt_det.run_id"  # a run that is active in this process stays as it is
+        self.run, (experiment, name, uri), tag = "", self.options, "cpvt_det.run_id"
+        if uri is not None:
+            self.mlflow.set_tracking_uri(uri)
+        self.client = self.mlflow.MlflowClient()  # a run that is active in this process stays as it is
         known = self.client.get_experiment_by_name(experiment)
         place = known.experiment_id if known else self.client.create_experiment(experiment)
         found = self.client.search_runs([place], f"tags.`{tag}` = '{run.run_id}'")
-        self.run = (found[0] if found else self.client.create_run(place, tags={tag: run.run_id}, run_name=name)).info.run_id
+        tags = self.mlflow.tracking.context.registry.resolve_tags({tag: run.run_id})
+        self.run = (found[0] if found else self.client.create_run(place, tags=tags, run_name=name)).info.run_id
         self.client.update_run(self.run, status="RUNNING")
         if not found:  # MLflow's parameters never change, those of a resumed run may
             config = [self.mlflow.entities.Param(key, str(value)) for key, value in flat_items(run.cfg)]
@@ -86,6 +89,8 @@ class Mlflow(Callback):
         self.on_step(run, iteration, flatten(results))
 
     def on_end(self, run: TrainingRun, error: BaseException | None) -> None:
+        if not self.run:  # it did not start
+            return
         try:
             for path in (run.output / name for name in FILES if (run.output / name).exists()):
                 self.client.log_artifact(self.run, str(path))  # a folder too
