@@ -86,7 +86,10 @@ def _download(name: str) -> Mapping[str, Tensor]:
 
 def fix_padding(network: nn.Module) -> None:
     """Give TensorFlow's convolutions of a network, which pad by the size of their map, the padding of maps that are multiples of
-    the stride, as those of a canvas are: in a program of any size ``torch.export`` would reason about their rule for hours."""
+    the stride, as those of a canvas are: in a program of any size ``torch.export`` would reason about their rule for hours.
+
+    Those of timm's class ``Conv2dSame``; NFNet's standardised convolutions and NASNet's pooling keep the rule.
+    """
     for module in network.modules():
         if type(module).__name__ == "Conv2dSame":
             sizes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
