@@ -102,7 +102,8 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
 
     Scores are compared by rank. Boxes are compared in pairs of one label, one to one, chosen for the smallest differences in box
     and score: the order of detections with equal scores is not defined. With NMS, what rounding moves across its threshold is no
-    difference: only the detections that are left are compared, and whether the others are copies is read off the boxes found.
+    difference: of the ranks only the first is compared, of the boxes those that are left, and whether the others are copies is read
+    off the boxes found.
 
     Args:
         found: n detections, best first; with NMS, copies have the score 0.
@@ -116,7 +117,8 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
     kept = (found.scores != 0) | (nms == 1)
     if nms < 1 and not _copies_are(~kept, found, nms):
         return math.inf, math.inf
-    boxes, scores = 0.0, _largest(found.scores - expected.scores[: len(found.scores)]) if nms == 1 else 0.0
+    ranks = len(found.scores) if nms == 1 else 1  # the best one is never a copy
+    boxes, scores = 0.0, _largest(found.scores[:ranks] - expected.scores[:ranks])
     for label in found.labels[kept].unique():
         here, there = kept & (found.labels == label), expected.labels == label
         of_boxes = (found.boxes_xyxy[here][:, None] - expected.boxes_xyxy[there]).abs().amax(-1)

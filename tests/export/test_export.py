@@ -292,6 +292,11 @@ def test_copies_are_read_off_the_boxes_found(scores, labels, nms, is_right):
         assert boxes == 0 and scores == pytest.approx(0.01 if found.scores[1] else 0, abs=1e-6)
 
 
+def test_with_nms_the_best_detection_is_not_left_out():
+    expected = detections(COPIES, [0.8, 0.71, 0.5], [0, 0, 0])
+    assert check.difference(detections(COPIES[1:], [0.71, 0.5], [0, 0]), expected, 0.5)[1] == pytest.approx(0.09)
+
+
 def test_one_expected_detection_does_not_serve_two():
     box, far = [0.1, 0.1, 0.3, 0.3], [0.5, 0.1, 0.7, 0.3]
     expected = detections([box, far], [0.8, 0.8], [0, 0])

@@ -383,6 +383,20 @@ def test_a_run_of_mlflow_that_is_not_ours_stays_as_it_is(train, mlflow):
     assert "failed" not in (folder / "log.txt").read_text()
 
 
+def test_a_second_start_that_fails_leaves_the_first_run_as_it_ended(train_with, mlflow, monkeypatch):
+    """Of one callback in two runs of a process."""
+    package, uri = mlflow
+    callback, more = CALLBACK_REGISTRY.get("mlflow")(uri=uri), {"DATASETS__TEST": (), "SOLVER__MAX_ITER": 1}
+    train_with("builtin", "first", callback, **more)
+    with monkeypatch.context() as patch:
+        patch.setattr(package.MlflowClient, "get_experiment_by_name", fail(OSError("no route to host")))
+        with pytest.raises(ConfigError):
+            train_with("builtin", "second", callback, **more)
+    client = package.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("cpvt_det").experiment_id])
+    assert run.info.status == "FINISHED"
+
+
 def test_a_resumed_run_is_the_same_run_of_mlflow(train, mlflow):
     package, uri = mlflow
     more = {"CALLBACKS": [["mlflow", {"uri": uri}]], "DATASETS__TEST": ()}
