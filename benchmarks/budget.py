@@ -33,8 +33,8 @@ def main() -> None:
 
     sample = seconds_a_sample()
     click.echo(f"a sample takes {1000 * sample:.1f} ms of one core\n")
-    head = ["detector", "GPUs", "batch", "hours", "images/s", "images/s a GPU", "TFLOP/s a GPU", "loader cores"]
-    head += ["MB of gradients", "MB sent a step and GPU", "MB/s a GPU"]
+    head = ["detector", "GPUs", "batch", "hours", "images/s", "images/s per GPU", "TFLOP/s per GPU", "loader cores"]
+    head += ["MB of gradients", "MB sent per step and GPU", "MB/s per GPU"]
     body = []
     for detector, name in CONFIG.items():
         trained, operations = measure(name)

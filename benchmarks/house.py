@@ -60,7 +60,7 @@ ORDER = (
 FLOORS = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms.split()}
 HEADLESS = re.compile(
     r"(?:above|after|at|before|below|between|beyond|by|for|from|in|of|on|over|to|under|with|within|without"
-    r"|that|whose|when|likewise|but|not|as(?! (?:in|of) [:`])"
+    r"|that|whose|when|where|how|why|which|they|likewise|but|not|as(?! (?:in|of) [:`])"
     r"|is|are|was|were|has|holds|gives|takes|writes|knows|builds|multiplies|stays|called|changed|made|added|set|open)\b",
     re.IGNORECASE,
 )

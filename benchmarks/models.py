@@ -168,7 +168,7 @@ def build_official(
     Args:
         folder: checkout of facebookresearch/detr or fundamentalvision/Deformable-DETR.
         recipe: sizes of the model.
-        device: where the criterion is put.
+        device: device of the criterion.
         arguments: options of the official command line that differ from ours here.
     """
     deformable = recipe.detector == "Deformable-DETR"
@@ -318,7 +318,7 @@ def set_dropout(module: nn.Module, probability: float) -> None:
 
 @contextlib.contextmanager
 def without_chance(module: nn.Module, dropout: float) -> Iterator[None]:
-    """No dropout and no noise of denoising in this block; after it, ``dropout`` and the noise of before."""
+    """No dropout and no noise of denoising in this block; after it, ``dropout`` and the earlier noise."""
     noise = [(part, name, vars(part)[name]) for part in module.modules() for name in NOISE if name in vars(part)]
     set_dropout(module, 0.0)
     for part, name, _ in noise:

@@ -216,7 +216,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
     figure, axes = plt.subplots(2, len(SWEEPS), figsize=(16, 7))
     for column, varied in enumerate(SWEEPS):
-        for line, (name, unit) in enumerate((("seconds", "CPU s a step"), ("megabytes", "peak MB"))):
+        for line, (name, unit) in enumerate((("seconds", "CPU s per step"), ("megabytes", "peak MB"))):
             axis = axes[line][column]
             for detector, colour in zip(QUERIES, ("tab:blue", "tab:orange"), strict=True):
                 for position, style in (("sine", "--"), ("peg", "-")):

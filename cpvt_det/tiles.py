@@ -102,7 +102,7 @@ def detect_tiles(
         postprocess: post-processing for the detector's classification.
         samples: samples with ``image`` as for ``detect``, and ``pixels`` (3, H, W) uint8, the image before ``mapper``.
         mapper: what prepares a tile, as it does a whole image.
-        tiling: how images are cut.
+        tiling: sizes of tiles and overlap.
         batch_size: windows per batch.
 
     Returns:

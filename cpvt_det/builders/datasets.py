@@ -30,7 +30,7 @@ def check_datasets(
 
     Args:
         cfg: the config.
-        splits: which of ``DATASETS.TRAIN`` and ``DATASETS.TEST``.
+        splits: those of ``DATASETS.TRAIN`` and ``DATASETS.TEST`` to read.
         decode, examples, look: as in :func:`cpvt_det.data.validation.check.check_data`.
 
     Returns:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SOLVER`` -> schedule, optimiser, moving average, training step."""
 
+import functools
 import logging
 import math
 
@@ -23,15 +24,21 @@ def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
     """The run's iterations: computed from the epochs if ``SOLVER.EPOCHS`` is above 0, else from ``MAX_ITER`` and ``STEPS``."""
     solver, test = cfg.SOLVER, cfg.TEST
     if solver.EPOCHS > 0:
-        ignored = [f"SOLVER.{key} {solver[key]}" for key in ("MAX_ITER", "STEPS", "WARMUP_ITERS") if solver[key]]
-        if ignored and distributed.rank() == 0:
-            logger.info("SOLVER.EPOCHS %g sets the length; not used: %s", solver.EPOCHS, ", ".join(ignored))
+        _log_unused(f"SOLVER.EPOCHS {solver.EPOCHS:g}", cfg, "SOLVER.MAX_ITER", "SOLVER.STEPS", "SOLVER.WARMUP_ITERS")
         epochs = (solver.EPOCHS, solver.STEP_EPOCHS, solver.WARMUP_EPOCHS, test.EVAL_EPOCHS)
         return schedule_from_epochs(num_images, solver.IMS_PER_BATCH, *epochs, eval_period=test.EVAL_PERIOD)
+    _log_unused(f"SOLVER.MAX_ITER {solver.MAX_ITER}", cfg, "SOLVER.STEP_EPOCHS", "SOLVER.WARMUP_EPOCHS", "TEST.EVAL_EPOCHS")
     setting = f"SOLVER.MAX_ITER = {solver.MAX_ITER} iterations of {solver.IMS_PER_BATCH} images"
     epochs = solver.MAX_ITER * solver.IMS_PER_BATCH / num_images
     arithmetic = f"{setting} / {num_images} images = {epochs:.1f} epochs"
     return TrainingSchedule(solver.MAX_ITER, tuple(solver.STEPS), solver.WARMUP_ITERS, test.EVAL_PERIOD, arithmetic)
+
+
+def _log_unused(setting: str, cfg: CfgNode, *keys: str) -> None:
+    """Name what is set beside the setting that gives the run its length, and is not used."""
+    ignored = [f"{key} {value}" for key in keys if (value := functools.reduce(getattr, key.split("."), cfg))]
+    if ignored and distributed.rank() == 0:
+        logger.info("%s sets the length; not used: %s", setting, ", ".join(ignored))
 
 
 def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:

@@ -97,7 +97,7 @@ def forgive_kept(cfg: CfgNode, source: str, overrides: Sequence[str]) -> None:
 
     Args:
         cfg: kept config, changed in place.
-        source: where the config is from, for the warning.
+        source: origin of the config, for the warning.
         overrides: KEY VALUE words that the user typed beside it; these keys stay, to be refused.
     """
     kept = sorted(unused_keys(cfg).keys() - set(overrides[::2]))

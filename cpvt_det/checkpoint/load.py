@@ -162,7 +162,7 @@ def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str,
 
 def _meaning_of_proposals(model: nn.Module, read: Weights) -> str:
     """What the rows of the proposals' class heads stand for: ``classes``, ``objects``, or one in the model and the other in the
-    weights, ``both``. Where the weights do not tell, it is taken to be what it is in the model."""
+    weights, ``both``. Where the weights do not show it, the model's meaning is assumed."""
     here = bool(getattr(getattr(model, "queries", None), "class_proposals", False))
     there = here if read.class_proposals is None else read.class_proposals
     return ("classes" if here else "objects") if here == there else "both"

@@ -82,7 +82,7 @@ def train(
     eval_only: bool,
     allow_partial: bool,
 ) -> None:
-    """Train a detector and evaluate it: on a folder of images and annotations, or as a config says.
+    """Train a detector and evaluate it: on a folder of images and annotations, or by a config.
 
     Of a FOLDER the format is found; model, image size and length are chosen from the data, from steps that are measured on this
     machine, and from --budget. Nothing is written into it. OUTPUT_DIR (output/NAME_OF_FOLDER) gets chosen.yaml, with the reasons:

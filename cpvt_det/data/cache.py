@@ -81,7 +81,7 @@ class Source:
         return state + _hash_of_code(code) + self.reader.__qualname__ if number >= FEW else ""
 
     def copy(self) -> list:
-        """What tells this copy of a JSON, as it is now, from others of the same size and time: its place and a hash of its content.
+        """The difference of this copy of a JSON, in its present state, from others of the same size and time: its place and a hash of its content.
 
         Empty for other formats: names, sizes and times of their many files have to do.
         """
@@ -163,7 +163,7 @@ def _only_maker(path: Path) -> Iterator[None]:
 
 
 def _remove_earlier(kept: Path) -> None:
-    """Remove what is kept of earlier states of a source, unless a process has it mapped: its lock tells."""
+    """Remove what is kept of earlier states of a source, unless a process has it mapped, which its lock shows."""
     for earlier in kept.parent.glob(f"{kept.name.partition('-')[0]}-*.columns") if fcntl else ():
         with contextlib.suppress(OSError), earlier.open("r+b") as file:
             if earlier != kept:

@@ -110,7 +110,7 @@ def _digest(records: Sequence[ImageRecord]) -> str:
     digest = hashlib.sha256()
     for block in blocks_of(records):
         ends = np.cumsum(np.bincount(block.image_of, minlength=len(block.image_ids))).tolist()
-        boxes, labels = block.boxes_xyxy.tobytes(), block.labels.tobytes()  # 16 and 8 bytes a box
+        boxes, labels = block.boxes_xyxy.tobytes(), block.labels.tobytes()  # 16 and 8 bytes per box
         rows = zip(block.image_ids.tolist(), block.sizes.tolist(), [0, *ends], ends, strict=False)
         for image_id, (height, width), start, end in rows:
             digest.update(f"{image_id} {height} {width}".encode() + boxes[16 * start : 16 * end] + labels[8 * start : 8 * end])

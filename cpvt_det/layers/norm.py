@@ -21,7 +21,7 @@ class MaskedBatchNorm2d(nn.BatchNorm2d):
 
     Weights, running statistics and state dict are those of ``nn.BatchNorm2d``; in evaluation, so is the arithmetic. With one
     valid cell the variance is 0 and the running variance takes it without the factor n / (n - 1); with none the running
-    statistics stay as they are.
+    statistics do not change.
     """
 
     synchronised = False

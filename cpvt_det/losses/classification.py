@@ -16,7 +16,7 @@ CLASSIFICATION_REGISTRY = PartRegistry("CLASSIFICATION", "classification")
 (``background_weight``, ``alpha``, ``gamma``, and one's own).
 
 The contract is that of :class:`SoftmaxClassification`: ``num_classes``, ``num_logits``, ``prior_probability``, ``cost``, ``loss``,
-``normalizer``, ``decode`` and ``predicted_object``, which have to agree with each other. One with ``uses_overlaps`` is told the
+``normalizer``, ``decode`` and ``predicted_object``, which have to agree with each other. One with ``uses_overlaps`` gets the
 overlaps of boxes too, as a third argument of ``cost`` and of ``loss``, as in ``losses/overlap_classification.py``.
 """
 SOFTPLUS_IS_LINEAR = 40.0  # from here on to the last digit of float64; torch's own 20 is for float32

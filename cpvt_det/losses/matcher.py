@@ -34,6 +34,7 @@ class PaddedTargets:
 
     @classmethod
     def from_targets(cls, targets: Sequence[Targets], dtype: torch.dtype) -> "PaddedTargets":
+        """Stack the targets of B images, padded to the longest; boxes in a float dtype."""
         labels = pad_sequence([target.labels for target in targets], batch_first=True)
         boxes = pad_sequence([target.boxes_cxcywh.to(dtype) for target in targets], batch_first=True)
         return cls(labels, boxes, [len(target.labels) for target in targets])

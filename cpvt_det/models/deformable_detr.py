@@ -12,6 +12,7 @@ from cpvt_det import defaults
 from cpvt_det.layers.heads import box_head, class_head
 from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector
+from cpvt_det.models.image_model import require_contract
 from cpvt_det.models.necks import MultiLevelNeck
 from cpvt_det.models.queries import LearnedQueries, ProposedQueries
 from cpvt_det.position.registry import PositionEncoding
@@ -67,7 +68,8 @@ class DeformableDETR(Detector):
         neck: nn.Module | None = None,
         queries: nn.Module | None = None,
     ):
-        neck = neck or MultiLevelNeck(backbone.channels, backbone.strides, channels, num_levels, mask_padding)
+        if neck is None:
+            neck = MultiLevelNeck(backbone.channels, backbone.strides, channels, num_levels, mask_padding)
         if len(transformer.level_embed) != len(neck.strides):
             raise ValueError(f"num_levels is {len(neck.strides)}, but the transformer has {len(transformer.level_embed)}")
         if position.acts_in_attention:
@@ -86,5 +88,6 @@ class DeformableDETR(Detector):
         self.bbox_embed = nn.ModuleList(box_head(channels, 0.0 if two_stage or n else -2.0) for n in heads)
         if queries is None and two_stage:
             queries = ProposedQueries(channels, num_queries, num_logits, prior_probability, proposal_nms)
-        self.queries = queries or LearnedQueries(channels, num_queries)
+        self.queries = LearnedQueries(channels, num_queries) if queries is None else queries
+        require_contract(self.queries, "query source", "num_queries")
         self.freeze(frozen)

@@ -75,7 +75,7 @@ class DeformableEncoder(nn.Module):
     """Encoder layers, with the encoding's ``inject`` before the first and after every one.
 
     Args:
-        num_layers: how many; 0 passes the tokens on.
+        num_layers: number of layers; 0 passes the tokens on.
         layer: arguments of :class:`DeformableEncoderLayer`.
         checkpointing: layers are computed again in the backward pass instead of kept.
     """

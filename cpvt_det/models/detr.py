@@ -11,6 +11,7 @@ from torch import nn
 from cpvt_det import defaults
 from cpvt_det.layers.heads import MLP, class_head
 from cpvt_det.models.detector import Detector
+from cpvt_det.models.image_model import require_contract
 from cpvt_det.models.necks import ProjectionNeck
 from cpvt_det.models.queries import QueryEmbedding
 from cpvt_det.models.transformer import Transformer
@@ -59,10 +60,11 @@ class DETR(Detector):
         neck: nn.Module | None = None,
         queries: nn.Module | None = None,
     ):
-        neck = neck or ProjectionNeck(backbone.channels, backbone.strides, channels)
+        neck = ProjectionNeck(backbone.channels, backbone.strides, channels) if neck is None else neck
         super().__init__(backbone, neck, position, transformer, pixel_mean, pixel_std)
         transformer.decoder_position = decoder_position
-        self.query_embed = queries or QueryEmbedding(channels, num_queries)
+        self.query_embed = QueryEmbedding(channels, num_queries) if queries is None else queries
+        require_contract(self.queries, "query source", "num_queries")
         self.class_embed = class_head(channels, num_logits, prior_probability)
         self.bbox_embed = MLP(channels, channels, channels, 4)
         self.freeze(frozen)

@@ -98,7 +98,7 @@ class Encoder(nn.Module):
     """Encoder layers, with the encoding's ``inject`` before the first and after every one, and its ``place`` inside each.
 
     Args:
-        num_layers: how many; 0 passes the tokens on.
+        num_layers: number of layers; 0 passes the tokens on.
         pre_norm: a last norm follows the layers.
         channels, num_heads, ffn_channels, dropout, activation, norm_eps: as in :class:`EncoderLayer`.
         checkpointing: layers are computed again in the backward pass instead of kept.

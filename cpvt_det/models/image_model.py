@@ -37,7 +37,7 @@ class ImageModel(nn.Module):
         self.register_buffer("pixel_std", torch.tensor(pixel_std)[:, None, None], persistent=False)
 
     def freeze(self, parts: Sequence[str]) -> None:
-        """Keep parts as they are: without gradients, and in evaluation mode, so that statistics of norms stay too.
+        """Freeze parts: without gradients, and in evaluation mode, so that statistics of norms stay too.
 
         Args:
             parts: names, as of :func:`cpvt_det.models.parts.belongs_to_part`: ``backbone``, ``encoder``, ``class_embed``.

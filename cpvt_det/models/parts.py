@@ -24,7 +24,7 @@ def require_parts(model: nn.Module, parts: Iterable[str], what: str) -> None:
     Args:
         model: a detector.
         parts: names, as of :func:`belongs_to_part`.
-        what: they are for.
+        what: purpose of the names, for the error.
 
     Raises:
         UnknownNameError: with the parts there are.

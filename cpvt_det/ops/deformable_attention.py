@@ -46,16 +46,15 @@ def ms_deform_attn(
         sampling_locations: (B, Q, M, L, P, 2) xy, [0, 1] of the padded map; of value's dtype, or float32 beside a half value.
         attention_weights: (B, Q, M, L, P), of value's dtype, or float32 beside a half value.
         implementation: ``numba`` (CPU), ``triton`` (CUDA), ``eager`` (torch alone, any device), ``export`` (plain aten, which
-            takes symbolic shapes), ``grid_sample`` (so too, by that operator, for inference), or ``auto``: the fused
-            one of the device where there is one, else ``eager``; and ``export`` during ``torch.export``.
+            takes symbolic shapes), ``grid_sample`` (torch's operator of that name, for inference), or ``auto``: the fused one
+            of the device where there is one, else ``eager``; and ``export`` during ``torch.export``.
 
     Returns:
-        (B, Q, M * D) of value's dtype; NaN for a query with a location that is NaN, and on a CPU also with an infinite one, which
-        on a GPU lies outside; ``grid_sample`` takes both for outside.
+        (B, Q, M * D) of value's dtype; NaN for a query with a location that is NaN, on a CPU also with an infinite one, which is
+        outside on a GPU; for ``grid_sample`` both are outside.
 
     Raises:
-        ValueError: shapes that disagree, levels without a pixel, no points, tensors on several devices, or an implementation
-            that does not serve the tensors' device.
+        ValueError: shapes that disagree, levels without a pixel, no points, several devices, or an implementation of another one.
         TypeError: what is no tensor, dtypes that are not float or do not go together, or level shapes that are no integers.
         ImportError: an implementation whose package cannot be imported.
         UnknownNameError: an implementation of another name.
@@ -67,8 +66,7 @@ def ms_deform_attn(
     _check_tensors(value, sampling_locations, attention_weights)
     device = value.device.type
     if _has_autocast(device) and torch.is_autocast_enabled(device):
-        value = _without_half(value) if device == "cpu" else value
-        sampling_locations, attention_weights = _without_half(sampling_locations), _without_half(attention_weights)
+        value, sampling_locations, attention_weights = _under_autocast(value, sampling_locations, attention_weights)
     _check_dtypes(value, sampling_locations, attention_weights)
     _check_shapes(value, level_shapes, sampling_locations, attention_weights)
     if implementation == "auto":
@@ -112,6 +110,11 @@ def _has_autocast(device_type: str) -> bool:
 @torch.compiler.assume_constant_result
 def _is_available(implementation: str) -> bool:
     return not isinstance(_kernels(implementation), Exception)
+
+
+def _under_autocast(value: Tensor, locations: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    value = _without_half(value) if value.device.type == "cpu" else value
+    return value, _without_half(locations), _without_half(weights)
 
 
 def _without_half(x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class TorchThreads:
             try:
                 for index in waiting:
                     results[index] = function(items[index])
-            except BaseException as error:  # nobody above would hear of it
+            except BaseException as error:  # it would not reach the caller
                 errors.append(error)
 
         self._parallel(self._WORK(work), None, 0, 0)  # 0: the whole team, as it would have to be gathered again for the next part

@@ -62,7 +62,7 @@ def sines(angle: Tensor, channels: int, temperature: float = defaults.TEMPERATUR
 
     Args:
         angle: (...) float, in radians.
-        channels: how many, even.
+        channels: number of channels, even.
         temperature: the longest wavelength over the shortest, for as many channels.
 
     Returns:

@@ -37,7 +37,7 @@ class Predictor:
         classes: ids and names of the labels.
         config: config of the detector as YAML, for :meth:`save`.
         thresholds: score thresholds of the detector's last evaluation; ``None`` if they are not known.
-        tiling: how large images are cut into tiles, unless a call says otherwise; ``None``: they are not.
+        tiling: tiles that large images are cut into, unless a call says otherwise; ``None``: they are not.
 
     Attributes:
         origin: path of the checkpoint or folder that the detector was loaded from; ``None`` for others.
@@ -150,7 +150,7 @@ class Predictor:
                 or tuple of any of these, of any sizes.
             channels: order of the channels in arrays and tensors, "rgb" or "bgr"; required for colour arrays.
             batch_size: number of images of a list, or of tiles, per batch. An image has the same detections in any batch.
-            tiles: how larger images are cut into tiles, or the side of a tile in pixels, or 0: they are not cut; ``None``: as
+            tiles: tiles that larger images are cut into, or the side of a tile in pixels, or 0: they are not cut; ``None``: as
                 :attr:`tiling`.
 
         Returns:

@@ -167,7 +167,7 @@ def _evaluation_pace(cfg: CfgNode, task: Any, detector: torch.nn.Module, records
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for what the GPU has been told to do."""
+    """Wait for the work that the GPU was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

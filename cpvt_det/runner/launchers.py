@@ -17,7 +17,7 @@ class Launcher(NamedTuple):
     """A launcher, by the variables that it sets for each process.
 
     Attributes:
-        name: how it is called on the command line.
+        name: name of the launcher on the command line.
         rank: variable of the index of the process.
         size: variable of the number of processes.
         local_rank: variable of the index on its machine.

@@ -34,7 +34,7 @@ LIKELY = 1.5
 
 
 def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_dtype: torch.dtype | None = None) -> None:
-    """Refuse a step that cannot fit. Every process must call it; the detector and its statistics stay as they are.
+    """Refuse a step that cannot fit. Every process must call it; the detector and its statistics do not change.
 
     Args:
         detector: model of the step, in training mode; one that is no model of this package is not looked at.

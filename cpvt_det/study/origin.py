@@ -43,7 +43,7 @@ def commit_of(folder: Path, short: bool = False, besides: Sequence[str] = RECORD
 
 
 def cpu_model() -> str:
-    """The processor's name; with family and model, where the system tells them: a cloud's names leave the generation out."""
+    """The processor's name; with family and model, where the system gives them: a cloud's names leave the generation out."""
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in read_lines(Path("/proc/cpuinfo")))}
     generation = [f"{word} {facts[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in facts]
     return ", ".join([facts.get("model name") or platform.processor() or "unknown", *generation])

@@ -155,7 +155,7 @@ def test_the_first_screen_of_the_results_is_that_of_the_records(quickstart, mech
     phrases = [
         f"[AP {interval(runs)[0]:.1f}](#the-quickstart)",
         f"Three seeds on one thread: {runs[0]:.1f} to {runs[-1]:.1f}",
-        f"the quickstart of before** (PEG: AP {before:.1f})",
+        f"the earlier quickstart** (PEG: AP {before:.1f})",
         f"[{min(means):.1f} to {max(means):.1f}]",
         f"exceeds {largest:.1f} AP",
         f"[AP {cells[0]:.1f} ± {cells[1]:.1f}](#bccd-205-blood-cell-images)",

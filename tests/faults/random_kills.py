@@ -52,7 +52,7 @@ class Kill(NamedTuple):
         kind: one of ``KINDS``.
         before: last iteration in ``metrics.json`` at that moment.
         resumed: iteration of the checkpoint from which the run went on.
-        hurt_ended: seconds until all processes of before had saved and ended.
+        hurt_ended: seconds until all earlier processes had saved and ended.
         imported: seconds until new ones had started and had imported torch; ``None`` where the store was lost.
         seconds: seconds until the run went on with a new step, or, where the store was lost, until the other torchrun had ended.
         went_on: whether the run went on by itself; where the store is lost the same command is given again.

@@ -169,7 +169,7 @@ def _converts(example: Example, bare: bool, convert: Callable[[nn.Module, tuple,
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             converted = convert(model, *example.inputs(example.sizes[0]))
-            args, kwargs = example.inputs(example.sizes[0])  # anew: some models write into them
+            args, kwargs = example.inputs(example.sizes[0])  # again: some models write into them
             return tensors(converted(*args, **kwargs))
 
     if bare:
@@ -194,7 +194,7 @@ def sizes(example: Example) -> bool:
 
 
 def padding(example: Example) -> bool | None:
-    """The PEG is told the padding of each image, and gives padded tokens back as they came; ``None`` without a mask."""
+    """The PEG gets the padding of each image, and gives padded tokens back unchanged; ``None`` without a mask."""
     model = plugged(example)
     size = example.sizes[0]
     with recorded(model) as calls:
@@ -224,7 +224,7 @@ CHECKS: dict[str, Callable[[Example], bool | None]] = {
 
 
 def check(example: Example, name: str) -> str:
-    """``yes``, ``no``, ``-`` where the model has no such thing, or the error."""
+    """``yes``, ``no``, ``-`` where the model has nothing of the kind, or the error."""
     try:
         passed = CHECKS[name](example)
     except Exception as error:

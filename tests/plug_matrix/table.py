@@ -26,7 +26,7 @@ from plug_matrix.examples import EXAMPLES, PEERS, use_checkout
 def main(peers: tuple[str, ...], only: str) -> None:
     """Try add_peg on a tiny random model of every family that is installed.
 
-    Prints a table of families and checks: yes, no, - where the model has no such thing (it does not compile without PEG
+    Prints a table of families and checks: yes, no, - where the model has nothing of the kind (it does not compile without PEG
     either, it has no mask), or the error. Exit code 1 where a check fails.
 
     \b

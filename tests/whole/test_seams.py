@@ -220,6 +220,18 @@ def test_a_part_that_lacks_what_its_contract_asks_for_is_refused():
         DETR(detector.backbone, detector.position, detector.transformer, 16, num_queries=2, num_logits=3)
 
 
+@pytest.mark.parametrize("kind", ["detr", "deformable"])
+def test_a_query_source_without_a_number_of_queries_is_refused_and_an_empty_one_is_not_replaced(kind):
+    """An empty ``ModuleList`` is false, as a part of one's own may be."""
+    detector, source = make(kind), nn.ModuleList()
+    parts = (detector.backbone, detector.position, detector.transformer, 16)
+    more = {"neck": detector.neck, "queries": source} | ({"decoder_position": None} if kind == "detr" else {})
+    with pytest.raises(TypeError, match=r"the query source ModuleList has no num_queries; its contract asks for num_queries"):
+        type(detector)(*parts, num_queries=2, num_logits=3, **more)
+    source.num_queries = 2
+    assert type(detector)(*parts, num_queries=2, num_logits=3, **more).queries is source
+
+
 def test_a_loss_takes_options_and_one_of_weight_0_is_left_out():
     """Proof by an option that multiplies; the class loss is replaced."""
     name = "times"

@@ -14,7 +14,7 @@ TRIALS = 10
 """Places that are tried for an object that is pasted."""
 THIN = 2
 """Pixels; smallest side of a corner and of a pasted rectangle, because torch 2.14 fails to resize to 1 x 1. A canvas that is not
-two such corners wide and high is left as it is."""
+two such corners wide and high is not changed."""
 
 
 class Mixing:
@@ -30,7 +30,7 @@ class Mixing:
         self.p = p
 
     def __call__(self, image: Tensor, boxes: Tensor, labels: Tensor, draw: DrawScene) -> Scene:
-        """Mix, or leave the image as it is."""
+        """Mix, or leave the image unchanged."""
         is_mixed = torch.rand(()) < self.p and min(image.shape[-2:]) >= 2 * THIN
         return self.mix((image, boxes, labels), draw) if is_mixed else (image, boxes, labels)
 

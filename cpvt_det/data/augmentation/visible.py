@@ -11,7 +11,7 @@ MIN_SIDE = 1
 
 
 def clip_to_visible(boxes: Tensor, size: tuple[int, int], min_visible: float) -> tuple[Tensor, Tensor]:
-    """Clip boxes to an image, and tell which ones to keep.
+    """Clip boxes to an image, and mark the ones to keep.
 
     Removed is a box without area, a box of which less than ``min_visible`` of the area is inside, and a box that is cut to less
     than a pixel in one direction. A box that is wholly inside is kept, however small, as resizing keeps it.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder -> entries of ``DATASETS.REGISTER``. Nothing is written into the folder.
 
-A split that the folder has is named as it is. One that is drawn, or that only names of folders tell, is written as two COCO JSONs.
+A split that the folder's files make is named only. One that is drawn, or made by names of folders, is written as two COCO JSONs.
 """
 
 import os

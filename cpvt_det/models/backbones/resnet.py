@@ -40,7 +40,7 @@ class ResNetBackbone(nn.Module):
     Args:
         name: ``resnet10``, ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``.
         norm: ``FrozenBN`` (fixed statistics, for pretrained weights), ``BN``, ``SyncBN`` or ``GN`` (to train from scratch).
-        stages: which of the stages 2 to 5 to return; later ones than the last of them are not built.
+        stages: stages to return, of 2 to 5; later ones than the last of them are not built.
         dilation: DC5, a stage 5 at the stride of stage 4.
         freeze_at: stages up to this one keep their weights and statistics; 1 is the stem, 0 trains all.
         mask_padding: zero the padded part of every feature map that a convolution or pooling looks across, and leave it out of

@@ -68,8 +68,8 @@ class TimmBackbone(nn.Module):
     Args:
         name: name of timm's, with or without a tag of weights, such as ``tf_efficientnet_lite0.in1k``.
         norm: what its batch norms do: ``FrozenBN`` (fixed statistics and weights, for pretrained weights), ``BN`` or ``SyncBN``.
-            Norms of other kinds stay as they are, and are trained.
-        stages: which maps to return: stage n is the map of stride 2 ** n. Parts after the last of them are left out, where timm
+            Norms of other kinds are not replaced, and are trained.
+        stages: stages to return: stage n is the map of stride 2 ** n. Parts after the last of them are left out, where timm
             does that.
         freeze_at: parts whose output has a stride of up to 2 ** ``freeze_at`` keep their weights and statistics; 0 trains all.
         mask_padding: keep the padding out of convolutions, poolings, means over the map and the statistics of norms, so that an
@@ -180,7 +180,7 @@ class Survey:
         strides: pixels per cell of each of its maps.
         units: part, as a block, -> stage, the logarithm of its output's stride; in the order of the forward pass.
         treatments: what keeps the padding out.
-        reason: why that is not enough; empty if it is, and if it was not tried.
+        reason: reason why that is not enough; empty if it is, and if it was not tried.
     """
 
     strides: tuple[int, ...]

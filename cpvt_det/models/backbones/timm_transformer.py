@@ -28,7 +28,7 @@ class TimmTransformer(nn.Module):
     Args:
         name: name of timm's, with or without a tag of weights, such as ``vit_small_patch14_dinov2.lvd142m``.
         stages: the one map, n where 2 ** n is the power of 2 that is nearest to the stride: (4,) for patches of 14 or 16 pixels.
-        freeze_at: the map's stage or a larger number, which keeps all weights as they are; a smaller one trains all.
+        freeze_at: the map's stage or a larger number, which freezes all weights; a smaller one trains all.
         mask_padding: ``False``: the whole canvas is taken for the image, as timm does.
         checkpointing: blocks are computed again in the backward pass instead of kept.
 

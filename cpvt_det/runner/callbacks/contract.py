@@ -27,7 +27,7 @@ class TrainingRun:
         max_iter: number of iterations in the whole run.
         best: the best evaluation so far, and how many there were since.
         evaluated: the model that evaluations measure: the moving average of the weights where there is one.
-        reason: why a callback wants the run to end; empty: it goes on.
+        reason: reason for which a callback wants the run to end; empty: it goes on.
     """
 
     cfg: CfgNode
