@@ -81,7 +81,7 @@ class Source:
         return state + _hash_of_code(code) + self.reader.__qualname__ if number >= FEW else ""
 
     def copy(self) -> list:
-        """The difference of this copy of a JSON, in its present state, from others of the same size and time: its place and a hash of its content.
+        """The difference of this copy of a JSON from others of the same size and time: its place and a hash of its content.
 
         Empty for other formats: names, sizes and times of their many files have to do.
         """

@@ -184,7 +184,7 @@ def _image(image: ScoredImage, found: Outcomes, sizes: Sequence[int], record: Im
 
 
 def _base_name(file_name: str) -> str:
-    """The last part of a path or an address, which gives away nothing of the machine; what follows "?" in an address may be a key."""
+    """The last part of a path or an address, without anything of the machine; what follows "?" in an address may be a key."""
     path = urlsplit(file_name).path if "://" in file_name else file_name
     return re.split(r"[\\/]", path)[-1]
 

@@ -48,7 +48,9 @@ def test_a_room_without_a_floor_is_refused():
         house.upward({"cpvt_det.cellar": set()})
 
 
-@pytest.mark.parametrize("text", ["of the run.", "in words.", "that was evaluated.", "changed in place.", "as the JSON says.", "how many."])
+@pytest.mark.parametrize(
+    "text", ["of the run.", "in words.", "that was evaluated.", "changed in place.", "as the JSON says.", "how many."]
+)
 def test_a_description_without_a_noun_is_found(tmp_path, text):
     (tmp_path / "one.py").write_text(f'def f(x, y):\n    """Do.\n\n    Args:\n        x: the run.\n        y: {text}\n    """\n')
     assert house.headless_arguments(tmp_path) == ([f"{tmp_path.name}/one.py:6: y: {text}"], 2)

@@ -9,7 +9,7 @@ seconds; after `SOLVER.PEER_TIMEOUT` seconds where it is frozen. Under `torchrun
 `python benchmarks/kills.py` does it twenty times to two processes on the loopback, each with its own torchrun, at random
 moments: it kills a process, a torchrun, both, both with the store, and these while the other torchrun starts; then it gives the
 same command again where a torchrun has gone. For each kill [kills.json](../benchmarks/results/kills.json) has the last step
-before it, the step from which the run went on, and the seconds until all earlier processes had ended, until new processes had imported
+before it, the step from which the run went on, and the seconds until the earlier ones had ended, until new processes had imported
 torch, and until the next step (or until the other torchrun had ended, where the store was lost); for each run of five kills,
 whether its weights are those of an unhurt one.
 
