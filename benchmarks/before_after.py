@@ -107,13 +107,18 @@ def timed(call: Callable[[], Any]) -> float:
 @click.argument("checkout", type=click.Path(path_type=Path, exists=True))
 @click.option("--rounds", default=7, show_default=True, help="Pairs of processes.")
 @click.option("--repeats", default=2, show_default=True, help="Timed calls of a case in a process; the best one counts.")
-@click.option("--output", type=click.Path(path_type=Path), help="Folder for before_after.json and before_after.md.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for a JSON and a table.")
+@click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
 @click.option("--worker", is_flag=True, hidden=True)
-def main(checkout: Path, rounds: int, repeats: int, output: Path | None, worker: bool) -> None:
+def main(checkout: Path, rounds: int, repeats: int, output: Path | None, busy: bool, worker: bool) -> None:
     """Compare the speed of this tree's models with that of another CHECKOUT of the package."""
     if worker:
         print(json.dumps(measure(checkout.resolve() / "cpvt_det", repeats)))
         return
+    from benchmarks.load import check_load
+    from cpvt_det.cli import report_errors  # here: a worker may have the package of an old CHECKOUT
+
+    load_average = report_errors(check_load)(busy)
     trees = {commit_of(root): root for root in (checkout.resolve(), ROOT)}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     for _ in range(rounds):
@@ -122,16 +127,14 @@ def main(checkout: Path, rounds: int, repeats: int, output: Path | None, worker:
             command = [sys.executable, __file__, str(root), "--worker", "--repeats", str(repeats)]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=root)
             runs[name].append(json.loads(done.stdout.splitlines()[-1]))
-    from benchmarks.machine import machine, versions
+    from benchmarks.records import about_run, write_record
 
-    about = {"rounds": rounds, "threads": 1, "canvas": CANVAS, "machine": machine("cpu"), "versions": versions()}
     text = table(*runs.items())
     click.echo(text)
     if output:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "before_after.json").write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n", encoding="utf-8")
-        lines = [f"{key}: {value}" for key, value in about["machine"].items()] + [f"{rounds} rounds, 1 thread"]
-        (output / "before_after.md").write_text(f"# Before and after\n\n{'; '.join(lines)}\n\n{text}\n", encoding="utf-8")
+        about = about_run(f"before_after.py CHECKOUT --rounds {rounds} --repeats {repeats}", 1, busy, load_average)
+        content = {"canvas": CANVAS, "rounds": rounds, "runs": runs}
+        write_record(output, "before_after", about, content, ["Before and after", f"{rounds} rounds, 1 thread.", text])
 
 
 def table(before: tuple[str, list[dict[str, Any]]], after: tuple[str, list[dict[str, Any]]]) -> str:

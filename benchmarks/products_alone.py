@@ -9,7 +9,6 @@ norms, activations, sums, sampling, and copies between layouts. Alone, an operat
 the sum is a limit and not a target.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -79,20 +78,6 @@ def as_text(record: dict[str, Any], top: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def write(records: list[dict[str, Any]], about: dict[str, Any], folder: Path) -> list[Path]:
-    """``products_alone_cpu.json`` and ``.md``, with the endings that the suites' files have."""
-    from benchmarks.report import BESIDE_OTHER_WORK, file_stem
-
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{file_stem('products_alone', 'cpu', about['threads'], about['machine'])}.json"
-    path.write_text(json.dumps({**about, "cases": records}, indent=1) + "\n", encoding="utf-8")
-    parts = ["# Products and convolutions alone, and the whole inference", f"`{about['command']}`"]
-    parts += [f"Commit: {about['commit']}. " + "; ".join(f"{name}: {value}" for name, value in about["machine"].items()) + "."]
-    parts += [BESIDE_OTHER_WORK] * about["busy"] + [as_text(record) for record in records]
-    path.with_suffix(".md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return [path, path.with_suffix(".md")]
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--detector", "detectors", multiple=True, type=click.Choice(DETECTORS), help="[default: both]")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
@@ -106,19 +91,17 @@ def main(detectors: tuple[str, ...], threads: int, rounds: int, output: Path | N
     load_average = check_load(busy)
     os.environ.update(thread_environment(threads))
     from benchmarks.harness import Plan
-    from benchmarks.machine import machine, versions
-    from benchmarks.peers import ROOT
-    from cpvt_det.study.origin import commit_of
+    from benchmarks.records import about_run, write_record
 
-    command = f"python benchmarks/products_alone.py --threads {threads} --rounds {rounds}{' --busy' * busy}"
-    about = {"command": " ".join([command, *(f"--detector {name}" for name in detectors)]), "threads": threads, "busy": busy}
-    about |= {"commit": commit_of(ROOT, short=True), "machine": machine("cpu", load_average), "versions": versions()}
+    words = [f"products_alone.py --threads {threads} --rounds {rounds}", *(f"--detector {name}" for name in detectors)]
+    about = about_run(" ".join(words), threads, busy, load_average)
     plan = Plan(rounds=rounds, most_rounds=rounds, sample_seconds=0.02)
     records = [measure(detector, plan, threads) for detector in detectors or DETECTORS]
     for record in records:
         click.echo(as_text(record, top=15) + "\n")
     if output:
-        click.echo(f"written: {', '.join(map(str, write(records, about, output)))}")
+        parts = ["Products and convolutions alone, and the whole inference", *map(as_text, records)]
+        click.echo(f"written: {', '.join(map(str, write_record(output, 'products_alone', about, {'cases': records}, parts)))}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
+from benchmarks.load import check_load
 from benchmarks.threads import thread_environment
 from cpvt_det.cli import common_options, report_errors
 
@@ -71,35 +72,28 @@ EXPECTED = {
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), default=Path("output/benchmarks"), show_default=True)
 @click.option("--quick", is_flag=True, help="Measure only the two smallest values of each sweep.")
 @click.option("--processes", is_flag=True, help="Compare two DDP processes of one thread with one process, instead of the sweeps.")
+@click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
 @click.option("--point", hidden=True, help="Measure one point and print it as JSON.")
 @common_options
 @report_errors
-def main(output: Path, quick: bool, processes: bool, point: str | None) -> None:
+def main(output: Path, quick: bool, processes: bool, busy: bool, point: str | None) -> None:
     """Measure how time and memory of a training step grow, with PEG and with sine; write a table, JSON and a figure."""
     os.environ.update(thread_environment(1))
     if point:
         click.echo(json.dumps(measure(Point(**json.loads(point)))))
-    elif processes:
-        rows = compare_processes(rounds=1 if quick else 3)
-        write(output / "processes_cpu", "benchmarks/scaling.py --processes", rows, shares(rows))
-    else:
-        rows = sweep(quick)
-        write(output / "scaling_cpu", "benchmarks/scaling.py", rows, tables(rows))
-        draw(rows, output / "scaling_cpu.png")
+        return
+    load_average = check_load(busy)
+    rows = compare_processes(rounds=1 if quick else 3) if processes else sweep(quick)
+    table = shares(rows) if processes else tables(rows)
+    from benchmarks.records import about_run, write_record
 
-
-def write(path: Path, command: str, rows: list[dict], table: str) -> None:
-    """``.json`` and ``.md``, with machine and versions, and the table on the screen."""
-    from benchmarks.machine import machine, versions
-    from benchmarks.peers import peer_versions
-
-    about = {"command": f"python {command}", "machine": machine("cpu"), "versions": versions() | peer_versions({})}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    parts = [f"`{about['command']}`", *("; ".join(f"{k} {v}" for k, v in about[name].items()) for name in ("machine", "versions"))]
+    words = " ".join(["scaling.py", *["--quick"] * quick, *["--processes"] * processes])
+    name = "processes" if processes else "scaling"
     title, _, rest = table.partition("\n\n")
-    path.with_suffix(".md").write_text("\n\n".join([title, *parts, rest]), encoding="utf-8")
+    written, _ = write_record(output, name, about_run(words, 1, busy, load_average), {"rows": rows}, [title.lstrip("# "), rest])
     click.echo(table)
+    if not processes:
+        draw(rows, written.with_suffix(".png"))
 
 
 def sweep(quick: bool) -> list[dict]:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of two checkouts beside each other."""
 
+import json
+import os
+
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import before_after
 
@@ -28,3 +32,28 @@ def test_other_answers_are_said():
 @pytest.mark.parametrize("values", [[2.0], [2.0, 2.0]])
 def test_few_rounds_have_quartiles_too(values):
     assert before_after.quartiles(values) == "2.000 (2.000 to 2.000)"
+
+
+def test_the_record_is_of_both_commits_and_a_free_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(before_after, "commit_of", lambda root: "new" if root == before_after.ROOT else "old")
+    monkeypatch.setattr(before_after.subprocess, "run", lambda command, **_: Done(command[2]))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.25, 0.0, 0.0))
+    words = [str(tmp_path), "--rounds", "2", "--output", str(tmp_path / "record")]
+    result = CliRunner().invoke(before_after.main, words)
+    assert result.exit_code == 0, result.output
+    (path,) = (tmp_path / "record").glob("before_after_cpu*.json")
+    content = json.loads(path.read_text())
+    assert content["runs"] == {"old": runs([2.0, 2.0], 100), "new": runs([1.0, 1.0], 100)}
+    assert content["machine"]["load_average"] == 0.25
+    assert content["command"] == "python benchmarks/before_after.py CHECKOUT --rounds 2 --repeats 2"
+    assert "| case" in path.with_suffix(".md").read_text()
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+    assert CliRunner().invoke(before_after.main, words).exit_code == 2
+
+
+class Done:
+    """A finished worker: two seconds in any checkout but this one."""
+
+    def __init__(self, root):
+        (run,) = runs([1.0 if root == str(before_after.ROOT) else 2.0], 100)
+        self.stdout = json.dumps(run)

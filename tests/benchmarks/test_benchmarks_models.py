@@ -4,6 +4,7 @@
 import fnmatch
 import functools
 import json
+import os
 
 import pytest
 import torch
@@ -207,27 +208,52 @@ def test_models_and_their_encoders_are_timed_with_sine_and_with_peg(detector, to
         assert [any(True for _ in one.position.parameters()) for one in detectors] == [False, True]
 
 
-def test_shares_of_two_processes_are_written_with_machine_and_versions(tmp_path, capsys):
+def test_shares_of_two_processes_are_written_with_machine_and_versions(monkeypatch, tmp_path):
     rows = [{"detector": name, "1": 2.0, "2": two} for name in scaling.QUERIES for two in (3.0, 3.8, 3.6)]
-    scaling.write(tmp_path / "new" / "processes_cpu", "benchmarks/scaling.py --processes", rows, scaling.shares(rows))
-    assert "| DETR            | 2.000                 | 3.600                   |" in (table := capsys.readouterr().out)
-    assert table.count("0.75, 0.95, 0.90") == 2
-    assert table.count("0.90 |") == 2
-    content = json.loads((tmp_path / "new" / "processes_cpu.json").read_text())
+    monkeypatch.setattr(scaling, "compare_processes", lambda rounds: rows)
+    result = CliRunner().invoke(scaling.main, ["--processes", "--busy", "--output", str(tmp_path / "new")])
+    assert result.exit_code == 0, result.output
+    assert "| DETR            | 2.000                 | 3.600                   |" in result.output
+    assert result.output.count("0.75, 0.95, 0.90") == 2
+    assert result.output.count("0.90 |") == 2
+    (path,) = (tmp_path / "new").glob("processes_cpu*.json")
+    content = json.loads(path.read_text())
     assert content["rows"] == rows
-    assert {"command", "machine", "versions"} < content.keys()
-    assert "cpvt_det" in (tmp_path / "new" / "processes_cpu.md").read_text()
+    assert content["command"] == "python benchmarks/scaling.py --processes --busy"
+    assert {"busy", "commit", "machine", "versions"} < content.keys()
+    text = path.with_suffix(".md").read_text()
+    assert text.startswith("# Two processes with DDP against one, cpu, 1 thread each\n\n`python benchmarks/scaling.py")
+    assert "Measured with `--busy`" in text
 
 
-def test_a_step_is_profiled_operation_by_operation(monkeypatch):
+@pytest.mark.parametrize("script", [profile_step, scaling])
+def test_a_machine_with_other_work_is_refused(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+    result = CliRunner().invoke(script.main, ["--output", str(tmp_path / "new")])
+    assert result.exit_code == 2
+    assert "the load average of the last minute is 1.5" in result.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_step_is_profiled_operation_by_operation(monkeypatch, tmp_path):
     monkeypatch.setattr(model, "IMAGES", {"cpu": (64, 64)})
+    monkeypatch.setattr(model, "CANVAS", (64, 64))
+    monkeypatch.setattr(model, "PADDED", (((64, 48), (48, 64)),))
     monkeypatch.setattr(model, "DETR", TINY_RECIPES["DETR"])
     monkeypatch.setattr(model, "DEFORMABLE", TINY_RECIPES["Deformable-DETR"])
     monkeypatch.setattr(model, "DINO", TINY_DINO)
-    result = CliRunner().invoke(profile_step.main, ["--top", "3"])
+    result = CliRunner().invoke(profile_step.main, ["--top", "3", "--busy", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert result.output.count("| operation | calls | share |") == 3
-    assert len(result.output.splitlines()) == 3 * 8
+    assert result.output.count("| operation | calls | share |") == 6
+    assert len(result.output.splitlines()) == 6 * 8 - 1
+    assert result.output.count("25 % padded, training step: ") == 3
+    (path,) = tmp_path.glob("profile_cpu*.json")
+    for case in json.loads(path.read_text())["cases"]:
+        assert case["cpu_seconds"] > 0
+        assert sum(row["share"] for row in case["rows"]) == pytest.approx(1)
+        shares = [row["share"] for row in case["rows"]]
+        assert shares == sorted(shares, reverse=True)
+    assert result.output.strip() in path.with_suffix(".md").read_text()
 
 
 def test_cases_of_models_are_unique_and_default_is_a_part_of_all():

@@ -210,6 +210,15 @@ def test_every_model_that_is_compared_has_its_rows_in_the_document():
         assert rows.count((*row, "any gradient")) == count + (0 if count == 1 else 2), row  # two codes' own float32
 
 
+def test_the_document_has_the_figures_of_its_record():
+    record = json.loads((parity.ROOT / "benchmarks" / "results" / "parity.json").read_text(encoding="utf-8"))
+    figures = [Figure(**one) for one in record["figures"]]
+    document = (parity.ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    assert written_into(figures, document) == document
+    look_up(figures, document)
+    assert sum(bool(figure.stated) for figure in figures) > 1000
+
+
 def test_the_command_says_what_it_left_out(tmp_path):
     words = ["--model", "no such model", "--output", str(tmp_path / "new" / "parity")]
     result = CliRunner().invoke(parity.main, words)

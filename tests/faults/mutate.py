@@ -3,18 +3,19 @@
 
 As in::
 
-    PYTHONPATH=tests python -m faults.mutate
-    PYTHONPATH=tests python -m faults.mutate --row "images: half"
+    PYTHONPATH=tests python -m faults.mutate --write
+    PYTHONPATH=tests python -m faults.mutate --write --row "images: half"
 
 A row that passes without its guard proves nothing: such a row ends the run with exit code 1, unless it explains why it survives.
-A mutant that does not even import proves nothing either, nor does a row that fails with its guard. The whole run writes
-``survivors.md``. Only the standard library is imported here: the processes that meet the rows import this file too, before they
-choose which package they import.
+A mutant that does not even import proves nothing either, nor does a row that fails with its guard. ``--write`` keeps how each row
+ended, with its guard and the commit, in ``mutants.json``, and writes ``survivors.md`` from it. Only the standard library is
+imported here: the processes that meet the rows import this file too, before they choose which package they import.
 """
 
 import argparse
 import contextlib
 import importlib
+import json
 import multiprocessing
 import os
 import queue
@@ -28,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from faults.case import Case, Cut
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = TESTS.parent / "cpvt_det"
 DOCUMENT = Path(__file__).with_name("survivors.md")
+RECORD = Path(__file__).with_name("mutants.json")
 PRELOADED = ["torch", "torchvision.transforms.v2", "scipy.optimize", "fvcore.common.checkpoint", "matplotlib.figure", "PIL.Image"]
 SECONDS = 90  # of a row; the longest, which waits for a frozen process, takes fifteen
 MEMORY = 16 << 30  # bytes of a row
@@ -44,8 +46,9 @@ HEAD = """\
 # Rows that do not depend on a guard
 
 Each row of `docs/reliability.md` names the guard that refuses or repairs its fault. `PYTHONPATH=tests python -m faults.mutate`
-takes the guard out of a copy of the package, runs the row there, and looks whether it fails; it writes this file.
-`tests/whole/test_mutants.py` does it for two rows, and looks that all guards are where the rows say.
+takes the guard out of a copy of the package, runs the row there, and looks whether it fails. With `--write` it keeps how each
+row ended in [mutants.json](mutants.json), and writes this file. `tests/whole/test_mutants.py` does it for two rows, and looks
+that all guards are where the rows say, and that the record is of these guards.
 """
 
 
@@ -54,7 +57,7 @@ class Result(NamedTuple):
 
     Attributes:
         row: its area and name.
-        why: what was wrong with its ending; empty where the row passed.
+        why: what was wrong with its ending, with "." for the folder of the copy; empty where the row passed.
         verdict: "killed", or what is wrong with the row.
     """
 
@@ -153,7 +156,7 @@ def judge(row: str, case: "Case", root: Path) -> Result:
     if why:
         return Result(row, why, "fails with its guard")
     with without(case.cuts, root):
-        why = meet_apart(row, root)
+        why = meet_apart(row, root).replace(str(root), ".")
     if BROKEN.search(why):
         return Result(row, why, "the mutant does not run")
     if why:
@@ -181,16 +184,38 @@ def judge_all(rows: dict[str, "Case"], jobs: int = 1) -> list[Result]:
         return list(pool.map(one, [row for row, case in rows.items() if case.cuts]))
 
 
+def read_record() -> dict[str, dict[str, Any]]:
+    """How each row ended the last time: its verdict, why, its guard, and the commit."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
+
+
+def guard_of(case: "Case") -> list[list[str]]:
+    """What is taken out, as the record has it: for each cut its file, what stands there, and what is put in its place."""
+    return [[cut.file, cut.old, cut.new] for cut in case.cuts]
+
+
+def write_record(results: Sequence[Result], rows: dict[str, "Case"], commit: str) -> None:
+    """Put results into the record, and leave out rows that there are no longer."""
+    found = read_record()
+    for row, why, verdict in results:
+        found[row] = {"verdict": verdict, "why": " ".join(why.split())[:150], "guard": guard_of(rows[row]), "commit": commit}
+    kept = {row: found[row] for row, case in rows.items() if row in found and case.cuts}
+    RECORD.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
 def document(rows: dict[str, "Case"]) -> str:
-    """What a run without any unexplained survivor writes."""
+    """The text of ``survivors.md``: how many rows failed without the guard that they have now, and all the others."""
+    record = read_record()
     guarded = [row for row, case in rows.items() if case.cuts]
-    lines = [f"| {row} | {case.survives} |" for row, case in rows.items() if case.survives]
+    same = [row for row in guarded if record.get(row, {}).get("guard") == guard_of(rows[row])]
+    killed = [row for row in same if record[row]["verdict"] == "killed"]
+    lines = [f"| {row} | {rows[row].survives or record.get(row, {}).get('verdict')} |" for row in guarded if row not in killed]
     plain = [f"| {row} | {case.guard} |" for row, case in rows.items() if not case.cuts]
     head = "| row | reason |\n|:--|:--|\n"
     return "\n".join(
         [
             HEAD,
-            f"{len(rows)} rows; {len(guarded)} have a guard, and {len(guarded) - len(lines)} of them fail without it.\n",
+            f"{len(rows)} rows; {len(guarded)} have a guard, and {len(killed)} of them failed without it.\n",
             "## Rows that pass without their guard\n",
             head + "\n".join(lines) + "\n" if lines else "None.\n",
             "## Rows that need no guard\n",
@@ -209,15 +234,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Take the guards of rows out, and look whether the rows fail.")
     parser.add_argument("--row", action="append", help="part of rows' names, as 'images: ' for an area; may be given several times")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help="keep how the rows ended in mutants.json, and write survivors.md")
     options = parser.parse_args()
-    rows = {row: case for row, case in all_rows().items() if any(part in row for part in options.row or [""])}
+    known = all_rows()
+    rows = {row: case for row, case in known.items() if any(part in row for part in options.row or [""])}
     results = judge_all(rows, options.jobs)
     bad = [result for result in results if not is_good(result)]
     print(f"{len(rows)} rows, {len(results)} with a guard, {len(results) - len(bad)} as they should be")
     for result in bad:
         print(f"{result.verdict}: {result.row}: {result.why[:2000]}")
-    if not bad and not options.row:
-        DOCUMENT.write_text(document(rows), encoding="utf-8")
+    if options.write:
+        from cpvt_det.study.origin import commit_of
+
+        write_record(results, known, commit_of(PACKAGE.parent, short=True))
+        DOCUMENT.write_text(document(known), encoding="utf-8")
     return int(bool(bad) or not results)
 
 

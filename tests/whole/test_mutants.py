@@ -28,9 +28,33 @@ def test_a_row_names_its_guard_where_it_stands(case: Case):
         ast.parse(text)
 
 
-def test_rows_without_a_guard_and_survivors_are_written_down():
-    """After a change to a row: ``PYTHONPATH=tests python -m faults.mutate``, which takes some minutes."""
+def test_the_record_is_of_the_guards_there_are():
+    """After a change to a row: ``PYTHONPATH=tests python -m faults.mutate --write --row NAME``; all take half an hour."""
+    rows = {row: case for row, case in all_rows().items() if case.cuts}
+    record = mutate.read_record()
+    assert record.keys() == rows.keys()
+    assert [row for row, case in rows.items() if record[row]["guard"] != mutate.guard_of(case)] == []
+    assert [row for row, ended in record.items() if not mutate.is_good(mutate.Result(row, ended["why"], ended["verdict"]))] == []
     assert DOCUMENT.read_text(encoding="utf-8") == document(all_rows())
+
+
+def test_the_record_keeps_how_a_row_ended_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutate, "RECORD", tmp_path / "mutants.json")
+    one, other = (Case(name, lambda folder: None, "", guard=Cut("errors.py", name, "")) for name in ("one", "other"))
+    rows = {"a: one": one, "a: other": other, "a: plain": Case("plain", lambda folder: None, "", 0, guard="nothing is at fault")}
+    mutate.write_record([mutate.Result("a: one", "ended\nwith 0", "killed")], rows, "c1")
+    assert "2 have a guard, and 1 of them failed" in document(rows)
+    assert "| a: other | None |" in document(rows)
+    mutate.write_record([mutate.Result("a: other", "", "survives, unexplained")], rows, "c2")
+    assert mutate.read_record()["a: one"] == {
+        "verdict": "killed", "why": "ended with 0", "guard": [["errors.py", "one", ""]], "commit": "c1",
+    }  # fmt: skip
+    assert "| a: other | survives, unexplained |" in document(rows)
+    rows["a: one"] = Case("one", lambda folder: None, "", guard=Cut("errors.py", "another guard", ""))
+    assert "2 have a guard, and 0 of them failed" in document(rows)
+    del rows["a: other"]
+    mutate.write_record([], rows, "c3")
+    assert list(mutate.read_record()) == ["a: one"]
 
 
 @pytest.mark.timeout(600)
