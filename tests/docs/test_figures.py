@@ -44,7 +44,7 @@ RECORDS = {
         "benchmarks/estimate.py",
     ],
     "docs/small_data.md": ["benchmarks/results/small_data"],
-    "docs/speed.md": ["benchmarks/results/before_after.md"],
+    "docs/speed.md": ["benchmarks/results/before_after.md", "benchmarks/results/before_after_cpu_avx2.md"],
 }
 """Document -> where its figures come from; the others have none but constants."""
 ELSEWHERE = {"docs/config.md", "docs/parity.md", "docs/reliability.md"}
