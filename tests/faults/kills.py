@@ -3,7 +3,7 @@
 
 Alone, for more kills than the tests take::
 
-    PYTHONPATH=tests python -m faults.kills 50
+    PYTHONPATH=tests python -m faults.kills 50 --write
 """
 
 import random
@@ -22,6 +22,7 @@ from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.checkpoint.resume import checkpoints_of, last_checkpoint
 from cpvt_det.data.coco import Classes
+from faults.records import keep
 
 NUMBERS = 2_000_000  # in the checkpoint, 8 MB
 LATEST = 0.3  # seconds after the first save: some saves later
@@ -98,4 +99,7 @@ def _is_damaged(path: Path) -> bool:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        print(kill(int(sys.argv[1]), Path(temporary)))
+        found = kill(int(sys.argv[1]), Path(temporary))
+    print(found)
+    if "--write" in sys.argv:
+        keep("kills", int(sys.argv[1]), found)

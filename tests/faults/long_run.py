@@ -3,7 +3,7 @@
 
 Alone, for the full length::
 
-    PYTHONPATH=tests python -m faults.long_run 2000
+    PYTHONPATH=tests python -m faults.long_run 2000 --write
 """
 
 import os
@@ -20,6 +20,7 @@ from cpvt_det.config import load_cfg
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.train import run
 from faults.drawn import draw
+from faults.records import keep
 
 
 class Held(NamedTuple):
@@ -53,4 +54,7 @@ def take(steps: int, folder: Path) -> Held:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
-        print(take(int(sys.argv[1]), Path(temporary)))
+        found = take(int(sys.argv[1]), Path(temporary))
+    print(found)
+    if "--write" in sys.argv:
+        keep("long_run", int(sys.argv[1]), found)

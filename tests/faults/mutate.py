@@ -203,12 +203,17 @@ def write_record(results: Sequence[Result], rows: dict[str, "Case"], commit: str
     RECORD.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
-def document(rows: dict[str, "Case"]) -> str:
-    """The text of ``survivors.md``: how many rows failed without the guard that they have now, and all the others."""
+def killed_rows(rows: dict[str, "Case"]) -> list[str]:
+    """The rows that, by the record, failed without the guard that they have now."""
     record = read_record()
+    same = [row for row, case in rows.items() if row in record and record[row]["guard"] == guard_of(case)]
+    return [row for row in same if record[row]["verdict"] == "killed"]
+
+
+def document(rows: dict[str, "Case"]) -> str:
+    """The text of ``survivors.md``: how many rows fail without their guard, and all the others."""
+    record, killed = read_record(), killed_rows(rows)
     guarded = [row for row, case in rows.items() if case.cuts]
-    same = [row for row in guarded if record.get(row, {}).get("guard") == guard_of(rows[row])]
-    killed = [row for row in same if record[row]["verdict"] == "killed"]
     lines = [f"| {row} | {rows[row].survives or record.get(row, {}).get('verdict')} |" for row in guarded if row not in killed]
     plain = [f"| {row} | {case.guard} |" for row, case in rows.items() if not case.cuts]
     head = "| row | reason |\n|:--|:--|\n"

@@ -10,6 +10,7 @@ from types import ModuleType
 from tabulate import tabulate
 
 import faults
+from faults.mutate import all_rows, killed_rows
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 HEAD = """\
@@ -20,9 +21,9 @@ replaces what differs between machines. Rows of images, boxes and figures also c
 drawn. Exit code 0 is a run that works, 2 is bad input that the user can fix, reported without a traceback. A row that begins with
 the name of a function is a call in Python, with its exception in place of an exit code.
 
-Every row that refuses or repairs something names the guard that does it. `PYTHONPATH=tests python -m faults.mutate` takes each
-guard out of a copy of the package, and the row has to fail there: {killed} of {guarded} do
-([survivors.md](../tests/faults/survivors.md) has the rest, with reasons).
+Every row that refuses or repairs something names the guard that does it. `PYTHONPATH=tests python -m faults.mutate --write` takes
+each guard out of a copy of the package, and the row has to fail there: {killed} of {guarded} did
+([how each ended](../tests/faults/mutants.json); [survivors.md](../tests/faults/survivors.md) has the rest, with reasons).
 
 This file is written by `PYTHONPATH=tests python -m faults.report` from the tables in `tests/faults/`.
 """
@@ -47,8 +48,8 @@ def section(area: ModuleType) -> str:
 
 def report() -> str:
     """The whole document."""
-    guarded = [case for area in areas() for case in area.CASES if case.cuts]
-    head = HEAD.format(guarded=len(guarded), killed=sum(not case.survives for case in guarded))
+    rows = all_rows()
+    head = HEAD.format(guarded=sum(bool(case.cuts) for case in rows.values()), killed=len(killed_rows(rows)))
     return "\n\n".join([head.strip(), *map(section, areas())]) + "\n"
 
 

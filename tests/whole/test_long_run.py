@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from faults import records
+from faults.report import DOCUMENT
+
 
 def test_memory_and_open_files_stay_flat():
     """150 steps and ten evaluations here, the first of them within the first tenth; ``faults/long_run.py`` alone takes more."""
@@ -15,3 +18,10 @@ def test_memory_and_open_files_stay_flat():
     first_memory, last_memory, first_files, last_files = held
     assert last_memory <= 1.05 * first_memory
     assert last_files <= first_files + 1
+
+
+def test_the_document_has_the_record_of_a_longer_run():
+    found = records.read("long_run")
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    memory = f"{found['last_memory']:.0f} MB of memory against {found['first_memory']:.0f}"
+    assert f"{memory} and {found['last_files']:.0f} open files against {found['first_files']:.0f}" in text
