@@ -349,7 +349,10 @@ CASES = [
         annotation(id=None),
         "drawn: 4 images, 0 of them without objects, 8 boxes, 2 classes",
         0,
-        guard=table('own = entry.get("id")', 'own = entry["id"]'),
+        guard=(
+            table('entry.get("iscrowd"), entry.get("id")', 'entry.get("iscrowd"), entry["id"]'),
+            table('own = entry.get("id")', 'own = entry["id"]'),
+        ),
     ),
     DataCase(
         "annotation id twice",
@@ -420,7 +423,7 @@ CASES = [
         only_first_boxes,
         "4 images, 2 of them without objects, 4 boxes",
         0,
-        guard=table("np.arange(len(ids) + 1)", "np.unique(image_of)"),
+        guard=table("np.arange(len(ids) + 1)", "np.unique(whole[rows, 1])"),
     ),
     DataCase(
         "more boxes than queries",

@@ -16,7 +16,7 @@ No file's code is run: torch's are read with `weights_only=True`, with an allow-
 numbers and arrays; a `.pkl` by an unpickler that accepts arrays, numbers, text and containers and nothing else. Neither may take
 more memory than a file of its size can need.
 
-`python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 36 fell
+`python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 32 fell
 into the middle of a save, 0 checkpoints were lost, and none was older than the last that the process had reported as saved.
 `tests/whole/test_kills.py` does five. A full disk is simulated in `tests/checkpoint/test_checkpoint_files.py`, after any number
 of bytes.

@@ -9,7 +9,7 @@ step, without `--resume` on the command line, to the same bits.
 
 A run holds a lock on `.lock` in its `OUTPUT_DIR`. It ends with the process, so that a dead one never blocks.
 
-A run of 2,000 steps with an evaluation every 200 held, in its last tenth against its first, 961 MB of memory against 950 and 9
+A run of 2,000 steps with an evaluation every 200 held, in its last tenth against its first, 949 MB of memory against 939 and 9
 open files against 9 (`python -m faults.long_run 2000`; `tests/whole/test_long_run.py` is shorter).
 """
 
