@@ -3,6 +3,7 @@
 
 import json
 import os
+import subprocess
 
 import pytest
 from click.testing import CliRunner
@@ -36,7 +37,8 @@ def test_few_rounds_have_quartiles_too(values):
 
 def test_the_record_is_of_both_commits_and_a_free_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(before_after, "commit_of", lambda root: "new" if root == before_after.ROOT else "old")
-    monkeypatch.setattr(before_after.subprocess, "run", lambda command, **_: Done(command[2]))
+    real = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda words, **more: Done(words[2]) if "--worker" in words else real(words, **more))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.25, 0.0, 0.0))
     words = [str(tmp_path), "--rounds", "2", "--output", str(tmp_path / "record")]
     result = CliRunner().invoke(before_after.main, words)
