@@ -47,7 +47,7 @@ class AxialRotaryEncoding(RotaryEncoding):
     Args:
         channels: C.
         num_heads: M; C / M is a multiple of 4.
-        temperature: ratio of the highest frequency to the lowest, for as many channels.
+        frequency_ratio: ratio of the highest frequency to the lowest, for as many channels.
 
     Raises:
         ValueError: channels per head that are no multiple of 4.
@@ -55,13 +55,13 @@ class AxialRotaryEncoding(RotaryEncoding):
     Source: arXiv 2104.09864, on two axes as in arXiv 2403.13298, section 3.2.
     """
 
-    def __init__(self, channels: int, num_heads: int, temperature: float = 100.0):
+    def __init__(self, channels: int, num_heads: int, frequency_ratio: float = 100.0):
         super().__init__()
         self.num_frequencies = channels_per_head(channels, num_heads, 4) // 4
-        self.temperature = temperature
+        self.frequency_ratio = frequency_ratio
 
     def angles(self, y: Tensor, x: Tensor, layer: int) -> Tensor:
-        frequencies = self.temperature ** (
+        frequencies = self.frequency_ratio ** (
             -torch.arange(self.num_frequencies, dtype=y.dtype, device=y.device) / self.num_frequencies
         )
         rows, columns = (axis[:, None] * frequencies for axis in (y, x))
@@ -77,7 +77,7 @@ class MixedRotaryEncoding(RotaryEncoding):
         channels: C.
         num_layers: layers of the encoder.
         num_heads: M; C / M is a multiple of 4.
-        temperature: ratio of the highest initial frequency to the lowest, for as many channels.
+        frequency_ratio: ratio of the highest initial frequency to the lowest, for as many channels.
 
     Raises:
         ValueError: channels per head that are no multiple of 4.
@@ -86,10 +86,10 @@ class MixedRotaryEncoding(RotaryEncoding):
     right angle to it.
     """
 
-    def __init__(self, channels: int, num_layers: int, num_heads: int, temperature: float = 10.0):
+    def __init__(self, channels: int, num_layers: int, num_heads: int, frequency_ratio: float = 10.0):
         super().__init__()
         count = channels_per_head(channels, num_heads, 4) // 4
-        size = temperature ** (-torch.arange(count) / count)
+        size = frequency_ratio ** (-torch.arange(count) / count)
         direction = torch.rand(num_layers, num_heads, 1) * 2 * math.pi
         turns = torch.cat([(direction + quarter).expand(-1, -1, count) for quarter in (0, math.pi / 2)], dim=-1)
         self.freqs = nn.Parameter(torch.stack((turns.cos(), turns.sin())) * size.repeat(2))  # (2, layers, M, C / 2 M), x then y

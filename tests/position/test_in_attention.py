@@ -58,11 +58,11 @@ def test_relative_counts_its_tables():
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize("temperature", [100.0, 10000.0])
-def test_rope_is_timm_s(temperature, layer):
+@pytest.mark.parametrize("ratio", [100.0, 10000.0])
+def test_rope_is_timm_s(ratio, layer):
     """Cells from 0, rows in the first half of a head's channels; timm's in float32 and with (row, column) order."""
-    encoding, (queries, keys) = make("rope", temperature=temperature), draw()
-    timm = RotaryEmbeddingCat(WIDTH, temperature=temperature, in_pixels=False).get_embed(SHAPE).double()
+    encoding, (queries, keys) = make("rope", frequency_ratio=ratio), draw()
+    timm = RotaryEmbeddingCat(WIDTH, temperature=ratio, in_pixels=False).get_embed(SHAPE).double()
     found = place(encoding, queries, keys, layer)
     for ours, given in zip(found, (queries, keys), strict=False):
         assert (ours - apply_rot_embed_cat(given, timm)).abs().max() < 1e-6

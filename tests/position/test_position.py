@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The position contract, over everything that is registered; and the values of each encoding."""
 
+import functools
+import inspect
 import math
 
 import pytest
 import torch
 from fvcore.common.config import CfgNode
+from tiny import random_config
 
 from cpvt_det.builders import build_detector, build_encoder_position
+from cpvt_det.builders.unused import keyword_of
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.position.peg import PEGEncoding
@@ -243,6 +247,33 @@ def test_a_temperature_that_cannot_be_is_refused():
     cfg = get_cfg()
     cfg.MODEL.NUM_CLASSES, cfg.MODEL.POSITION.TEMPERATURE = 3, 20.0
     with pytest.raises(ConfigError, match="POSITION.TEMPERATURE is 20.0, but the position encoding 'peg' does not take it"):
+        build_detector(cfg)
+
+
+@pytest.mark.parametrize("node", ["MODEL.POSITION", "MODEL.BACKBONE.POSITION"])
+def test_the_config_s_defaults_are_those_of_each_encoding(node):
+    """A key goes to every encoding that has a parameter of its name, so one name may not stand for two things."""
+    values = functools.reduce(getattr, node.split("."), get_cfg())
+    compared = 0
+    for name in [*NAMES, "sine+peg", "table+peg_plain"]:
+        for key, value in values.items():
+            parameter = inspect.signature(POSITION_REGISTRY.find(name)).parameters.get(keyword_of(key))
+            if parameter is not None and parameter.default is not inspect.Parameter.empty:
+                default = parameter.default
+                assert (list(default) if isinstance(default, tuple) else default) == (
+                    list(value) if isinstance(value, tuple) else value
+                ), f"{name}: {key}"
+                compared += 1
+    assert compared > 20
+
+
+def test_a_rotary_encoding_of_a_config_has_its_own_frequencies():
+    cfg = random_config(MODEL__POSITION__NAME="rope")
+    assert build_detector(cfg).position.frequency_ratio == 100.0
+    cfg.MODEL.POSITION.FREQUENCY_RATIO = 50.0
+    assert build_detector(cfg).position.frequency_ratio == 50.0
+    cfg.MODEL.POSITION.TEMPERATURE = 20.0
+    with pytest.raises(ConfigError, match="POSITION.TEMPERATURE is 20.0, but the position encoding 'rope' does not take it"):
         build_detector(cfg)
 
 
