@@ -29,7 +29,7 @@ _NAMES = {
         "transformer_arguments",
     ),
     "outputs": ("build_criterion", "build_decoder", "build_device", "build_postprocessor"),
-    "parts": ("build_backbone", "build_classification", "build_encoder_position"),
+    "parts": ("build_backbone", "build_classification", "build_encoder_position", "require_patches"),
     "image_classes": (
         "build_class_criterion",
         "build_class_mapper",

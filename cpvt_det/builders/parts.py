@@ -31,15 +31,22 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
     name = cfg.MODEL.BACKBONE.NAME
     facts, options = {"checkpointing": cfg.MODEL.CHECKPOINTING}, options_of(cfg, "BACKBONE", BACKBONE_REGISTRY, name)
     if "position" in options:
-        _require_patches(cfg)
+        require_patches(cfg)
         position = backbone_position(cfg)
         own = part_options(cfg.MODEL.BACKBONE.POSITION, get_cfg().MODEL.BACKBONE.POSITION, POSITION_REGISTRY, position)
         options["position"] = functools.partial(build_position, position, **own)
     return BACKBONE_REGISTRY.build(name, facts, options)
 
 
-def _require_patches(cfg: CfgNode) -> None:
-    """Refuse sizes of images below that of a patch; 0 means no resize."""
+def require_patches(cfg: CfgNode) -> None:
+    """Refuse sizes of images below a transformer's patch; 0 means no resize. Other backbones take any.
+
+    Raises:
+        ConfigError: such a size.
+    """
+    name = cfg.MODEL.BACKBONE.NAME
+    if name not in BACKBONE_REGISTRY or "position" not in BACKBONE_REGISTRY.parameters(name):
+        return
     patch, sizes = cfg.MODEL.BACKBONE.PATCH_SIZE, dict(flat_items(cfg.INPUT, "INPUT."))
     for key in ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "CLASSIFY.SIZE", "CLASSIFY.TEST_SIZE"):
         value = sizes.get(f"INPUT.{key}", ())

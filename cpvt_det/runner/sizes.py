@@ -11,7 +11,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import nn
 
-from cpvt_det import distributed
+from cpvt_det import builders, distributed
 from cpvt_det.errors import ConfigError, MapSizeError
 from cpvt_det.evaluation.coco import write_results
 from cpvt_det.runner.evaluate import evaluate
@@ -35,11 +35,15 @@ def evaluate_sizes(task: Any, detector: nn.Module, datasets: Sequence[Any], size
         Figures by size, as text; NaN at a size that the model cannot take.
 
     Raises:
-        ConfigError: a task whose images have no size to set.
+        ConfigError: a task whose images have no size to set; a size below that of a patch, before the first evaluation.
     """
     if not hasattr(task, "set_test_size"):
         raise ConfigError(f"--sizes: the task {task.cfg.TASK!r} has no set_test_size, which sets the size of test images")
     before, results, why = task.cfg.INPUT.clone(), {}, []
+    for size in sizes:
+        task.set_test_size(size)
+        builders.require_patches(task.cfg)
+        task.cfg.INPUT = before.clone()
     for size in sizes:
         task.set_test_size(size)
         start = time.perf_counter()

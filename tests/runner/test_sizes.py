@@ -75,6 +75,19 @@ def test_weights_without_a_config_need_one(tmp_path):
     assert done.exit_code == 2 and "contains no config; give its config with --config-file" in done.output
 
 
+def test_a_size_below_a_patch_is_refused_before_any_evaluation(tmp_path):
+    root = draw_folders(tmp_path / "data")
+    vit = {"NAME": "cpvt_tiny", "EMBED_DIM": 16, "DEPTH": 1, "NUM_HEADS": 2, "PATCH_SIZE": 8, "STAGES": (3,)}
+    more = {f"MODEL__BACKBONE__{key}": value for key, value in vit.items()}
+    run(load_cfg("", class_words(root, tmp_path / "run", SOLVER__MAX_ITER=1, **more)))
+    done = call(tmp_path / "run/model_final.pth", "--runner", "builtin", "--sizes", "32,7", "OUTPUT_DIR", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "INPUT.CLASSIFY.TEST_SIZE makes images of 7 pixels, smaller than a patch of 8" in done.output
+    assert not (tmp_path / "out/sizes").exists()
+    done = call(tmp_path / "run/model_final.pth", "--runner", "builtin", "--sizes", "8", "OUTPUT_DIR", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+
+
 def test_a_task_whose_images_have_no_size_is_refused(drawn_cfg, tmp_path):
     class Other:
         cfg = drawn_cfg
