@@ -1,13 +1,14 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""All comparisons of docs/parity.md: predictions, losses, matchings and gradients of ours and of four independent code bases.
+"""All comparisons of docs/parity.md: predictions, losses, matchings and gradients of ours and of five independent code bases.
 
 ``python benchmarks/parity.py --peer detr=PATH --peer deformable_detr=PATH --peer detrex=PATH --peer detectron2=PATH``, with the
-paths of checkouts; about ten minutes on one core. A peer without a path is left out. transformers is compared by the tests, which
-this script runs.
+paths of checkouts; about ten minutes on one core. A peer without a path is left out. transformers and timm are compared by the
+tests, which this script runs.
 """
 
 import fnmatch
+import importlib.util
 import os
 import re
 import subprocess
@@ -35,6 +36,7 @@ SECTIONS = {
     "deformable_detr": "fundamentalvision/Deformable-DETR",
     "detrex": "detrex",
     "transformers": "transformers",
+    "timm": "timm",
 }
 """Peers, and headings of their sections in docs/parity.md."""
 CODES = {"detr": "official", "deformable_detr": "official", "detrex": "detrex"}
@@ -42,7 +44,11 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 LIMITS = {"float64": 1e-11, "float32": 1e-4}
 """Largest relative differences due to rounding; for gradients ten times that. Larger ones, or another matching, are failures."""
 OUTPUT = Path("output/benchmarks/parity")
-PARITY_TESTS = ("tests/whole/test_parity_transformers.py", "tests/whole/test_parity_deformable_transformers.py")
+PARITY_TESTS = {
+    "transformers": ("tests/whole/test_parity_transformers.py", "tests/whole/test_parity_deformable_transformers.py"),
+    "timm": ("tests/whole/test_parity_timm.py",),
+}
+"""Peers that tests compare, if they are installed."""
 PRINTED = re.compile(r"^\.?\| ([^|]+) \| ([^|]+) \| (\S+) \| (\S+) \|$", re.MULTILINE)
 
 
@@ -105,13 +111,13 @@ def _sizes(theirs: Outcome, loaded: int) -> dict[str, float]:
     }
 
 
-def measure_transformers(threads: int) -> list[Figure]:
-    """The figures that the parity tests print.
+def measure_by_tests(peer: str, threads: int) -> list[Figure]:
+    """The figures that a peer's parity tests print.
 
     Raises:
         ClickException: tests that fail.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *PARITY_TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *PARITY_TESTS[peer]]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_THREADS": str(threads)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -119,8 +125,8 @@ def measure_transformers(threads: int) -> list[Figure]:
     found = []
     for model, what, gap, largest in PRINTED.findall(done.stdout):
         value, scale, labels = float(gap), float(largest), {"model": model, "what": what}
-        found.append(Figure(SECTIONS["transformers"], labels, "difference", value, [], value / scale if scale else 0.0))
-        found.append(Figure(SECTIONS["transformers"], labels, "largest value", scale))
+        found.append(Figure(SECTIONS[peer], labels, "difference", value, [], value / scale if scale else 0.0))
+        found.append(Figure(SECTIONS[peer], labels, "largest value", scale))
     return found
 
 
@@ -157,16 +163,18 @@ def main(given: tuple[str, ...], pattern: str, threads: int, output: Path, write
             if variant.peer in peers and fnmatch.fnmatchcase(name, pattern):
                 click.echo(name, err=True)
                 figures += measure(variant, peers)
-        if "transformers" not in peers:
-            left_out["transformers"] = "not installed"
-        elif fnmatch.fnmatchcase("transformers", pattern):
-            click.echo("transformers", err=True)
-            figures += measure_transformers(threads)
+        for peer in PARITY_TESTS:
+            if not importlib.util.find_spec(peer):
+                left_out[peer] = "not installed"
+            elif fnmatch.fnmatchcase(peer, pattern):
+                click.echo(peer, err=True)
+                figures += measure_by_tests(peer, threads)
     document = ROOT / "docs" / "parity.md"
     look_up(figures, document.read_text(encoding="utf-8"))
     words = [f"--peer {name}=PATH" for name, folder in peers.items() if folder is not None]
     words += [f"--model '{pattern}'"] if pattern != "*" else []
     command = " ".join(["python benchmarks/parity.py", *words, f"--threads {threads}"])
+    peers |= {peer: None for peer in PARITY_TESTS if peer not in left_out}
     about = {"command": command, "machine": machine("cpu"), "versions": versions() | peer_versions(peers)}
     write_record(output, figures, about, left_out)
     if write_docs:

@@ -244,6 +244,8 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.WEIGHT_DECAY = 1e-4  # weight decay of AdamW
     solver.WEIGHT_DECAY_NORM = None  # weight decay of norms; None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: the same as for such parameters elsewhere
+    solver.WEIGHT_DECAY_BIAS = None  # weight decay of biases, those of norms and PEGs too; None: as without this key
+    solver.WEIGHT_DECAY_EMBED = None  # weight decay of queries, tokens, tables: what is neither weight nor bias; None: WEIGHT_DECAY
     solver.CLIP_NORM = 0.1  # largest norm of all gradients together; larger gradients are scaled down; 0: no clipping
     solver.AMP = CfgNode()
     solver.AMP.ENABLED = False  # True: mixed precision (autocast); losses, matching and box heads stay in float32

@@ -53,7 +53,7 @@ def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
                 "SOLVER.LR_MULTIPLIERS must contain pairs [part, factor of at least 0], such as ['backbone.body.layer2', 0.5]; "
                 f"got {entry!r}"
             )
-    decays = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG)
+    decays = (solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_PEG, solver.WEIGHT_DECAY_BIAS, solver.WEIGHT_DECAY_EMBED)
     with config_errors("SOLVER"):
         return make_optimizer(parameter_groups(detector, *rates, *decays, factors, solver.LAYER_DECAY))
 

@@ -50,7 +50,12 @@ class TableEncoding(PositionEncoding):
             for axis, other, size in ((1, 2, table.shape[1]), (2, 1, table.shape[2]))
         ]
         with torch.autocast(table.device.type, enabled=False):
-            return torch.einsum("bhi,bwj,cij->bchw", *axes, table).to(dtype)
+            return interpolate(table, *axes).to(dtype)
+
+
+def interpolate(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """A table (C, I, J) at places between its entries, (B, H, I) and (B, W, J) weights of them -> (B, C, H, W)."""
+    return rows[:, None] @ (table @ columns.mT[:, None])
 
 
 def cubic_weights(extents: Tensor, side: int, size: int, dtype: torch.dtype, antialias: bool = False) -> Tensor:

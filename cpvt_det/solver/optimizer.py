@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW for groups of parameters: backbone, sampling points and the rest, with separate weight decay for norms and PEG."""
+"""AdamW for groups of parameters: backbone, sampling points, the rest; weight decays of norms, PEGs, biases and embeddings."""
 
 import math
 import re
@@ -24,6 +24,8 @@ def parameter_groups(
     points_lr_multiplier: float = 0.1,
     norm_weight_decay: float | None = None,
     peg_weight_decay: float | None = None,
+    bias_weight_decay: float | None = None,
+    embed_weight_decay: float | None = None,
     lr_multipliers: Sequence[tuple[str, float]] = (),
     layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
@@ -33,10 +35,13 @@ def parameter_groups(
         model: a detector.
         lr: learning rate of all parameters outside ``model.backbone``.
         backbone_lr: learning rate of the parameters in ``model.backbone``.
-        weight_decay: weight decay of all parameters, as in DETR, unless one of the next two values applies.
+        weight_decay: weight decay of all parameters, as in DETR, unless one of the next four decays applies.
         points_lr_multiplier: factor on the learning rate of Deformable-DETR's sampling offsets and reference points.
         norm_weight_decay: weight decay of norms, including those in a PEG; ``None`` for no difference.
         peg_weight_decay: weight decay of a PEG's parameters, unless ``norm_weight_decay`` applies; ``None`` for no difference.
+        bias_weight_decay: weight decay of biases, those of norms and PEGs too; ``None`` for no difference.
+        embed_weight_decay: weight decay of embeddings: queries, tokens, tables, and whatever else is neither a weight nor a bias;
+            ``None`` for no difference.
         lr_multipliers: (part, factor on its learning rate) pairs, with parts as in
             :func:`cpvt_det.models.parts.belongs_to_part`; for a part inside another one, both factors are multiplied.
         layer_decay: factor on the learning rate of the backbone's parameters, per layer that comes after them; other than 1 only
@@ -54,7 +59,8 @@ def parameter_groups(
     if layer_decay != 1 and not hasattr(model.backbone, "layers_above"):
         raise ValueError(f"LAYER_DECAY is {layer_decay}, but the backbone is no transformer of ours; leave it at 1")
     require_parts(model, [part for part, _ in lr_multipliers], "learning rate")
-    decay_of = _weight_decays(model, ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)))
+    by_module = _of_modules(model, ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)))
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -63,11 +69,16 @@ def parameter_groups(
                 rate *= layer_decay ** model.backbone.layers_above(name.removeprefix("backbone."))
             rate = rate * points_lr_multiplier if POINTS.search(name) else rate
             rate *= math.prod(factor for part, factor in lr_multipliers if belongs_to_part(name, part))
-            groups.setdefault((rate, decay_of.get(id(parameter), weight_decay)), []).append(parameter)
+            decay = by_module.get(id(parameter), weight_decay)
+            if name.endswith("bias"):
+                decay = decay if bias_weight_decay is None else bias_weight_decay
+            elif id(parameter) in embeddings or not name.endswith("weight"):
+                decay = decay if embed_weight_decay is None else embed_weight_decay
+            groups.setdefault((rate, decay), []).append(parameter)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
 
 
-def _weight_decays(model: nn.Module, kinds: Sequence[tuple[Any, float | None]]) -> dict[int, float]:
+def _of_modules(model: nn.Module, kinds: Sequence[tuple[Any, float | None]]) -> dict[int, float]:
     """Weight decay, by ``id`` of the parameter, of modules of some kinds; of two that apply, the later one."""
     found: dict[int, float] = {}
     for kind, decay in kinds:

@@ -26,8 +26,8 @@ from cpvt_det.models.parts import belongs_to_part
 PARTS = {
     "backbone": ("backbone",),
     "projection": ("input_proj",),
-    "position": ("position", "decoder_position"),
-    "PEG": ("position.pegs",),
+    "position": ("position", "decoder_position", "backbone.position"),
+    "PEG": ("position.pegs", "backbone.position.pegs"),
     "encoder": ("encoder", "level_embed"),
     "decoder": ("decoder",),
     "queries": ("query_embed", "queries"),

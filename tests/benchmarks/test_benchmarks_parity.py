@@ -205,7 +205,7 @@ def test_every_model_that_is_compared_has_its_rows_in_the_document():
     document = (parity.ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     rows = [(cell.section, cell.labels["model"], cell.column) for cell in read_cells(document)]
     dtypes = {(parity.SECTIONS[variant.peer], variant.name): (1 if variant.own_constants else 2) for variant in variants()}
-    assert {row[:2] for row in rows if row[0] in parity.SECTIONS.values() and row[0] != "transformers"} == dtypes.keys()
+    assert {row[:2] for row in rows if row[0] in parity.SECTIONS.values() and row[0] not in parity.PARITY_TESTS} == dtypes.keys()
     for row, count in dtypes.items():
         assert rows.count((*row, "any gradient")) == count + (0 if count == 1 else 2), row  # two codes' own float32
 

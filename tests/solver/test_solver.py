@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from tiny import MODEL
+from tiny import MODEL, random_config
 
 from cpvt_det import builders
 from cpvt_det.config import get_cfg, merge_overrides
@@ -66,6 +66,27 @@ def test_keys_for_norms_and_peg_reach_their_parameters_alone():
     assert decay[id(detector.transformer.encoder.layers[0].norm1.bias)] == 0.0
     assert decay[id(detector.backbone.body.bn1.weight)] == 0.0
     assert decay[id(detector.class_embed.weight)] == 0.1
+
+
+def test_biases_and_embeddings_have_a_weight_decay_of_their_own():
+    """DeiT's: nothing for biases, norms, tokens and tables, all of which are named here; the rest are matrices and kernels."""
+    vit = {"NAME": "tnt_small", "STAGES": (4,), "NORM": "FrozenBN", "FREEZE_AT": 2}
+    vit |= {"EMBED_DIM": 16, "DEPTH": 1, "NUM_HEADS": 2, "NUM_TOKENS": 2}
+    keys = {f"MODEL__BACKBONE__{key}": value for key, value in vit.items()}
+    keys |= {f"SOLVER__WEIGHT_DECAY_{kind}": 0.0 for kind in ("NORM", "BIAS", "EMBED")}
+    cfg = random_config(**keys, MODEL__POSITION__NAME="learned")
+    detector = builders.build_detector(cfg)
+    decay = {
+        id(p): group["weight_decay"] for group in builders.build_optimizer(cfg, detector).param_groups for p in group["params"]
+    }
+    decayed = {name for name, p in detector.named_parameters() if decay[id(p)] == cfg.SOLVER.WEIGHT_DECAY}
+    without = {name for name, p in detector.named_parameters() if decay[id(p)] == 0}
+    assert decayed | without == {name for name, _ in detector.named_parameters()}
+    embeddings = {name for name in without if dict(detector.named_parameters())[name].ndim > 1}
+    own = ("special_tokens", "special_positions", "pixel_table", "position.table")
+    queries = ("query_embed.weight", "position.row_embed.weight", "position.col_embed.weight")
+    assert embeddings == {*(f"backbone.{name}" for name in own), *queries}
+    assert all(dict(detector.named_parameters())[name].ndim > 1 for name in decayed)
 
 
 def test_the_recipe_is_184823_iterations_of_coco():

@@ -15,7 +15,7 @@ from cpvt_det.errors import first_line
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.models.backbones.timm_networks import load_weights, pixel_statistics, timm_with
 from cpvt_det.ops.exporting import is_exporting
-from cpvt_det.position.table import cubic_weights
+from cpvt_det.position.table import cubic_weights, interpolate
 from cpvt_det.structures import has_padding, level_padding_mask
 
 
@@ -136,7 +136,7 @@ class TimmTransformer(nn.Module):
             for axis, other in ((1, 2), (2, 1))
         ]
         with torch.autocast(patches.device.type, enabled=False):
-            positions = torch.einsum("bhi,bwj,ijc->bhwc", *axes, table.to(dtype))
+            positions = interpolate(table.to(dtype).permute(2, 0, 1), *axes).permute(0, 2, 3, 1)
         tokens = [*first, (patches + positions.to(patches.dtype)).flatten(1, 2)]
         if count:
             starts = body.pos_embed[:, :count].to(patches.dtype).split([token.shape[1] for token in first], dim=1)
