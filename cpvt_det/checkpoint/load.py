@@ -118,13 +118,18 @@ def load_weights(
         thresholds=read.thresholds,
     )
     if not report.loaded:
-        example = f"{next(iter(read.state_dict), 'nothing')} in the weights, {next(iter(own), 'nothing')} in the model"
+        theirs, ours = next(((name, name) for name in shared), (next(iter(read.state_dict), ""), next(iter(own), "")))
+        example = f"{_described(read.state_dict, theirs)} in the weights, {_described(own, ours)} in the model"
         raise WeightsError(
             f"{read.origin} has no tensor that fits the model ({example}); set the keys of MODEL that it was trained with, "
             "or give the weights of this detector"
         )
     model.load_state_dict(chosen, strict=False)
     return report
+
+
+def _described(state_dict: Mapping[str, Tensor], name: str) -> str:
+    return f"{name} of shape {tuple(state_dict[name].shape)}" if name else "nothing"
 
 
 def _beside_pegs(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -314,6 +314,10 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
     [
         (lambda folder: None, "there is no folder .*mine"),
         (lambda folder: draw(folder / "a.png", "a"), "has 1 images and no annotations that are known; put a COCO JSON"),
+        (
+            lambda folder: [draw(folder / "train" / name / "a.png", "a") for name in ("cat", "dog")],
+            "has 2 images and .* beside them; for images in a folder of their class, train a classifier: --config-file quickstart/",
+        ),
         (lambda folder: write(folder / "notes.txt", "nothing"), "has no images and no annotations that are known"),
         (
             lambda folder: [write_cvat(folder), write_json_beside(folder)],

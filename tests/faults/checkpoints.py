@@ -278,7 +278,7 @@ CASES = [
     Case(
         "weights with nothing in common, --allow-partial",
         weights(change_weights(lambda w: {"a": torch.ones(1)}), "--eval-only", "--allow-partial", name="other.pth"),
-        "has no tensor that fits the model (a in the weights, ",
+        "has no tensor that fits the model (a of shape (1,) in the weights, ",
         guard=Cut("checkpoint/load.py", "if not report.loaded:", "if False:"),
     ),
     Case(

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from cpvt_det.builders import build_detector
+from cpvt_det.checkpoint import load_backbone_weights
 from cpvt_det.config import load_cfg
 from cpvt_det.export import Canvas, ExportModule, compare, prepare, trace
 from cpvt_det.inference import ClassScores
@@ -41,6 +42,30 @@ def test_the_parameters_are_those_of_the_articles(name):
     width = model.class_embed.in_features
     more = 4 * 10 * width if "cpvt" in name else 0
     assert sum(parameter.numel() for parameter in five.parameters()) == COUNTS[name] + more
+
+
+SMALL = ("MODEL.BACKBONE.EMBED_DIM", "32", "MODEL.BACKBONE.DEPTH", "2", "MODEL.BACKBONE.NUM_HEADS", "2")
+
+
+def test_the_mean_beside_a_class_token_is_that_of_the_patches():
+    model = imagenet("cpvt_tiny", *SMALL, "MODEL.CLASSIFIER.POOL", "mean", num_classes=5).double().eval()
+    batch = model.preprocess([torch.rand(3, *size).double() * 255 for size in ((48, 80), (37, 50))])
+    _, patches, mask = model.backbone.tokens(batch.images, batch.padding_mask)
+    means = torch.stack([own[~padded].mean(0) for own, padded in zip(patches, mask, strict=True)])
+    logits = model(batch.images, batch.padding_mask).logits
+    torch.testing.assert_close(logits, model.class_embed(means)[None], rtol=0, atol=1e-12)
+
+
+def test_a_trained_classifier_is_a_detector_s_backbone(tmp_path):
+    """Its checkpoint, as a run writes it: the heads are left out, every tensor of the backbone is used."""
+    torch.manual_seed(0)
+    model = imagenet("cpvt_tiny", *SMALL, num_classes=5)
+    torch.save({"model": model.state_dict(), "cpvt_det": {"config": ""}}, tmp_path / "classifier.pth")
+    words = ["MODEL.BACKBONE.NAME", "cpvt_tiny", "MODEL.BACKBONE.STAGES", "(4,)", *SMALL, "MODEL.DEVICE", "cpu"]
+    backbone = build_detector(load_cfg("", [*words, "MODEL.NUM_CLASSES", "3"])).backbone
+    load_backbone_weights(backbone, str(tmp_path / "classifier.pth"), "cpvt_tiny")
+    own, found = backbone.state_dict(), model.backbone.state_dict()
+    assert own.keys() == found.keys() and all(torch.equal(own[name], found[name]) for name in own)
 
 
 @pytest.mark.parametrize("name", ["cpvt_tiny", "cpvt_gap_tiny", "deit_tiny"])

@@ -181,6 +181,23 @@ def test_a_file_of_tnt_is_a_backbone_s_weights(source, tmp_path):
         assert (torch.cat((special, patches), 1) - model.forward_features(images)).abs().max() < 1e-12
 
 
+def test_the_authors_squeeze_is_ours(tmp_path):
+    """timm has none: norm, linear, ReLU, linear, tanh of their ``SE``, as ``se_layer.fc`` of each layer."""
+    state, shapes = as_authors(theirs().state_dict()), {"0": [(384,), (384,)], "1": [(96, 384), (96,)], "3": [(384, 96), (384,)]}
+    squeezes = {
+        f"blocks.{layer}.se_layer.fc.{part}.{kind}": torch.randn(shape).double()
+        for layer in range(2)
+        for part, both in shapes.items()
+        for kind, shape in zip(("weight", "bias"), both, strict=True)
+    }
+    torch.save(state | squeezes, tmp_path / "w.pth")
+    backbone = build_backbone(config(**{**TNT, "NAME": "tnt_small_se", "DEPTH": 2, "POSITION__GRID": (3, 3)})).double()
+    load_backbone_weights(backbone, str(tmp_path / "w.pth"), "tnt_small_se")
+    own = backbone.state_dict()
+    for name, tensor in squeezes.items():
+        assert torch.equal(own[name.replace("blocks", "encoder.layers").replace("se_layer.fc", "outer.squeeze")], tensor), name
+
+
 def test_weights_of_another_form_are_refused(tmp_path):
     torch.save(theirs("tnt_small_legacy").state_dict(), tmp_path / "w.pth")
     backbone = build_backbone(config(**TNT, DEPTH=2, POSITION__GRID=(3, 3)))

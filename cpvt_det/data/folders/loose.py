@@ -190,4 +190,6 @@ def require_annotations(listing: Listing) -> None:
         "a COCO JSON, YOLO's data.yaml or text files, Pascal VOC's XML files, CVAT's XML, or a format of your own (--import MODULE)"
     )
     images = f"{len(listing.images)} images" if listing.images else "no images"
-    raise DataError(f"{listing.root} has {images} and no annotations that are known; put {known} beside them")
+    classes = "; for images in a folder of their class, train a classifier: --config-file quickstart/classifier.yaml"
+    hint = classes if len({path.parent for path in listing.images}) > 1 else ""
+    raise DataError(f"{listing.root} has {images} and no annotations that are known; put {known} beside them{hint}")
