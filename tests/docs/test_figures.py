@@ -13,7 +13,7 @@ import record_tables
 from click.testing import CliRunner
 
 from cpvt_det.cli import main as cpvt_det
-from cpvt_det.study.statistics import interval
+from cpvt_det.study.statistics import interval, paired
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -165,6 +165,40 @@ def test_rows_of_the_study_s_page_are_those_of_its_report():
     strange = [row for row in rows if not any(is_part_of([row[0].strip("`"), *filter(None, row[1:])], known) for known in report)]
     assert len(rows) > 40
     assert not strange
+
+
+OF_PROBES = [
+    ("longer_each_layer/sine+peg each layer", "longer/sine", "place", "after"),
+    ("ablations/zero-initialised", "", "place", "after"),
+    ("longer/learned", "longer/none", "translation", "score_std"),
+    ("detr/learned", "detr/none", "translation", "score_std"),
+    ("longer/sine+peg", "longer/sine", "translation", "score_std"),
+]
+"""What prose says of probes, which the report has by variant only: runs, runs they are compared with or none, probe, figure."""
+
+
+def probed(runs, others, probe, figure, decimals):
+    """Mean and half-width as written, of a figure or of its paired difference."""
+
+    def values(name):
+        files = (ROOT / "studies/position_encodings/results" / name).glob("*.json")
+        return {path.stem: json.loads(path.read_text(encoding="utf-8"))["measured"]["probes"][probe][figure] for path in files}
+
+    mean, half, *_ = paired(values(runs), values(others)) if others else interval(list(values(runs).values()))
+    return [(f"{abs(mean):.{decimals}f}", f"{half:.{decimals}f}")]
+
+
+PAIR = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
+
+
+@pytest.mark.parametrize("document", sorted(name for name, records in RECORDS.items() if records == ENCODINGS))
+def test_differences_of_the_study_are_those_of_its_report(document):
+    """Mean and half-width together, without the sign, as prose says "loses": a single decimal is among so many by chance."""
+    report = set(PAIR.findall((ROOT / "studies/position_encodings/report.md").read_text(encoding="utf-8")))
+    report |= {pair for decimals in (2, 3) for row in OF_PROBES for pair in probed(*row, decimals)}
+    found = PAIR.findall((ROOT / document).read_text(encoding="utf-8"))
+    assert len(found) > 5
+    assert set(found) - report == set()
 
 
 def test_every_claim_has_its_row():
