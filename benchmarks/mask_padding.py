@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Effect and cost of ``MODEL.BACKBONE.MASK_PADDING``: DETR-R50 on a batch of a wide and a tall image, in inference.
 
-``python benchmarks/mask_padding.py``. Each image's logits and boxes in the batch are compared with those of the image alone; then
-the batch is timed with and without it, alternately. The weights are those of the suite ``model``.
+``python benchmarks/mask_padding.py --output benchmarks/results``. Each image's logits and boxes in the batch are compared with
+those of the image alone; then the batch is timed with and without it, alternately. The weights are those of the suite ``model``.
 """
 
 import sys
@@ -19,8 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 
 from benchmarks.clocks import clock_of, fixed_threads
 from benchmarks.harness import Contender, Plan, Spread, Work, ratios, run_rounds
+from benchmarks.load import check_load
 from benchmarks.models import Model, Recipe, our_model
 from benchmarks.photos import draw, draw_boxes
+from benchmarks.records import about_run, write_record
+from cpvt_det.cli import common_options, report_errors
 
 DETR = Recipe("DETR", queries=100)
 SIZES = ((480, 640), (640, 427))
@@ -69,17 +72,27 @@ def measure(recipe: Recipe, sizes: Sequence[tuple[int, int]], plan: Plan) -> str
     return "\n".join(lines)
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--rounds", default=15, show_default=True, help="Rounds of timing.")
 @click.option("--quick", is_flag=True, help="Use a small model and small images.")
-def main(rounds: int, quick: bool) -> None:
+@click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for a JSON and a Markdown file.")
+@click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
+@common_options
+@report_errors
+def main(rounds: int, quick: bool, output: Path | None, busy: bool) -> None:
     """Print what MODEL.BACKBONE.MASK_PADDING changes and costs."""
+    about = about_run(f"mask_padding.py --rounds {rounds}{' --quick' * quick}", 1, busy, check_load(busy))
     plan = Plan(rounds=rounds, most_rounds=rounds, sample_seconds=0.0)
     with fixed_threads(1):
         if quick:
-            click.echo(measure(Recipe("DETR", channels=64, layers=1, queries=10), ((96, 128), (128, 80)), plan))
+            printed = measure(Recipe("DETR", channels=64, layers=1, queries=10), ((96, 128), (128, 80)), plan)
         else:
-            click.echo(measure(DETR, SIZES, plan))
+            printed = measure(DETR, SIZES, plan)
+    click.echo(printed)
+    if output:
+        title = "What `MODEL.BACKBONE.MASK_PADDING` changes and costs"
+        paths = write_record(output, "mask_padding", about, {"printed": printed}, [title, f"```text\n{printed}\n```"])
+        click.echo(f"written: {', '.join(map(str, paths))}")
 
 
 if __name__ == "__main__":

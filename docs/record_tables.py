@@ -230,8 +230,8 @@ def parts() -> list[Row]:
         line("matcher and losses, softmax: batch 8 and 32, 100 and 300 queries each", "loss_cpu", softmax, "cpu"),
         line("the same, focal", "loss_cpu", focal, "cpu"),
         line("the same, focal, with DINO's denoising queries of 100 pairs", "loss_cpu", denoising, "cpu"),
-        line("JPEG to augmented bytes", "data_cpu", ["samples"], "cpu"),
-        line("JPEG to normalised, padded batches", "data_cpu", ["batches"], "cpu"),
+        line("JPEG to augmented bytes", "data_cpu_avx2", ["samples"], "cpu"),
+        line("JPEG to normalised, padded batches", "data_cpu_avx2", ["batches"], "cpu"),
     ]
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 
 from benchmarks import criteria, mask_padding, peers, photos
 from benchmarks.harness import Plan, UnequalWorkError, assert_equal_work
+from benchmarks.peers import ROOT
 from benchmarks.run import main
 from benchmarks.suites import Options, data, eval, loss
 from cpvt_det.errors import BadInputError
@@ -175,9 +176,16 @@ def test_detectron2_is_a_library_or_a_checkout(tmp_path, monkeypatch):
     assert peers.detectron2_coco_eval() is None
 
 
-def test_padding_changes_an_image_where_it_is_not_masked():
-    result = CliRunner().invoke(mask_padding.main, ["--quick", "--rounds", "2"])
+def test_padding_changes_an_image_where_it_is_not_masked(tmp_path):
+    result = CliRunner().invoke(mask_padding.main, ["--quick", "--rounds", "2", "--busy", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
+    (record,) = (json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("mask_padding_cpu*.json"))
+    assert record["printed"] in result.output and record["busy"] and record["command"].endswith("--quick --busy")
     numbers = [[float(number) for number in re.findall(r"\d\.\de[-+]\d+", line)] for line in result.output.splitlines()]
     assert min(numbers[0]) > 1e-4 > 1e-5 > max(numbers[1])
     assert re.search(r"^CPU time with over without: \d\.\d{3} \(.*\), 2 rounds$", result.output, re.M)
+
+
+def test_what_the_document_says_of_masked_padding_is_its_record():
+    record = json.loads((ROOT / "benchmarks/results/mask_padding_cpu_avx2.json").read_text(encoding="utf-8"))
+    assert f"```text\n{record['printed']}\n```" in (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
