@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import small_data_tables
 
+from benchmarks import budget
 from benchmarks.estimate import of_clusters, of_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -347,6 +348,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "beside others": beside_others,
     "shards": shards,
     "timm": timm_networks,
+    "budget": budget.rows,
     "estimate of data": of_data,
     "estimate of clusters": of_clusters,
     "small data": small_data_tables.as_trained,
