@@ -137,8 +137,8 @@ def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
 def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     deformable, source = cfg.MODEL.DEFORMABLE, cfg.MODEL.QUERIES.NAME
     if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
-        leave = "leave the name empty: TWO_STAGE chooses between 'learned' and 'proposals'"
-        way_out = {"mixed": "set it to True", "anchors": "set it to False"}.get(source, leave)
+        others = OF_ONE_STAGE if source in OF_PROPOSALS else OF_PROPOSALS
+        way_out = f"set it to {not deformable.TWO_STAGE}, or the name to one of {', '.join(others)}"
         raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; {way_out}")
     if deformable.MIXED_SUPERVISION and build_classification(cfg).prior_probability is None:
         raise ConfigError("MODEL.DEFORMABLE.MIXED_SUPERVISION matches by sigmoids: set MODEL.CRITERION.CLASSIFICATION to focal")

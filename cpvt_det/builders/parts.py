@@ -11,7 +11,7 @@ from torch import nn
 from cpvt_det import defaults
 from cpvt_det.builders.unused import CLASSIFICATION_KEYS, backbone_position, keyword_of
 from cpvt_det.config import flat_items, get_cfg
-from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.losses import CLASSIFICATION_REGISTRY
 from cpvt_det.losses.classification import Classification
 from cpvt_det.models import (
@@ -121,12 +121,13 @@ def build_classification(cfg: CfgNode) -> Classification:
     """Softmax, focal, or a kind that the user has registered, for ``MODEL.NUM_CLASSES`` classes.
 
     Raises:
-        ConfigError: a number of classes below 1: it is not known yet.
+        ConfigError: a number of classes below 1: it is not known yet; or a number that the classification does not take.
     """
     criterion, num_classes = cfg.MODEL.CRITERION, count_classes(cfg)
     name = criterion.CLASSIFICATION
     options = options_of(cfg, "CRITERION", CLASSIFICATION_REGISTRY, name, CLASSIFICATION_KEYS)
-    return CLASSIFICATION_REGISTRY.build(name, {"num_classes": num_classes}, options)
+    with config_errors("MODEL.CRITERION"):
+        return CLASSIFICATION_REGISTRY.build(name, {"num_classes": num_classes}, options)
 
 
 def count_classes(cfg: CfgNode) -> int:

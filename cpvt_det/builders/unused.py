@@ -180,7 +180,9 @@ def _of_queries(model: CfgNode, of_detector: Collection[str], is_known: bool) ->
     """The keys that the query source does not take; ``is_known``: it is known which one an empty name stands for."""
     name, has_stages = model.QUERIES.NAME, "MODEL.DEFORMABLE.TWO_STAGE" not in of_detector
     for key in sorted(model.QUERIES.keys() - {"NAME"}) if not name else ():
-        yield f"MODEL.QUERIES.{key}", "MODEL.QUERIES.NAME is empty", "name the part that takes it there"
+        takers = [other for other in QUERY_REGISTRY.names if keyword_of(key) in QUERY_REGISTRY.parameters(other)]
+        way_out = f"set it to {', '.join(takers)}" if takers else "name the part that takes it there"
+        yield f"MODEL.QUERIES.{key}", "MODEL.QUERIES.NAME is empty", way_out
     yield from _untaken("QUERIES.NAME", QUERY_REGISTRY, name, QUERY_KEYS)
 
     source = name or (("proposals" if has_stages and model.DEFORMABLE.TWO_STAGE else "learned") if is_known else "")

@@ -16,6 +16,7 @@ from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD, Weights, read_weights
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.models.mixed_queries import MixedQueries
 
 POSITION = re.compile(r"^(backbone\.)?position\.")
 
@@ -33,6 +34,9 @@ class WeightsReport:
             its initial row; empty if the classes agree.
         first_row_only: names among ``loaded`` of which only row 0 was loaded: class heads of proposals whose row 0 means "an
             object"; the other rows stand for no class and were only trained to give low scores.
+        first_queries: names among ``loaded`` of which only the first rows were loaded -> how many: vectors of queries by the rank
+            of their proposals, as of weights with a hybrid branch in a model without one.
+        training_only: names in the weights only that nothing but training needs: labels of denoising.
         source: source of the names that the weights had, a key of ``CONVERSIONS``; ``None`` for our names.
         thresholds: score thresholds that the weights came with, of their own classes; ``None`` if they came with none.
     """
@@ -43,6 +47,8 @@ class WeightsReport:
     unexpected: list[str] = field(default_factory=list)
     rows_by_name: dict[str, int | None] = field(default_factory=dict)
     first_row_only: list[str] = field(default_factory=list)
+    first_queries: dict[str, str] = field(default_factory=dict)
+    training_only: list[str] = field(default_factory=list)
     source: str | None = None
     thresholds: Thresholds | None = None
 
@@ -72,6 +78,8 @@ class WeightsReport:
         rows += [("re-initialised", f"class {name}", "not among the weights' classes") for name in fresh[:10]]
         rows += [("re-initialised", f"{len(fresh) - 10} more classes", "")] if len(fresh) > 10 else []
         rows += [("row 0 loaded", name, "row 0 means an object, the other rows stand for no class") for name in self.first_row_only]
+        rows += [(f"{told} loaded", name, "queries have the order of their proposals") for name, told in self.first_queries.items()]
+        rows += [("not needed", name, "labels of denoising, which is a part of training") for name in self.training_only]
         return tabulate(rows, ("", "name", "why")) if rows else "every tensor loaded"
 
 
@@ -95,7 +103,8 @@ def load_weights(
     """
     read = weights if isinstance(weights, Weights) else read_weights(weights)
     own = model.state_dict()
-    read = replace(read, state_dict=_beside_pegs(read.state_dict, own))
+    state_dict, first_queries = _first_by_rank(_beside_pegs(read.state_dict, own), model)
+    read = replace(read, state_dict=state_dict)
     rows = _rows_by_name(read, class_names)
     shared = {name: tensor for name, tensor in read.state_dict.items() if name in own}
     meaning = _meaning_of_proposals(model, read)
@@ -103,17 +112,20 @@ def load_weights(
     chosen = {name: tensor for name, tensor in fitted.items() if tensor is not None}
     if not any(CLASS_HEAD.search(name) for name in chosen):
         rows = dict.fromkeys(rows)
+    unexpected = _without_counters([name for name in read.state_dict if name not in own])
     report = WeightsReport(
         loaded=list(chosen),
         remade={name: _why_remade(name, tensor, own[name], meaning) for name, tensor in shared.items() if name not in chosen},
         missing=_without_counters([name for name in own if name not in shared]),
-        unexpected=_without_counters([name for name in read.state_dict if name not in own]),
+        unexpected=[name for name in unexpected if not DENOISING_LABELS.search(name)],
         rows_by_name=rows,
         first_row_only=[
             name
             for name in chosen
             if PROPOSALS_HEAD.search(name) and meaning == "objects" and (rows or len(shared[name]) != len(own[name]))
         ],
+        first_queries=first_queries,
+        training_only=[name for name in unexpected if DENOISING_LABELS.search(name)],
         source=read.source,
         thresholds=read.thresholds,
     )
@@ -136,6 +148,17 @@ def _beside_pegs(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) ->
     """Tensors of an encoding under the names that it has beside a PEG, where the model has it there: ``table`` in ``table+peg``."""
     beside = {name: POSITION.sub(r"\1position.additive.", name) for name in state_dict}
     return {beside[name] if name not in own and beside[name] in own else name: tensor for name, tensor in state_dict.items()}
+
+
+def _first_by_rank(state_dict: Mapping[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Vectors of queries cut to the model's number, where the i-th query starts at the i-th best proposal; and what was cut."""
+    name, cut = "queries.query_embed.weight", dict(state_dict)
+    vectors = model.state_dict().get(name) if isinstance(getattr(model, "queries", None), MixedQueries) else None
+    given = state_dict.get(name)
+    if vectors is None or given is None or given.shape[1:] != vectors.shape[1:] or not 1 < len(vectors) < len(given):
+        return cut, {}
+    cut[name] = given[: len(vectors)]
+    return cut, {name: f"{len(vectors)} of {len(given)} rows"}
 
 
 def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:

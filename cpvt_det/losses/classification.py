@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kinds of classification. Each owns its loss, its matching cost and its score decoding, which have to agree."""
 
+import math
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ class SoftmaxClassification:
 
     Args:
         num_classes: K.
-        background_weight: weight of "no object" in the loss; most queries have no object.
+        background_weight: weight of "no object" in the loss, at least 0; most queries have no object.
+
+    Raises:
+        ValueError: a weight below 0.
 
     Source: arXiv 2005.12872, section 3.1; the weight from section A.4.
     """
@@ -39,6 +43,7 @@ class SoftmaxClassification:
     def __init__(self, num_classes: int, background_weight: float = defaults.BACKGROUND_WEIGHT):
         self.num_classes = num_classes
         self.num_logits = num_classes + 1
+        require_between("background_weight", background_weight, 0)
         self.background_weight = background_weight
 
     def cost(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -130,24 +135,25 @@ class FocalClassification(SigmoidClassification):
 
     Args:
         num_classes: K.
-        alpha: weight of the positive side.
-        gamma: focusing parameter: a higher value gives easy examples less weight.
+        alpha: weight of the positive side, in [0, 1].
+        gamma: focusing parameter, at least 0: a higher value gives easy examples less weight.
+
+    Raises:
+        ValueError: alpha or gamma out of range.
 
     Source: arXiv 1708.02002; the matching cost from arXiv 2010.04159, appendix A.4.
     """
 
     def __init__(self, num_classes: int, alpha: float = defaults.FOCAL_ALPHA, gamma: float = defaults.FOCAL_GAMMA):
         super().__init__(num_classes)
+        require_between("focal_alpha", alpha, 0, 1)
+        require_between("focal_gamma", gamma, 0)
         self.alpha = alpha
         self.gamma = gamma
 
     def cost(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The focal loss of a positive less that of a negative; arguments as in :meth:`SoftmaxClassification.cost`."""
-        probability = pick_classes(logits, labels).sigmoid_()
-        rest = 1 - probability
-        minus_positive = (probability + 1e-8).log_().mul_(rest**self.gamma)
-        minus_negative = (rest + 1e-8).log_().mul_(probability**self.gamma)
-        return minus_negative.mul_(1 - self.alpha).sub_(minus_positive, alpha=self.alpha)
+        return focal_cost(pick_classes(logits, labels).sigmoid_(), self.alpha, self.gamma)
 
     def loss(self, logits: Tensor, classes: Tensor) -> Tensor:
         """The focal loss, summed; arguments as in :meth:`SoftmaxClassification.loss`.
@@ -206,6 +212,25 @@ def make_classification(name: str, num_classes: int, **options: float) -> Classi
         UnknownNameError: a name that is not registered.
     """
     return CLASSIFICATION_REGISTRY.build(name, {"num_classes": num_classes}, options)
+
+
+def require_between(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Refuse a number out of its range, with both ends.
+
+    Raises:
+        ValueError: such a number, or NaN.
+    """
+    if not low <= value <= high:
+        told = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"{name} must be {told}, got {value}")
+
+
+def focal_cost(probability: Tensor, alpha: float = defaults.FOCAL_ALPHA, gamma: float = defaults.FOCAL_GAMMA) -> Tensor:
+    """The focal loss of a positive of this probability less that of a negative, of the same shape; without gradient."""
+    rest = 1 - probability
+    minus_positive = (probability + 1e-8).log_().mul_(rest**gamma)
+    minus_negative = (rest + 1e-8).log_().mul_(probability**gamma)
+    return minus_negative.mul_(1 - alpha).sub_(minus_positive, alpha=alpha)
 
 
 def softplus(x: Tensor) -> Tensor:

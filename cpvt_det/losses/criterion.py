@@ -4,7 +4,7 @@
 On the road of one image: after ``losses/matcher.py``, the end of training.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,10 +45,10 @@ class SetCriterion:
         hybrid_matches: queries of the hybrid branch that each object is matched with.
         losses: further losses, name -> (weight, function); the contract is that of :data:`LOSS_REGISTRY`.
         one_to_many: matcher of ``Predictions.one_to_many``, whose losses are divided by the same numbers as the queries' own.
-        many_class_weight: weight of their class loss.
+        many_class_weight: weight of their class loss, 0 leaves it out.
 
     Raises:
-        ValueError: fewer matches than one, or one of the three losses given twice.
+        ValueError: fewer matches than one, a weight below 0, or one of the three losses given twice.
 
     Source: arXiv 2005.12872, section 3.1 and equation 2; more matches than one, by repeated objects, from arXiv 2207.13080.
     """
@@ -72,15 +72,19 @@ class SetCriterion:
         self.hybrid_matches = hybrid_matches
         self.matcher = matcher
         self.classification = matcher.classification
-        self.weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
-        self.weights = {name: weight for name, weight in self.weights.items() if weight}
         self.one_to_many = one_to_many or OneToManyMatcher()
-        self.many_weights = {"loss_class": many_class_weight}
-        self.losses: dict[str, Loss] = {name: LOSS_REGISTRY.find(name.removeprefix("loss_")) for name in self.weights}
+        for name, weight in (("class", class_weight), ("L1", l1_weight), ("GIoU", giou_weight), ("many-class", many_class_weight)):
+            if not weight >= 0:
+                raise ValueError(f"the {name} weight must be at least 0, got {weight}")
+        weights = {"loss_class": class_weight, "loss_l1": l1_weight, "loss_giou": giou_weight}
+        self.losses: dict[str, Loss] = {name: LOSS_REGISTRY.find(name.removeprefix("loss_")) for name in weights}
         for name, (weight, loss) in (losses or {}).items():
-            if f"loss_{name}" in self.weights:
-                raise ValueError(f"the loss {name!r} is there already, with the weight {self.weights[f'loss_{name}']}")
-            self.weights[f"loss_{name}"], self.losses[f"loss_{name}"] = weight, loss
+            if weights.get(f"loss_{name}"):
+                raise ValueError(f"the loss {name!r} is there already, with the weight {weights[f'loss_{name}']}")
+            weights[f"loss_{name}"], self.losses[f"loss_{name}"] = weight, loss
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        weights["loss_class"] = many_class_weight
+        self.many_weights = {name: weight for name, weight in weights.items() if weight}
 
     def __call__(self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers | None = None) -> Losses:
         """Compare predictions with targets.
@@ -113,8 +117,8 @@ class SetCriterion:
             groups["loss_denoising_"] = _of_denoising(predictions.denoising, padded, normalizers)
         losses, finite = {}, []
         for prefix, group in groups.items():
-            weights = self.weights | self.many_weights if prefix == "loss_many_" else self.weights
-            for name, values in self.losses_by_layer(*group).items():
+            weights = self.many_weights if prefix == "loss_many_" else self.weights
+            for name, values in self.losses_by_layer(*group, weights).items():
                 losses[name.replace("loss_", prefix)] = weights[name] * values.sum()
             logits, boxes = group[0].logits.detach(), group[0].boxes.detach()
             finite.append((logits.sum((0, 2, 3)) + boxes.sum((0, 2, 3))).isfinite())  # a sum is finite where all its terms are
@@ -149,11 +153,16 @@ class SetCriterion:
         return predictions, padded, self.matcher(predictions, padded), _times(normalizers, times)
 
     def losses_by_layer(
-        self, predictions: Predictions, targets: PaddedTargets, matches: Matches, normalizers: Normalizers
+        self,
+        predictions: Predictions,
+        targets: PaddedTargets,
+        matches: Matches,
+        normalizers: Normalizers,
+        names: Iterable[str] | None = None,
     ) -> dict[str, Tensor]:
-        """The unweighted losses of every layer, by name, each (D,)."""
+        """The unweighted losses of every layer, by name, each (D,); ``names``: only these, by default all that have a weight."""
         matched = Matched(predictions, targets, matches, self.classification, normalizers)
-        return {name: loss(matched) for name, loss in self.losses.items()}
+        return {name: self.losses[name](matched) for name in names or self.weights}
 
     @torch.no_grad()
     def _metrics(self, predictions: Predictions, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:

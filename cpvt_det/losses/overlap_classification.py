@@ -9,7 +9,9 @@ from cpvt_det.losses.classification import (
     CLASSIFICATION_REGISTRY,
     PrecomputedGradient,
     SigmoidClassification,
+    focal_cost,
     pick_classes,
+    require_between,
     softplus,
 )
 
@@ -17,13 +19,16 @@ from cpvt_det.losses.classification import (
 class OverlapClassification(SigmoidClassification):
     """K independent sigmoids p. The loss of an object's class is the cross-entropy with ``target``, times ``weight``; that of all
     else is the cross-entropy with 0, times ``factor`` p^``gamma``. Targets and weights count as constants, and so does p^gamma
-    unless ``is_focal``. The matching cost, of which the papers say nothing new, is made as the focal one of arXiv 2010.04159: the
-    loss of a pair as a positive less that as a negative.
+    unless ``is_focal``. The matching cost is the focal one of p u^(1/2), for the overlap u: of two boxes with the same scores, the
+    one that fits better is never dearer. The loss itself is no cost: at a low score it is the lower, the less a box fits.
 
     Args:
         num_classes: K.
         gamma: power of the scores of negatives.
         factor: weight of negatives.
+
+    Source: the cost from arXiv 2304.04742 (Stable-DINO), section 3.2, which takes the generalized IoU, scaled to [0, 1]. The code
+    of RT-DETR, DEIM and Align-DETR matches by p alone.
     """
 
     uses_overlaps = True
@@ -53,10 +58,7 @@ class OverlapClassification(SigmoidClassification):
         Returns:
             (D, B, T, Q).
         """
-        x = pick_classes(logits, labels)
-        probabilities, entropies = x.sigmoid(), softplus(x)
-        positives = self.weight(overlaps) * (entropies - self.target(probabilities, overlaps) * x)
-        return positives - self.factor * probabilities**self.gamma * entropies
+        return focal_cost(pick_classes(logits, labels).sigmoid_().mul_(overlaps.sqrt()))
 
     def loss(self, logits: Tensor, classes: Tensor, overlaps: Tensor) -> Tensor:
         """The loss, summed over images and queries.
@@ -97,12 +99,16 @@ class MatchabilityClassification(OverlapClassification):
 
     Args:
         num_classes: K.
-        mal_gamma: gamma, of overlaps and of the scores of negatives.
+        mal_gamma: gamma, of overlaps and of the scores of negatives, at least 0.
+
+    Raises:
+        ValueError: a number out of its range.
 
     Source: arXiv 2412.04234 (DEIM), section 3.
     """
 
     def __init__(self, num_classes: int, mal_gamma: float = defaults.MAL_GAMMA):
+        require_between("mal_gamma", mal_gamma, 0)
         super().__init__(num_classes, mal_gamma)
 
     def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
@@ -115,8 +121,11 @@ class VarifocalClassification(OverlapClassification):
 
     Args:
         num_classes: K.
-        varifocal_alpha: weight of negatives.
-        varifocal_gamma: power of the scores of negatives.
+        varifocal_alpha: weight of negatives, at least 0.
+        varifocal_gamma: power of the scores of negatives, at least 0.
+
+    Raises:
+        ValueError: a number out of its range.
 
     Source: arXiv 2008.13367, section 3.2; the defaults from arXiv 2304.08069 (RT-DETR).
     """
@@ -127,6 +136,8 @@ class VarifocalClassification(OverlapClassification):
         varifocal_alpha: float = defaults.VARIFOCAL_ALPHA,
         varifocal_gamma: float = defaults.VARIFOCAL_GAMMA,
     ):
+        require_between("varifocal_alpha", varifocal_alpha, 0)
+        require_between("varifocal_gamma", varifocal_gamma, 0)
         super().__init__(num_classes, varifocal_gamma, varifocal_alpha)
 
     def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
@@ -142,8 +153,11 @@ class AlignClassification(OverlapClassification):
 
     Args:
         num_classes: K.
-        ia_bce_alpha: share of the score in the target.
-        ia_bce_gamma: power of the scores of negatives.
+        ia_bce_alpha: share of the score in the target, in [0, 1].
+        ia_bce_gamma: power of the scores of negatives, at least 0.
+
+    Raises:
+        ValueError: a number out of its range.
 
     Source: arXiv 2304.07527 (Align-DETR), section 3.2, and IDEA-Research/detrex ``projects/align_detr/modeling/losses``.
     """
@@ -152,6 +166,8 @@ class AlignClassification(OverlapClassification):
     LEAST = 0.01
 
     def __init__(self, num_classes: int, ia_bce_alpha: float = defaults.IA_BCE_ALPHA, ia_bce_gamma: float = defaults.IA_BCE_GAMMA):
+        require_between("ia_bce_alpha", ia_bce_alpha, 0, 1)
+        require_between("ia_bce_gamma", ia_bce_gamma, 0)
         super().__init__(num_classes, ia_bce_gamma)
         self.alpha = ia_bce_alpha
 

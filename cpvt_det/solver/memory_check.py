@@ -4,7 +4,7 @@
 One image of the first batch is passed through the detector, on the canvas of its batch, and what autograd keeps of it is counted.
 All images of a part of the batch are kept at the same time, so their sum is a lower bound of what the step needs beyond what the
 process has already: outputs that nothing keeps, gradients, the optimiser and the work space of operators come on top. Queries of
-denoising are counted before: their attention mask alone may be more than there is.
+training alone are counted before: their attention mask may be more than there is.
 """
 
 import logging
@@ -68,22 +68,27 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
 
 
 def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | None], available: int) -> int:
-    """Refuse denoising whose attention mask does not fit.
+    """Refuse queries of training whose attention mask does not fit.
 
     Returns:
-        The square of the number of queries, 0 without denoising.
+        The square of the number of queries, 0 without queries of training.
     """
-    denoising = getattr(getattr(detector, "queries", None), "denoising", None)
-    if not isinstance(denoising, ContrastiveDenoising) or None in targets:
+    source = getattr(detector, "queries", None)
+    denoising, hybrid = getattr(source, "denoising", None), getattr(source, "hybrid", 0)
+    has_denoising = isinstance(denoising, ContrastiveDenoising)
+    if None in targets or not (has_denoising or hybrid):
         return 0
-    groups, size = denoising.count(targets)
-    squared = (groups * size + detector.num_queries) ** 2
+    groups, size = denoising.count(targets) if has_denoising else (0, 0)
+    squared = (groups * size + detector.num_queries + hybrid) ** 2
     need = squared * detector.pixel_mean.element_size()
     if distributed.all_reduce_max(int(need > available)):
+        keys = [f"MODEL.QUERIES.HYBRID makes {hybrid} queries"] if hybrid else []
+        if has_denoising:
+            made = f"makes {groups} groups of {size} queries for the first batch"
+            keys.insert(0, f"MODEL.QUERIES.DENOISING {denoising.pairs} {made}")
         raise ConfigError(
-            f"MODEL.QUERIES.DENOISING {denoising.pairs} makes {groups} groups of {size} queries for the first batch, and their "
-            f"attention mask alone needs {need / 1e9:.3g} GB of the {available / 1e9:.3g} GB of memory for each process; set fewer "
-            "pairs, or 0 where images have that many objects"
+            f"{' and '.join(keys)}, and their attention mask alone needs {need / 1e9:.3g} GB of the {available / 1e9:.3g} GB of "
+            "memory for each process; set fewer, or 0 where images have that many objects"
         )
     return squared
 

@@ -92,7 +92,8 @@ class StepOptions:
     Attributes:
         clip_norm: bound on the norm of all gradients together; ``None`` for no clipping.
         accumulate: parts that a process's samples are worked through in; the result is that of one part, but for norms that look
-            at the batch and for metrics, which are means over parts.
+            at the batch, for dropout and denoising, which draw their random numbers part by part, and for metrics, which are means
+            over parts.
         amp_dtype: dtype of autocast; ``None`` for full precision.
         max_bad_steps: steps in a row that are not finite, after which a run ends.
     """

@@ -240,6 +240,10 @@ def test_a_key_of_a_backbone_s_encoding_changes_it_or_is_refused(backbone, encod
             "MODEL.QUERIES.NAME to learned, proposals, anchors, mixed",
         ),
         (
+            {**DEFORMABLE, "MODEL__QUERIES__REFINED_POSITIONS": True},
+            "MODEL.QUERIES.REFINED_POSITIONS is True, but MODEL.QUERIES.NAME is empty; leave it at False, or set it to mixed",
+        ),
+        (
             {"MODEL__NECK__WIDTH": 3},
             "MODEL.NECK.WIDTH is 3, but MODEL.NECK.NAME is empty; leave it out, or name the part that takes it there",
         ),

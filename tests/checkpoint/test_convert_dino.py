@@ -249,6 +249,34 @@ def test_a_zero_peg_beside_converted_weights_changes_no_bit(case):
     assert first.boxes.std(2).mean() > 1e-3  # queries differ
 
 
+def test_the_labels_of_denoising_are_not_missed_in_a_model_without_it(tmp_path):
+    """A DINO that is only evaluated needs no denoising."""
+    first = make("DINO")
+    torch.save(to_dino(first.state_dict()), tmp_path / "dino.pth")
+    cfg = make_config("DINO", DENOISING=0)
+    cfg.MODEL.WEIGHTS = str(tmp_path / "dino.pth")
+    second = build_detector(cfg).eval()
+    load_initial_weights(cfg, second, Classes((0, 1, 2), NAMES), for_evaluation=True)
+    report = load_weights(second, first.state_dict())
+    assert report.training_only == ["queries.denoising.label_enc.weight"] and "which is a part of training" in report.table()
+    batch = batch_of(second)
+    assert torch.equal(second(*batch).logits, first.eval()(*batch).logits)
+
+
+def test_of_a_hybrid_branch_an_evaluation_takes_the_queries_of_the_best_proposals():
+    first = make("H-DETR").eval()
+    cfg = make_config("H-DETR", HYBRID=0)
+    second = build_detector(cfg).eval()
+    report = load_weights(second, first.state_dict())
+    own = second.queries.query_embed.weight
+    assert not report.is_partial
+    assert report.first_queries == {"queries.query_embed.weight": f"{len(own)} of {len(first.queries.query_embed.weight)} rows"}
+    assert torch.equal(own, first.queries.query_embed.weight[: len(own)])
+    batch = batch_of(second)
+    assert torch.equal(second(*batch).logits, first(*batch).logits)
+    assert "queries.query_embed.weight" in load_weights(first, second.state_dict()).remade  # too few are not made up
+
+
 def test_learned_boxes_of_another_number_of_queries_start_anew(tmp_path):
     first = make("DAB", num_queries=7)
     torch.save(first.state_dict(), tmp_path / "dab.pth")

@@ -3,6 +3,7 @@
 
 import itertools
 import math
+import re
 import types
 
 import numpy as np
@@ -18,7 +19,7 @@ from cpvt_det import distributed
 from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou, pairwise_generalized_iou
 from cpvt_det.builders import build_criterion
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import UnknownNameError
+from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion, SoftmaxClassification, make_classification
 from cpvt_det.losses.classification import softplus
 from cpvt_det.losses.matcher import PaddedTargets
@@ -534,3 +535,27 @@ def test_pairwise_generalized_iou_is_that_of_each_pair():
         assert (found - expected).abs().max() < tolerance
     assert pairwise_generalized_iou(first[:, :0], second).shape == (2, 0, 30)
     assert pairwise_generalized_iou(torch.full_like(first, torch.nan), second).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("classification", "key", "value", "said"),
+    [
+        ("softmax", "BACKGROUND_WEIGHT", -0.1, "background_weight must be at least 0, got -0.1"),
+        ("focal", "FOCAL_ALPHA", 1.5, "focal_alpha must be from 0 to 1, got 1.5"),
+        ("focal", "FOCAL_GAMMA", -1.0, "focal_gamma must be at least 0, got -1.0"),
+        ("mal", "MAL_GAMMA", -1.0, "mal_gamma must be at least 0, got -1.0"),
+        ("varifocal", "VARIFOCAL_ALPHA", -0.5, "varifocal_alpha must be at least 0, got -0.5"),
+        ("varifocal", "VARIFOCAL_GAMMA", math.nan, "varifocal_gamma must be at least 0, got nan"),
+        ("ia_bce", "IA_BCE_ALPHA", 1.2, "ia_bce_alpha must be from 0 to 1, got 1.2"),
+        ("ia_bce", "IA_BCE_GAMMA", -2.0, "ia_bce_gamma must be at least 0, got -2.0"),
+        ("focal", "CLASS_WEIGHT", -1.0, "the class weight must be at least 0, got -1.0"),
+        ("focal", "L1_WEIGHT", math.nan, "the L1 weight must be at least 0, got nan"),
+        ("focal", "GIOU_WEIGHT", -2.0, "the GIoU weight must be at least 0, got -2.0"),
+        ("focal", "MANY_CLASS_WEIGHT", -2.0, "the many-class weight must be at least 0, got -2.0"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused_before_training(classification, key, value, said):
+    cfg = get_cfg()
+    cfg.MODEL.NUM_CLASSES, cfg.MODEL.CRITERION.CLASSIFICATION, cfg.MODEL.CRITERION[key] = 3, classification, value
+    with pytest.raises(ConfigError, match=f"MODEL.CRITERION: {re.escape(said)}"):
+        build_criterion(cfg)

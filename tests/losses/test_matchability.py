@@ -13,7 +13,15 @@ from cpvt_det.boxes import cxcywh_to_xyxy, intersection_over_union
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError
-from cpvt_det.losses import FocalClassification, HungarianMatcher, MatchabilityClassification, SetCriterion, make_classification
+from cpvt_det.losses import (
+    AlignClassification,
+    FocalClassification,
+    HungarianMatcher,
+    MatchabilityClassification,
+    SetCriterion,
+    VarifocalClassification,
+    make_classification,
+)
 from cpvt_det.losses.matcher import PaddedTargets
 from cpvt_det.structures import Predictions, Targets
 
@@ -44,9 +52,14 @@ def slow_loss(logits, label, overlap, gamma=GAMMA):
     return total
 
 
+def slow_class_cost(logit, overlap):
+    """The focal cost, alpha 0.25 and gamma 2, of the probability times the overlap's root."""
+    p = overlap**0.5 / (1 + math.exp(-logit))
+    return 0.75 * p**2 * math.log(1 - p + 1e-8) - 0.25 * (1 - p) ** 2 * math.log(p + 1e-8)
+
+
 def slow_cost(logits, box, label, wanted):
-    overlap = slow_iou(box, wanted)
-    class_cost = slow_loss(logits, label, overlap) - slow_loss(logits, None, 0.0)
+    class_cost = slow_class_cost(logits[label], slow_iou(box, wanted))
     l1 = sum(abs(a - b) for a, b in zip(box, wanted, strict=True))
     return WEIGHTS["class"] * class_cost + WEIGHTS["l1"] * l1 - WEIGHTS["giou"] * slow_giou(box, wanted)
 
@@ -71,7 +84,7 @@ def test_by_hand():
     assert found.tolist() == pytest.approx([(1 + 2**-1.5) * math.log(2)])
 
 
-def test_the_cost_is_what_the_loss_gains_by_a_match(batch):
+def test_the_cost_is_that_of_scores_times_the_root_of_overlaps(batch):
     predictions, targets = batch
     matcher = make_criterion(MatchabilityClassification(K)).matcher
     cost = matcher.cost(predictions, PaddedTargets.from_targets(targets, torch.float64)).detach()
@@ -82,10 +95,19 @@ def test_the_cost_is_what_the_loss_gains_by_a_match(batch):
             assert float(cost[layer, image, g, query]) == pytest.approx(slow_cost(logits, box, label, wanted), abs=1e-12)
 
 
-def test_of_two_boxes_with_the_same_scores_the_one_that_fits_is_cheaper():
-    kind = MatchabilityClassification(K)
-    cost = kind.cost(torch.full((1, 1, 2, K), 1.0), torch.tensor([[1]]), torch.tensor([[[[0.9, 0.3]]]]))
-    assert cost[0, 0, 0, 0] < cost[0, 0, 0, 1]
+@pytest.mark.parametrize("kind", [MatchabilityClassification, VarifocalClassification, AlignClassification])
+@pytest.mark.parametrize("logit", [-10.0, -4.6, -2.0, 0.0, 1.0, 10.0])
+def test_of_two_boxes_with_the_same_scores_the_one_that_fits_is_cheaper(kind, logit):
+    overlaps = torch.linspace(0, 1, 21, dtype=torch.float64).view(1, 1, 1, 21)
+    cost = kind(K).cost(torch.full((1, 1, 21, K), logit, dtype=torch.float64), torch.tensor([[1]]), overlaps)[0, 0, 0]
+    assert (cost.diff() < 0).all()
+
+
+@pytest.mark.parametrize("kind", [MatchabilityClassification, VarifocalClassification, AlignClassification])
+def test_of_two_boxes_that_fit_alike_the_one_with_the_higher_score_is_cheaper(kind):
+    logits = torch.linspace(-10, 10, 21, dtype=torch.float64).view(1, 1, 21, 1).expand(1, 1, 21, K)
+    cost = kind(K).cost(logits, torch.tensor([[1]]), torch.full((1, 1, 1, 21), 0.3, dtype=torch.float64))[0, 0, 0]
+    assert (cost.diff() < 0).all()
 
 
 def test_losses_are_the_sums_over_layers_and_images(batch):

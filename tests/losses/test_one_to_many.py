@@ -18,7 +18,7 @@ from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.errors import ConfigError
 from cpvt_det.losses import FocalClassification, HungarianMatcher, OneToManyMatcher, SetCriterion
 from cpvt_det.losses.matcher import PaddedTargets
-from cpvt_det.structures import Predictions
+from cpvt_det.structures import Predictions, Targets
 
 MIXED = {**DEFORMABLE, "DEFORMABLE__BOX_REFINEMENT": True, "DEFORMABLE__MIXED_SUPERVISION": True, "DETR__DROPOUT": 0.0}
 MIXED["POSITION__NAME"] = "sine"
@@ -203,4 +203,17 @@ def test_the_criterion_of_a_config_has_its_numbers():
     keys = {**TINY, "MODEL__DEFORMABLE__MIXED_SUPERVISION": True, "MODEL__CRITERION__MANY_CLASS_WEIGHT": 0.5}
     criterion = build_criterion(random_config(**keys, MODEL__CRITERION__MANY_MATCHES=4, MODEL__CRITERION__MANY_THRESHOLD=0.3))
     assert (criterion.one_to_many.matches, criterion.one_to_many.threshold) == (4, 0.3)
-    assert criterion.many_weights == {"loss_class": 0.5}
+    assert criterion.many_weights == {"loss_class": 0.5, "loss_l1": 5.0, "loss_giou": 2.0}
+
+
+@pytest.mark.parametrize(("own", "many"), [(0.0, 2.0), (2.0, 0.0), (0.0, 0.0)])
+def test_each_class_loss_is_left_out_by_its_own_weight(own, many):
+    weights = {"MODEL__CRITERION__CLASS_WEIGHT": own, "MODEL__CRITERION__MANY_CLASS_WEIGHT": many}
+    cfg = random_config(**{**TINY, "MODEL__DEFORMABLE__MIXED_SUPERVISION": True, **weights})
+    generator = torch.Generator().manual_seed(0)
+    boxes = 0.2 + 0.3 * torch.rand(1, 2, 6, 4, generator=generator)
+    predictions = Predictions(torch.randn(1, 2, 6, cfg.MODEL.NUM_CLASSES, generator=generator), boxes)
+    predictions.one_to_many = predictions
+    losses = build_criterion(cfg)(predictions, [Targets(torch.tensor([0]), boxes[0, i, :1]) for i in range(2)]).losses
+    assert ("loss_class" in losses, "loss_many_class" in losses) == (own > 0, many > 0)
+    assert {"loss_l1", "loss_many_l1", "loss_giou", "loss_many_giou"} <= losses.keys()

@@ -118,11 +118,29 @@ def test_denoising_whose_attention_mask_cannot_fit_is_refused_by_arithmetic(monk
     monkeypatch.setattr(memory_check, "kept_bytes", lambda *_: pytest.fail("a look"))
     monkeypatch.setattr(memory, "available", lambda: 14 * GB)
     detector = build_detector(random_config(**{**DINO, "MODEL__QUERIES__DENOISING": pairs})).train()
-    with pytest.raises(
-        ConfigError, match=rf"DENOISING {pairs} makes {said} queries for the first batch, .* alone needs \d+\.\d GB"
-    ):
+    with pytest.raises(ConfigError, match=rf"DENOISING {pairs} makes {said} queries for the first batch.* alone needs \d+\.\d GB"):
         require_memory(detector, with_objects(samples, objects), 4)
     require_memory(detector, samples, 4)  # without targets there is no denoising
+
+
+def test_a_hybrid_branch_whose_attention_mask_cannot_fit_is_refused_too(monkeypatch, samples):
+    """150,000 queries and 3 groups of 8 more: 90 GB; the branch alone is no less."""
+    monkeypatch.setattr(memory_check, "kept_bytes", lambda *_: pytest.fail("a look"))
+    monkeypatch.setattr(memory, "available", lambda: 80 * GB)
+    for denoising, said in (
+        (12, "DENOISING 12 makes 3 groups of 8 .* and MODEL.QUERIES.HYBRID makes 150000"),
+        (0, "HYBRID makes 150000"),
+    ):
+        keys = {
+            **DINO,
+            "MODEL__QUERIES__HYBRID": 150_000,
+            "MODEL__QUERIES__SHARED_CONTENT": True,
+            "MODEL__QUERIES__DENOISING": denoising,
+        }
+        detector = build_detector(random_config(**keys)).train()
+        with pytest.raises(ConfigError, match=rf"MODEL.QUERIES.{said} queries, and their attention mask alone needs 90(\.\d)? GB"):
+            require_memory(detector, with_objects(samples, 4), 4)
+        require_memory(detector, samples, 4)  # without targets there is no branch
 
 
 def test_many_queries_of_denoising_are_looked_at_with_the_most_objects_of_the_batch(monkeypatch, samples):
