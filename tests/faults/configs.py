@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from tiny import DINO
+
 from faults.case import Case, Cut, Ending, call
 from faults.drawn import call_on, draw
 
@@ -95,6 +97,29 @@ CASES = [
         ),
         "MODEL.POSITION.KERNEL_SIZE is 7, but the position encoding 'sine' does not take it; leave it at 3, or set",
         guard=Cut("builders/unused.py", "for message in found.values():", "for message in ():"),
+    ),
+    Case(
+        "mixed queries without two stages",
+        train(**{**DINO, "MODEL__DEFORMABLE__TWO_STAGE": False}),
+        "MODEL.QUERIES.NAME is 'mixed', but MODEL.DEFORMABLE.TWO_STAGE is False; set it to True, or the name to one of learned, "
+        "anchors",
+        guard=Cut(
+            "builders/detector.py",
+            "if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:",
+            "if False:",
+        ),
+    ),
+    Case(
+        "denoising for a number of classes below 1",
+        train(**{**DINO, "MODEL__NUM_CLASSES": -1}),
+        "MODEL.NUM_CLASSES is -1, but the data has 2 classes (cell, mite)",
+        guard=Cut("builders/datasets.py", "if cfg.MODEL.NUM_CLASSES not in (0, len(classes)):", "if False:"),
+    ),
+    Case(
+        "a power of scores below 0",
+        train(**{**DINO, "MODEL__CRITERION__FOCAL_GAMMA": -1.0}),
+        "MODEL.CRITERION: focal_gamma must be at least 0, got -1.0",
+        guard=Cut("losses/classification.py", "if not low <= value <= high:", "if False:"),
     ),
     Case(
         "unknown key",

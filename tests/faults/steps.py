@@ -70,8 +70,8 @@ CASES = [
     Case(
         "a million pairs of denoising, on a CPU",
         train(**{**DINO, "MODEL__QUERIES__DENOISING": 1_000_000}),
-        "MODEL.QUERIES.DENOISING 1000000 makes ... groups of ... queries for the first batch, and their attention mask alone needs "
-        "... GB of the ... GB of memory for each process; set fewer",
+        "MODEL.QUERIES.DENOISING 1000000 makes ... groups of ... queries for the first batch...and their attention mask alone "
+        "needs ... GB of the ... GB of memory for each process; set fewer",
         guard=Cut("solver/memory_check.py", "if distributed.all_reduce_max(int(need > available)):", "if False:"),
     ),
     Case(
