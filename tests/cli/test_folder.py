@@ -253,6 +253,8 @@ def test_configs_are_listed_with_a_line_each():
     assert [line.split()[0] for line in call("configs", "quickstart/de").output.splitlines()] == [
         "quickstart/deformable_peg.yaml",
         "quickstart/deformable_pp_peg.yaml",
+        "quickstart/deformable_pp_sine_offset+peg.yaml",
+        "quickstart/deformable_pp_sine_offset.yaml",
         "quickstart/detr_peg.yaml",
     ]
 

@@ -130,7 +130,7 @@ for name in sys.argv[1:]:
 
 
 def test_the_length_for_detectron2s_trainer_is_that_of_the_epochs():
-    images = {"coco_2017_train": 118287, "shapes_train": 4000, "bccd_train": 205}
+    images = {"coco_2017_train": 118287, "shapes_train": 4000, "bccd_train": 205, "aquarium_train": 448}
     for path in sorted(config_root().rglob("*.yaml")):
         cfg = get_cfg()
         if path.parent.name == "plug" or path.name.startswith("_") or of_classifier(path):
