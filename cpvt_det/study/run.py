@@ -158,6 +158,7 @@ def execute(plan: Plan, name: str) -> Record:
 def _train(plan: Plan, run: Run) -> Record:
     """Train, from the last checkpoint of an earlier attempt at the same run if there is one."""
     cfg, fingerprint = plan.config_of(run), plan.fingerprint(run)
+    cfg.SOLVER.THREADS = 1  # whatever is in a chosen.yaml that the plan starts from
     output = Path(cfg.OUTPUT_DIR)
     attempt = output / ATTEMPT
     earlier = json.loads(attempt.read_text(encoding="utf-8")) if attempt.is_file() else {}

@@ -47,7 +47,12 @@ def told(folder):
         "data": {"train": TINY, "val": {**TINY, "seed": 1}, "wide": wide},
         "sweeps": {"shape": {"val": 1.0, "wide": 3.0}},
         "groups": {
-            "first": {"config": "tiny.yaml", "seeds": 1, "variants": {"none": {"MODEL.POSITION.NAME": "none"}}},
+            "first": {
+                "config": "tiny.yaml",
+                "seeds": 1,
+                "keys": {"SOLVER.THREADS": 2},  # as in a chosen.yaml; every run has one all the same
+                "variants": {"none": {"MODEL.POSITION.NAME": "none"}},
+            },
             "main": {
                 "config": "tiny.yaml",
                 "backbone": "first/none/0",
