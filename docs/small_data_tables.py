@@ -11,7 +11,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results" / "small_data"
-DATA = {"bccd": ("BCCD", 205), "aquarium": ("Aquarium", 448), "cards": ("playing cards", 296), "deeppcb": ("DeepPCB", 1000)}
+DATA = {
+    "bccd": ("BCCD", 205),
+    "aquarium": ("Aquarium", 448),
+    "cards": ("playing cards", 296),
+    "raccoon": ("raccoons", 160),
+    "deeppcb": ("DeepPCB", 1000),
+}
 """Name of a data set in the records -> its name in the tables, and its number of training images."""
 ENCODINGS = {"sine": "sine", "sine_offset": "sine"}
 """Labels of records that differ in the position encoding alone -> the encoding; without a label it is PEG."""

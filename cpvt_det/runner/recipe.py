@@ -31,6 +31,8 @@ backward pass takes a fifth of the time."""
 MANY_STEPS = 3 * FEWEST_STEPS
 """Steps of 2 images from which batches of 4 are taken; from twice as many on, the model gets a second encoder layer too."""
 MOST_EPOCHS = 300
+MOST_PAIRS = 100
+"""Pairs of denoising queries for an image, as in DINO; none where an image has more objects."""
 EVALUATIONS = 5
 EVALUATION_SHARE = 0.1
 """Largest share of the budget for evaluations before the last one."""
@@ -182,7 +184,7 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         Choice("MODEL.DETR.ENC_LAYERS", plan.encoder_layers),
         Choice("MODEL.DETR.DEC_LAYERS", 3),
         Choice("MODEL.DETR.DROPOUT", 0.0),
-        _queries(data),
+        *_queries(data),
         Choice("MODEL.DEFORMABLE.BOX_REFINEMENT", True),
         Choice("MODEL.DEFORMABLE.TWO_STAGE", True),
         Choice("MODEL.DEFORMABLE.LOOK_FORWARD_TWICE", True),
@@ -231,10 +233,18 @@ def threads_choices(pace: Pace) -> list[Choice]:
     return [Choice("SOLVER.THREADS", best, f"a step takes {pace.threads[best]:.2f} s, and {others}")]
 
 
-def _queries(data: DataFacts) -> Choice:
+def _queries(data: DataFacts) -> list[Choice]:
     twice = min(300, max(50, 10 * math.ceil(data.most_objects / 5)))
     number = max(twice, math.ceil(1.1 * data.most_objects))
-    return Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, f"an image has up to {data.most_objects} objects")
+    choices = [
+        Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, f"an image has up to {data.most_objects} objects"),
+        Choice("MODEL.QUERIES.NAME", "mixed"),
+        Choice("MODEL.QUERIES.REFINED_POSITIONS", True),
+    ]
+    if data.most_objects <= MOST_PAIRS:
+        pairs = min(MOST_PAIRS, number)
+        choices.append(Choice("MODEL.QUERIES.DENOISING", pairs, "objects with noise teach the decoder, whatever is matched"))
+    return choices
 
 
 def _input(plan: Plan, data: DataFacts) -> list[Choice]:

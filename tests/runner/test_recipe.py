@@ -98,6 +98,10 @@ def test_small_objects_get_the_fine_map_and_many_objects_more_queries():
         most: chosen(Plan(256, 2), replace(FISH, most_objects=most))["MODEL.DETR.NUM_OBJECT_QUERIES"] for most in (1, 56, 200, 500)
     }
     assert queries == {1: 50, 56: 120, 200: 300, 500: 550}
+    pairs = {
+        most: chosen(Plan(256, 2), replace(FISH, most_objects=most)).get("MODEL.QUERIES.DENOISING") for most in (1, 56, 100, 101)
+    }
+    assert pairs == {1: 50, 56: 100, 100: 100, 101: None}
 
 
 def test_sizes_are_around_the_canvas_and_rates_follow_the_batch():
