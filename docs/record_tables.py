@@ -100,6 +100,19 @@ def mechanisms() -> list[Row]:
     return rows
 
 
+def blood_cells() -> list[Row]:
+    """The arms of the study on blood cells; means over the seeds that have a record."""
+    rows = [["arm", "iterations", "AP at half of the CPU time", "AP at its end", "by seed", "AP50", "CPU s"]]
+    for name in ("before", "together", "small", "small together"):
+        runs = read_runs("bccd", "tutorial", name)
+        half = statistics.mean(sorted((int(at), value) for at, value in run["curve"].items())[1][1] for run in runs)
+        means = {key: statistics.mean(run[key] for run in runs) for key in ("AP", "AP50", "cpu_seconds")}
+        seeds = ", ".join(f"{run['AP']:.1f}" for run in runs)
+        figures = [f"{half:.1f}", f"{means['AP']:.1f}", seeds, f"{means['AP50']:.1f}", f"{means['cpu_seconds']:,.0f}"]
+        rows.append([f"`{name}`", f"{runs[0]['iterations']:,}", *figures])
+    return rows
+
+
 def quickstart_time() -> list[Row]:
     head = [
         "processor",
@@ -332,6 +345,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "photographs": photographs,
     "quickstart": quickstart,
     "mechanisms": mechanisms,
+    "blood cells": blood_cells,
     "quickstart time": quickstart_time,
     "whole models": whole_models,
     "limited": partial(whole_models, LIMITED),
