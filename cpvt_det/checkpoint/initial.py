@@ -35,14 +35,16 @@ def load_initial_weights(
         The score thresholds that ``MODEL.WEIGHTS`` came with; ``None`` if they came with none.
 
     Raises:
-        WeightsError: weights that cannot be read, or with other shapes than the model's (class heads and queries may differ); in
-            training also weights with a NaN or an infinity; in evaluation also no weights, or weights for a part of the model.
+        WeightsError: weights that cannot be read, of another backbone, or with other shapes than the model's (class heads and
+            queries may differ); in training also weights with a NaN or an infinity; in evaluation also no weights, or weights for a
+            part of the model.
     """
     backbone = cfg.MODEL.BACKBONE
     if cfg.MODEL.WEIGHTS:
         report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
         logger.info("%s: %s\n%s", cfg.MODEL.WEIGHTS, report, report.table())
         require_shapes(report, cfg.MODEL.WEIGHTS)
+        _require_backbone(report, cfg, detector)
         broken = "" if for_evaluation else not_finite(detector.state_dict())  # an evaluation refuses them itself
         if broken:
             raise WeightsError(
@@ -74,6 +76,20 @@ def _starts_frozen(cfg: CfgNode) -> bool:
     freezing = {"NORM": cfg.MODEL.BACKBONE.NORM == "FrozenBN", "FREEZE_AT": cfg.MODEL.BACKBONE.FREEZE_AT > 0}
     unused = inapplicable_keys(cfg)
     return any(value and f"MODEL.BACKBONE.{key}" not in unused for key, value in freezing.items())
+
+
+def _require_backbone(report: WeightsReport, cfg: CfgNode, detector: nn.Module) -> None:
+    """Refuse weights of another backbone, of which a few names fit by chance."""
+    own = [name for name in detector.state_dict() if name.startswith("backbone.")]
+    missing, unexpected = (
+        [name for name in names if name.startswith("backbone.")] for names in (report.missing, report.unexpected)
+    )
+    if unexpected and 2 * len(missing) > len(own):
+        source = f", under the names of {report.source}" if report.source else ""
+        raise WeightsError(
+            f"{cfg.MODEL.WEIGHTS} has another backbone than MODEL.BACKBONE.NAME {cfg.MODEL.BACKBONE.NAME}{source}: it lacks "
+            f"{len(missing)} of {len(own)} tensors, such as {missing[0]}, and has {len(unexpected)} others, such as {unexpected[0]}"
+        )
 
 
 def require_shapes(report: WeightsReport, origin: str) -> None:

@@ -14,6 +14,7 @@ from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, WeightsError, first_line
 from cpvt_det.models import Classifier
+from cpvt_det.models.backbones.registry import load_all
 
 Teacher = Callable[[Tensor], Tensor]
 """(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64 in [0, K), the best class of each image."""
@@ -28,12 +29,14 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
             must have as many, in our order, which is that of ImageNet where the classes are its folders.
 
     Raises:
-        WeightsError: weights that cannot be read, are no classifier's, or lack a class of the student.
+        WeightsError: weights that cannot be read, are no classifier's, or lack a class of the student; a network of timm that does
+            not take images of ``INPUT.CLASSIFY.SIZE``.
         ConfigError: an unknown network, or one that timm is not installed for.
     """
     name, device = cfg.MODEL.CLASSIFIER.TEACHER, build_device(cfg)
     if name.startswith("timm/"):
-        return _timm_teacher(name.removeprefix("timm/"), cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS, len(classes), device)
+        size = cfg.INPUT.CLASSIFY.SIZE
+        return _timm_teacher(name.removeprefix("timm/"), cfg.MODEL.CLASSIFIER.TEACHER_WEIGHTS, len(classes), size, device)
     trained = load_trained(name, str(device))
     if not isinstance(trained.detector, Classifier):
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER {name} is no classifier but a {type(trained.detector).__name__}")
@@ -51,7 +54,7 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
     return teach
 
 
-def _timm_teacher(name: str, weights: str, num_classes: int, device: torch.device) -> Teacher:
+def _timm_teacher(name: str, weights: str, num_classes: int, size: int, device: torch.device) -> Teacher:
     try:
         import timm
     except ImportError as error:
@@ -63,7 +66,7 @@ def _timm_teacher(name: str, weights: str, num_classes: int, device: torch.devic
         if weights != "DEFAULT":
             found = state_dict_of(read_checkpoint(Path(weights).expanduser()), weights)
             model.reset_classifier(_rows_of_head(found, model))
-            model.load_state_dict(found)
+            load_all(model, found, f"{weights} does not fit MODEL.CLASSIFIER.TEACHER timm/{name}")
     except WeightsError:
         raise
     except Exception as error:  # what timm and its download raise has no common base
@@ -71,13 +74,22 @@ def _timm_teacher(name: str, weights: str, num_classes: int, device: torch.devic
     if model.num_classes != num_classes:
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER timm/{name} has {model.num_classes} classes, the data have {num_classes}")
     model = model.to(device).eval().requires_grad_(False)
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 3, size, size, device=device))
+    except Exception as error:  # an assertion in most networks
+        raise WeightsError(
+            f"MODEL.CLASSIFIER.TEACHER timm/{name} does not take images of INPUT.CLASSIFY.SIZE {size}: {first_line(error)}; set "
+            f"the size to {model.pretrained_cfg['input_size'][-1]}, or take a network of any size"
+        ) from error
     mean, std = (_channels(model.pretrained_cfg[key], device) for key in ("mean", "std"))
     return torch.no_grad()(lambda images: model((images - mean) / std).argmax(-1))
 
 
 def _rows_of_head(state_dict: dict[str, Tensor], model: nn.Module) -> int:
     """The number of classes that weights have; the network's own where they have no head."""
-    head = f"{model.pretrained_cfg['classifier']}.weight" if isinstance(model.pretrained_cfg["classifier"], str) else ""
+    names = model.pretrained_cfg["classifier"]  # of a distilled network several
+    head = f"{names if isinstance(names, str) else names[0]}.weight"
     return len(state_dict[head]) if head in state_dict else model.num_classes
 
 

@@ -80,7 +80,7 @@ def central_transform(size: int, crop_ratio: float) -> v2.Transform:
     """
     _require(size >= 1, f"the test size must be at least 1 pixel, got {size}")
     _require(0 <= crop_ratio <= 1, f"the crop ratio must be from 0 (no crop) to 1, got {crop_ratio}")
-    resize = v2.Resize([round(size / (crop_ratio or 1))], InterpolationMode.BICUBIC, antialias=True)
+    resize = v2.Resize([int(size / (crop_ratio or 1))], InterpolationMode.BICUBIC, antialias=True)
     return v2.Compose([resize, v2.CenterCrop(size)]) if crop_ratio else resize
 
 

@@ -20,7 +20,8 @@ Teacher = Callable[[Tensor], Tensor]
 
 
 class BatchMixing:
-    """Mixup or CutMix, each on half of the batches where both are on: an image and the one before it in the batch are mixed.
+    """Mixup or CutMix, each on half of the batches where both are on: an image is mixed with one drawn at random,
+    since neighbours in a batch may be copies of one image (``INPUT.CLASSIFY.REPEATS``).
 
     Args:
         num_classes: K.
@@ -49,11 +50,12 @@ class BatchMixing:
             labels: (B,) int64.
 
         Returns:
-            The images, and the shares of the classes in them, (B, K) float.
+            The images, in another order, and the shares of the classes in them, (B, K) float.
         """
         if self._mix is None or len(images) < 2:
             return images, F.one_hot(labels, self.num_classes).to(images.dtype)
-        mixed, shares = self._mix(images, labels)
+        order = torch.randperm(len(images)).to(images.device)
+        mixed, shares = self._mix(images[order], labels[order])  # torchvision mixes neighbours
         return mixed, shares.to(images.dtype)
 
 

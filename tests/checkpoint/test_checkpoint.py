@@ -486,7 +486,7 @@ def test_weights_of_another_network_are_refused(tmp_path):
         with pytest.raises(WeightsError, match=rf"resnet18\.pth does not fit {name}: "):
             load_backbone_weights(ResNetBackbone(name, norm=norm), str(tmp_path / "resnet18.pth"), name)
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
-    with pytest.raises(WeightsError, match=r"only the backbone has conv1\.weight"):
+    with pytest.raises(WeightsError, match=r"only the network has conv1\.weight"):
         load_backbone_weights(ResNetBackbone("resnet18"), str(tmp_path / "other.pth"), "resnet18")
 
 

@@ -129,7 +129,7 @@ def test_a_detector_s_trunk_is_the_weights_of_another_s(tmp_path):
         ),
         ({"img_size": (48, 80)}, {}, "the table has 16 rows: beside 1 of tokens no square number"),
         ({"depth": 3}, {}, r"only the file has encoder.layers.2"),
-        ({}, {"DEPTH": 3}, r"only the backbone has encoder.layers.2"),
+        ({}, {"DEPTH": 3}, r"only the network has encoder.layers.2"),
         ({"embed_dim": 96}, {}, r"is \(1, 96\), not \(1, 192\)"),
         ({"distilled": True}, {}, r"special_tokens is \(2, 192\), not \(1, 192\)"),
         ({"class_token": False, "global_pool": "avg"}, {}, "no weights of DeiT: they have no cls_token"),
@@ -143,7 +143,7 @@ def test_weights_of_another_model_are_refused(model, more, message, tmp_path):
 
 def test_other_weights_and_missing_files_are_refused(tmp_path):
     torch.save({"model": timm.create_model("resnet10t").state_dict()}, tmp_path / "w.pth")
-    with pytest.raises(WeightsError, match="only the backbone has special_tokens"):
+    with pytest.raises(WeightsError, match=r"has no weights of this backbone, .*; its first is conv1.0.weight"):
         load_backbone_weights(make(), str(tmp_path / "w.pth"), "deit_tiny")
     with pytest.raises(WeightsError, match=r"is a file of weights, got 'DEFAULT'"):
         load_backbone_weights(make(), "DEFAULT", "deit_tiny")

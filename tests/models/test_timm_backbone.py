@@ -435,7 +435,7 @@ def test_weights_of_a_body_are_weights_of_a_backbone(tmp_path):
     [
         (
             lambda weights: weights.pop("blocks.1.0.bn1.bias"),
-            "does not fit timm/tinynet_e: only the backbone has blocks.1.0.bn1.bias",
+            "does not fit timm/tinynet_e: only the network has blocks.1.0.bn1.bias",
         ),
         (
             lambda weights: weights.update({"blocks.9.0.x": torch.ones(1)}),

@@ -19,6 +19,7 @@ from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.coco import Classes, ImageRecord
+from cpvt_det.data.formats.image_folder import read_image_folder
 from cpvt_det.data.loader import MappedDataset, TrainBatches
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError
 from cpvt_det.evaluation.top_k import ClassEvaluator, format_accuracies, most_confused
@@ -260,6 +261,21 @@ def test_the_test_size_is_a_centre_or_the_whole_image():
     assert torch.equal(centre, image.to(torch.uint8)[:, 10:30, 30:50])  # the short side is 40 already
     whole = ClassMapper(central_transform(20, 0), with_targets=False).prepare(image.to(torch.uint8))
     assert whole.shape == (3, 20, 40)
+    assert central_transform(224, 0.9).transforms[0].size == [248]  # the whole part of 248.9, as timm and DeiT have it
+
+
+def test_links_bring_no_image_twice_and_none_of_another_class(tmp_path, caplog):
+    draw_folders(tmp_path)
+    train = tmp_path / "train"
+    before = read_image_folder(tmp_path, "train")
+    first = next(folder for folder in sorted(train.iterdir()) if folder.is_dir())
+    (first / "up").symlink_to(train, target_is_directory=True)
+    (first / "self").symlink_to(first, target_is_directory=True)
+    assert read_image_folder(tmp_path, "train") == before
+    image = next(first.glob("*.*"))
+    (train / image.name).write_bytes(image.read_bytes())
+    assert read_image_folder(tmp_path, "train") == before
+    assert f"{train}: images that are in no folder of a class are left out" in caplog.text
 
 
 def test_erased_pixels_have_the_given_colour():
@@ -290,9 +306,19 @@ def test_mixed_images_have_the_shares_of_their_classes(kind, mixup, cutmix):
     mean = mixed.mean((1, 2, 3))
     torch.testing.assert_close((shares * torch.arange(4.0)).sum(1), mean, rtol=1e-4, atol=1e-4)
     assert (shares > 0).sum(1).tolist() == [2] * 4 and torch.equal(shares.sum(1), torch.ones(4))
-    assert (len(mixed[1].unique()) == 1) == (kind == "mixup")
+    assert all((len(image.unique()) == 1) == (kind == "mixup") for image in mixed)
     torch.manual_seed(5)
     assert torch.equal(mixed, BatchMixing(4, mixup, cutmix)(images, labels)[0])
+
+
+def test_copies_of_an_image_in_a_batch_are_seldom_mixed_with_each_other():
+    """``REPEATS`` puts copies side by side; image n of 32 is the constant n, three times, and has a class of its own."""
+    labels = torch.arange(32).repeat_interleave(3)
+    images = labels[:, None, None, None].expand(-1, 3, 8, 8).float()
+    torch.manual_seed(0)
+    mixed = [BatchMixing(32, 0.8, 1.0)(images, labels)[1] for _ in range(20)]
+    alone = torch.cat([(shares > 0).sum(1) == 1 for shares in mixed]).float().mean()
+    assert alone < 0.1  # by chance 2 of 95; shares of exactly 0 and 1 beside them
 
 
 def test_the_loss_is_that_of_torch_and_a_teacher_has_half_of_it():
@@ -351,16 +377,37 @@ def test_a_network_of_timm_teaches_with_its_own_statistics_of_pixels(folders, tm
     network = timm.create_model("test_vit", num_classes=3, img_size=160).eval()
     torch.save(network.state_dict(), tmp_path / "vit.pth")
     words = {"MODEL__CLASSIFIER__TEACHER": "timm/test_vit", "MODEL__CLASSIFIER__TEACHER_WEIGHTS": str(tmp_path / "vit.pth")}
-    cfg, classes = config(folders, tmp_path, **words), Classes((1, 2, 3), ("a", "b", "c"))
+    cfg, classes = config(folders, tmp_path, INPUT__CLASSIFY__SIZE=160, **words), Classes((1, 2, 3), ("a", "b", "c"))
     images = torch.rand(8, 3, 160, 160) * 255
     mean, std = (torch.tensor(network.pretrained_cfg[key])[:, None, None] for key in ("mean", "std"))
     expected = network((images / 255 - mean) / std).argmax(-1)
     assert torch.equal(load_teacher(cfg, classes)(images), expected)
     with pytest.raises(WeightsError, match=r"timm/test_vit has 3 classes, the data have 2"):
         load_teacher(cfg, Classes((1, 2), ("a", "b")))
+    torch.save(dict(list(network.state_dict().items())[1:]), tmp_path / "vit.pth")
+    with pytest.raises(WeightsError, match=r"does not fit .*timm/test_vit: only the network has cls_token"):
+        load_teacher(cfg, classes)
     cfg.MODEL.CLASSIFIER.TEACHER = "timm/no_such"
     with pytest.raises(WeightsError, match=r"timm/no_such with weights .*Unknown model"):
         load_teacher(cfg, classes)
+
+
+def test_a_distilled_network_of_timm_is_a_teacher(folders, tmp_path):
+    from cpvt_det.checkpoint.teacher import load_teacher
+
+    network = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=3, depth=1).eval()
+    network.head_dist.bias.data[1] = 99.0
+    torch.save(network.state_dict(), tmp_path / "w.pth")
+    create = timm.create_model
+    words = {"MODEL__CLASSIFIER__TEACHER": "timm/deit_tiny_distilled_patch16_224"}
+    cfg = config(folders, tmp_path, INPUT__CLASSIFY__SIZE=224, MODEL__CLASSIFIER__TEACHER_WEIGHTS=str(tmp_path / "w.pth"), **words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timm, "create_model", lambda name, **keys: create(name, depth=1, **keys))
+        teacher = load_teacher(cfg, Classes((1, 2, 3), ("a", "b", "c")))
+        cfg.INPUT.CLASSIFY.SIZE = 96
+        with pytest.raises(WeightsError, match=r"does not take images of INPUT.CLASSIFY.SIZE 96: .*set the size to 224"):
+            load_teacher(cfg, Classes((1, 2, 3), ("a", "b", "c")))
+    assert teacher(torch.zeros(2, 3, 224, 224)).tolist() == [1, 1]
 
 
 def records_of(*labels):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of images per class, ``root/train/CLASS/*.jpg``: the layout of ImageNet and of torchvision's ``ImageFolder``.
 
-An image is one object of its class that fills it. Files in deeper folders belong to the class too; files of other suffixes, and
-names that start with a dot, are not looked at.
+An image is one object of its class that fills it. Files in deeper folders belong to the class too, each folder once, also where
+links lead to it again; files of other suffixes, and names that start with a dot, are not looked at.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from cpvt_det.data.find_images import SUFFIXES
 from cpvt_det.data.formats.registry import Sections, register_format
 from cpvt_det.errors import DataError
 
+logger = logging.getLogger("cpvt_det")
 WHOLE = [0.5, 0.5, 1.0, 1.0]
 """The box of an image that is one object, cxcywh in [0, 1]."""
 
@@ -54,6 +56,8 @@ def read_image_folder(root: Path, split: str) -> Sections:
     own = {folder.name for folder in _folders(place)}
     if not own:
         raise DataError(f"{place} has no folder of a class; expected {place / 'CLASS'}/*.jpg")
+    if _has_image(place):
+        logger.warning("%s: images that are in no folder of a class are left out", place)
     siblings = [{folder.name for folder in _folders(other)} for other in _folders(root)] if split else []
     names = sorted(own.union(*(other for other in siblings if other & own)))
     files = [(number, path) for number, name in enumerate(names, start=1) for path in _images(place / name)]
@@ -83,6 +87,13 @@ def _is_image(name: str) -> bool:
 
 def _images(folder: Path) -> Iterator[str]:
     """Paths of the images in a folder and below it, by name."""
+    real = Path(os.path.realpath(folder))
+    seen = {real, *real.parents}  # a link to a parent would bring the images of other classes
     for place, folders, files in os.walk(folder, followlinks=True):
-        folders.sort()
+        targets = {name: Path(os.path.realpath(os.path.join(place, name))) for name in sorted(folders)}
+        folders.clear()
+        for name, target in targets.items():
+            if target not in seen:
+                seen.add(target)
+                folders.append(name)
         yield from (os.path.join(place, name) for name in sorted(files) if _is_image(name))

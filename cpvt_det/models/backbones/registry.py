@@ -46,7 +46,7 @@ def load_all(body: nn.Module, found: Mapping[str, Tensor], what: str, spare: Col
     own = body.state_dict()
     for key in (key for key in [*own, *found] if not key.endswith("num_batches_tracked")):
         if key not in found or (key not in own and key not in spare):
-            raise WeightsError(f"{what}: only the {'file' if key in found else 'backbone'} has {key}")
+            raise WeightsError(f"{what}: only the {'file' if key in found else 'network'} has {key}")
         if key in own and found[key].shape != own[key].shape:
             raise WeightsError(f"{what}: {key} is {tuple(found[key].shape)}, not {tuple(own[key].shape)}")
     body.load_state_dict({key: tensor for key, tensor in found.items() if key in own}, strict=False)

@@ -100,6 +100,11 @@ def load_vit(
     if any(re.search(marker, name) for name in state_dict):
         state_dict = convert(state_dict)
     found = {name.removeprefix("backbone."): tensor for name, tensor in state_dict.items() if name.startswith("backbone.")}
+    if not found:
+        raise WeightsError(
+            f"{weights} has no weights of this backbone, neither by our names nor by those of its authors or timm; its first is "
+            f"{next(iter(state_dict), 'missing')}"
+        )
     own = backbone.state_dict()
     table = next(filter(TABLE.match, own), None)
     found = {table if table and TABLE.match(name) else name: tensor for name, tensor in found.items()}
