@@ -108,4 +108,5 @@ def require_shapes(report: WeightsReport, origin: str) -> None:
             raise WeightsError(
                 f"{origin} has other shapes than the config's model: {name} is {shapes}; "
                 "set the keys of MODEL that it was trained with"
+                + (", MODEL.BACKBONE.POSITION.GRID among them" if name.startswith("backbone.position.") else "")
             )

@@ -73,8 +73,9 @@ class DeformableDETR(Detector):
         if len(transformer.level_embed) != len(neck.strides):
             raise ValueError(f"num_levels is {len(neck.strides)}, but the transformer has {len(transformer.level_embed)}")
         if position.acts_in_attention:
+            acting = getattr(position, "additive", None) or position  # beside a PEG
             raise ValueError(
-                f"{type(position).__name__} acts on the product of queries and keys, which deformable attention does not have; "
+                f"{type(acting).__name__} acts on the product of queries and keys, which deformable attention does not have; "
                 "use an encoding that is added or acts on the tokens, or CPVTDetr"
             )
         if two_stage and not box_refinement:

@@ -92,7 +92,7 @@ CASES = [
     Case(
         "MODEL.WEIGHTS with a table of another grid",
         from_weights("MODEL__WEIGHTS", **OTHER_GRID),
-        "has other shapes than the config's model: backbone.position.table is ...set the keys of MODEL that it was trained with",
+        "has other shapes than the config's model: backbone.position.table is ...with, MODEL.BACKBONE.POSITION.GRID among them",
         guard=SHAPES,
     ),
     Case(

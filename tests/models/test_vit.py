@@ -206,6 +206,12 @@ def test_drop_path_rises_from_layer_to_layer_and_keeps_the_mean():
     assert torch.equal(dropped.eval()(parts), parts)
 
 
+@pytest.mark.parametrize("key", ["EMBED_DIM", "DEPTH", "NUM_HEADS"])
+def test_sizes_below_zero_are_refused(key):
+    with pytest.raises(ConfigError, match="EMBED_DIM, DEPTH and NUM_HEADS must be at least 0, got .*-1"):
+        build_detector(random_config(**{**VIT, f"MODEL__BACKBONE__{key}": -1}))
+
+
 def test_initial_values_are_deit_s():
     backbone = vision_transformer("deit", "tiny", depth=2)
     weights = [

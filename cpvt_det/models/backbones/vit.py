@@ -168,7 +168,8 @@ class VisionTransformer(nn.Module):
         return self.encoder(tokens, None, padding_mask, position.level_shapes, position)
 
     def layers_above(self, name: str) -> int:
-        """How many layers come after a parameter: 0 for the last norm, 1 for the last layer, one more than layers for the stem."""
+        """How many layers come after a parameter: 0 for the last norm, 1 for the last layer, one more than layers for the stem,
+        and for encodings whose tensors are of all layers (``relative``, ``rope_mixed``)."""
         total, parts = len(self.encoder.layers), name.split(".")
         if parts[:2] in (["encoder", "layers"], ["position", "pegs"]) and parts[2].isdecimal():
             return total - int(parts[2])
@@ -240,6 +241,8 @@ def vision_transformer(
     for kind, name, known in (("family of vision transformers", family, POSITIONS), ("size of one", size, SIZES)):
         if name not in known:
             raise UnknownNameError(kind, name, known)
+    if min(embed_dim, depth, num_heads) < 0:
+        raise ValueError(f"EMBED_DIM, DEPTH and NUM_HEADS must be at least 0, got {embed_dim}, {depth} and {num_heads}")
     sizes = [given or own for given, own in zip((embed_dim, depth, num_heads), SIZES[size], strict=True)]
     position = position or partial(build_position, POSITIONS[family])
     return VisionTransformer(*sizes, position, patch_size, num_tokens, drop_path, stages, checkpointing)

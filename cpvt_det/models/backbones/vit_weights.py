@@ -56,6 +56,7 @@ def split_table(special: Tensor, rows: Tensor) -> dict[str, Tensor]:
     if side * side != len(rows) - len(special):
         raise WeightsError(
             f"the table has {len(rows)} rows: beside {len(special)} of tokens no square number, so its grid is not known"
+            + ("; without them it is, as in DeiT III, which is another network" if math.isqrt(len(rows)) ** 2 == len(rows) else "")
         )
     table = rows[len(special) :].unflatten(0, (side, side)).permute(2, 0, 1)  # (H * W, C) -> (C, H, W)
     return {
