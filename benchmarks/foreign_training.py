@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of DINO and MS-DETR by the authors' code and by ours, in float64, with the same weights: losses, pairs, gradients."""
+"""Training of DINO, DAB-Deformable-DETR and MS-DETR by the authors' code and by ours: losses, pairs and gradients in float64."""
 
+import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -11,8 +14,9 @@ from unittest import mock
 import click
 import torch
 from torch import Tensor, nn
-from torchvision.ops import generalized_box_iou
+from torchvision.ops import box_convert, generalized_box_iou
 
+from benchmarks.detrex_model import replaced_names
 from benchmarks.equal import difference
 from benchmarks.foreign_models import LIMIT, Case, Foreign, config_of, float64_of, names_of, without_cuda
 from cpvt_det.builders import build_criterion
@@ -25,20 +29,20 @@ SIZE = (192, 256)
 """Of the images: no padding in any code, and more tokens than queries."""
 COUNTS = ((3, 5), (4, 0), (0, 0))
 """Objects of the two images, batch by batch."""
-KINDS = {"class": "ce", "l1": "bbox", "giou": "giou"}
-"""Our names of losses -> those of the authors' code."""
-GROUPS = {"loss_": "", "loss_denoising_": "_dn", "loss_proposal_": "_interm"}
-"""Our prefixes of losses -> suffixes in DINO's code, before the layer's number."""
+KINDS = {"class": ("ce", "class"), "l1": ("bbox",), "giou": ("giou",)}
+"""Our names of losses -> those of DINO and detrex."""
+GROUPS = {"loss_": ("",), "loss_denoising_": ("_dn",), "loss_proposal_": ("_interm", "_enc")}
+"""Our prefixes of losses -> suffixes there, before the layer's number."""
 
 
-# DINO
+# DINO and DAB-Deformable-DETR
 
 
-def compare_denoising(case: Case, foreign: Foreign, ours: nn.Module) -> dict[str, Any]:
-    """DINO in training: the losses of real, denoising and proposed boxes by name, their sum, and the gradients of all weights.
+def compare_training(case: Case, foreign: Foreign, ours: nn.Module) -> dict[str, Any]:
+    """Losses by name, of real, denoising and proposed boxes, their sum, and the gradients of all weights.
 
-    The authors' code draws the noise, and ours gets it. Heads that all layers share there are six heads in ours; their gradients
-    are added up. Its generalized IoU adds 1e-6 to areas; torchvision's takes its place.
+    The authors' code draws the noise of denoising, and ours gets it. The generalized IoU there adds 1e-6 to areas; torchvision's
+    takes its place. Where all layers share their heads there, ours has one per layer, whose gradients are added up.
 
     Returns:
         The largest differences over ``COUNTS``, by column.
@@ -56,19 +60,17 @@ def compare_denoising(case: Case, foreign: Foreign, ours: nn.Module) -> dict[str
         targets = [_draw_objects(count, generator) for count in counts]
         for model in (foreign.module, ours):
             model.zero_grad(set_to_none=True)
-        with float64_of(foreign), without_cuda(), _float64_by_default(), _noise_kept(foreign) as noise:
-            output = foreign.module(foreign.NestedTensor(images, mask), _labels(targets))
-            theirs = foreign.criterion(output, _labels(targets))
-        weights, layers = foreign.criterion.weight_dict, len(output["aux_outputs"])
-        given = _noise_for_ours(ours, noise, targets, foreign.module.label_enc.weight)
-        with mock.patch.object(ours.queries.denoising, "draw_noise", return_value=given):
+        areas = replaced_names(foreign.namespaces, {"generalized_box_iou": generalized_box_iou})
+        with float64_of(foreign), without_cuda(), _float64_by_default(), areas:
+            theirs, noise = LOSSES_OF[case.peer](foreign, images, targets)
+        with _given_noise(ours, noise, targets, foreign.module):
             found = criterion(ours(images, mask, targets), targets).losses
         wanted = {}
-        for (prefix, suffix), (kind, name) in ((group, kind) for group in GROUPS.items() for kind in KINDS.items()):
-            names = [f"loss_{name}{suffix}", *(f"loss_{name}{suffix}_{n}" for n in range(layers))]
-            wanted[prefix + kind] = sum(weights[name] * theirs[name] for name in names if name in theirs)
-        empty = [name for name in wanted if name not in found and not wanted[name]]  # of no denoising query
-        total = sum(wanted.values())
+        for (prefix, suffixes), (kind, name) in itertools.product(GROUPS.items(), KINDS.items()):
+            pattern = re.compile(f"loss_({'|'.join(name)})({'|'.join(suffixes)})(_[0-9])?")
+            wanted[prefix + kind] = sum(value for own, value in theirs.items() if pattern.fullmatch(own))
+        empty = [name for name in wanted if name not in found and not wanted[name]]  # of no denoising query, or without proposals
+        total = sum(theirs.values())
         gaps.append(difference(found, {name: value for name, value in wanted.items() if name not in empty}))
         gaps.append(difference(sum(found.values()), total))
         total.backward()
@@ -79,10 +81,67 @@ def compare_denoising(case: Case, foreign: Foreign, ours: nn.Module) -> dict[str
     return {"losses": max(gaps), "gradients": max(slopes), "batches": len(COUNTS)}
 
 
+Noise = tuple[Tensor, Tensor, int]
+"""Contents (B, Q, C) and numbers of boxes (B, Q, 4) of denoising queries, and their number of groups."""
+
+
+def _losses_of_dino(foreign: Foreign, images: Tensor, targets: list[Targets]) -> tuple[dict[str, Tensor], Noise | None]:
+    """The weighted losses by the names of IDEA-Research/DINO, and the noise that it has drawn."""
+    (space,) = (space for space in foreign.namespaces if space["__name__"].endswith("dino.dino"))
+    mask = torch.zeros(len(images), *images.shape[2:], dtype=torch.bool)
+    prepare, kept = _keeping(space["prepare_for_cdn"])
+    with mock.patch.dict(space, {"prepare_for_cdn": prepare}):
+        output = foreign.module(foreign.NestedTensor(images, mask), _labels(targets))
+    losses = foreign.criterion(output, _labels(targets))
+    weights = foreign.criterion.weight_dict
+    contents, numbers, _, counts = kept
+    noise = (contents, numbers, counts["num_dn_group"])
+    return {name: weights[name] * value for name, value in losses.items() if name in weights}, noise
+
+
+def _losses_of_detrex(foreign: Foreign, images: Tensor, targets: list[Targets]) -> tuple[dict[str, Tensor], Noise | None]:
+    """The same for detrex, whose models weight their losses; no noise if there is no object, or the model has no denoising."""
+    from detectron2.structures import Boxes, Instances
+
+    size = images.shape[2:]
+    scale = torch.tensor([size[1], size[0]] * 2, dtype=torch.float64)
+    inputs = []
+    for image, target in zip(images, targets, strict=True):
+        boxes = Boxes((box_convert(target.boxes_cxcywh, "cxcywh", "xyxy") * scale).round())  # float32, exact for whole pixels
+        inputs.append({"image": image, "instances": Instances(tuple(size), gt_classes=target.labels, gt_boxes=boxes)})
+    kept: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        if hasattr(foreign.module, "prepare_for_cdn"):
+            prepare, kept = _keeping(foreign.module.prepare_for_cdn)
+            stack.enter_context(mock.patch.object(foreign.module, "prepare_for_cdn", prepare))
+        losses = foreign.module(inputs)
+    weights = foreign.module.criterion.weight_dict
+    noise = (kept[0], kept[1], kept[3]["dn_num"]) if kept and kept[0] is not None else None
+    return {name: value for name, value in losses.items() if name in weights}, noise
+
+
+LOSSES_OF = {"dino": _losses_of_dino, "detrex": _losses_of_detrex}
+
+
+def _keeping(prepare: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """A function that makes the denoising queries, and the list that it leaves its result in."""
+    kept: list[Any] = []
+
+    @functools.wraps(prepare)
+    def keep(*args: Any, **options: Any) -> Any:
+        kept.extend(made := prepare(*args, **options))
+        return made
+
+    return keep, kept
+
+
 def _draw_objects(count: int, generator: torch.Generator) -> Targets:
+    """Objects whose corners are whole pixels."""
     sides = 0.1 + 0.3 * torch.rand(count, 2, generator=generator, dtype=torch.float64)
     centers = sides / 2 + (1 - sides) * torch.rand(count, 2, generator=generator, dtype=torch.float64)
-    return Targets(torch.randint(80, (count,), generator=generator), torch.cat((centers, sides), 1))
+    scale = torch.tensor([SIZE[1], SIZE[0]] * 2, dtype=torch.float64)
+    corners = (box_convert(torch.cat((centers, sides), 1), "cxcywh", "xyxy") * scale).round() / scale
+    return Targets(torch.randint(80, (count,), generator=generator), box_convert(corners, "xyxy", "cxcywh"))
 
 
 @contextmanager
@@ -97,32 +156,23 @@ def _float64_by_default() -> Iterator[None]:
 
 
 @contextmanager
-def _noise_kept(foreign: Foreign) -> Iterator[list[Any]]:
-    """What the authors' code makes of the targets: contents and numbers of boxes of the denoising queries, mask and counts."""
-    (space,) = (space for space in foreign.namespaces if space["__name__"].endswith("dino.dino"))
-    prepare, kept = space["prepare_for_cdn"], []
-
-    @functools.wraps(prepare)
-    def keep(*args: Any, **options: Any) -> Any:
-        kept.extend(made := prepare(*args, **options))
-        return made
-
-    areas = next(space for space in foreign.namespaces if space["__name__"] == "util.box_ops")
-    with mock.patch.dict(space, {"prepare_for_cdn": keep}), mock.patch.dict(areas, {"generalized_box_iou": generalized_box_iou}):
-        yield kept
-
-
-def _noise_for_ours(ours: nn.Module, noise: list[Any], targets: list[Targets], vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The result of ``ContrastiveDenoising.draw_noise`` that says the same; a label is the one whose vector is the content."""
-    contents, numbers, _, counts = noise
-    most, groups = max(map(len, targets)), counts["num_dn_group"]
-    if counts["pad_size"] != 2 * groups * most or (most and groups != ours.queries.denoising.count(targets)[0]):
-        raise click.ClickException(f"groups of denoising differ: {counts}")
+def _given_noise(ours: nn.Module, noise: Noise | None, targets: list[Targets], theirs: nn.Module) -> Iterator[None]:
+    """Inside, our denoising draws what the authors' code has drawn; a label is the one whose vector is the content."""
+    denoising = getattr(ours.queries, "denoising", None)
+    most = max(map(len, targets))
+    if denoising is None or not most:
+        yield
+        return
+    contents, numbers, groups = noise
+    if contents.shape[1] != 2 * groups * most or groups != denoising.count(targets)[0]:
+        raise click.ClickException(f"groups of denoising differ: {contents.shape[1]} queries in {groups}")
     shape = (len(targets), groups, 2, most)
-    labels = torch.cdist(contents.detach().flatten(0, 1), vectors.detach()).argmin(-1) if most else contents.new_zeros(0)
+    labels = torch.cdist(contents.detach().flatten(0, 1), theirs.label_enc.weight.detach()).argmin(-1)
     objects = torch.stack([torch.arange(most).where(torch.arange(most) < len(target), -1) for target in targets])
     objects = objects[:, None, None].repeat(1, groups, 2, 1)
-    return objects, labels.long().reshape(shape), numbers.detach().sigmoid().reshape(*shape, 4)
+    given = (objects, labels.reshape(shape), numbers.detach().sigmoid().reshape(*shape, 4))
+    with mock.patch.object(denoising, "draw_noise", return_value=given):
+        yield
 
 
 def _compare_gradients(case: Case, theirs: nn.Module, ours: nn.Module) -> float:
@@ -139,7 +189,8 @@ def _compare_gradients(case: Case, theirs: nn.Module, ours: nn.Module) -> float:
             continue
         slope = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         first, _, rest = name.partition(".")
-        if first in ("class_embed", "bbox_embed") and int(rest.split(".")[0]) < theirs.transformer.num_decoder_layers:
+        shared = first in ("class_embed", "bbox_embed") and getattr(theirs, first)[0] is getattr(theirs, first)[1]
+        if shared and int(rest.split(".")[0]) < len(theirs.transformer.decoder.layers):
             heads.setdefault((first, rest.partition(".")[2]), []).append((slope, expected[name].detach()))
         else:
             pairs.append((slope, expected[name].detach()))

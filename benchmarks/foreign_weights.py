@@ -4,8 +4,8 @@
 
 The authors' code builds each of its models and saves it with random weights. Our config of that model loads the file by itself, as
 ``cpvt-det eval FILE --config-file CONFIG`` does; what was not loaded is an error. Then both get the same images, one by one, since
-the authors' codes pad in their own ways. Of MS-DETR the one-to-many supervision, and of DINO
-all of training, with the noise of denoising, are compared too.
+the authors' codes pad in their own ways. Of MS-DETR the one-to-many supervision, and of DINO and DAB-Deformable-DETR all of
+training, with the noise of denoising, are compared too.
 
 ``python benchmarks/foreign_weights.py --peer dino=PATH --peer hdetr=PATH --peer msdetr=PATH --peer detrex=PATH``, with the paths of
 checkouts of IDEA-Research/DINO, HDETR/H-Deformable-DETR, Atten4Vis/MS-DETR and IDEA-Research/detrex; detrex needs an installed
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 from benchmarks.clocks import fixed_threads
 from benchmarks.equal import difference
 from benchmarks.foreign_models import BUILDERS, LIMIT, Case, config_of, float64_of, names_of
-from benchmarks.foreign_training import SIZE, compare_denoising, compare_one_to_many
+from benchmarks.foreign_training import SIZE, compare_one_to_many, compare_training
 from benchmarks.machine import machine, versions
 from benchmarks.models import DRAWN_WIDE
 from benchmarks.peers import find_peers, peer_versions
@@ -143,8 +143,8 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
         raise click.ClickException(f"outputs differ: {row}")
     if case.peer == "msdetr":
         row |= compare_one_to_many(case, foreign, ours.double())
-    if case.peer == "dino" and not case.swin:
-        row |= compare_denoising(case, foreign, ours.double())
+    if case.peer in ("dino", "detrex") and not case.swin:
+        row |= compare_training(case, foreign, ours.double())
     return row
 
 
