@@ -54,6 +54,7 @@ MUCH = 0.4
 """Share of padding above which a case has few contenders."""
 PEG = "another position encoding, and padding masked in the backbone: ours as it ships"
 ENCODING = "another position encoding"
+OTHER_DETECTOR = "another detector"
 OTHER_PROPOSALS = "padded tokens are no proposals"
 MASKED = "padding masked in the backbone: ours as it ships, with sine"
 
@@ -140,6 +141,7 @@ def cases(options: Options) -> list[Case]:
     chosen = shapes(options.size, options.device)
     found = [make_case(shape, options) for shape in [*chosen, *padded_shapes(options.size)]]
     found += [make_encoding_case(shape, part, options) for part in ("", "encoder of ") for shape in chosen[: 2 * len(PASSES)]]
+    found += [make_detectors_case(shape, options) for shape in chosen if shape.recipe.shares_heads and shape.passes == PASSES[0]]
     if options.device == "cpu" and options.size != "quick":
         found += [make_kept_memory_case(shape) for shape in chosen if shape.passes == PASSES[1] and not shape.recipe.two_stage]
     return found
@@ -166,6 +168,15 @@ def make_encoding_case(shape: Shape, part: str, options: Options) -> Case:
         name=f"{part}{shape.name}, sine and PEG",
         about=about(shape, f"{part}{shape.model}", shape.passes),
         build=partial(make_encoding_work, shape, part, options),
+    )
+
+
+def make_detectors_case(shape: Shape, options: Options) -> Case:
+    """What DINO costs at inference beside Deformable-DETR with two stages and as many queries."""
+    return Case(
+        name=f"{shape.name}, beside Deformable-DETR",
+        about=about(shape, f"{shape.model} and Deformable-DETR-R50", shape.passes),
+        build=partial(make_detectors_work, shape, options),
     )
 
 
@@ -197,6 +208,17 @@ def make_encoding_work(shape: Shape, part: str, options: Options) -> Work:
             call = partial(encode, model.module, features, masks, shape.passes == PASSES[1])
             contender = replace(contender, call=call, check=None)
         contenders.append(contender)
+    return Work(contenders)
+
+
+def make_detectors_work(shape: Shape, options: Options) -> Work:
+    """Our Deformable-DETR and our DINO, both with PEG; their feed-forward networks are 1024 and 2048 wide, as published."""
+    batch, targets = make_inputs(shape, options.device)
+    two_stage = replace(shape.recipe, detector=DEFORMABLE.detector)
+    contenders = []
+    for name, recipe in (("Deformable-DETR", two_stage), ("DINO", shape.recipe)):
+        model = our_model(recipe, options.device, "peg")
+        contenders.append(make_contender(shape, batch, targets, f"cpvt_det {name}", model, other_work=OTHER_DETECTOR))
     return Work(contenders)
 
 
