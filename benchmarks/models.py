@@ -55,6 +55,7 @@ class Recipe:
         classes: number of classes K; DETR has one logit more.
         two_stage: True: box refinement, and queries from the encoder's proposals.
         dropout: probability of dropout in a timed training step.
+        width_of: detector whose feed-forward networks these are as wide as; empty for its own.
     """
 
     detector: str = "Deformable-DETR"
@@ -64,10 +65,11 @@ class Recipe:
     classes: int = 91
     two_stage: bool = False
     dropout: float = 0.1
+    width_of: str = ""
 
     @property
     def ffn_channels(self) -> int:
-        return self.channels * FEED_FORWARD[self.detector]
+        return self.channels * FEED_FORWARD[self.width_of or self.detector]
 
     @property
     def shares_heads(self) -> bool:

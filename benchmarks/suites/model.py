@@ -212,11 +212,15 @@ def make_encoding_work(shape: Shape, part: str, options: Options) -> Work:
 
 
 def make_detectors_work(shape: Shape, options: Options) -> Work:
-    """Our Deformable-DETR and our DINO, both with PEG; their feed-forward networks are 1024 and 2048 wide, as published."""
+    """Our Deformable-DETR and our DINO, both with PEG.
+
+    Their feed-forward networks are 1024 and 2048 wide, as published; and Deformable-DETR once more with those of DINO.
+    """
     batch, targets = make_inputs(shape, options.device)
     two_stage = replace(shape.recipe, detector=DEFORMABLE.detector)
+    as_wide = replace(two_stage, width_of=DINO.detector)
     contenders = []
-    for name, recipe in (("Deformable-DETR", two_stage), ("DINO", shape.recipe)):
+    for name, recipe in (("Deformable-DETR", two_stage), ("Deformable-DETR, as wide as DINO", as_wide), ("DINO", shape.recipe)):
         model = our_model(recipe, options.device, "peg")
         contenders.append(make_contender(shape, batch, targets, f"cpvt_det {name}", model, other_work=OTHER_DETECTOR))
     return Work(contenders)
