@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import CONFIGS, PEERS
+from benchmarks.models import CONFIGS, ORIGINS
 from cpvt_det import builders
 from cpvt_det.config import load_cfg
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
@@ -20,7 +20,7 @@ def main(detector_name: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     words = ["MODEL.NUM_CLASSES", "80", "SOLVER.IMS_PER_BATCH", str(BATCH * dist.get_world_size())]
-    cfg = load_cfg(str(CONFIGS / f"{PEERS[detector_name]}_r50_peg_50ep.yaml"), words)
+    cfg = load_cfg(str(CONFIGS / f"{ORIGINS[detector_name].config.format('peg')}.yaml"), words)
     detector = builders.build_detector(cfg)
     model = wrap_for_processes(TrainingModel(detector, builders.build_criterion(cfg)))
     step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_schedule(cfg, 1000), seed=0)

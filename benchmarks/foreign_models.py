@@ -127,15 +127,15 @@ def _run_without_cuda(namespaces: list[dict[str, Any]], attention: str, core: Ca
             space["is_main_process"] = lambda: False
 
 
-def build_detrex(folder: Path, case: Case) -> Foreign:
-    """A model of detrex, from its config."""
+def build_detrex(folder: Path, case: Case, **more: Any) -> Foreign:
+    """A model of detrex, from its config and options that differ from it."""
     with imports_from([folder]):
         try:
             from detectron2.config import LazyConfig, instantiate
 
             importlib.import_module("detrex.config").get_config = lambda path: mock.MagicMock()  # of data and optimiser
             config = LazyConfig.load(str(folder / "projects" / case.arguments)).model
-            config.device = "cpu"
+            config.update({"device": "cpu", **more})
             module = instantiate(config)
         except Exception as error:
             raise BadInputError(f"peer detrex: {case.name} cannot be built: {error}; it needs detectron2 too") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DETR, Deformable-DETR and DINO in their versions: ours, the official one and transformers', with the same weights and calls.
+"""DETR, Deformable-DETR and DINO: ours, the official ones, those of transformers and detrex, with the same weights and calls.
 
 Three settings of transformers 5 are changed. It freezes its whole ResNet instead of the first stages, and its dropout of attention
 and activations is 0 by default; here both are as in the others. Its DETR with auxiliary losses feeds every decoder layer with the
@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchvision.ops import box_convert
 
-from benchmarks.foreign_models import EPSILON, Case, Foreign, build_dino, without_cuda
+from benchmarks.foreign_models import EPSILON, Case, Foreign, build_detrex, build_dino, without_cuda
 from benchmarks.peers import official_deformable_detr, official_detr
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.checkpoint import convert_state_dict
@@ -29,17 +30,38 @@ from cpvt_det.config import load_cfg
 from cpvt_det.structures import PaddedBatch, Targets
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs/coco"
-FEED_FORWARD = {"DETR": 8, "Deformable-DETR": 4, "DINO": 8}  # inner channels / channels
-SINE = {
-    "DETR": "sine",
-    "Deformable-DETR": "sine_offset",
-    "DINO": "official",
-}  # names of the official encodings in those of our configs
-CONFIG = {"DETR": "detr_r50_{}_50ep", "Deformable-DETR": "deformable_detr_r50_{}_50ep", "DINO": "dino_r50_4scale_{}_12ep"}
-PEERS = {"DETR": "detr", "Deformable-DETR": "deformable_detr", "DINO": "dino"}  # names of the checkouts on the command line
-SOURCES = {"DETR": "facebook_detr", "Deformable-DETR": "deformable_detr", "DINO": "dino"}  # keys of CONVERSIONS
-NOISE = ("label_noise", "box_noise", "dn_label_noise_ratio", "dn_box_noise_scale")
-"""Attributes of denoising, in our code and in DINO's."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A published detector.
+
+    Args:
+        peer: name of its checkout on the command line.
+        source: names of its weights, a key of ``CONVERSIONS``.
+        config: file below ``configs/coco``, without the name of the encoding.
+        sine: name of its encoding in those of our configs.
+        feed_forward: inner channels of feed-forward networks / channels.
+        shares_heads: whether it has one pair of heads for all decoder layers; ours has a pair for each.
+    """
+
+    peer: str
+    source: str
+    config: str
+    sine: str
+    feed_forward: int = 8
+    shares_heads: bool = False
+
+
+ORIGINS = {
+    "DETR": Origin("detr", "facebook_detr", "detr_r50_{}_50ep", "sine"),
+    "Deformable-DETR": Origin("deformable_detr", "deformable_detr", "deformable_detr_r50_{}_50ep", "sine_offset", feed_forward=4),
+    "DINO": Origin("dino", "dino", "dino_r50_4scale_{}_12ep", "official", shares_heads=True),
+    "detrex DINO": Origin("detrex", "detrex_deformable_detr", "dino_r50_4scale_{}_12ep", "sine_offset"),
+}
+DETREX_DINO = "dino/configs/dino-resnet/dino_r50_4scale_12ep.py"
+NOISE = ("label_noise", "box_noise", "dn_label_noise_ratio", "dn_box_noise_scale", "label_noise_ratio", "box_noise_scale")
+"""Attributes of denoising, in our code, in DINO's and in detrex's."""
 DRAWN_WIDE = re.compile(r"(attention_weights|reference_points|class_embed(\.\d+)?|bbox_embed\.(\d+\.)?layers\.2)\.weight$")
 
 
@@ -48,7 +70,7 @@ class Recipe:
     """The sizes that all share; the rest is the official recipe, but the class loss has weight 1, as in transformers.
 
     Args:
-        detector: ``DETR``, ``Deformable-DETR`` or ``DINO``.
+        detector: key of ``ORIGINS``.
         channels: model width C.
         layers: number of encoder layers, and of decoder layers.
         queries: number of queries Q.
@@ -68,13 +90,16 @@ class Recipe:
     width_of: str = ""
 
     @property
-    def ffn_channels(self) -> int:
-        return self.channels * FEED_FORWARD[self.width_of or self.detector]
+    def origin(self) -> Origin:
+        return ORIGINS[self.detector]
 
     @property
-    def shares_heads(self) -> bool:
-        """Whether the official model has one pair of heads for all layers, and ours a pair for each."""
-        return self.detector == "DINO"
+    def ffn_channels(self) -> int:
+        return self.channels * ORIGINS[self.width_of or self.detector].feed_forward
+
+    @property
+    def is_dino(self) -> bool:
+        return self.detector.endswith("DINO")
 
 
 @dataclass(frozen=True)
@@ -118,13 +143,13 @@ def our_model(
         "CRITERION.CLASS_WEIGHT": 1.0,
     }
     overrides = [text for key, value in keys.items() for text in (f"MODEL.{key}", str(value))]
-    config = f"{CONFIG[recipe.detector].format(position or SINE[recipe.detector])}.yaml"
+    config = f"{recipe.origin.config.format(position or recipe.origin.sine)}.yaml"
     cfg = load_cfg(str(CONFIGS / config), overrides)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         detector, criterion = build_detector(cfg), build_criterion(cfg)
         draw_weights(detector)
-        if recipe.shares_heads:
+        if recipe.origin.shares_heads:
             share_heads(detector, recipe.layers)
     detector.to(device)
 
@@ -190,10 +215,9 @@ def build_official(
 
 def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
     """The model of the official code's checkout, with our weights ``state``."""
-    is_dino = recipe.detector == "DINO"
-    build = build_official_dino if is_dino else build_official
+    build = build_official_dino if recipe.is_dino else build_official
     official, module, criterion = build(folder, recipe, device)
-    give_weights(module, state, SOURCES[recipe.detector])
+    give_weights(module, state, recipe.origin.source)
     module.to(device)
 
     def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
@@ -203,7 +227,7 @@ def official_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str
     def learn(batch: PaddedBatch, targets: Sequence[Targets]) -> tuple[Tensor, Tensor, Tensor]:
         labels = [{"labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets]
         with without_cuda() if device == "cpu" else contextlib.nullcontext():
-            output = module(official.NestedTensor(batch.images, batch.padding_mask), *([labels] if is_dino else []))
+            output = module(official.NestedTensor(batch.images, batch.padding_mask), *([labels] if recipe.is_dino else []))
             losses = criterion(output, labels)
         total = sum(losses[name] * weight for name, weight in criterion.weight_dict.items() if name in losses)
         return output["pred_logits"], output["pred_boxes"], total
@@ -217,11 +241,57 @@ def build_official_dino(folder: Path, recipe: Recipe, device: str) -> tuple[Fore
     words |= {"enc_layers": recipe.layers, "dec_layers": recipe.layers, "num_queries": recipe.queries, "device": device}
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        foreign = build_dino(folder, Case("dino", "DINO, 4 scales", CONFIG["DINO"].format(SINE["DINO"]), "DINO_4scale.py"), **words)
+        foreign = build_dino(folder, Case("dino", recipe.detector, "", "DINO_4scale.py"), **words)
+    _set_bound(foreign)
+    return foreign, foreign.module, foreign.criterion
+
+
+def _set_bound(foreign: Foreign) -> None:
+    """Give numbers of boxes our bound from 0 and 1."""
     for space in foreign.namespaces:
         if "inverse_sigmoid" in space:
             space["inverse_sigmoid"] = functools.partial(space["inverse_sigmoid"], eps=EPSILON)
-    return foreign, foreign.module, foreign.criterion
+
+
+def detrex_model(folder: Path, recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:
+    """DINO of detrex's checkout, with our weights ``state``; it pads images itself, and in evaluation it does not mask the padding.
+
+    Its first stage is frozen, as in the others.
+
+    Raises:
+        BadInputError: a model that cannot be built, for example because detectron2 is not installed.
+    """
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case = Case("detrex", recipe.detector, "", DETREX_DINO)
+        foreign = build_detrex(folder, case, num_classes=recipe.classes, num_queries=recipe.queries)
+    from detectron2.structures import Boxes, Instances
+
+    _set_bound(foreign)
+    module, outputs = foreign.module, []
+    for parameter in module.backbone.res2.parameters():
+        parameter.requires_grad_(False)
+    module.criterion.register_forward_pre_hook(lambda _, given: outputs.append(given[0]))
+    give_weights(module, state, recipe.origin.source)
+    module.device = device
+    module.to(device)
+
+    def predict(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+        return foreign.predict(batch.images)
+
+    def learn(batch: PaddedBatch, targets: Sequence[Targets]) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = []
+        for image, (height, width), target in zip(batch.images, batch.image_sizes, targets, strict=True):
+            corners = box_convert(target.boxes_cxcywh, "cxcywh", "xyxy") * target.boxes_cxcywh.new_tensor([width, height] * 2)
+            objects = Instances((height, width), gt_classes=target.labels, gt_boxes=Boxes(corners))
+            inputs.append({"image": image[:, :height, :width], "instances": objects})
+        with without_cuda() if device == "cpu" else contextlib.nullcontext():
+            losses = module(inputs)
+        output = outputs.pop()
+        total = sum(value for name, value in losses.items() if name in module.criterion.weight_dict)
+        return output["pred_logits"], output["pred_boxes"], total
+
+    return Model(module, predict, learn)
 
 
 def hf_model(recipe: Recipe, device: str, state: Mapping[str, Tensor]) -> Model:

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.at_best import at_best
 from benchmarks.clocks import Command
 from benchmarks.harness import ROUNDS, Case, Contender, Plan, Work
-from benchmarks.models import PEERS, Model, Recipe, hf_model, official_model, our_model, set_dropout, without_chance
+from benchmarks.models import Model, Recipe, detrex_model, hf_model, official_model, our_model, set_dropout, without_chance
 from benchmarks.suites import Options
 from cpvt_det.models.detector import Detector
 from cpvt_det.structures import Levels, PaddedBatch, Size, Targets, level_padding_mask
@@ -38,12 +38,14 @@ CANVAS: Size = (640, 640)
 PADDED: tuple[tuple[Size, ...], ...] = (((640, 448), (464, 640)), ((640, 320), (320, 640)))
 """Two images, one upright and one lying, on the canvas: 29 and 50 % of it are padded."""
 TINY: Size = (64, 64)
+FEW_QUERIES = 50  # of the 85 tokens of a tiny image with four levels, as many can be proposals
 STRIDE = 64  # sides of canvases are multiples of it
 OBJECTS = 26
 PASSES = ("inference", "training step")
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864"}
 """Settings of glibc: no memory of a process goes back to the kernel."""
 DETR, DEFORMABLE, DINO = Recipe("DETR", queries=100), Recipe(), Recipe("DINO", queries=900, two_stage=True, dropout=0.0)
+DETREX = replace(DINO, detector="detrex DINO")
 SMALL = (Recipe("DETR", channels=64, layers=3, queries=100), Recipe(channels=64, layers=3), replace(DINO, layers=2, queries=100))
 HEADS = ("class_embed", "bbox_embed")
 FEW_OTHERS = {"inference": 1e-3, "training step": 1e-2}
@@ -71,7 +73,7 @@ class Shape:
 
     @property
     def model(self) -> str:
-        return f"{self.recipe.detector}-R50" + (", two stages" if self.recipe.two_stage and not self.recipe.shares_heads else "")
+        return f"{self.recipe.detector}-R50" + (", two stages" if self.recipe.two_stage and not self.recipe.is_dino else "")
 
     @property
     def image_sizes(self) -> list[Size]:
@@ -105,6 +107,11 @@ class Shape:
         sizes = tuple((-(-height * h // old_height), -(-width * w // old_width)) for h, w in self.sizes)
         return replace(self, size=size, sizes=sizes)
 
+    @property
+    def tiny(self) -> "Shape":
+        """The same case with tiny images, and no more queries than these have proposals."""
+        return replace(self.at(TINY), recipe=replace(self.recipe, queries=min(self.recipe.queries, FEW_QUERIES)))
+
 
 def shapes(size: str, device: str) -> list[Shape]:
     """The cases: ``quick`` small models, ``default`` DETR and DINO with two images and Deformable-DETR with one, ``all`` also
@@ -137,11 +144,20 @@ def padded_shapes(size: str) -> list[Shape]:
     return [Shape(recipe, CANVAS, len(sizes), passes, sizes) for recipe, sizes, passes in kinds]
 
 
+def detrex_shapes(options: Options) -> list[Shape]:
+    """DINO with the encoding of detrex, where a checkout is given; it masks the padding in training alone."""
+    if "detrex" not in options.peers or options.size == "quick":
+        return []
+    plain = [Shape(DETREX, CANVAS, 2, passes) for passes in PASSES]
+    return [*plain, Shape(DETREX, CANVAS, 2, PASSES[1], PADDED[0])]
+
+
 def cases(options: Options) -> list[Case]:
     chosen = shapes(options.size, options.device)
-    found = [make_case(shape, options) for shape in [*chosen, *padded_shapes(options.size)]]
+    beside = [*padded_shapes(options.size), *detrex_shapes(options)]
+    found = [make_case(shape, options) for shape in [*chosen, *beside]]
     found += [make_encoding_case(shape, part, options) for part in ("", "encoder of ") for shape in chosen[: 2 * len(PASSES)]]
-    found += [make_detectors_case(shape, options) for shape in chosen if shape.recipe.shares_heads and shape.passes == PASSES[0]]
+    found += [make_detectors_case(shape, options) for shape in chosen if shape.recipe == DINO and shape.passes == PASSES[0]]
     if options.device == "cpu" and options.size != "quick":
         found += [make_kept_memory_case(shape) for shape in chosen if shape.passes == PASSES[1] and not shape.recipe.two_stage]
     return found
@@ -153,7 +169,7 @@ def make_case(shape: Shape, options: Options) -> Case:
         about=about(shape, shape.model, shape.passes),
         build=partial(make_work, shape, options),
         memory=options.device == "cuda" or (options.size != "quick" and shape.passes == PASSES[1] and not shape.sizes),
-        warm=partial(make_work, shape.at(TINY), options),
+        warm=partial(make_work, shape.tiny, options),
     )
 
 
@@ -302,7 +318,7 @@ def has_bf16(device: str) -> bool:
 
 def tolerance(shape: Shape, device: str) -> float:
     """Of outputs, and in training of the loss and the gradients' norm too; a GPU's convolutions may round to TF32."""
-    if shape.recipe.shares_heads:
+    if shape.recipe.is_dino:
         return FEW_OTHERS[shape.passes]
     if device == "cuda":
         return 1e-3
@@ -313,17 +329,19 @@ def _peers(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, st
     """The name of each peer, and a function that makes its model with our weights."""
     found: dict[str, Callable[[], Model]] = {}
     state = ours.module.state_dict()
-    peer = PEERS[recipe.detector]
+    peer = recipe.origin.peer
     checkout = options.peers.get(peer)
     if checkout is None:
         left_out["official"] = f"no checkout given: --peer {peer}=PATH"
+    elif peer == "detrex":
+        found["detrex"] = partial(detrex_model, checkout, recipe, options.device, state)
     else:
         found["official"] = partial(official_model, checkout, recipe, options.device, state)
-    if "detrex" in options.peers and recipe.detector != DETR.detector:
+    if "detrex" in options.peers and recipe.detector == DEFORMABLE.detector:
         left_out["detrex"] = "its models import only where all of it is compiled; its core is in the suite op"
     if "transformers" not in options.peers:
         left_out["transformers"] = "not installed"
-    elif recipe.shares_heads:
+    elif recipe.is_dino:
         left_out["transformers"] = "it has no DINO"
     elif recipe.two_stage:
         left_out["transformers"] = "its refining layers share the class head, and its loss leaves proposals out"
@@ -377,7 +395,7 @@ def outcome_of_training(model: Model, call: Callable[[], tuple[Tensor, Tensor, T
     with without_chance(model.module, recipe.dropout):
         logits, boxes, total = call()
     named = [(name, parameter.grad) for name, parameter in model.module.named_parameters() if parameter.grad is not None]
-    gradients = [slope for name, slope in named if not (recipe.shares_heads and any(head in name for head in HEADS))]
+    gradients = [slope for name, slope in named if not (recipe.origin.shares_heads and any(head in name for head in HEADS))]
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     return {**_answer(lambda: (logits, boxes), recipe), "loss": total, "gradient_norm": norm}
 
@@ -385,6 +403,6 @@ def outcome_of_training(model: Model, call: Callable[[], tuple[Tensor, Tensor, T
 def _answer(call: Callable[[], tuple[Tensor, Tensor]], recipe: Recipe) -> dict[str, Tensor]:
     """The outputs without the order of queries that are ranked proposals: two with equal scores may be swapped. Of DINO, means."""
     named = dict(zip(("logits", "boxes"), (x.float() for x in call()), strict=True))
-    if recipe.shares_heads:
+    if recipe.is_dino:
         return {name: x.mean(dim=1) for name, x in named.items()}
     return {name: x.sort(dim=1).values if recipe.two_stage else x for name, x in named.items()}

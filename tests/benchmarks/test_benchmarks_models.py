@@ -273,3 +273,12 @@ def test_cases_can_be_chosen_by_detector_and_by_padding():
         assert len(fnmatch.filter(names, pattern)) == count, pattern
     assert all(case.about.keys() == model.cases(Options())[0].about.keys() for case in model.cases(Options()))
     assert not model.padded_shapes("quick")
+    with_detrex = [case.name for case in model.cases(Options(peers={"detrex": None}))]
+    assert len(with_detrex) == len(names) + 3
+    assert [name for name in with_detrex if name not in names] == fnmatch.filter(with_detrex, "detrex DINO-R50*")
+
+
+def test_a_tiny_image_has_a_proposal_for_each_query():
+    for shape in [*model.shapes("all", "cpu"), *model.padded_shapes("all")]:
+        height, width = shape.tiny.canvas
+        assert shape.tiny.recipe.queries <= sum(height // stride * (width // stride) for stride in (8, 16, 32, 64))
