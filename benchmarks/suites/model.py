@@ -57,6 +57,7 @@ MUCH = 0.4
 PEG = "another position encoding, and padding masked in the backbone: ours as it ships"
 ENCODING = "another position encoding"
 OTHER_DETECTOR = "another detector"
+ROUNDED_PROPOSALS = "in half precision other proposals are chosen"  # it cannot order two with nearly equal scores
 OTHER_PROPOSALS = "padded tokens are no proposals"
 MASKED = "padding masked in the backbone: ours as it ships, with sine"
 
@@ -96,6 +97,15 @@ class Shape:
     def padding(self) -> float:
         """The share of the batch's canvas that is padded."""
         return 1 - sum(height * width for height, width in self.image_sizes) / (self.batch * self.canvas[0] * self.canvas[1])
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the case has few contenders: those with most padding, and detrex's."""
+        return self.padding > MUCH or self.recipe == DETREX
+
+    def has_bf16(self, device: str) -> bool:
+        """Whether the case has contenders in bf16."""
+        return has_bf16(device) and not self.recipe.is_dino
 
     @property
     def padded(self) -> str:
@@ -269,7 +279,7 @@ def make_inputs(shape: Shape, device: str) -> tuple[PaddedBatch, list[Targets]]:
 def make_work(shape: Shape, options: Options) -> Work:
     """All contenders with the same weights; the first one is the official model if it is available, then transformers'.
 
-    The batches with most padding have the fewest contenders: peers as they come, and ours in float32.
+    A short case has peers as they come, and ours in float32; DINO has none in bf16.
     """
     batch, targets = make_inputs(shape, options.device)
     left_out: dict[str, str] = {}
@@ -278,10 +288,13 @@ def make_work(shape: Shape, options: Options) -> Work:
     builds = _peers(shape.recipe, same, options, left_out)
     peers = {name: build() for name, build in builds.items()}
     contenders = [make(name, model, peer=True) for name, model in peers.items()]
-    if shape.padding <= MUCH:
+    bf16 = shape.has_bf16(options.device)
+    if not shape.is_short:
         for name, model in peers.items():
-            contenders += at_best(name, model, builds[name], make, options.size == "all", has_bf16(options.device))
-    if not has_bf16(options.device):
+            contenders += at_best(name, model, builds[name], make, options.size == "all", bf16)
+    if shape.recipe.is_dino:
+        left_out["bf16"] = ROUNDED_PROPOSALS
+    elif not bf16:
         left_out["bf16"] = "the processor's instructions, as far as torch uses them, have no products of bf16"
     return Work([*contenders, *our_contenders(shape, same, make, options)], tolerance(shape, options.device), left_out)
 
@@ -295,14 +308,13 @@ def our_contenders(shape: Shape, same: Model, make: Callable[..., Contender], op
         make: function that makes a contender.
         options: options of the run.
     """
-    # Half precision cannot decide the order of two proposals with nearly equal scores.
-    rounded = "in half precision other proposals are chosen" if shape.recipe.two_stage else ""
+    rounded = ROUNDED_PROPOSALS if shape.recipe.two_stage else ""
     peg = our_model(shape.recipe, options.device, "peg")
     found = [make("cpvt_det", same, other_work=OTHER_PROPOSALS if shape.padding > 0 and shape.recipe.two_stage else "")]
     if shape.padding > 0:
         found.append(make("cpvt_det, padding masked", our_model(shape.recipe, options.device), other_work=MASKED))
     found.append(make("cpvt_det PEG", peg, other_work=PEG))
-    if shape.padding <= MUCH and has_bf16(options.device):
+    if shape.has_bf16(options.device) and not shape.is_short:
         found.append(make("cpvt_det bf16", same, bf16=True, other_work=rounded))
         found.append(make("cpvt_det PEG bf16", peg, bf16=True, other_work=PEG))
     if shape.passes == PASSES[1] and not shape.sizes:
