@@ -27,7 +27,7 @@ from cpvt_det.errors import BadInputError
 
 NOT_CALLED = ("panopticapi", "pycocotools", "termcolor", "addict", "mmcv", "mmdet", "mmcv_custom")
 """Packages that DINO's and H-DETR's files import, and that these models do not call."""
-LIMIT = 1e-9
+LIMIT = 1e-10
 """Largest relative difference of outputs in float64, of which some hundred operations lose digits."""
 EPSILON = 1e-5
 """Of the numbers of boxes, from 0 and 1, as in our code; 1e-3 in DINO's and detrex's."""

@@ -3,10 +3,9 @@
 
 import contextlib
 import copy
-import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -27,6 +26,8 @@ from cpvt_det.structures import Predictions, Targets
 
 SIZE = (192, 256)
 """Of the images: no padding in any code, and more tokens than queries."""
+SEEDS = (3, 4, 5)
+"""Of images, objects and noise."""
 COUNTS = ((3, 5), (4, 0), (0, 0))
 """Objects of the two images, batch by batch."""
 KINDS = {"class": ("ce", "class"), "l1": ("bbox",), "giou": ("giou",)}
@@ -41,29 +42,30 @@ GROUPS = {"loss_": ("",), "loss_denoising_": ("_dn",), "loss_proposal_": ("_inte
 def compare_training(case: Case, foreign: Foreign, ours: nn.Module) -> dict[str, Any]:
     """Losses by name, of real, denoising and proposed boxes, their sum, and the gradients of all weights.
 
-    The authors' code draws the noise of denoising, and ours gets it. The generalized IoU there adds 1e-6 to areas; torchvision's
+    Both codes make the noise of denoising from the same random numbers. The generalized IoU there adds 1e-6 to areas; torchvision's
     takes its place. Where all layers share their heads there, ours has one per layer, whose gradients are added up.
 
     Returns:
-        The largest differences over ``COUNTS``, by column.
+        The largest differences over ``SEEDS`` and ``COUNTS``, by column.
 
     Raises:
         ClickException: losses or gradients that differ.
     """
-    generator, gaps, slopes = torch.Generator().manual_seed(3), [], []
+    gaps, slopes = [], []
     criterion = build_criterion(config_of(case))
     for model in (foreign.module, ours):
         model.train()
-    for counts in COUNTS:
+    for seed, counts in itertools.product(SEEDS, COUNTS):
+        generator = torch.Generator().manual_seed(seed)
         images = torch.randn(2, 3, *SIZE, generator=generator, dtype=torch.float64)
         mask = torch.zeros(2, *SIZE, dtype=torch.bool)
         targets = [_draw_objects(count, generator) for count in counts]
         for model in (foreign.module, ours):
             model.zero_grad(set_to_none=True)
         areas = replaced_names(foreign.namespaces, {"generalized_box_iou": generalized_box_iou})
-        with float64_of(foreign), without_cuda(), _float64_by_default(), areas:
-            theirs, noise = LOSSES_OF[case.peer](foreign, images, targets)
-        with _given_noise(ours, noise, targets, foreign.module):
+        with _random_numbers(ours, targets, generator):
+            with float64_of(foreign), without_cuda(), _float64_by_default(), areas:
+                theirs = LOSSES_OF[case.peer](foreign, images, targets)
             found = criterion(ours(images, mask, targets), targets).losses
         wanted = {}
         for (prefix, suffixes), (kind, name) in itertools.product(GROUPS.items(), KINDS.items()):
@@ -76,31 +78,21 @@ def compare_training(case: Case, foreign: Foreign, ours: nn.Module) -> dict[str,
         total.backward()
         sum(found.values()).backward()
         slopes.append(_compare_gradients(case, foreign.module, ours))
-    if not max(gaps) < LIMIT or not max(slopes) < 10 * LIMIT:
+    if not max(*gaps, *slopes) < LIMIT:
         raise click.ClickException(f"training differs: losses {gaps}, gradients {slopes}")
-    return {"losses": max(gaps), "gradients": max(slopes), "batches": len(COUNTS)}
+    return {"losses": max(gaps), "gradients": max(slopes), "batches": len(slopes)}
 
 
-Noise = tuple[Tensor, Tensor, int]
-"""Contents (B, Q, C) and numbers of boxes (B, Q, 4) of denoising queries, and their number of groups."""
-
-
-def _losses_of_dino(foreign: Foreign, images: Tensor, targets: list[Targets]) -> tuple[dict[str, Tensor], Noise | None]:
-    """The weighted losses by the names of IDEA-Research/DINO, and the noise that it has drawn."""
-    (space,) = (space for space in foreign.namespaces if space["__name__"].endswith("dino.dino"))
+def _losses_of_dino(foreign: Foreign, images: Tensor, targets: list[Targets]) -> dict[str, Tensor]:
+    """The weighted losses by the names of IDEA-Research/DINO."""
     mask = torch.zeros(len(images), *images.shape[2:], dtype=torch.bool)
-    prepare, kept = _keeping(space["prepare_for_cdn"])
-    with mock.patch.dict(space, {"prepare_for_cdn": prepare}):
-        output = foreign.module(foreign.NestedTensor(images, mask), _labels(targets))
-    losses = foreign.criterion(output, _labels(targets))
+    losses = foreign.criterion(foreign.module(foreign.NestedTensor(images, mask), _labels(targets)), _labels(targets))
     weights = foreign.criterion.weight_dict
-    contents, numbers, _, counts = kept
-    noise = (contents, numbers, counts["num_dn_group"])
-    return {name: weights[name] * value for name, value in losses.items() if name in weights}, noise
+    return {name: weights[name] * value for name, value in losses.items() if name in weights}
 
 
-def _losses_of_detrex(foreign: Foreign, images: Tensor, targets: list[Targets]) -> tuple[dict[str, Tensor], Noise | None]:
-    """The same for detrex, whose models weight their losses; no noise if there is no object, or the model has no denoising."""
+def _losses_of_detrex(foreign: Foreign, images: Tensor, targets: list[Targets]) -> dict[str, Tensor]:
+    """The same for detrex, whose models weight their losses."""
     from detectron2.structures import Boxes, Instances
 
     size = images.shape[2:]
@@ -109,30 +101,11 @@ def _losses_of_detrex(foreign: Foreign, images: Tensor, targets: list[Targets]) 
     for image, target in zip(images, targets, strict=True):
         boxes = Boxes((box_convert(target.boxes_cxcywh, "cxcywh", "xyxy") * scale).round())  # float32, exact for whole pixels
         inputs.append({"image": image, "instances": Instances(tuple(size), gt_classes=target.labels, gt_boxes=boxes)})
-    kept: list[Any] = []
-    with contextlib.ExitStack() as stack:
-        if hasattr(foreign.module, "prepare_for_cdn"):
-            prepare, kept = _keeping(foreign.module.prepare_for_cdn)
-            stack.enter_context(mock.patch.object(foreign.module, "prepare_for_cdn", prepare))
-        losses = foreign.module(inputs)
     weights = foreign.module.criterion.weight_dict
-    noise = (kept[0], kept[1], kept[3]["dn_num"]) if kept and kept[0] is not None else None
-    return {name: value for name, value in losses.items() if name in weights}, noise
+    return {name: value for name, value in foreign.module(inputs).items() if name in weights}
 
 
 LOSSES_OF = {"dino": _losses_of_dino, "detrex": _losses_of_detrex}
-
-
-def _keeping(prepare: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """A function that makes the denoising queries, and the list that it leaves its result in."""
-    kept: list[Any] = []
-
-    @functools.wraps(prepare)
-    def keep(*args: Any, **options: Any) -> Any:
-        kept.extend(made := prepare(*args, **options))
-        return made
-
-    return keep, kept
 
 
 def _draw_objects(count: int, generator: torch.Generator) -> Targets:
@@ -156,22 +129,42 @@ def _float64_by_default() -> Iterator[None]:
 
 
 @contextmanager
-def _given_noise(ours: nn.Module, noise: Noise | None, targets: list[Targets], theirs: nn.Module) -> Iterator[None]:
-    """Inside, our denoising draws what the authors' code has drawn; a label is the one whose vector is the content."""
+def _random_numbers(ours: nn.Module, targets: list[Targets], generator: torch.Generator) -> Iterator[None]:
+    """Inside, both codes get the same random numbers where they make the noise of denoising.
+
+    Ours draws for B images, G groups, positives and negatives, and T objects, with those that fill up; the authors' code for G
+    groups, positives and negatives, and the objects of all images one after the other; of a corner's shift a sign and a size, where
+    ours draws both in one number; and new labels only where a label changes.
+    """
     denoising = getattr(ours.queries, "denoising", None)
-    most = max(map(len, targets))
-    if denoising is None or not most:
+    if denoising is None:
         yield
         return
-    contents, numbers, groups = noise
-    if contents.shape[1] != 2 * groups * most or groups != denoising.count(targets)[0]:
-        raise click.ClickException(f"groups of denoising differ: {contents.shape[1]} queries in {groups}")
-    shape = (len(targets), groups, 2, most)
-    labels = torch.cdist(contents.detach().flatten(0, 1), theirs.label_enc.weight.detach()).argmin(-1)
-    objects = torch.stack([torch.arange(most).where(torch.arange(most) < len(target), -1) for target in targets])
-    objects = objects[:, None, None].repeat(1, groups, 2, 1)
-    given = (objects, labels.reshape(shape), numbers.detach().sigmoid().reshape(*shape, 4))
-    with mock.patch.object(denoising, "draw_noise", return_value=given):
+    groups, size = denoising.count(targets)
+    shape = (len(targets), groups, 2, size // 2)
+    changes = torch.rand(shape, generator=generator, dtype=torch.float64)
+    labels = torch.randint(denoising.num_classes, shape, generator=generator)
+    signs = torch.randint(2, (*shape, 4), generator=generator).double()
+    sizes = torch.rand((*shape, 4), generator=generator, dtype=torch.float64)
+
+    def of_objects(values: Tensor) -> Tensor:
+        """(B, G, 2, T, ...) in the order of the authors' code."""
+        return torch.cat([values[image, :, :, : len(target)] for image, target in enumerate(targets)], dim=2).flatten(0, 2)
+
+    def rand_like(like: Tensor) -> Tensor:
+        if like.dim() == 5:
+            return (1 + (2 * signs - 1) * sizes) / 2
+        return of_objects(changes if like.dim() == 1 else sizes)
+
+    def randint_like(like: Tensor, *bounds: int, **options: Any) -> Tensor:
+        if like.dim() == 4:
+            return labels
+        return of_objects(labels)[like] if like.dim() == 1 else of_objects(signs)
+
+    functions = {"rand": lambda *_, **__: changes, "rand_like": rand_like, "randint_like": randint_like}
+    with contextlib.ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(mock.patch.object(torch, name, function))
         yield
 
 

@@ -20,7 +20,7 @@ from benchmarks import budget
 from benchmarks.estimate import of_clusters, of_data
 
 ROOT = Path(__file__).resolve().parent.parent
-WITH_TABLES = ("comparison", "export", "look", "results", "scaling", "small_data", "speed", "use")
+WITH_TABLES = ("comparison", "export", "look", "parity", "results", "scaling", "small_data", "speed", "use")
 DOCUMENTS = [ROOT / "docs" / f"{name}.md" for name in WITH_TABLES]
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Sequence[str]
@@ -91,24 +91,30 @@ def arm_cells(runs: Sequence[dict[str, Any]]) -> tuple[str, str, str, str]:
 
 def mechanisms() -> list[Row]:
     """The arms of the study by AP at the end; means over the seeds that have a record."""
-    rows = [["arm", "AP at half of the CPU time", "AP at its end", "by seed", "duplicates, % of detections above 0.4"]]
+    head = ["arm", "iterations", "AP at half of the CPU time", "AP at its end", "by seed", "duplicates, % of detections above 0.4"]
+    rows = [[*head, "CPU s by seed"]]
     folders = (ROOT / "studies" / "mechanisms" / "results" / "mechanisms").iterdir()
     arms = {folder.name: read_runs("mechanisms", "mechanisms", folder.name) for folder in folders}
     for name in sorted(arms, key=lambda name: statistics.mean(run["AP"] for run in arms[name]), reverse=True):
         mean, seeds, half, copies = arm_cells(arms[name])
-        rows.append([f"`{name}`", half, mean, seeds, copies])
+        rows.append([f"`{name}`", f"{arms[name][0]['iterations']:,}", half, mean, seeds, copies, seconds_by_seed(arms[name])])
     return rows
+
+
+def seconds_by_seed(runs: Sequence[dict[str, Any]]) -> str:
+    """CPU seconds of each run; those on a processor without AVX-512 are marked."""
+    return ", ".join(f"{run['cpu_seconds']:.0f}{'†' * (run['instruction_set'] == 'AVX2')}" for run in runs)
 
 
 def blood_cells() -> list[Row]:
     """The arms of the study on blood cells; means over the seeds that have a record."""
-    rows = [["arm", "iterations", "AP at half of the CPU time", "AP at its end", "by seed", "AP50", "CPU s"]]
+    rows = [["arm", "iterations", "AP at half of the CPU time", "AP at its end", "by seed", "AP50", "CPU s by seed"]]
     for name in ("before", "together", "small", "small together"):
         runs = read_runs("bccd", "tutorial", name)
         half = statistics.mean(sorted((int(at), value) for at, value in run["curve"].items())[1][1] for run in runs)
-        means = {key: statistics.mean(run[key] for run in runs) for key in ("AP", "AP50", "cpu_seconds")}
+        means = {key: statistics.mean(run[key] for run in runs) for key in ("AP", "AP50")}
         seeds = ", ".join(f"{run['AP']:.1f}" for run in runs)
-        figures = [f"{half:.1f}", f"{means['AP']:.1f}", seeds, f"{means['AP50']:.1f}", f"{means['cpu_seconds']:,.0f}"]
+        figures = [f"{half:.1f}", f"{means['AP']:.1f}", seeds, f"{means['AP50']:.1f}", seconds_by_seed(runs)]
         rows.append([f"`{name}`", f"{runs[0]['iterations']:,}", *figures])
     return rows
 
@@ -341,6 +347,27 @@ def shards() -> list[Row]:
     return rows
 
 
+CODES = {"dino": "IDEA-Research/DINO", "hdetr": "HDETR/H-Deformable-DETR", "msdetr": "Atten4Vis/MS-DETR", "detrex": "detrex"}
+CODES |= {"dfine": "Peterande/D-FINE", "deim": "ShihuaHuang95/DEIM"}
+LOSSES_OF = {"varifocal": "D-FINE and RT-DETR", "mal": "DEIM", "ia_bce": "Align-DETR"}
+
+
+def foreign_weights() -> list[Row]:
+    rows = [["code", "model", "config", "tensors loaded", "logits", "boxes", "losses", "gradients"]]
+    for row in read_bench("foreign_weights")["rows"]:
+        figures = [f"{row[key]:.1e}" if key in row else "-" for key in ("logits", "boxes", "losses", "gradients")]
+        rows.append([CODES[row["code"]], row["model"], f"`{Path(row['config']).stem}`", str(row["loaded"]), *figures])
+    return rows
+
+
+def foreign_losses() -> list[Row]:
+    rows = [["code", "model", "loss", "gradient"]]
+    for row in read_bench("foreign_losses")["rows"]:
+        of = row["loss of"]
+        rows.append([CODES[row["code"]], f"{LOSSES_OF[of]}, `{of}`", *(f"{row[key]:.1e}" for key in ("loss", "gradient"))])
+    return rows
+
+
 TABLES: dict[str, Callable[[], list[Row]]] = {
     "photographs": photographs,
     "quickstart": quickstart,
@@ -362,6 +389,8 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "beside others": beside_others,
     "shards": shards,
     "timm": timm_networks,
+    "foreign weights": foreign_weights,
+    "foreign losses": foreign_losses,
     "budget": budget.rows,
     "estimate of data": of_data,
     "estimate of clusters": of_clusters,

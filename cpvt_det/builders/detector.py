@@ -36,6 +36,7 @@ from cpvt_det.registry import PartRegistry
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""
 OF_ONE_STAGE = ("learned", "anchors")
+SIGMOIDS = "set MODEL.CRITERION.CLASSIFICATION to focal, or to another one with sigmoids (varifocal, mal, ia_bce)"
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
 """``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
 arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
@@ -141,7 +142,7 @@ def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict
         way_out = f"set it to {not deformable.TWO_STAGE}, or the name to one of {', '.join(others)}"
         raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; {way_out}")
     if deformable.MIXED_SUPERVISION and build_classification(cfg).prior_probability is None:
-        raise ConfigError("MODEL.DEFORMABLE.MIXED_SUPERVISION matches by sigmoids: set MODEL.CRITERION.CLASSIFICATION to focal")
+        raise ConfigError(f"MODEL.DEFORMABLE.MIXED_SUPERVISION matches by sigmoids: {SIGMOIDS}")
     return {
         **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
         "transformer": DeformableTransformer(
@@ -226,7 +227,7 @@ def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) 
     source, two_stage = cfg.MODEL.QUERIES.NAME, facts["needs_references"] and cfg.MODEL.DEFORMABLE.TWO_STAGE
     if (source in OF_PROPOSALS or (two_stage and not source)) and classification.prior_probability is None:
         key = f"MODEL.QUERIES.NAME {source!r}" if source else "MODEL.DEFORMABLE.TWO_STAGE"
-        raise ConfigError(f"{key} ranks proposals by a sigmoid: set MODEL.CRITERION.CLASSIFICATION to focal")
+        raise ConfigError(f"{key} ranks proposals by a sigmoid: {SIGMOIDS}")
     if source:
         arguments["queries"] = QUERY_REGISTRY.build(source, facts, _query_options(cfg))
     return arguments

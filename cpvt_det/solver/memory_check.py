@@ -64,7 +64,7 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
         buffer.copy_(buffers[name])
     each = distributed.all_reduce_max(each)
     size = f"{len(part)} images on a canvas of {images.shape[2]} x {images.shape[3]} pixels"
-    _judge(each, len(part), count, available, size)
+    _judge(each, len(part), count, available, size, has_many_queries=squared > (2 * getattr(detector, "num_queries", 0)) ** 2)
 
 
 def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | None], available: int) -> int:
@@ -93,8 +93,8 @@ def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | No
     return squared
 
 
-def _judge(each: int, images: int, count: int, available: int, size: str) -> None:
-    """Refuse, warn of, or pass ``images`` at once that keep ``each`` bytes."""
+def _judge(each: int, images: int, count: int, available: int, size: str, has_many_queries: bool = False) -> None:
+    """Refuse, warn of, or pass ``images`` at once that keep ``each`` bytes, perhaps because of queries of training."""
     need = each * images
     if need * LIKELY <= available:
         return
@@ -104,6 +104,8 @@ def _judge(each: int, images: int, count: int, available: int, size: str) -> Non
         if fitting
         else "one image at a time is hardly less: set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
     )
+    if has_many_queries:
+        way_out += "; most queries are those of training, of which a smaller MODEL.QUERIES.DENOISING or HYBRID makes fewer"
     told = (
         f"{size} keep {need / 1e9:.3g} GB for the backward pass (measured on one of them), "
         f"and {available / 1e9:.3g} GB of memory are available"

@@ -111,7 +111,7 @@ def _three_digits(mean: float, half: float, sign: str = "") -> str:
 def results_table(records: Mapping[str, Mapping[int, Record]], figures: Sequence[str]) -> str:
     """A row per variant: CPU time of a training, and the figures that are in the records.
 
-    The time is a median, since what a killed attempt used is in no record.
+    The time is a median, since older records lack what killed attempts used.
     """
     known = [key for key in figures if any(run[key] is not None for runs in records.values() for run in runs.values())]
     rows = []

@@ -22,6 +22,7 @@ from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.errors import MapSizeError, RunStoppedError, first_line
 from cpvt_det.files import write_json
 from cpvt_det.own_modules import import_inherited
+from cpvt_det.runner.callbacks import Callback, TrainingRun
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.setup import describe_environment, stop_log
 from cpvt_det.runner.train import run as train
@@ -166,14 +167,12 @@ def _train(plan: Plan, run: Run) -> Record:
         shutil.rmtree(output, ignore_errors=True)
         earlier = {"fingerprint": fingerprint, "cpu_seconds": 0.0}
         output.mkdir(parents=True)
-    write_json(earlier, attempt)
-    before = time.process_time()
+    spent = CpuTime(attempt, **earlier)
     try:
-        results = flatten(train(cfg, resume=(output / "last_checkpoint").is_file()))
+        results = flatten(train(cfg, resume=(output / "last_checkpoint").is_file(), callbacks=[spent]))
     finally:
         stop_log()
-        earlier["cpu_seconds"] += time.process_time() - before
-        write_json(earlier, attempt)
+        spent.keep()
     metrics = read_metrics(output / "metrics.json")
     main = build_task(cfg).main_figure
     if any(group.backbone == run.name for group in plan.groups):
@@ -187,9 +186,32 @@ def _train(plan: Plan, run: Run) -> Record:
         **{figure: _or_none(results[f"{main.rpartition('/')[0]}/{figure}"]) for figure in plan.figures_of(run.group)},
         "iterations": max(metrics) + 1,
         "ms_per_step": round(1000 * float(np.median([line["time"] for line in metrics.values() if "time" in line])), 2),
-        "cpu_seconds": round(earlier["cpu_seconds"], 1),  # over all attempts, with evaluations
+        "cpu_seconds": round(spent.seconds, 1),  # over all attempts, with evaluations
         "curve": {iteration + 1: _or_none(line[main]) for iteration, line in metrics.items() if main in line},
     }
+
+
+class CpuTime(Callback):
+    """The CPU time of all attempts at a run, kept every ``SOLVER.LOG_PERIOD`` steps, so that of a killed one little is lost.
+
+    Args:
+        attempt: file that keeps it.
+        fingerprint: fingerprint of the run.
+        cpu_seconds: time of earlier attempts.
+    """
+
+    def __init__(self, attempt: Path, fingerprint: str, cpu_seconds: float):
+        self.attempt, self.fingerprint = attempt, fingerprint
+        self.start = time.process_time() - cpu_seconds
+        self.keep()
+
+    def on_step(self, run: TrainingRun, iteration: int, scalars: dict[str, float]) -> None:
+        self.keep()
+
+    def keep(self) -> None:
+        """Write the file."""
+        self.seconds = time.process_time() - self.start
+        write_json({"fingerprint": self.fingerprint, "cpu_seconds": self.seconds}, self.attempt)
 
 
 def _measure(plan: Plan, run: Run) -> Record:

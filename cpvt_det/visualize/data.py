@@ -61,7 +61,7 @@ def draw_batches(
 def draw_denoising(
     batches: Iterable[list[Sample]], detector: nn.Module, denoising: ContrastiveDenoising, classes: Classes, count: int, path: Path
 ) -> int:
-    """Draw objects beside their noised copies: those that are to be found again, and those that are to be found nothing.
+    """Draw objects beside their noised copies: those that should find their object again, and those that should report none.
 
     Args:
         batches: batches of training samples.

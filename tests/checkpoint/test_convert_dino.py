@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of DINO, DAB-Deformable-DETR and H-DETR: names, class rows of proposals and of denoising, and a zero PEG beside them."""
 
+import argparse
+import json
 import re
 
 import pytest
 import torch
+from click.testing import CliRunner
 from test_convert_deformable import NAMES, config, rename, same, to_detrex, to_official
+from tiny import DINO as TINY
+from tiny import overrides, random_config
 
 from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_weights, read_weights
 from cpvt_det.checkpoint.convert import detect_source
 from cpvt_det.checkpoint.initial import load_initial_weights
+from cpvt_det.cli import main
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
 from cpvt_det.errors import WeightsError
@@ -247,6 +253,21 @@ def test_a_zero_peg_beside_converted_weights_changes_no_bit(case):
     first, second = (model(*batch) for model in (converted, with_peg))
     assert torch.equal(first.logits, second.logits) and torch.equal(first.boxes, second.boxes)
     assert first.boxes.std(2).mean() > 1e-3  # queries differ
+
+
+def test_an_evaluation_needs_no_more_than_the_file_as_its_authors_save_it(drawn_coco, tmp_path):
+    """With the options of their command beside the weights, and without a step of conversion."""
+    more = {**TINY, "MODEL__DEFORMABLE__MIXED_SUPERVISION": False, "MODEL__QUERIES__HYBRID": 0}
+    detector = build_detector(random_config(**more))
+    file = tmp_path / "checkpoint0011_4scale.pth"
+    torch.save({"model": to_dino(detector.state_dict()), "args": argparse.Namespace(lr=1e-4), "epoch": 11}, file)
+    words = overrides(drawn_coco.files, tmp_path / "eval", **more, MODEL__WEIGHTS=file, TEST__PICTURES=0)
+    command = ["train", "--runner", "builtin", "--config-file", "_detectron2.yaml", "--eval-only", *words]
+    ended = CliRunner().invoke(main, command)
+    assert ended.exit_code == 0, ended.output
+    assert "bbox/AP" in json.loads((tmp_path / "eval/results.json").read_text())
+    found = json.loads((tmp_path / "eval/inference/coco_instances_results.json").read_text())
+    assert len({round(detection["score"], 6) for detection in found}) > 10
 
 
 def test_the_labels_of_denoising_are_not_missed_in_a_model_without_it(tmp_path):

@@ -118,6 +118,15 @@ def test_an_onnx_file_gives_the_models_answers(tmp_path, kind, position, more, w
     assert [path.name for path in tmp_path.glob("detector*")] == ["detector.onnx"]
 
 
+def test_a_dino_of_any_size_gives_the_models_answers(tmp_path):
+    """Of mixed queries, refined positions and the branches of training nothing depends on the size that was traced."""
+    result = export(save(tmp_path, make_cfg("dino", "peg")), tmp_path / "detector.onnx", format="onnx")
+    assert result.exit_code == 0, result.output
+    lines = [line.split("|")[1:4] for line in result.output.splitlines() if line.startswith("| ")]
+    assert [line[0].strip() for line in lines[1:]] == ["1 x 32 x 80", "3 x 80 x 48", "4 x 96 x 96"]
+    assert all(0 <= float(difference) < 1e-4 for line in lines[1:] for difference in line[1:])
+
+
 @pytest.mark.parametrize(("format", "nms"), [("torch_export", 1.0), ("onnx", 1.0), ("torch_export", 0.5)])
 def test_half_precision_stays_near(tmp_path, format, nms):
     path = save(tmp_path, make_cfg("deformable", "sine_offset", TEST__NMS=nms, **REFINE))

@@ -110,7 +110,7 @@ CASES = [
         ),
     ),
     Case(
-        "denoising for a number of classes below 1",
+        "denoising for another number of classes than the data's",
         train(**{**DINO, "MODEL__NUM_CLASSES": -1}),
         "MODEL.NUM_CLASSES is -1, but the data has 2 classes (cell, mite)",
         guard=Cut("builders/datasets.py", "if cfg.MODEL.NUM_CLASSES not in (0, len(classes)):", "if False:"),

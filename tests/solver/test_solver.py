@@ -5,11 +5,12 @@ import copy
 
 import pytest
 import torch
-from tiny import MODEL, random_config
+from tiny import DINO, MODEL, random_config
 
 from cpvt_det import builders
 from cpvt_det.config import get_cfg, merge_overrides
 from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
 from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule, schedule_from_epochs
@@ -252,3 +253,23 @@ def test_settings_that_cannot_be_had_name_the_key(more, match):
     model = TrainingModel(detector, builders.build_criterion(cfg))
     with pytest.raises(ConfigError, match=match):
         builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), builders.build_schedule(cfg, 10), 0)
+
+
+def test_noise_of_denoising_follows_seed_iteration_and_process(monkeypatch):
+    """And nothing else: not what was drawn before a step."""
+    drawn = []
+    draw = ContrastiveDenoising.draw_noise
+    monkeypatch.setattr(ContrastiveDenoising, "draw_noise", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+
+    def noise(seed, iteration, rank=0):
+        torch.manual_seed(1)
+        detector = builders.build_detector(tiny_cfg(**DINO)).train()
+        torch.manual_seed(len(drawn))
+        monkeypatch.setattr("cpvt_det.distributed.rank", lambda: rank)
+        make_step(tiny_cfg(**DINO), detector, seed=seed)(make_samples(3), iteration)
+        return drawn[-1][2]
+
+    first = noise(5, 3)
+    assert first.numel() > 8
+    assert torch.equal(noise(5, 3), first)
+    assert not any(torch.equal(noise(*other), first) for other in ((6, 3), (5, 4), (5, 3, 1)))

@@ -261,7 +261,7 @@ def test_a_run_goes_on_only_from_its_own_attempt(tmp_path, monkeypatch):
     before = weights(path, "first/none/0")
     plan = changed(path, lambda plan: plan["groups"]["first"]["variants"]["none"].update({"SOLVER.BASE_LR": 1e-2}))
 
-    def die(cfg, resume):
+    def die(cfg, resume, callbacks):
         assert not resume
         raise Killed
 
@@ -276,6 +276,18 @@ def test_a_run_goes_on_only_from_its_own_attempt(tmp_path, monkeypatch):
     attempt = json.loads((plan.output_of("first/none/0") / "attempt.json").read_text())
     assert kept["cpu_seconds"] == pytest.approx(attempt["cpu_seconds"], abs=0.1)
     assert attempt["cpu_seconds"] > 0
+
+
+def test_the_time_of_a_killed_attempt_counts(tmp_path, monkeypatch):
+    """Of two attempts, the first of which the system ends after a step that was logged, without any handler."""
+    clock, file = iter([10.0, 10.0, 17.0, 100.0, 100.0, 102.0, 105.0]), tmp_path / "attempt.json"
+    monkeypatch.setattr(study.time, "process_time", lambda: next(clock))
+    first = study.CpuTime(file, "f", 0.0)
+    first.on_step(None, 19, {})
+    second = study.CpuTime(file, **json.loads(file.read_text()))
+    second.on_step(None, 39, {})
+    second.keep()
+    assert json.loads(file.read_text()) == {"fingerprint": "f", "cpu_seconds": 7.0 + 5.0}
 
 
 def test_a_run_that_fails_is_told_and_the_others_are_done(tmp_path):

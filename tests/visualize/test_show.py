@@ -98,7 +98,7 @@ def test_samples_lie_where_they_are_read():
     assert note == "levels 75/25 %"
 
 
-@pytest.mark.parametrize("more", [{}, DEFORMABLE], ids=["detr", "deformable"])
+@pytest.mark.parametrize("more", [{}, DEFORMABLE, DINO], ids=["detr", "deformable", "dino"])
 def test_attention_is_drawn_by_command(tmp_path, more):
     weights = save_random(tmp_path / "run" / "model.pth", MODEL__DETR__ENC_LAYERS=2, **more)
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 72, 3), dtype=np.uint8)).save(tmp_path / "image.png")
