@@ -240,7 +240,7 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.BACKBONE_LR = 2e-5  # learning rate of the backbone
     solver.POINTS_LR_MULTIPLIER = 0.1  # factor on BASE_LR for Deformable-DETR's sampling offsets and reference points
     solver.LR_MULTIPLIERS = []  # learning rate factors, [part, factor] each: ["backbone.body.layer2", 0.5]; nested parts multiply
-    solver.LAYER_DECAY = 1.0  # deit, cpvt, tnt: factor on the learning rate per layer that comes after a weight, in the backbone
+    solver.LAYER_DECAY = 1.0  # backbone's learning rate factor per layer (of convolutional ones: stage) that comes after a weight
     solver.WEIGHT_DECAY = 1e-4  # weight decay of AdamW
     solver.WEIGHT_DECAY_NORM = None  # weight decay of norms; None: WEIGHT_DECAY, as in the recipe
     solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: the same as for such parameters elsewhere

@@ -28,7 +28,7 @@ Row = Sequence[str]
 PASSES = ("inference", "training step")
 MODELS = {
     "AVX2": ("model_cpu_avx2",),
-    "AVX-512": ("model_cpu", "padded/model_cpu"),
+    "AVX-512": ("model_cpu",),
 }
 """What was measured -> its records; of a case that several have, the first one's."""
 LIMITED = {"AVX-512, limited": ("limited/model_cpu_avx2", "limited/padded/model_cpu_avx2", "limited/deformable/model_cpu_avx2")}
@@ -129,7 +129,7 @@ def quickstart_time() -> list[Row]:
     ]
     rows = [[*head, "AP of that run", "record"]]
     for name, label in (
-        ("quickstart_time_cpu_avx2", "AVX2 (family 25)"),
+        ("quickstart_time_cpu_avx2", "AVX2"),
         ("limited/quickstart_time_cpu_avx2", "AVX-512 (a newer one), limited to AVX2"),
         ("quickstart_time_cpu", "AVX-512"),
     ):
@@ -170,6 +170,45 @@ def whole_models(models: dict[str, tuple[str, ...]] = MODELS) -> list[Row]:
     return rows
 
 
+DINO_RECORDS = {"IDEA-Research/DINO": ("dino/model_cpu", "DINO-R50"), "detrex": ("detrex/model_cpu", "detrex DINO-R50")}
+"""Code -> its record, and the beginning of the cases' names."""
+
+
+def dino() -> list[Row]:
+    """How many times as fast ours is on one thread, beside each code."""
+    theirs = ["same work, theirs as it comes", "same work, theirs at its best", "as it ships, theirs at its best"]
+    rows = [["code", "pass", "padding", *theirs]]
+    for code, (record, name) in DINO_RECORDS.items():
+        cases = {case["name"]: case for case in read_bench(record)["cases"]}
+        for passes, (padding, between) in itertools.product(PASSES, (("none", " "), ("29 %", ", 29 % padded, "))):
+            if case := cases.get(f"{name} 640x640 b2{between}{passes}"):
+                of = {row["name"]: row for row in case["rows"]}
+                ours, shipped = of["cpvt_det"], of["cpvt_det PEG"]
+                figures = [ours["ratio_cpu"], ours["over_peer_cpu"], shipped["over_peer_cpu"]]
+                rows.append([code, passes, padding, *map(_times, figures)])
+    return rows
+
+
+def dino_memory() -> list[Row]:
+    rows = [["peak memory of a training step", *(f"over {code}'s" for code in DINO_RECORDS)]]
+    steps = [rows_of(record, f"{name} 640x640 b2 training step") for record, name in DINO_RECORDS.values()]
+    for label, ours in (("as it ships", "cpvt_det PEG"), ("with `MODEL.CHECKPOINTING`", "cpvt_det PEG, checkpointing")):
+        least = [min(row["peak_bytes"] for row in of.values() if row["peer"]) for of in steps]
+        shares = [of[ours]["peak_bytes"] / peer if ours in of else None for of, peer in zip(steps, least, strict=True)]
+        rows.append([label, *("-" if share is None else f"{share:.2f}" for share in shares)])
+    return rows
+
+
+def dino_inference() -> list[Row]:
+    """Our DINO's inference beside our Deformable-DETR's with as many queries."""
+    of = rows_of(DINO_RECORDS["IDEA-Research/DINO"][0], "DINO-R50 640x640 b2 inference, beside Deformable-DETR")
+    rows = [["feed-forward networks of Deformable-DETR", "DINO is times as fast"]]
+    for label, name in (("1024 wide, as published", ""), ("2048 wide, as DINO's", ", as wide as DINO")):
+        times = of[f"cpvt_det Deformable-DETR{name}"]["cpu"]["median"] / of["cpvt_det DINO"]["cpu"]["median"]
+        rows.append([label, f"{times:.2f}"])
+    return rows
+
+
 def _times(spread: dict[str, float]) -> str:
     return f"{spread['median']:.2f} ({spread['q1']:.2f}-{spread['q3']:.2f})"
 
@@ -185,14 +224,30 @@ def rows_of(record: str, case: str) -> dict[str, dict[str, Any]]:
 
 
 def two_threads() -> list[Row]:
+    """Ours with PEG against the fastest peer as they come; bf16 of DETR has a newer record."""
     rows = [["model", "pass", "float32", "bf16 on both sides", "our bf16 against float32 peers"]]
     for model, name in OLDER_CASES.items():
         for passes in PASSES:
             of = rows_of(OLDER, name.format(passes))
-            half = min(row["wall"]["median"] for other, row in of.items() if other.endswith(" bf16") and "cpvt" not in other)
             ours = of["cpvt_det PEG bf16"]
-            both = f"{half / ours['wall']['median']:.1f}"
-            rows.append([model, passes, _times(of["cpvt_det PEG"]["over_peer_wall"]), both, _times(ours["over_peer_wall"])])
+            half = [f"{_half_precision(of, 'wall'):.1f}", _times(ours["over_peer_wall"])] if model != "DETR-R50" else ["-", "-"]
+            rows.append([model, passes, _times(of["cpvt_det PEG"]["over_peer_wall"]), *half])
+    return rows
+
+
+def _half_precision(of: dict[str, dict[str, Any]], clock: str) -> float:
+    """The fastest peer's time over that of ours with PEG, all in bf16; a quotient of medians."""
+    peers = [row[clock]["median"] for name, row in of.items() if name.endswith(" bf16") and "cpvt" not in name]
+    return min(peers) / of["cpvt_det PEG bf16"][clock]["median"]
+
+
+def half_precision() -> list[Row]:
+    rows = [["model", "pass", "padding", "bf16 on both sides", "our bf16 against float32 peers"]]
+    for passes in PASSES:
+        for padding, name in zip(("none", "29 %"), BATCHES["DETR-R50"], strict=True):
+            of = rows_of("model_cpu", name.format(passes))
+            times = _times(of["cpvt_det PEG bf16"]["over_peer_cpu"])
+            rows.append(["DETR-R50", passes, padding, f"{_half_precision(of, 'cpu'):.2f}", times])
     return rows
 
 
@@ -230,18 +285,20 @@ def classifiers() -> list[Row]:
 
 
 def parts() -> list[Row]:
-    """Everything but whole models: times against the fastest peer."""
+    """Everything but whole models: times against the fastest peer. Records before instruction sets were kept are of AVX-512."""
 
     def line(label: str, record: str, cases: Sequence[str], timed: str = "wall") -> Row:
         spreads = [rows_of(record, case)["cpvt_det"][f"over_peer_{timed}"] for case in cases]
         text = _times(spreads[0]) if len(spreads) == 1 else ", ".join(f"{spread['median']:.1f}" for spread in spreads)
-        return [label, text, f"[{record.partition('_')[0]}](../benchmarks/results/{record}.md)"]
+        instructions = {"AVX512": "AVX-512"}.get(made := read_bench(record)["machine"].get("instruction_set", "AVX512"), made)
+        threads = "two threads" if record.endswith("_2threads") else "one thread"
+        return [label, text, f"{instructions}, {threads}", f"[{record.partition('_')[0]}](../benchmarks/results/{record}.md)"]
 
     op, both = "op_cpu_2threads", "near forward+backward"
     kinds = ("softmax", "focal", "denoising")
     softmax, focal, denoising = ([f"{kind} b{b} q{q}" for b in (8, 32) for q in (100, 300)] for kind in kinds)
     return [
-        ["work", "times as fast", "record"],
+        ["work", "times as fast", "measured with", "record"],
         line(
             "deformable attention, all tokens, 640x640, 1, 2, 4, 8 images", op, [f"640x640 b{b} qall {both}" for b in (1, 2, 4, 8)]
         ),
@@ -298,10 +355,9 @@ def beside_others() -> list[Row]:
         one, other = (value["median"] if isinstance(value, dict) else value for value in values)
         return one / other
 
-    def models(label: str, passes: str, half: bool = False, key: str = "wall") -> Row:
-        ending = " bf16" * half
+    def models(label: str, passes: str, key: str = "wall") -> Row:
         found = {
-            (model, peer): f"{over(OLDER, name.format(passes), peer + ending, f'cpvt_det PEG{ending}', key):.1f}"
+            (model, peer): f"{over(OLDER, name.format(passes), peer, 'cpvt_det PEG', key):.1f}"
             for model, name in OLDER_CASES.items()
             for peer in ("official", "transformers")
         }
@@ -322,7 +378,6 @@ def beside_others() -> list[Row]:
     return [
         ["", "detr", "Deformable-DETR", "transformers: DETR; Deformable-DETR"],
         models("training step, R50", PASSES[1]),
-        models("training step, both under bf16 autocast", PASSES[1], half=True),
         models("inference", PASSES[0]),
         models("peak memory of the training step", PASSES[1], key="peak_bytes"),
         losses(8),
@@ -376,7 +431,11 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "quickstart time": quickstart_time,
     "whole models": whole_models,
     "limited": partial(whole_models, LIMITED),
+    "dino": dino,
+    "dino memory": dino_memory,
+    "dino inference": dino_inference,
     "two threads": two_threads,
+    "half precision": half_precision,
     "memory": memory,
     "PEG beside sine": peg_beside_sine,
     "classifiers": classifiers,

@@ -3,6 +3,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from itertools import count, takewhile
 from pathlib import Path
@@ -91,9 +92,15 @@ def choose_run(
     """
     if is_of_torchrun() or variables_of_group(os.environ):
         raise BadInputError("each of the processes would choose for itself; use --num-gpus, or --config-file with a chosen.yaml")
-    output = dict(zip(overrides[::2], overrides[1::2], strict=False)).get("OUTPUT_DIR") or _output_of(folder, resume)
+    typed = dict(zip(overrides[::2], overrides[1::2], strict=False))
+    output = typed.get("OUTPUT_DIR") or _output_of(folder, resume)
     path = Path(output).expanduser() / CHOSEN
     if resume and path.is_file():
+        if budget or data_format or new_split:
+            raise ConfigError(
+                f"--resume goes on with the data and the length of {path}: leave out --budget, --format and --new-split; a larger "
+                "SOLVER.EPOCHS trains longer"
+            )
         return str(path), tuple(overrides)
     _require_outside(path.parent, folder)
     with quick_imports():
@@ -106,13 +113,15 @@ def choose_run(
         lines.append(line)
         click.echo(line)
 
+    device = typed.get("MODEL.DEVICE") or ("cpu" if num_gpus == 0 else "auto")
     settled = [Choice("OUTPUT_DIR", output), Choice("SEED", 0)]
+    settled += [Choice("MODEL.DEVICE", "cpu", "--num-gpus 0")] if num_gpus == 0 else []
     settled += [Choice(f"DATASETS.{key}", list(cfg.DATASETS[key])) for key in ("REGISTER", "TRAIN", "TEST")]
     seconds = budget or Duration().convert(BUDGET, None, None)
-    choices = choose_settings(settled, overrides, datasets, describe_machine(num_gpus), seconds, tell)
+    choices = choose_settings(settled, overrides, datasets, describe_machine(num_gpus, device), seconds, tell)
     rows = [choice for choice in choices if choice.reason]
     click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
-    again = f"cpvt-det train{import_words()} --config-file {path}"
+    again = f"cpvt-det train{import_words()} --config-file {shlex.quote(str(path))} OUTPUT_DIR {shlex.quote(f'{output}_again')}"
     header = [f"{CHOSEN_FOR}{folder.resolve()}", f"The same run again: {again}", *lines]
     _write(path, write_choices(choices, header))
     click.echo(f"all settings: {path}")
@@ -161,6 +170,8 @@ def _read(
     cfg, found = folder_config(folder, output, overrides, data_format, new_split)
     data = check_datasets(cfg)
     require_no_errors(data.issues, cfg.DATASETS.ON_BAD)
+    if not data.tests:
+        raise ConfigError("DATASETS.TEST is empty: a run on a folder measures itself on a validation set; leave the key out")
     datasets = [data.train[0], data.tests[0]]
     refuse_overlap(*datasets)
     written = [f"which images are where: {', '.join(found.written)}"] if found.written else []

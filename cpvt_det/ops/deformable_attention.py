@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cpvt_det.errors import UnknownNameError, first_line
 from cpvt_det.garbage import no_garbage_collection
+from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_eager import embedding_bag_attention, gather_attention, grid_sample_attention
 from cpvt_det.ops.exporting import is_exporting
 from cpvt_det.structures import Size
@@ -83,7 +84,7 @@ def _choose(device_type: str) -> str:
     if is_exporting():
         return "export"
     for implementation, served in FUSED.items():
-        if device_type == served and _is_available(implementation):
+        if device_type == served and not _is_left_out(implementation) and _is_available(implementation):
             return implementation
     return "eager"
 
@@ -105,6 +106,12 @@ def _kernels(implementation: str) -> ModuleType | Exception:
 @torch.compiler.assume_constant_result  # torch 2.9 cannot compile the question
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)
+
+
+@torch.compiler.assume_constant_result
+def _is_left_out(implementation: str) -> bool:
+    """Whether ``CPVT_DET_WITHOUT`` leaves out the kernel that is chosen by itself."""
+    return implementation == "numba" and not routes.is_on("deformable")
 
 
 @torch.compiler.assume_constant_result

@@ -20,6 +20,8 @@ ROUTES = {
     "winograd": ("AVX2",),
     "blocks": ("",),
     "dropout": ("",),
+    "deformable": ("",),
+    "canvases": ("",),
     "openmp": ("",),
 }
 """Way -> the instruction sets that take it, as the beginning of what torch calls them.
@@ -30,9 +32,11 @@ ROUTES = {
 - ``blocks`` (``ops/convolution.py``): residual sums by blocks of cells, in inference;
 - ``winograd`` (``ops/winograd.py``): 3x3 convolutions with fewer multiplications;
 - ``dropout`` (``ops/dropout.py``): dropout by a kernel of our own;
+- ``deformable`` (``ops/deformable_attention.py``): deformable attention by numba's kernel;
+- ``canvases`` (``models/backbones/canvases.py``): images of a padded batch on canvases of their own;
 - ``openmp`` (``ops/numba_threads.py``): numba's kernels in torch's own threads, where these are GCC's OpenMP; else in a pool.
 """
-OWN = ("dropout", "openmp")
+OWN = ("dropout", "deformable", "canvases", "openmp")
 """Ways that take nothing of oneDNN."""
 SWITCH = "CPVT_DET_WITHOUT"
 
@@ -64,7 +68,7 @@ def is_plain(x: Tensor) -> bool:
 def takes(route: str, x: Tensor) -> bool:
     """Whether a way of float32 is taken for ``x``: plain, not empty, without autocast.
 
-    ``torch.backends.mkldnn.enabled = False`` switches all of them off.
+    ``torch.backends.mkldnn.enabled = False`` switches off all that is asked for here.
     """
     if not is_plain(x) or x.dtype != torch.float32 or x.numel() == 0:
         return False

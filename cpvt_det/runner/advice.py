@@ -16,10 +16,10 @@ from cpvt_det.own_modules import import_words
 from cpvt_det.solver.schedule import TrainingSchedule
 
 logger = logging.getLogger("cpvt_det")
-TYPICAL = {"random weights": "about 300000", "a pretrained backbone": "5000 or more"}
+TYPICAL = {"random weights": "about 300000", "a pretrained backbone": "2000 or more"}
 """What a run starts from -> iterations that a DETR needs on photographs. From random weights 500 epochs of COCO with batch size 64
 are 920,000, 50 with batch size 32 are 185,000; on some hundred images from a pretrained backbone: docs/small_data.md."""
-FEW = {"random weights": 30_000, "a pretrained backbone": 3_000}
+FEW = {"random weights": 30_000, "a pretrained backbone": 1_000}
 """What a run starts from -> iterations below which a warning is due."""
 
 

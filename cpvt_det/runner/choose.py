@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.config import get_cfg, merge_checked, merge_overrides
 from cpvt_det.data.coco import CocoDataset
+from cpvt_det.errors import ConfigError
 from cpvt_det.inference import evaluation_mode
 from cpvt_det.models.backbones.packaged import PACKAGES
 from cpvt_det.runner.recipe import (
@@ -23,6 +25,7 @@ from cpvt_det.runner.recipe import (
     Choice,
     MachineFacts,
     Pace,
+    Plan,
     describe_data,
     first_plan,
     format_seconds,
@@ -36,6 +39,7 @@ from cpvt_det.runner.recipe import (
 from cpvt_det.runner.setup import set_threads
 from cpvt_det.tasks.registry import build_task
 
+TYPED = "from the command line"
 OF_OUR_BACKBONE = ("NAME", "WEIGHTS", "NORM", "WIDTH", "FREEZE_AT")
 WARM_UP, STEPS = 3, 8
 """Steps before the clock starts, with kernels to compile, and steps that are measured."""
@@ -43,10 +47,10 @@ SECONDS = 20.0
 """Measuring ends with the first step after this time."""
 
 
-def describe_machine(num_gpus: int | None) -> MachineFacts:
-    """The facts of this machine; ``num_gpus`` as on the command line."""
+def describe_machine(num_gpus: int | None, device: str = "auto") -> MachineFacts:
+    """The facts of this machine; ``num_gpus`` as on the command line, ``device`` as in ``MODEL.DEVICE``."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    uses_gpu = num_gpus != 0 and torch.cuda.is_available()
+    uses_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     package, _, _ = PACKAGES["tf_efficientnet_lite0"]
     pretrained = all(importlib.util.find_spec(name) is not None for name in (package, "timm"))
     return MachineFacts("cuda" if uses_gpu else "cpu", cores, max(1, num_gpus or 1), pretrained)
@@ -76,11 +80,15 @@ def choose_settings(
     Raises:
         BadInputError: data or overrides that cannot be used.
     """
-    data = describe_data(*(dataset.records for dataset in datasets))
-    plan, threads = first_plan(data, machine), []
+    data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
+    if "SOLVER.MAX_ITER" in overrides[::2]:
+        raise ConfigError(
+            "SOLVER.MAX_ITER has no effect here, where the length is chosen in epochs: give --budget or SOLVER.EPOCHS"
+        )
+    plan, threads = _as_typed(first_plan(data, machine), typed, overrides[::2]), []
     for is_last in (False, True):
         choices = [*chosen, *_not_in_place_of(overrides, model_choices(plan, data, machine)), *threads]
-        pace = measure(config_of(choices, overrides), datasets)
+        pace = measure(config_of(choices, overrides), datasets, machine.processes)
         found = threads_choices(pace)
         choices, threads = choices + found, threads + found
         steps = steps_in(budget, pace, data)
@@ -88,17 +96,27 @@ def choose_settings(
             f"measured: {pace.step:.2f} s for a step of {plan.batch} images with a short side of {plan.canvas} pixels; "
             f"such steps in {format_seconds(budget)}: {steps:.0f}"
         )
-        following = plan if is_last else next_plan(plan, steps)
+        following = plan if is_last else _as_typed(next_plan(plan, steps), typed, overrides[::2])
         if following == plan:
             break
         plan = following
     notes = [too_little_time(data, pace, budget), "" if machine.pretrained else WITHOUT_PRETRAINED]
     for note in filter(None, notes):
         tell(note)
-    return _with_overrides([*choices, *length_choices(plan, data, pace, budget)], overrides)
+    epochs = typed.SOLVER.EPOCHS if "SOLVER.EPOCHS" in overrides[::2] else None
+    return _with_overrides([*choices, *length_choices(plan, data, pace, budget, epochs)], overrides)
 
 
-def measure(cfg: CfgNode, datasets: Sequence[CocoDataset]) -> Pace:
+def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
+    """The plan with the batch and the canvas that the user typed, so that what follows from them does."""
+    if "SOLVER.IMS_PER_BATCH" in keys:
+        plan = replace(plan, batch=typed.SOLVER.IMS_PER_BATCH, why_batch=TYPED)
+    if "INPUT.MIN_SIZE_TEST" in keys:
+        plan = replace(plan, canvas=typed.INPUT.MIN_SIZE_TEST, why_canvas=TYPED)
+    return plan
+
+
+def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -> Pace:
     """The time of training steps with their loading, and of evaluating images; everything is built for it and thrown away.
 
     On a CPU steps are timed with as many threads as torch takes, half of them, and so on down to one, while they become quicker:
@@ -107,8 +125,10 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset]) -> Pace:
     Args:
         cfg: config of the run, changed in place.
         datasets: the training set and the validation set.
+        processes: processes of the run, of which this one takes its share of the batch.
     """
     (train, val), solver = datasets, cfg.SOLVER
+    solver.IMS_PER_BATCH = max(1, solver.IMS_PER_BATCH // processes)
     solver.EPOCHS, solver.MAX_ITER, cfg.DATALOADER.NUM_WORKERS = 0.0, WARM_UP + STEPS, 0
     builders.set_classes(cfg, train.classes)
     task, device = build_task(cfg), builders.build_device(cfg)
@@ -128,7 +148,7 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset]) -> Pace:
         image = _evaluation_pace(cfg, task, detector, val.records[: 2 * cfg.TEST.IMS_PER_BATCH])
     finally:
         torch.set_num_threads(before)
-    return Pace(tried[best], image, tried if len(tried) > 1 else {})
+    return Pace(tried[best], image / processes, tried if len(tried) > 1 else {})
 
 
 def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[int, float]:
@@ -197,7 +217,7 @@ def _with_overrides(choices: Sequence[Choice], overrides: Sequence[str]) -> list
         node: Any = cfg
         for part in key.split("."):
             node = node[part]
-        typed[key] = Choice(key, list(node) if isinstance(node, tuple) else node, "from the command line")
+        typed[key] = Choice(key, list(node) if isinstance(node, tuple) else node, TYPED)
     return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
 
 

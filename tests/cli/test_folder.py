@@ -59,17 +59,20 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     chosen = output / "chosen.yaml"
     first, second, *_ = chosen.read_text().splitlines()
     assert first == f"# Chosen by cpvt-det train {(here.parent / 'mine').resolve()}"
-    assert second.startswith("# The same run again: cpvt-det train --config-file ")
+    assert second == "# The same run again: cpvt-det train --config-file output/mine/chosen.yaml OUTPUT_DIR output/mine_again"
+    assert yaml.safe_load(chosen.read_text())["MODEL"]["DEVICE"] == "cpu"
     again = call("train", "--config-file", chosen, "--num-gpus", 0, "--runner", "builtin", "OUTPUT_DIR", "again")
     assert again.exit_code == 0, again.output
     losses = [losses_of(folder / "metrics.json") for folder in (output, here / "again")]
     assert losses[0] == losses[1] and len(losses[0]) == 2  # 1 epoch of 5 images, 2 a step
 
+    refused = call("train", "../mine", "--resume", "--budget", "1h")
+    assert refused.exit_code == 2 and "leave out --budget, --format and --new-split; a larger SOLVER.EPOCHS" in refused.output
     resumed = call("train", "../mine", "--resume", "--num-gpus", 0, "--runner", "builtin", "SOLVER.EPOCHS", "2")
     assert resumed.exit_code == 0, resumed.output
     assert "measured:" not in resumed.output and len(losses_of(output / "metrics.json")) == 5
     weights = (output / "model_best.pth").read_bytes()
-    second = call("train", "../mine", "--budget", "1m", "--num-gpus", 0, "--runner", "builtin", *WORDS, "SOLVER.MAX_ITER", 1)
+    second = call("train", "../mine", "--budget", "1m", "--num-gpus", 0, "--runner", "builtin", *WORDS)
     assert "output/mine has a run already: this one goes to output/mine_2" in second.output, second.output
     assert (output / "model_best.pth").read_bytes() == weights and (here / "output/mine_2/model_best.pth").is_file()
     assert yaml.safe_load(chosen.read_text())["SOLVER"]["EPOCHS"] == 1
@@ -149,7 +152,7 @@ BROKEN = {
         labels_without_images,
         "error: ../mine has annotations (5 files such as ../mine/obj_train_data/a.txt) but no images; put the images below",
     ),
-    "one label without its image": (one_label_without_image, "cannot read image ../mine/c.jpg: no such file"),
+    "one label without its image": (one_label_without_image, "cannot read image ../mine/c.png: no such file"),
     "two formats": (two_formats, "annotations in several formats: coco (../mine/labels.json); voc (../mine/VOC, splits"),
     "a split that overlaps": (
         overlapping_split,
@@ -203,6 +206,11 @@ def test_a_class_of_200_that_validation_lacks_is_told_and_no_fault(here):
         (["check-data"], "name a folder of images and annotations, or a config with --config-file"),
         (["train", "SEED", "1"], "name a folder of images and annotations"),
         (["train", "../none"], "there is no folder ../none"),
+        (
+            ["train", "../mine", "DATASETS.TEST", "[]"],
+            "DATASETS.TEST is empty: a run on a folder measures itself",
+        ),
+        (["train", "../mine/annotations/mine.yaml"], "is not a folder; for a config: --config-file ../mine/annotations/mine.yaml"),
         (["train", "../mine", "SEED"], "the number of words is odd: SEED"),
         (["train", "../mine", "--format", "coko"], "did you mean 'coco'?"),
         (["train", "../mine", "--eval-only"], "--eval-only evaluates weights of a config"),
@@ -215,6 +223,7 @@ def test_a_class_of_200_that_validation_lacks_is_told_and_no_fault(here):
 )
 def test_words_that_cannot_be_used_are_refused(words, said, here):
     layouts.write_coco(here.parent / "mine")
+    layouts.write(here.parent / "mine/annotations/mine.yaml", "SEED: 1")
     before = layouts.files_below(here.parent)
     result = call(*words)
     assert result.exit_code == 2 and said in result.output, result.output

@@ -338,6 +338,18 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
             ],
             "several YAML files",
         ),
+        (
+            lambda folder: [draw(folder / "a.png", "a"), write(folder / "data.yaml", "train: there/images\nval: x\nnames: [a]\n")],
+            "split 'train' is there/images, but .*there/images does not exist; write its path from the folder of the file on",
+        ),
+        (
+            lambda folder: [write_labelimg_yolo(folder), write(folder / "more/classes.txt", "dog\ncat\n")],
+            "classes.txt and .*more/classes.txt have other names of classes, or another order; keep the one that is right",
+        ),
+        (
+            lambda folder: [draw(folder / "a.png", "a"), write(folder / "a.txt", "3000000 0.5 0.5 0.1 0.1")],
+            "a.txt, line 1: class 3000000, but no file has the names of the classes",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_read_is_refused_with_a_way_out(make, message, tmp_path):
@@ -391,18 +403,18 @@ def test_a_drawn_split_keeps_copies_together_and_rare_classes_on_both_sides(tmp_
     assert near_duplicates([str(paths[5]), str(paths[1])], [str(paths[0]), str(tmp_path / "none.png")]) == [(1, 0)]
     content = sections(paths, {number: ["common", *{3: ["r"], 4: ["r"], 5: ["s"]}.get(number, [])] for number in range(10)})
     for seed in range(20):
-        parts = divide(content, tmp_path, seed)
+        parts = divide(content, tmp_path, seed, [])
         assert parts["train"] | parts["val"] == set(range(10)) and not parts["train"] & parts["val"]
         assert len({0, 1, 2} & parts["val"]) in (0, 3)
         assert len({3, 4} & parts["val"]) == 1 and 5 in parts["train"]
         assert len(parts["val"]) in (1, 2, 3, 4)
-    assert divide(content, tmp_path, 3) == divide(content, tmp_path, 3)
+    assert divide(content, tmp_path, 3, []) == divide(content, tmp_path, 3, [])
     moved = tmp_path / "elsewhere"
     for number, path in paths.items():
         moved.mkdir(exist_ok=True)
         paths[number] = Path(shutil.copy(path, moved))
-    assert divide(sections(paths, {0: ["a"], 4: ["a"]}), moved, 1) == divide(
-        sections({number: tmp_path / path.name for number, path in paths.items()}, {0: ["a"], 4: ["a"]}), tmp_path, 1
+    assert divide(sections(paths, {0: ["a"], 4: ["a"]}), moved, 1, []) == divide(
+        sections({number: tmp_path / path.name for number, path in paths.items()}, {0: ["a"], 4: ["a"]}), tmp_path, 1, []
     )
 
 
@@ -410,3 +422,85 @@ def test_plain_images_are_no_duplicates(tmp_path):
     for name in "ab":
         Image.new("RGB", (30, 30), (90, 90, 90)).save(tmp_path / f"{name}.png")
     assert near_duplicates([str(tmp_path / "a.png"), str(tmp_path / "b.png")]) == []
+
+
+def film(folder, count, others=0):
+    """Frames with one small thing that moves, which are near-duplicates of their neighbours, and other pictures."""
+    paths = {}
+    draw(folder / "first.png", "q")
+    for number in range(count):
+        frame = Image.open(folder / "first.png").copy()
+        frame.paste((255, 255, 255), (number, 5, number + 2, 7))
+        paths[number] = folder / f"frame_{number:02}.png"
+        frame.save(paths[number])
+    for number in range(others):
+        paths[count + number] = folder / f"other_{number}.png"
+        draw(paths[count + number], "abcdefghij"[number])
+    return paths
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_film_with_little_else_is_cut_in_the_order_of_its_frames(tmp_path, others):
+    """Twelve frames: a fifth of them, two or three in a row, and a word of it."""
+    paths, notes = film(tmp_path, 12, others), []
+    parts = divide(sections(paths, {number: ["a"] for number in paths}), tmp_path, 0, notes)
+    frames = sorted(number for number in parts["val"] if number < 12)
+    assert 1 <= len(parts["val"]) <= 3 and len(parts["train"]) >= 9 and parts["train"] | parts["val"] == set(paths)
+    assert frames == list(range(frames[0], frames[0] + len(frames))) if frames else parts["val"] == {12}
+    assert (
+        notes[0].startswith("12 images are nearly the same, as frames of a film are") and "like those of the training" in notes[0]
+    )
+
+
+def test_a_film_beside_enough_other_images_is_trained_on(tmp_path):
+    """Also where it has a class of its own that only one other image has."""
+    paths, notes = film(tmp_path, 8, 6), []
+    for seed in range(10):
+        content = sections(paths, {number: ["a", *(["r"] if number in (0, 9) else [])] for number in paths})
+        parts = divide(content, tmp_path, seed, notes)
+        assert set(range(8)) <= parts["train"] and 1 <= len(parts["val"]) <= 3
+    assert notes == []
+
+
+def test_few_images_to_validate_on_are_noted(tmp_path):
+    write_labelimg_yolo(tmp_path / "mine")
+    notes = name_datasets(tmp_path / "mine", tmp_path / "out").notes
+    assert "with so few images to validate on (1) the figures of two runs can hardly be compared" in notes
+
+
+def test_what_a_yolo_file_names_in_vain_is_noted(tmp_path):
+    write_roboflow_yolo(tmp_path / "mine")
+    notes = name_datasets(tmp_path / "mine", tmp_path / "out").notes
+    assert [note for note in notes if note.startswith("not read: ")] == [
+        f"not read: {tmp_path}/mine/data.yaml: split 'test' is ../test/images, but {tmp_path}/mine/../test/images does not exist; "
+        "write its path from the folder of the file on"
+    ]
+    write_cvat_yolo(tmp_path / "other")
+    notes = name_datasets(tmp_path / "other", tmp_path / "out").notes
+    assert f"not read: {tmp_path}/other/train.txt; a data.yaml with train: and val: makes a split of such lists" in notes
+
+
+def test_folders_and_files_belong_together_in_whatever_case(tmp_path):
+    both(tmp_path / "mine", "Images/{split}/{name}.png", lambda split, name: [(f"Labels/{split}/{name}.txt", yolo(name))])
+    write(tmp_path / "mine/data.yaml", "train: Images/train\nval: Images/val\nnames: [cat, dog]\n")
+    _, datasets = read(tmp_path / "mine", tmp_path / "out")
+    assert boxes_of(datasets).keys() == BOXES.keys() and sum(map(len, boxes_of(datasets).values())) == sum(map(len, BOXES.values()))
+    both(tmp_path / "two", "photos/{name}.PNG", lambda split, name: [(f"marks/{name.upper()}.xml", voc(name, "x.png"))])
+    _, datasets = read(tmp_path / "two", tmp_path / "out_of_two")
+    assert sum(map(len, boxes_of(datasets).values())) == sum(map(len, BOXES.values()))
+
+
+def test_a_link_to_a_folder_around_it_multiplies_nothing(tmp_path):
+    write_labelimg_yolo(tmp_path / "mine")
+    (tmp_path / "mine/deeper").mkdir()
+    (tmp_path / "mine/deeper/up").symlink_to(tmp_path / "mine", target_is_directory=True)
+    assert len(Listing(tmp_path / "mine").images) == len(BOXES)
+
+
+def test_a_third_set_is_named_and_left_for_the_end(tmp_path):
+    write_coco(tmp_path / "mine")
+    draw(tmp_path / "mine/test2017/a.png", "z")
+    write(tmp_path / "mine/annotations/instances_test2017.json", coco(["a"]))
+    found = name_datasets(tmp_path / "mine", tmp_path / "out")
+    assert len(found.register) == 3
+    assert "mine_test is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST '[mine_test]'" in found.notes

@@ -23,7 +23,11 @@ DECIMAL = re.compile(r"(?<![\w.,-])\d+\.\d+(?![\w.]*\d)")
 
 ENCODINGS = ["studies/position_encodings"]
 RECORDS = {
-    "README.md": ["studies/mechanisms/results/quickstart/taken"],
+    "README.md": [
+        "studies/mechanisms/results/quickstart/taken",
+        "benchmarks/results/quickstart_time_cpu_avx2.json",
+        "benchmarks/results/limited/quickstart_time_cpu_avx2.json",
+    ],
     "docs/results.md": [
         "benchmarks/results/quickstart_time_cpu_avx2.json",
         "studies/mechanisms/results",
@@ -55,14 +59,13 @@ def constants(document):
     """Decimals of a document that are no figures of ours: settings, versions, and what a cited source says."""
     return {
         "README.md": {"3.10"},
-        "docs/comparison.md": {"5.23"},
-        "docs/detectron2.md": {"41.5", "23.5"},  # detectron2's own scripts print them; tests/d2 runs these
-        "docs/encodings.md": {"0.875", "0.100", "32.8"},  # of the paper
+        "docs/comparison.md": {"5.23", "5.20"},
+        "docs/encodings.md": {"32.8"},  # of the paper
         "docs/look.md": {"0.05"},  # a setting
         "docs/plug.md": {"2.15"},
         "docs/results.md": {"59.0", "60.9", "61.0", "63.3"},  # of records that were made again, before 1649921
         "docs/processors.md": {"3.7", "3.12", "2.9", "2.14", "2.15"},
-        "docs/position_encodings.md": {"0.875", "0.100", "32.8"},  # of the paper
+        "docs/position_encodings.md": {"32.8"},  # of the paper
         "docs/position_encodings_parts.md": {"68.6", "70.5", "70.6", "71.3", "72.4", "72.5", "73.4"},  # of the paper
         "docs/scaling.md": {"5.9"},  # million images, 50 times COCO's
         "docs/export.md": {"0.5"},  # a setting

@@ -436,14 +436,16 @@ CASES = [
     DataCase(
         "no annotation in the whole split",
         content(annotations=[]),
-        "drawn: no image has an object; is it the right JSON?",
+        "drawn: no image has an object; are these the right annotations?",
         guard=ANY_OBJECT,
     ),
-    DataCase("nothing but crowds", crowds_only, "drawn: no image has an object; is it the right JSON?", guard=ANY_OBJECT),
+    DataCase(
+        "nothing but crowds", crowds_only, "drawn: no image has an object; are these the right annotations?", guard=ANY_OBJECT
+    ),
     DataCase(
         "no section annotations",
         content(annotations=None),
-        "drawn: no image has an object; is it the right JSON?",
+        "drawn: no image has an object; are these the right annotations?",
         guard=ANY_OBJECT,
     ),
     DataCase(

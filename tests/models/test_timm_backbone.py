@@ -289,6 +289,17 @@ def test_freeze_at_freezes_the_parts_up_to_that_stride(freeze_at):
             assert module.training == (not frozen or not f"{name}.".startswith(frozen)), name
 
 
+def test_layers_of_the_learning_rate_are_stages():
+    """By the strides of their outputs: the stem and the first block 2, the second 4, the third 8, two 16, two 32."""
+    backbone = TimmBackbone("tf_efficientnet_lite0", stages=(3, 5))
+    expected = {"conv_stem": 4, "bn1": 4, "blocks.0.0": 4, "blocks.1.0": 3, "blocks.2.1": 2, "blocks.3.0": 1, "blocks.4.2": 1}
+    expected |= {"blocks.5.0": 0, "blocks.6.0": 0}
+    found = {name: backbone.layers_above(name) for name, _ in backbone.named_parameters()}
+    assert set(found.values()) == {0, 1, 2, 3, 4}
+    for part, above in expected.items():
+        assert {value for name, value in found.items() if name.startswith(f"body.{part}.")} == {above}, part
+
+
 def test_frozen_norms_keep_weights_and_statistics():
     backbone = TimmBackbone("tinynet_e", freeze_at=0).train()
     norms = [module for module in backbone.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -305,8 +305,22 @@ def test_keys_of_a_transformer_are_refused_by_other_backbones():
         with pytest.raises(ConfigError, match=f"{name} is .*, but the backbone 'resnet10' (does not take it|takes no encoding)"):
             build_detector(random_config(**{f"MODEL__BACKBONE__{key}": value}))
     cfg = random_config(SOLVER__LAYER_DECAY=0.7)
-    with pytest.raises(ConfigError, match="LAYER_DECAY is 0.7, but the backbone is no transformer of ours"):
-        build_optimizer(cfg, build_detector(cfg))
+    detector = build_detector(cfg)
+    detector.backbone = nn.Sequential(detector.backbone)
+    with pytest.raises(ConfigError, match="LAYER_DECAY is 0.7, but the backbone does not say where its layers are"):
+        build_optimizer(cfg, detector)
+
+
+def test_layer_decay_of_a_resnet_counts_stages():
+    """Up to stage 3: layer2 is the last one, layer1 and the stem come before."""
+    cfg = random_config(SOLVER__LAYER_DECAY=0.5, SOLVER__BACKBONE_LR=1.0, SOLVER__BASE_LR=7.0)
+    detector = build_detector(cfg)
+    groups = build_optimizer(cfg, detector).param_groups
+    rate_of = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    found = {name: rate_of[id(parameter)] for name, parameter in detector.named_parameters()}
+    expected = {"layer2.0.conv1.weight": 1, "layer1.0.bn2.bias": 0.5, "conv1.weight": 0.25, "bn1.weight": 0.25}
+    assert {name: found[f"backbone.body.{name}"] for name in expected} == expected
+    assert found["input_proj.weight"] == 7
 
 
 @pytest.mark.parametrize(("key", "value"), [("MIN_SIZE_TRAIN", (32, 8)), ("MIN_SIZE_TEST", 15), ("MAX_SIZE_TRAIN", 12)])

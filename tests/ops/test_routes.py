@@ -11,7 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cpvt_det.errors import ConfigError
-from cpvt_det.ops import routes
+from cpvt_det.models.backbones.resnet import ResNetBackbone
+from cpvt_det.ops import deformable_attention, routes
+
+EVERYWHERE = {"blocks", "dropout", "deformable", "canvases", "openmp"}
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +28,9 @@ def forgotten():
 @pytest.mark.parametrize(
     ("instructions", "taken"),
     [
-        ("AVX512", {"linear", "pointwise", "blocks", "dropout", "openmp"}),
-        ("AVX2", {"pointwise", "rows", "winograd", "blocks", "dropout", "openmp"}),
-        ("DEFAULT", {"blocks", "dropout", "openmp"}),
+        ("AVX512", {"linear", "pointwise", *EVERYWHERE}),
+        ("AVX2", {"pointwise", "rows", "winograd", *EVERYWHERE}),
+        ("DEFAULT", EVERYWHERE),
     ],
 )
 def test_instructions_choose(instructions, taken, monkeypatch):
@@ -38,15 +41,12 @@ def test_instructions_choose(instructions, taken, monkeypatch):
 def test_a_way_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setenv(routes.SWITCH, "winograd, rows")
-    assert {route for route in routes.ROUTES if routes.is_on(route)} == {"pointwise", "blocks", "dropout", "openmp"}
+    assert {route for route in routes.ROUTES if routes.is_on(route)} == {"pointwise", *EVERYWHERE}
 
 
 def test_an_unknown_way_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv(routes.SWITCH, "winogard")
-    message = (
-        r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, pointwise, rows, winograd, blocks, dropout, openmp"
-    )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, pointwise, rows"):
         routes.is_on("rows")
 
 
@@ -89,3 +89,24 @@ def test_a_process_reads_the_switch_from_its_environment():
     environment = {**os.environ, routes.SWITCH: ",".join(names)}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200)
     assert ended.stdout == "[]\n", ended.stderr
+
+
+def test_without_canvases_a_padded_batch_is_computed_at_once(monkeypatch):
+    """To the same features; the parts of a batch are not even asked for."""
+    torch.manual_seed(0)
+    backbone = ResNetBackbone("resnet10", "FrozenBN", (3, 4)).eval()
+    images, mask = torch.randn(2, 3, 96, 96), torch.zeros(2, 96, 96, dtype=torch.bool)
+    images[1, :, 32:], mask[1, 32:] = 0, True
+    in_parts = backbone(images, mask)
+    routes.is_on.cache_clear()
+    monkeypatch.setenv(routes.SWITCH, "canvases")
+    monkeypatch.setattr("cpvt_det.models.backbones.resnet.parts_of", lambda *_: pytest.fail("parts"))
+    for one, other in zip(backbone(images, mask), in_parts, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("left_out", "chosen"), [("", "numba"), ("deformable", "eager")])
+def test_without_the_kernel_deformable_attention_is_torch_s_own(left_out, chosen, monkeypatch):
+    pytest.importorskip("numba")
+    monkeypatch.setenv(routes.SWITCH, left_out)
+    assert deformable_attention._choose("cpu") == chosen

@@ -32,6 +32,7 @@ from cpvt_det.runner.recipe import (
     steps_in,
 )
 from cpvt_det.runner.setup import setup_run, stop_log
+from cpvt_det.solver.schedule import schedule_from_epochs
 
 FISH = DataFacts(images=448, val_images=127, most_objects=56, sides=(0.04, 0.0624), short_side=768, elongation=1.78)
 CELLS = DataFacts(images=205, val_images=87, most_objects=28, sides=(0.17, 0.197), short_side=480, elongation=1.33)
@@ -179,7 +180,7 @@ def paces(monkeypatch):
     """Measuring replaced: each call takes the next pace, and its config is kept."""
     measured, seen = [], []
 
-    def measure(cfg, datasets):
+    def measure(cfg, datasets, processes):
         seen.append(cfg)
         return measured.pop(0)
 
@@ -204,6 +205,34 @@ def test_what_the_user_typed_wins_and_is_measured(paces):
     assert seen[0].MODEL.DETR.DEC_LAYERS == 2 and seen[0].SOLVER.EPOCHS == 3
     assert config_of(choices) == config_of(choices, words)
     assert lines[0].startswith("measured: 0.10 s for a step of 2 images")
+
+
+def test_what_follows_from_a_typed_batch_size_and_length_follows(paces):
+    """Eight images: a rate of sqrt(2) times that of four, steps of eight in the budget; sizes around 320; 3 % of 40 epochs."""
+    measured, seen = paces
+    measured += [Pace(0.1, 0.01)] * 2
+    words = ["SOLVER.IMS_PER_BATCH", "8", "INPUT.MIN_SIZE_TEST", "320"]
+    values = {choice.key: choice.value for choice in choose_settings([], words, [Data(400), Data(80)], LAPTOP, 600)}
+    assert values["SOLVER.BASE_LR"] == pytest.approx(1e-3 * 2**0.5, rel=1e-3)
+    assert values["INPUT.MIN_SIZE_TRAIN"] == [280, 304, 320, 336, 360]
+    assert values["SOLVER.EPOCHS"] == pytest.approx((0.95 * 600 - 5 * 0.8) / 0.1 * 8 / 400, rel=0.01)
+    assert {cfg.SOLVER.IMS_PER_BATCH for cfg in seen} == {8} and {cfg.INPUT.MIN_SIZE_TEST for cfg in seen} == {320}
+    measured[:] = [Pace(0.1, 0.01)] * 2
+    values = {
+        choice.key: choice.value for choice in choose_settings([], ["SOLVER.EPOCHS", "40"], [Data(400), Data(80)], LAPTOP, 600)
+    }
+    assert (values["SOLVER.EPOCHS"], values["SOLVER.WARMUP_EPOCHS"], values["TEST.EVAL_EPOCHS"]) == (40, 1.2, 8)
+    with pytest.raises(ConfigError, match=r"SOLVER.MAX_ITER has no effect .* give --budget or SOLVER.EPOCHS"):
+        choose_settings([], ["SOLVER.MAX_ITER", "9"], [Data(400), Data(80)], LAPTOP, 600)
+
+
+def test_no_evaluation_comes_just_before_the_last():
+    """Five of them, at every length: a period that is rounded down would make a sixth."""
+    for images in range(20, 2000, 7):
+        facts = replace(FISH, images=images, val_images=10)
+        values = {choice.key: choice.value for choice in length_choices(Plan(224, 2), facts, Pace(0.1, 0.001), 1800)}
+        length = schedule_from_epochs(images, 2, values["SOLVER.EPOCHS"], eval_epochs=values["TEST.EVAL_EPOCHS"])
+        assert -(-length.max_iter // length.eval_period) == 5, images
 
 
 def test_it_measures_again_only_where_the_plan_changed(paces):
@@ -271,7 +300,8 @@ def test_an_override_that_cannot_be_used_is_refused_before_anything_is_measured(
 def test_the_facts_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert describe_machine(None).device == "cuda" and describe_machine(4).processes == 4
-    assert describe_machine(0).device == "cpu"
+    assert describe_machine(0, "cpu").device == "cpu" and describe_machine(None, "cpu").device == "cpu"
+    assert describe_machine(None, "cuda:1").device == "cuda"
     assert describe_machine(0).cores >= 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "timm" else object())
     assert not describe_machine(0).pretrained

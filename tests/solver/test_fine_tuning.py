@@ -98,8 +98,8 @@ def records_with(*counts):
     ("iterations", "weights", "objects", "said"),
     [
         (29_999, "", 50, ["from random weights; a DETR needs about 300000 on photographs"]),
-        (2_999, "pip", 50, ["from a pretrained backbone; a DETR needs 5000 or more on photographs"]),
-        (3_000, "pip", 50, []),
+        (999, "pip", 50, ["from a pretrained backbone; a DETR needs 2000 or more on photographs"]),
+        (1_000, "pip", 50, []),
         (30_000, "", 51, ["51 objects, more than half of the 100 queries"]),
         (100, "some.pth", 100, ["100 objects"]),
         (100, "some.pth", 101, []),  # the check of the data tells

@@ -9,14 +9,15 @@ or XML files anywhere (Roboflow, LabelImg); CVAT's own XML; and formats register
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpvt_det.data.coco import read_json
 from cpvt_det.data.folders import loose
-from cpvt_det.data.folders.listing import Listing
+from cpvt_det.data.folders.listing import Listing, split_named
 from cpvt_det.data.formats.registry import FORMAT_REGISTRY, Sections
 from cpvt_det.data.formats.voc import is_voc
+from cpvt_det.data.formats.yolo import missing_splits, yolo_splits
 from cpvt_det.errors import DataError, UnknownNameError
 
 Places = Mapping[str, tuple[str, str]]
@@ -42,12 +43,14 @@ class Layout:
         what: the files that are read, for the log.
         places: files of the folder's own splits, ``train`` and another one, as a config can name them; empty where there are none.
         read: reader of all images together.
+        notes: what was found and is not read, a line each.
     """
 
     format: str
     what: str
     places: Places
     read: Callable[[], Sections]
+    notes: Sequence[str] = ()
 
 
 def find_layout(listing: Listing, wanted: str = "") -> Layout:
@@ -183,9 +186,14 @@ def _yolo(listing: Listing) -> Layout | None:
             f"several YAML files look like YOLO's: {', '.join(map(str, yamls[:3]))}; keep one, or name the sets in a config"
         )
     if yamls:
-        return _registered("yolo", yamls[0])
+        missing = missing_splits(yamls[0])
+        if not yolo_splits(yamls[0]):
+            raise DataError(missing[0] if missing else f"{yamls[0]} names no images: expected train: and val:")
+        return replace(_registered("yolo", yamls[0]), notes=[f"not read: {line}" for line in missing])
     labels = loose.label_files(listing)
-    return Layout("yolo", _several(labels), {}, lambda: loose.read_label_files(listing, labels)) if labels else None
+    lists = [path for path in listing.with_suffix(".txt") if split_named(path.stem) and path not in labels]
+    notes = [f"not read: {path}; a data.yaml with train: and val: makes a split of such lists" for path in lists]
+    return Layout("yolo", _several(labels), {}, lambda: loose.read_label_files(listing, labels), notes) if labels else None
 
 
 def _voc(listing: Listing) -> Layout | None:

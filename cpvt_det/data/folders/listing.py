@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,10 +31,16 @@ class Listing:
 
     def __init__(self, root: Path):
         if not root.is_dir():
-            raise DataError(f"there is no folder {root}" if not root.exists() else f"{root} is not a folder")
+            config = f"; for a config: --config-file {root}" if root.suffix in (".yaml", ".yml") else ""
+            raise DataError(f"there is no folder {root}" if not root.exists() else f"{root} is not a folder{config}")
         self.root = root
         self.files: list[Path] = []
+        seen: set[str] = set()
         for folder, names, files in os.walk(root, followlinks=True):
+            if (real := os.path.realpath(folder)) in seen:  # a link to a folder that was read already, or to one around it
+                names[:] = []
+                continue
+            seen.add(real)
             names[:] = sorted(name for name in names if not name.startswith(".") and name != "__MACOSX")
             self.files += [Path(folder, name) for name in files if not name.startswith(".")]
         self.files.sort()
@@ -58,6 +64,22 @@ class Listing:
     def images_by_stem(self) -> Mapping[str, list[Path]]:
         """Image files by their names without suffix."""
         return by_stem(self.images)
+
+    @cached_property
+    def _images_by_lower_stem(self) -> Mapping[str, list[Path]]:
+        found: dict[str, list[Path]] = defaultdict(list)
+        for path in self.images:
+            found[path.stem.lower()].append(path)
+        return found
+
+    @cached_property
+    def image_suffix(self) -> str:
+        """The suffix that most image files have."""
+        return Counter(path.suffix for path in self.images).most_common(1)[0][0] if self.images else ".jpg"
+
+    def images_called(self, stem: str) -> list[Path]:
+        """Image files of a name without suffix; where there is none, those whose names differ in case alone."""
+        return self.images_by_stem.get(stem) or self._images_by_lower_stem.get(stem.lower(), [])
 
     def split_of(self, path: Path, with_name: bool = False) -> str:
         """``train``, ``val`` or ``test`` by the nearest folder below the root whose name contains such a word; else empty.

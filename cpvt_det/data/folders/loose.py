@@ -20,13 +20,15 @@ from cpvt_det.errors import DataError
 
 NAME_FILES = ("classes.txt", "obj.names", "labels.txt", "names.txt")
 """Files with a class name per line, in the order of the numbers in YOLO's text files."""
+MOST_CLASSES = 10_000
+"""Classes without names that a folder of text files may have."""
 LABEL = re.compile(r"\d+(\s+-?\d*\.?\d+(e-?\d+)?){4,}\s*$", re.I)
 
 
 def label_files(listing: Listing) -> list[Path]:
     """Text files that are YOLO's: of the name of an image, or beside such files with lines of a class and numbers in [0, 1]."""
     texts = [path for path in listing.with_suffix(".txt") if path.name not in NAME_FILES]
-    named = {path for path in texts if path.stem in listing.images_by_stem}
+    named = {path for path in texts if listing.images_called(path.stem)}
     some = [path for path in texts if (not named or path in named) and path.stat().st_size][:50]
     if not any(map(_is_label_file, some)):
         return []
@@ -45,7 +47,8 @@ def _is_label_file(path: Path) -> bool:
 def read_label_files(listing: Listing, labels: Sequence[Path]) -> Sections:
     """YOLO's text files without a YAML file. An image without a text file has no objects; ids and classes as in
     :func:`cpvt_det.data.formats.yolo.read_yolo`, where no file has the classes' names they are called by their numbers."""
-    of_image = {closest(label, listing.images_by_stem.get(label.stem, ())) or label.with_suffix(".jpg"): label for label in labels}
+    missing = listing.image_suffix
+    of_image = {closest(label, listing.images_called(label.stem)) or label.with_suffix(missing): label for label in labels}
     images = [(image, of_image.pop(image, None)) for image in listing.images]
     images += of_image.items()  # whose images are missing
     annotations: list[dict[str, Any]] = []
@@ -53,8 +56,7 @@ def read_label_files(listing: Listing, labels: Sequence[Path]) -> Sections:
         for number, annotation in read_labels(label) if label else ():
             annotation |= {"id": len(annotations) + 1, "image_id": image_id, "source": f"{label}, line {number}"}
             annotations.append(annotation)
-    ids = [annotation["category_id"] for annotation in annotations if isinstance(annotation["category_id"], int)]
-    names = _class_names(listing) or [str(number) for number in range(max(ids, default=0) + 1)]
+    names = _class_names(listing) or _numbers_as_names(annotations)
     return {
         "images": [{"id": number, "file_name": str(image)} for number, (image, _) in enumerate(images, start=1)],
         "annotations": annotations,
@@ -62,10 +64,34 @@ def read_label_files(listing: Listing, labels: Sequence[Path]) -> Sections:
     }
 
 
+def _numbers_as_names(annotations: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for each class up to the largest number.
+
+    Raises:
+        DataError: a number so large that it is no class.
+    """
+    numbered = [annotation for annotation in annotations if isinstance(annotation["category_id"], int)]
+    last = max(numbered, key=lambda annotation: annotation["category_id"], default={"category_id": 0})
+    if last["category_id"] >= MOST_CLASSES:
+        raise DataError(
+            f"{last['source']}: class {last['category_id']}, but no file has the names of the classes, which are counted from 0; "
+            f"correct it, or write the names into a {NAME_FILES[0]}, a line each"
+        )
+    return [str(number) for number in range(last["category_id"] + 1)]
+
+
 def _class_names(listing: Listing) -> list[str]:
+    """The names of the classes, empty without a file that has them.
+
+    Raises:
+        DataError: files that contradict each other.
+    """
     files = sorted((path for path in listing.files if path.name in NAME_FILES), key=lambda path: NAME_FILES.index(path.name))
-    lines = files[0].read_text(encoding="utf-8").split("\n") if files else []
-    return [line.strip() for line in lines if line.strip()]
+    contents = [[line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip()] for path in files]
+    other = next((number for number, names in enumerate(contents) if names != contents[0]), None)
+    if other is not None:
+        raise DataError(f"{files[0]} and {files[other]} have other names of classes, or another order; keep the one that is right")
+    return contents[0] if contents else []
 
 
 def read_voc_files(listing: Listing, files: Sequence[Path]) -> Sections:
@@ -78,10 +104,10 @@ def read_voc_files(listing: Listing, files: Sequence[Path]) -> Sections:
 def _image_of(listing: Listing, path: Path, tree: ET.Element) -> Path:
     named = Path(tree.findtext("filename", "").strip().replace("\\", "/"))
     for stem in (path.stem, named.stem):
-        found = closest(path, listing.images_by_stem.get(stem, ()))
+        found = closest(path, listing.images_called(stem))
         if found is not None:
             return found
-    return path.with_suffix(".jpg")
+    return path.with_suffix(listing.image_suffix)
 
 
 def read_cvat_files(listing: Listing, files: Sequence[Path]) -> Sections:

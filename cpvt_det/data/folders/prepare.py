@@ -22,6 +22,8 @@ from cpvt_det.errors import DataError
 from cpvt_det.files import write_json
 
 SPLITS = ("train", "val", "test")
+FEW = 5
+"""Images to validate on, below which a note is due."""
 SEED = 0
 """Of the split: the same for every run, so that runs on one folder can be compared."""
 
@@ -68,12 +70,12 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     layout = find_layout(listing, wanted)
     if not listing.images and layout.format in FINDERS:
         raise DataError(f"{folder} has annotations ({layout.what}) but no images; put the images below {folder}, too")
-    data = FolderData([], [f"{folder}: {layout.format}, {layout.what}"])
+    data = FolderData([], [f"{folder}: {layout.format}, {layout.what}", *layout.notes])
     name, places = folder.resolve().name or "data", dict(layout.places)
     if places and not new_split:
         _use_test_set(places, data.notes)
         data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
-        return data
+        return _with_test_set(data)
     content = complete(layout.read())
     parts = _parts(listing, content, new_split, data.notes)
     for split, image_ids in parts.items():
@@ -82,6 +84,13 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
         write_json(_part(content, set(image_ids), others, folder), path)
         data.register.append([f"{name}_{split}", str(path), str(folder)])
         data.written.append(str(path))
+    return _with_test_set(data)
+
+
+def _with_test_set(data: FolderData) -> FolderData:
+    """The data with a note of the third set, if there is one."""
+    for name, *_ in data.register[2:]:
+        data.notes.append(f"{name} is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST '[{name}]'")
     return data
 
 
@@ -104,8 +113,10 @@ def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str
         parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
         how = "by names of folders"
     else:
-        parts, how = divide(content, listing.root, SEED), f"drawn by seed {SEED}, near-duplicates together"
+        parts, how = divide(content, listing.root, SEED, notes), f"drawn by seed {SEED}, near-duplicates together"
     notes.append(f"split {how}: {', '.join(f'{len(image_ids)} images for {split}' for split, image_ids in parts.items())}")
+    if len(parts["val"]) < FEW:
+        notes.append(f"with so few images to validate on ({len(parts['val'])}) the figures of two runs can hardly be compared")
     return parts
 
 

@@ -2,7 +2,8 @@
 """One data set -> images to train on and images to validate on.
 
 The same images and seed give the same split on every machine. Near-duplicates, such as neighbouring frames of a film, stay
-together: otherwise the figures would be of images that were almost seen in training.
+together: otherwise the figures would be of images that were almost seen in training. Only where there is little else, a long film
+is cut.
 """
 
 import hashlib
@@ -20,30 +21,38 @@ MOST_TO_VALIDATE = 500
 """Images: more make an evaluation longer and a figure hardly more certain."""
 
 
-def divide(content: Sections, root: Path, seed: int) -> dict[str, set[int]]:
+def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[str, set[int]]:
     """Draw a split.
 
     Args:
         content: COCO's sections, whose images have paths as ``file_name``.
         root: the folder of the data; paths count from there.
         seed: seed of the draw.
+        notes: what has to be said of the split is added, a line each.
 
     Returns:
-        ``train`` and ``val``, each with the ids of its images. A class with objects in two or more groups of images is in both.
+        ``train`` and ``val``, each with the ids of its images. A class is in both, where that takes no group with the last objects
+        of another class, and none that is larger than all of ``val`` should be.
 
     Raises:
-        DataError: fewer than two groups of near-duplicates.
+        DataError: fewer than two images.
     """
     images = {image["id"]: image["file_name"] for image in content["images"]}
+    if len(images) < 2:
+        raise DataError("1 image cannot be divided into training and validation; add images, or name the sets in a config")
+    target = max(1, min(MOST_TO_VALIDATE, round(VALIDATION_SHARE * len(images))))
     groups = _groups(images, root, seed)
-    if len(groups) < 2:
-        few = "1 image" if len(images) == 1 else f"{len(images)} images that are nearly the same"
-        raise DataError(f"{few} cannot be divided into training and validation; add images, or name the sets in a config")
+    if sum(len(group) for group in groups if len(group) <= target) < target:
+        long = [group for group in groups if len(group) > target]
+        groups = [piece for group in groups for piece in _cut(group, images, target)]
+        notes.append(
+            f"{sum(map(len, long))} images are nearly the same, as frames of a film are, and there are few others: they were "
+            "divided in the order of their names, so figures are of images that are like those of the training"
+        )
     classes = defaultdict(set)
     for annotation in content["annotations"]:
         classes[annotation["image_id"]].add(str(annotation["category_id"]))
     of_group = [set().union(*(classes[image_id] for image_id in group)) for group in groups]
-    target = max(1, min(MOST_TO_VALIDATE, round(VALIDATION_SHARE * len(images))))
     chosen = _choose(of_group, [len(group) for group in groups], target)
     val = {image_id for number in chosen for image_id in groups[number]}
     return {"train": images.keys() - val, "val": val}
@@ -71,10 +80,18 @@ def _groups(images: Mapping[int, str], root: Path, seed: int) -> list[list[int]]
     return [groups[image_id] for image_id in sorted(groups, key=order.__getitem__)]
 
 
+def _cut(group: list[int], images: Mapping[int, str], most: int) -> list[list[int]]:
+    """A group in pieces of at most so many images that follow each other by name."""
+    if len(group) <= most:
+        return [group]
+    ordered = sorted(group, key=images.__getitem__)
+    return [ordered[start : start + most] for start in range(0, len(ordered), most)]
+
+
 def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> set[int]:
     """Groups to validate on: one for each class from the rarest on, then others in their order, up to ``target`` images.
 
-    The last group that has a class is left to training.
+    The last group that has a class is left to training, and so is one that is larger than the target alone.
     """
     count = Counter(name for group in classes for name in group)
     chosen: set[int] = set()
@@ -84,7 +101,8 @@ def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> s
         count.subtract(classes[number])
 
     def is_free(number: int) -> bool:
-        return number not in chosen and all(count[name] > 1 for name in classes[number]) and len(chosen) < len(classes) - 1
+        is_last = any(count[name] < 2 for name in classes[number])
+        return number not in chosen and not is_last and sizes[number] <= target and len(chosen) < len(classes) - 1
 
     for name in sorted(count, key=lambda name: (count[name], name)):
         if not any(name in classes[number] for number in chosen):
@@ -95,4 +113,4 @@ def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> s
         if is_free(number) and total + size <= target:
             take(number)
             total += size
-    return chosen or {0}  # none is free where every group is the last of a class
+    return chosen or {min(range(len(sizes)), key=sizes.__getitem__)}  # none is free where every group is the last of a class

@@ -16,6 +16,7 @@ from cpvt_det.data.formats.registry import Sections, register_format
 from cpvt_det.errors import DataError, first_line
 
 IMAGES = {".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"}
+LABELS = {"Images": "Labels", "IMAGES": "LABELS"}
 SPLITS = {"val": ("val", "valid", "validation")}
 
 
@@ -38,6 +39,22 @@ def yolo_splits(path: Path) -> list[str]:
     for split in ("train", "val", "test"):
         with contextlib.suppress(DataError):
             found += [split] if _places(content, split, path) else []
+    return found
+
+
+def missing_splits(path: Path) -> list[str]:
+    """A line for each split that a YAML file names and whose images are not there.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
+    content, found = _read_yaml(path), []
+    for split in ("train", "val", "test"):
+        if any(content.get(name) for name in SPLITS.get(split, (split,))):
+            try:
+                _places(content, split, path)
+            except DataError as error:
+                found.append(str(error))
     return found
 
 
@@ -117,7 +134,9 @@ def _places(content: dict[str, Any], split: str, path: Path) -> list[Path]:
         tried = [root / place, *(path.parent / end for end in _ends(place))]
         there = next((candidate for candidate in tried if candidate.exists()), None)
         if there is None:
-            raise DataError(f"{path}: split {split!r} is {place}, but {tried[0]} does not exist")
+            raise DataError(
+                f"{path}: split {split!r} is {place}, but {tried[0]} does not exist; write its path from the folder of the file on"
+            )
         places.append(there)
     return places
 
@@ -140,11 +159,12 @@ def _images(place: Path) -> list[Path]:
 
 
 def _label_file(image: Path) -> Path:
-    """The text file of an image: the last folder ``images`` in its path becomes ``labels``."""
+    """The text file of an image: the last folder ``images`` in its path becomes ``labels``, both in whatever case."""
     folders = list(image.parent.parts)
     for number in reversed(range(len(folders))):
-        if folders[number] == "images":
-            folders[number] = "labels"
+        if folders[number].lower() == "images":
+            name = LABELS.get(folders[number], "labels")
+            folders[number] = name if name == "labels" or Path(*folders[:number], name).is_dir() else "labels"
             break
     return Path(*folders, f"{image.stem}.txt")
 

@@ -249,7 +249,7 @@ def _compare(data: CheckedData, together: Issues) -> None:
     for split in [data.train, *([test] for test in data.tests)]:
         if split and not any(dataset.records.num_boxes.any() for dataset in split):
             names = ", ".join(dataset.name for dataset in split)
-            together.add_error("splits without objects", f"{names}: no image has an object; is it the right JSON?")
+            together.add_error("splits without objects", f"{names}: no image has an object; are these the right annotations?")
     first, *others = {dataset.name: dataset for dataset in (*data.train, *data.tests)}.values() or [None]
     for other in others:
         try:

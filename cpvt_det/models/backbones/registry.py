@@ -27,7 +27,8 @@ The contract of a backbone, an ``nn.Module``:
 - ``tokens(images, padding_mask) -> (special, patches, padding_mask)``, for classifiers, of a transformer: class and distillation
   token (B, 1 or 2, C), or ``None``; patches (B, N, C), and their mask (B, N); and ``num_tokens``, the number of the former.
   Optional: a classifier takes the last map otherwise;
-- ``layers_above(name)``: number of layers after the parameter of that name, for ``SOLVER.LAYER_DECAY``. Optional.
+- ``layers_above(name)``: number of layers, or of stages of a convolutional network, after the parameter of that name, for
+  ``SOLVER.LAYER_DECAY``. Optional.
 """
 
 

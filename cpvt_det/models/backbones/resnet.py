@@ -126,7 +126,7 @@ class ResNetBackbone(nn.Module):
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
         # Who counts operations counts those of the whole canvas; and a norm in training looks at the whole batch.
-        may_cut = self.mask_padding and has_padding(padding_mask) and routes.is_plain(images)
+        may_cut = self.mask_padding and routes.is_plain(images) and routes.is_on("canvases") and has_padding(padding_mask)
         may_cut = may_cut and not any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
         sizes = valid_sizes(padding_mask) if may_cut else None
         if sizes is not None:
@@ -155,6 +155,11 @@ class ResNetBackbone(nn.Module):
             if stage in self.stages:
                 features.append(x)
         return features
+
+    def layers_above(self, name: str) -> int:
+        """How many stages come after a parameter; the stem is the first one."""
+        part = name.split(".")[1]
+        return self.stages[-1] - (int(part.removeprefix("layer")) + 1 if part.startswith("layer") else 1)
 
     def train(self, mode: bool = True) -> "ResNetBackbone":
         """Set the mode; the norms of frozen stages stay in evaluation, so that their statistics are frozen too."""

@@ -120,7 +120,8 @@ class TimmBackbone(nn.Module):
         if checkpointing:
             _recompute_blocks(self.body, name)
         self.pixel_mean, self.pixel_std = pixel_statistics(self.body)
-        units = [name for name, stage in survey.units.items() if 0 < freeze_at >= stage and name in names]
+        self._stages = {name: stage for name, stage in survey.units.items() if name in names}
+        units = [name for name, stage in self._stages.items() if 0 < freeze_at >= stage]
         self._frozen = [part for name in units for part in self.body.get_submodule(name).modules()]
         self._frozen += [part for part in self.body.modules() if norm == "FrozenBN" and isinstance(part, nn.BatchNorm2d)]
         for module in self._frozen:
@@ -163,6 +164,13 @@ class TimmBackbone(nn.Module):
             return maps
         sizes = [[-(-side // stride) for side in sides] for stride in self.strides]
         return [map_[:, :, :height, :width] for map_, (height, width) in zip(maps, sizes, strict=True)]
+
+    def layers_above(self, name: str) -> int:
+        """How many stages come after a parameter."""
+        parts = name.removeprefix("body.").split(".")
+        prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        stage = next((self._stages[prefix] for prefix in prefixes if prefix in self._stages), 0)
+        return max(self._stages.values()) - stage
 
     def train(self, mode: bool = True) -> "TimmBackbone":
         """Set the mode; what is frozen stays in evaluation, so that statistics are frozen too."""
