@@ -267,3 +267,13 @@ def _mean(values: Values, digits: str = ".1f") -> str:
 def _first(reached: Mapping[str, Mapping[float, Values]], level: float) -> str:
     """The encoding, in float32, that reaches an AP after the fewest iterations on average."""
     return min((name for name in reached if name != "peg_bf16"), key=lambda name: interval(list(reached[name][level].values()))[0])
+
+
+def test_the_share_of_products_is_that_of_the_records():
+    record = json.loads((ROOT / "benchmarks/results/products_alone_cpu_avx2.json").read_text(encoding="utf-8"))
+    detr, deformable = (f"{100 * case['share']['median']:.0f} %" for case in record["cases"][:2])
+    assert record["cases"][1]["case"].startswith("Deformable-DETR-R50")
+    require(
+        part_of("docs/speed.md", end="- **They are not those"),
+        [f"{detr} of the time of our DETR and {deformable} of that of Deformable"],
+    )

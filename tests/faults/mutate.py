@@ -25,6 +25,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -217,10 +218,11 @@ def document(rows: dict[str, "Case"]) -> str:
     lines = [f"| {row} | {rows[row].survives or record.get(row, {}).get('verdict')} |" for row in guarded if row not in killed]
     plain = [f"| {row} | {case.guard} |" for row, case in rows.items() if not case.cuts]
     head = "| row | reason |\n|:--|:--|\n"
+    commits = ", ".join(f"{count} at {commit}" for commit, count in Counter(record[row]["commit"] for row in killed).most_common())
     return "\n".join(
         [
             HEAD,
-            f"{len(rows)} rows; {len(guarded)} have a guard, and {len(killed)} of them failed without it.\n",
+            f"{len(rows)} rows; {len(guarded)} have a guard, and {len(killed)} of them failed without it: {commits}.\n",
             "## Rows that pass without their guard\n",
             head + "\n".join(lines) + "\n" if lines else "None.\n",
             "## Rows that need no guard\n",
