@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 PRODUCTS = (torch.matmul, torch.bmm, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__)
-UNSEEN = ("winograd", "blocks")
+UNSEEN = ("winograd", "blocks", "hidden")
 """Our ways of computing, by their names in ``CPVT_DET_WITHOUT``, that torch does not see or sees in parts."""
 LIKE_WINOGRADS = {"stride": (1, 1), "padding": (1, 1), "groups": 1}
 Ways = dict[str, Callable[[], Any]]

@@ -68,7 +68,7 @@ class DeformableEncoderLayer(nn.Module):
         """
         attended = self.self_attn(tokens + positions, reference_points, tokens, levels)
         tokens = self.norm1(self.dropout.add(tokens, attended))
-        return self.norm2(self.dropout.add(tokens, self.linear2(self.dropout.of_relu(self.linear1, tokens))))
+        return self.norm2(self.dropout.add(tokens, self.dropout.feed_forward(self.linear1, self.linear2, tokens)))
 
 
 class DeformableEncoder(nn.Module):
@@ -161,7 +161,7 @@ class DeformableDecoderLayer(nn.Module):
         queries = self.norm2(self.dropout.add(queries, attended))
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
         queries = self.norm1(self.dropout.add(queries, attended))
-        return self.norm3(self.dropout.add(queries, self.linear2(self.dropout.of_relu(self.linear1, queries))))
+        return self.norm3(self.dropout.add(queries, self.dropout.feed_forward(self.linear1, self.linear2, queries)))
 
 
 class MixedDecoderLayer(DeformableDecoderLayer):
@@ -204,7 +204,7 @@ class MixedDecoderLayer(DeformableDecoderLayer):
         placed = queries + positions
         attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
         queries = self.norm2(self.dropout.add(queries, attended))
-        fed = self.linear2(self.dropout.of_relu(self.linear1, queries))
+        fed = self.dropout.feed_forward(self.linear1, self.linear2, queries)
         return self.norm3(self.dropout.add(queries, fed)), candidates
 
 

@@ -90,8 +90,9 @@ class EncoderLayer(nn.Module):
 
     def _feed_forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         """The network, of every token by itself; a subclass may look at all valid ones."""
-        hidden = self.dropout(F.gelu(self.linear1(x))) if self.is_gelu else self.dropout.of_relu(self.linear1, x)
-        return self.linear2(hidden)
+        if self.is_gelu:
+            return self.linear2(self.dropout(F.gelu(self.linear1(x))))
+        return self.dropout.feed_forward(self.linear1, self.linear2, x)
 
 
 class Encoder(nn.Module):

@@ -78,7 +78,7 @@ class DecoderLayer(nn.Module):
         queries = queries if self.pre_norm else self.norm2(queries)
 
         x = self.norm3(queries) if self.pre_norm else queries
-        queries = self.dropout.add(queries, self.linear2(self.dropout.of_relu(self.linear1, x)))
+        queries = self.dropout.add(queries, self.dropout.feed_forward(self.linear1, self.linear2, x))
         return queries if self.pre_norm else self.norm3(queries)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpvt_det.ops import feed_forward as blocks
 from cpvt_det.ops import routes
 from cpvt_det.ops.linear import Linear
 
@@ -52,9 +53,23 @@ class Dropout(nn.Dropout):
             return layer(x, rectify=True)
         return dropout(layer(x), self.p, self.training, rectify=True)
 
+    def feed_forward(self, first: Linear, second: Linear, x: Tensor) -> Tensor:
+        """``second(F.dropout(F.relu(first(x))))``; by blocks where that is quicker and nothing is dropped."""
+        drops = self.training and self.p
+        if not drops and _is_called_alone(first) and _is_called_alone(second) and blocks.is_for(x, first.weight):
+            return blocks.feed_forward(x, first.weight, first.bias, second.weight, second.bias)
+        return second(self.of_relu(first, x))
+
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + F.dropout(x)``, in one new tensor; both are of one shape."""
         return dropout(x, self.p, self.training, residual=residual)
+
+
+def _is_called_alone(layer: nn.Module) -> bool:
+    """Whether a layer is ours, with a bias, and calls nothing else: no subclass, no wrapper, no hook."""
+    if type(layer) is not Linear or layer.bias is None:
+        return False
+    return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 class _KernelDropout(torch.autograd.Function):

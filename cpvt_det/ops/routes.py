@@ -15,6 +15,7 @@ from cpvt_det.errors import ConfigError
 
 ROUTES = {
     "linear": ("AVX512",),
+    "hidden": ("AVX512",),
     "pointwise": ("AVX2", "AVX512"),
     "rows": ("AVX2",),
     "winograd": ("AVX2",),
@@ -27,6 +28,7 @@ ROUTES = {
 """Way -> the instruction sets that take it, as the beginning of what torch calls them.
 
 - ``linear`` (``ops/linear.py``): linear layers by oneDNN;
+- ``hidden`` (``ops/feed_forward.py``): feed-forward networks by blocks of rows;
 - ``pointwise`` (``ops/convolution.py``): 1x1 convolutions by oneDNN;
 - ``rows`` (``ops/convolution.py``): gradients of weights as products of rows;
 - ``blocks`` (``ops/convolution.py``): residual sums by blocks of cells, in inference;

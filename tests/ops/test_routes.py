@@ -28,7 +28,7 @@ def forgotten():
 @pytest.mark.parametrize(
     ("instructions", "taken"),
     [
-        ("AVX512", {"linear", "pointwise", *EVERYWHERE}),
+        ("AVX512", {"linear", "hidden", "pointwise", *EVERYWHERE}),
         ("AVX2", {"pointwise", "rows", "winograd", *EVERYWHERE}),
         ("DEFAULT", EVERYWHERE),
     ],
@@ -46,7 +46,7 @@ def test_a_way_is_left_out_by_name(monkeypatch):
 
 def test_an_unknown_way_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv(routes.SWITCH, "winogard")
-    with pytest.raises(ConfigError, match=r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, pointwise, rows"):
+    with pytest.raises(ConfigError, match=r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, hidden, pointwise"):
         routes.is_on("rows")
 
 
