@@ -14,6 +14,8 @@ from benchmarks.harness import Contender
 from benchmarks.models import Model
 from cpvt_det.structures import PaddedBatch
 
+AT_BEST = " at its best"
+"""End of the name of a peer with all switches."""
 ROUNDED = "a peer under autocast, which it does not come with; how it rounds is its own matter"
 
 
@@ -88,10 +90,10 @@ def at_best(
     if has_fusable_attention(plain.module):
         found.append(make(f"{name}, fused attention", fused_attention(plain), peer=True))
         best = fused_attention(best)
-        found.append(make(f"{name} at its best", best, peer=True))
+        found.append(make(f"{name}{AT_BEST}", best, peer=True))
     if everything:
         found.append(replace(make(f"{name}, compiled", compiled(build()), peer=True), attempt=True))
     if bf16:
         found.append(make(f"{name} bf16", plain, bf16=True, other_work=ROUNDED))
-        found.append(make(f"{name} at its best bf16", best, bf16=True, other_work=ROUNDED))
+        found.append(make(f"{name}{AT_BEST} bf16", best, bf16=True, other_work=ROUNDED))
     return found
