@@ -17,7 +17,6 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.config import get_cfg, merge_checked, merge_overrides
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.errors import ConfigError
 from cpvt_det.inference import evaluation_mode
 from cpvt_det.models.backbones.packaged import PACKAGES
 from cpvt_det.runner.recipe import (
@@ -81,10 +80,6 @@ def choose_settings(
         BadInputError: data or overrides that cannot be used.
     """
     data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
-    if "SOLVER.MAX_ITER" in overrides[::2]:
-        raise ConfigError(
-            "SOLVER.MAX_ITER has no effect here, where the length is chosen in epochs: give --budget or SOLVER.EPOCHS"
-        )
     plan, threads = _as_typed(first_plan(data, machine), typed, overrides[::2]), []
     for is_last in (False, True):
         choices = [*chosen, *_not_in_place_of(overrides, model_choices(plan, data, machine)), *threads]
@@ -104,6 +99,8 @@ def choose_settings(
     for note in filter(None, notes):
         tell(note)
     epochs = typed.SOLVER.EPOCHS if "SOLVER.EPOCHS" in overrides[::2] else None
+    if epochs is None and "SOLVER.MAX_ITER" in overrides[::2]:
+        epochs = typed.SOLVER.MAX_ITER * plan.batch / data.images
     return _with_overrides([*choices, *length_choices(plan, data, pace, budget, epochs)], overrides)
 
 

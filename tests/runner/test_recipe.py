@@ -222,8 +222,10 @@ def test_what_follows_from_a_typed_batch_size_and_length_follows(paces):
         choice.key: choice.value for choice in choose_settings([], ["SOLVER.EPOCHS", "40"], [Data(400), Data(80)], LAPTOP, 600)
     }
     assert (values["SOLVER.EPOCHS"], values["SOLVER.WARMUP_EPOCHS"], values["TEST.EVAL_EPOCHS"]) == (40, 1.2, 8)
-    with pytest.raises(ConfigError, match=r"SOLVER.MAX_ITER has no effect .* give --budget or SOLVER.EPOCHS"):
-        choose_settings([], ["SOLVER.MAX_ITER", "9"], [Data(400), Data(80)], LAPTOP, 600)
+    measured[:] = [Pace(0.1, 0.01)] * 2
+    choices = choose_settings([], ["SOLVER.MAX_ITER", "77"], [Data(400), Data(80)], LAPTOP, 600)
+    cfg = config_of([choice for choice in choices if not choice.key.startswith("DATASETS")])
+    assert builders.build_schedule(cfg, 400).max_iter == 77
 
 
 def test_no_evaluation_comes_just_before_the_last():
