@@ -98,10 +98,15 @@ def choose_settings(
     notes = [too_little_time(data, pace, budget), "" if machine.pretrained else WITHOUT_PRETRAINED]
     for note in filter(None, notes):
         tell(note)
-    epochs = typed.SOLVER.EPOCHS if "SOLVER.EPOCHS" in overrides[::2] else None
-    if epochs is None and "SOLVER.MAX_ITER" in overrides[::2]:
-        epochs = typed.SOLVER.MAX_ITER * plan.batch / data.images
-    return _with_overrides([*choices, *length_choices(plan, data, pace, budget, epochs)], overrides)
+    length = length_choices(plan, data, pace, budget, _typed_epochs(typed, overrides[::2], plan.batch / data.images))
+    return _with_overrides([*choices, *length], overrides)
+
+
+def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -> float | None:
+    """The length that the user typed, in epochs or, where these are 0 or not typed, in iterations; ``None``: it is chosen."""
+    if "SOLVER.EPOCHS" in keys and typed.SOLVER.EPOCHS > 0:
+        return typed.SOLVER.EPOCHS
+    return typed.SOLVER.MAX_ITER * epochs_per_step if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & set(keys) else None
 
 
 def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
