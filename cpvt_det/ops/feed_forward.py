@@ -18,8 +18,13 @@ BLOCK = 1 << 21  # numbers of a block
 
 
 def is_for(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``x`` (..., C) and the first layer's weight (C', C) make so many numbers that blocks of them are quicker."""
-    return routes.takes("hidden", x) and x.numel() // x.shape[-1] * len(weight) >= LARGE
+    """Whether ``x`` (..., C) and the first layer's weight (C', C) make so many numbers that blocks of them are quicker.
+
+    Where gradients are wanted, only with oneDNN's products: slower ones take longer than new pages.
+    """
+    if not routes.takes("hidden", x) or x.numel() // x.shape[-1] * len(weight) < LARGE:
+        return False
+    return routes.is_on("linear") or not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
 
 
 def feed_forward(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:

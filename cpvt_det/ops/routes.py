@@ -15,7 +15,7 @@ from cpvt_det.errors import ConfigError
 
 ROUTES = {
     "linear": ("AVX512",),
-    "hidden": ("AVX512",),
+    "hidden": ("AVX2", "AVX512"),
     "pointwise": ("AVX2", "AVX512"),
     "rows": ("AVX2",),
     "winograd": ("AVX2",),

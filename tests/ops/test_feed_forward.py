@@ -17,7 +17,7 @@ from cpvt_det.ops.linear import Linear
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """The way on every processor: blocks of five rows of 24 numbers, from 100 numbers on."""
-    monkeypatch.setattr(routes, "is_on", lambda route: route == "hidden")
+    monkeypatch.setattr(routes, "is_on", lambda route: route in ("hidden", "linear"))
     monkeypatch.setattr(blocks, "LARGE", 100)
     monkeypatch.setattr(blocks, "BLOCK", 5 * 24)
 
@@ -115,6 +115,15 @@ def test_blocks_are_for_many_numbers_without_dropout_in_float32(case, monkeypatc
         dropout.feed_forward(first, second, torch.randn(4 if case == "few" else 40, 8))
     with pytest.raises(pytest.fail.Exception, match="blocks"):
         Dropout(0.5).eval().feed_forward(*layers(), torch.randn(40, 8))
+
+
+def test_with_slower_products_blocks_are_for_answers_alone(monkeypatch):
+    monkeypatch.setattr(routes, "is_on", lambda route: route == "hidden")
+    monkeypatch.setattr(blocks, "feed_forward", lambda *_: pytest.fail("blocks"))
+    first, second = layers()
+    Dropout(0.0).feed_forward(first, second, torch.randn(40, 8))
+    with torch.no_grad(), pytest.raises(pytest.fail.Exception, match="blocks"):
+        Dropout(0.0).feed_forward(first, second, torch.randn(40, 8))
 
 
 def test_a_program_holds_the_plain_layers():

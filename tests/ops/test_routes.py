@@ -29,7 +29,7 @@ def forgotten():
     ("instructions", "taken"),
     [
         ("AVX512", {"linear", "hidden", "pointwise", *EVERYWHERE}),
-        ("AVX2", {"pointwise", "rows", "winograd", *EVERYWHERE}),
+        ("AVX2", {"hidden", "pointwise", "rows", "winograd", *EVERYWHERE}),
         ("DEFAULT", EVERYWHERE),
     ],
 )
@@ -41,7 +41,7 @@ def test_instructions_choose(instructions, taken, monkeypatch):
 def test_a_way_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setenv(routes.SWITCH, "winograd, rows")
-    assert {route for route in routes.ROUTES if routes.is_on(route)} == {"pointwise", *EVERYWHERE}
+    assert {route for route in routes.ROUTES if routes.is_on(route)} == {"hidden", "pointwise", *EVERYWHERE}
 
 
 def test_an_unknown_way_is_refused_with_the_known_ones(monkeypatch):
