@@ -74,10 +74,11 @@ class Foreign:
 
 
 def build_dino(folder: Path, case: Case, **more: Any) -> Foreign:
-    """A model of IDEA-Research/DINO, from its config and options that differ from it."""
+    """A model of IDEA-Research/DINO, from its config, with the noise of its scripts, and options that differ from it."""
     options = runpy.run_path(str(folder / "config/DINO" / case.arguments))
     options = {name: value for name, value in options.items() if not name.startswith("_")}
-    options |= {"device": "cpu", "masks": False, "backbone": "swin_T_224_1k" if case.swin else options["backbone"]} | more
+    options |= {"device": "cpu", "masks": False, "backbone": "swin_T_224_1k" if case.swin else options["backbone"]}
+    options |= {"dn_box_noise_scale": 1.0} | more
     detector, misc, namespaces = imported(folder, "models.dino.dino", "util.misc")
     _run_without_cuda(namespaces, "models.dino.ops.modules.ms_deform_attn", official_core(folder, "dino"))
     module, criterion, _ = detector.build_dino(argparse.Namespace(**options))

@@ -24,7 +24,7 @@ DECIMAL = re.compile(r"(?<![\w.,-])\d+\.\d+(?![\w.]*\d)")
 ENCODINGS = ["studies/position_encodings"]
 RECORDS = {
     "README.md": [
-        "studies/mechanisms/results/quickstart/taken",
+        "studies/mechanisms/results/pairs",
         "benchmarks/results/quickstart_time_cpu_avx2.json",
         "benchmarks/results/limited/quickstart_time_cpu_avx2.json",
     ],
