@@ -9,7 +9,7 @@ training, with the noise of denoising, are compared too.
 
 ``python benchmarks/foreign_weights.py --peer dino=PATH --peer hdetr=PATH --peer msdetr=PATH --peer detrex=PATH``, with the paths of
 checkouts of IDEA-Research/DINO, HDETR/H-Deformable-DETR, Atten4Vis/MS-DETR and IDEA-Research/detrex; detrex needs an installed
-detectron2, and so does Swin. About three minutes on one core.
+detectron2, and so does Swin. About twenty minutes on one core.
 """
 
 import json
