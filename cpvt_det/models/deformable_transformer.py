@@ -199,7 +199,7 @@ class MixedDecoderLayer(DeformableDecoderLayer):
         queries = self.norm1(self.dropout.add(queries, attended))
         candidates = None
         if self.training:
-            candidates = self.linear4(self.dropout.of_relu(self.linear3, queries))
+            candidates = self.dropout.feed_forward(self.linear3, self.linear4, queries)
             candidates = self.norm4(self.dropout.add(queries, candidates))
         placed = queries + positions
         attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
