@@ -201,7 +201,7 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.INPUT.CLASSIFY.SIZE = 224  # training: side of the crops in pixels
     cfg.INPUT.CLASSIFY.SCALE = (0.08, 1.0)  # training: smallest and largest area of a crop, as a part of the image's
     cfg.INPUT.CLASSIFY.RATIO = (0.75, 4 / 3)  # training: smallest and largest width of a crop, as a multiple of its height
-    cfg.INPUT.CLASSIFY.RANDAUGMENT = ()  # RandAugment: number of operations and magnitude, 0 to 30, such as (2, 9); (): none
+    cfg.INPUT.CLASSIFY.RANDAUGMENT = ()  # RandAugment: number of operations and magnitude, 0 to 30, such as (2, 27); (): none
     cfg.INPUT.CLASSIFY.ERASE = 0.0  # probability that a rectangle of a training image is erased
     cfg.INPUT.CLASSIFY.MIXUP = 0.0  # Mixup: parameter of its Beta distribution; 0: none; with CutMix, each on half of the batches
     cfg.INPUT.CLASSIFY.CUTMIX = 0.0  # CutMix: parameter of its Beta distribution; 0: none

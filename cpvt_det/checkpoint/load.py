@@ -18,6 +18,7 @@ from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.models.mixed_queries import MixedQueries
 
+BODY = "backbone.body."
 POSITION = re.compile(r"^(backbone\.)?position\.")
 
 
@@ -166,7 +167,8 @@ def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
 
     Args:
         backbone: backbone that is changed in place.
-        weights: argument of its ``load_pretrained``: for a ResNet the name of torchvision weights, or a file.
+        weights: argument of its ``load_pretrained``: for a ResNet the name of torchvision weights, or a file; of a model of ours,
+            a classifier or a detector, its backbone is taken.
         name: name of the backbone in error messages, such as ``resnet50``.
 
     Raises:
@@ -175,7 +177,13 @@ def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
     """
     if not hasattr(backbone, "load_pretrained"):
         raise WeightsError(f"backbone {name} cannot load pretrained weights, got {weights!r}: leave MODEL.BACKBONE.WEIGHTS empty")
-    backbone.load_pretrained(weights, lambda path: state_dict_of(read_checkpoint(path), path))
+    backbone.load_pretrained(weights, _read_network)
+
+
+def _read_network(path: str) -> dict[str, Tensor]:
+    """A file's tensors; of a model of ours whose backbone has a library's network, that network's by the library's names."""
+    state_dict = state_dict_of(read_checkpoint(path), path)
+    return {name.removeprefix(BODY): tensor for name, tensor in state_dict.items() if name.startswith(BODY)} or state_dict
 
 
 def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str, int | None]:

@@ -18,7 +18,9 @@ from cpvt_det.models.backbones.vit import OWN_POSITIONS
 class VisionPyramid(Backbone):
     """A vision transformer and the simple pyramid of its map, with maps ``p<stage>`` of stride 2 ** stage.
 
-    detectron2 gives a backbone no padding mask: the padding counts as part of the image here, as for detectron2's own.
+    detectron2 gives a backbone no padding mask, and pads normalised images with zeros, below and on the right: rows and columns of
+    zeros alone are taken as padding, so an image's maps are the same in any batch, and zero under it. A pixel is such a zero only
+    where ``MODEL.PIXEL_MEAN`` is a whole number.
 
     Args:
         trunk: backbone of one map.
@@ -45,13 +47,28 @@ class VisionPyramid(Backbone):
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """(B, 3, H, W) images -> maps by name."""
-        no_padding = images.new_zeros((len(images), *images.shape[2:]), dtype=bool)
-        features, _ = self.pyramid(self.trunk(images, no_padding), no_padding)
+        mask = zero_borders(images)
+        features, _ = self.pyramid(self.trunk(images, mask), mask)
         return dict(zip(self._shapes, features, strict=True))
 
     def output_shape(self) -> dict[str, ShapeSpec]:
         """Channels and strides by name."""
         return dict(self._shapes)
+
+
+def zero_borders(images: Tensor) -> Tensor:
+    """The padding of normalised images, where it is not known.
+
+    Args:
+        images: (B, 3, H, W) float.
+
+    Returns:
+        (B, H, W) bool, True in the rows below and the columns right of all that is not 0; nowhere in an image of zeros.
+    """
+    has_content = (images.detach() != 0).any(1)
+    rows, columns = (has_content.any(axis).flip(1).long().cummax(1).values.flip(1).bool() for axis in (2, 1))  # (B, H), (B, W)
+    is_empty = ~rows.any(1)[:, None, None]
+    return ~(rows[:, :, None] & columns[:, None, :] | is_empty)
 
 
 def build_vision_pyramid(cfg: CfgNode, input_shape: ShapeSpec) -> VisionPyramid:

@@ -4,8 +4,9 @@
 They are for comparison; :mod:`cpvt_det.position.peg` is the module to use. Kernel sizes, positions, norms and the authors' masking
 need no class: ``MODEL.POSITION`` has keys for them.
 
-Source: arXiv 2102.10882, the ablation tables on ImageNet. Three are our reading of a line there: the twelve 1x1 convolutions are
-depthwise, PEG without zero padding keeps its residual, and that on queries and keys is made once, of the projected features.
+Source: arXiv 2102.10882, the ablation tables on ImageNet, and of ``wide`` the code of Twins. Three are our reading of a line there:
+the twelve 1x1 convolutions are depthwise, PEG without zero padding keeps its residual, and that on queries and keys is made once,
+of the projected features.
 """
 
 import functools
@@ -53,6 +54,23 @@ class FrozenPEG(PEGDetection):
     def __init__(self, channels: int, *options: Any, **named: Any):
         super().__init__(channels, *options, **named)
         self.conv.requires_grad_(False)
+
+
+class WidePEG(PEGDetection):
+    """The convolution starts as in Twins, the only public code with a PEG of CPVT's authors: its weights are normal, of variance
+    2 / k^2, 2.5 times as wide as torch's for 3x3, and a bias is 0.
+
+    Args:
+        channels, options, named: as in :class:`PEGDetection`.
+
+    Source: Meituan-AutoML/Twins, ``gvt.py``.
+    """
+
+    def __init__(self, channels: int, *options: Any, **named: Any):
+        super().__init__(channels, *options, **named)
+        nn.init.normal_(self.conv.weight, std=(2 / self.conv.weight[0].numel()) ** 0.5)
+        if self.conv.bias is not None:
+            nn.init.zeros_(self.conv.bias)
 
 
 class BorderlessPEG(PEGDetection):
@@ -151,6 +169,7 @@ ABLATIONS: dict[str, Callable[..., nn.Module]] = {
     "separable": SeparablePEG,
     "stacked": stacked_separable,
     "frozen": FrozenPEG,
+    "wide": WidePEG,
     "borderless": BorderlessPEG,
     "twelve_1x1": stacked_single_cell,
 }

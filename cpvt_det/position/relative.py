@@ -25,7 +25,7 @@ class RelativeEncoding(PositionEncoding):
     Raises:
         ValueError: heads that do not divide the channels, or no range.
 
-    Source: arXiv 1803.02155, equation 4 (keys alone), on two axes as in arXiv 1904.09925.
+    Source: arXiv 1803.02155, equation 4 (keys alone: nothing is added to the values), on two axes as in arXiv 1904.09925.
     """
 
     def __init__(self, channels: int, num_layers: int, num_heads: int, range: int = 8):

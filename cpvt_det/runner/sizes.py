@@ -14,6 +14,7 @@ from torch import nn
 from cpvt_det import builders, distributed
 from cpvt_det.errors import ConfigError, MapSizeError
 from cpvt_det.evaluation.coco import write_results
+from cpvt_det.position.table import TableEncoding
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.tasks.registry import Results, flatten
 
@@ -29,7 +30,8 @@ def evaluate_sizes(task: Any, detector: nn.Module, datasets: Sequence[Any], size
         detector: the model.
         datasets: the task's test sets.
         sizes: test sizes in pixels.
-        output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it.
+        output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it. Below a model's table of positions it says how
+            that is interpolated.
 
     Returns:
         Figures by size, as text; NaN at a size that the model cannot take.
@@ -54,7 +56,7 @@ def evaluate_sizes(task: Any, detector: nn.Module, datasets: Sequence[Any], size
             why.append(f"{size}: {error}")
         results[str(size)] |= {SECONDS: time.perf_counter() - start}
         task.cfg.INPUT = before.clone()
-    table = "\n\n".join([sizes_table(results, task.main_figure, task.figures), *why])
+    table = "\n\n".join([sizes_table(results, task.main_figure, task.figures), *_interpolation(detector), *why])
     if distributed.rank() == 0:
         write_results(results, output / "sizes.json")
         (output / "sizes.md").write_text(table + "\n", encoding="utf-8")
@@ -76,6 +78,13 @@ def sizes_table(results: Mapping[str, Results], main_figure: str, figures: Seque
     rows = [(size, *(_text(found.get(name, math.nan)) for name in [*names, SECONDS])) for size, found in by_size.items()]
     heads = [name.replace(f"{group}/", "").replace("/", " ") for name in names]
     return tabulate(rows, ["size", *heads, SECONDS], tablefmt="github", disable_numparse=True)
+
+
+def _interpolation(detector: nn.Module) -> list[str]:
+    """How the learned tables of a model are stretched over other grids; nothing without one."""
+    tables = [part for part in detector.modules() if isinstance(part, TableEncoding)]
+    ways = {"timm's way, antialiased" if table.antialias else "DeiT's way" for table in tables}
+    return [f"Learned tables are interpolated in {way} (bicubic; `POSITION.ANTIALIAS`)." for way in sorted(ways)]
 
 
 def _text(value: float) -> str:

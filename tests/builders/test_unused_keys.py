@@ -32,7 +32,7 @@ from cpvt_det.study.plan import load_plan
 ONE_STAGE = {**DEFORMABLE, "MODEL__DEFORMABLE__TWO_STAGE": False}
 FOCAL = {"MODEL__CRITERION__CLASSIFICATION": "focal"}
 SINE = {"MODEL__POSITION__NAME": "sine"}
-PARTS = ("separable", "stacked", "frozen", "borderless", "twelve_1x1")
+PARTS = ("separable", "stacked", "frozen", "wide", "borderless", "twelve_1x1")
 PEGS = ", ".join(["peg", *(f"peg_{part}" for part in PARTS)])
 PLAIN_PEGS = ", ".join(["peg_plain", *(f"peg_plain_{part}" for part in PARTS)]) + ", sine+peg, sine_offset+peg, table+peg_plain"
 BARE = {

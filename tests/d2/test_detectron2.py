@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from image_classes import class_words, draw_folders
 from test_runner import assert_same_run, losses_of
 from tiny import DEFORMABLE, DETECTORS, DINO, overrides
 
@@ -118,6 +119,27 @@ def test_both_runners_take_the_same_run(runs, detector):
     names = "config.yaml log.txt last_checkpoint model_final.pth model_best.pth pictures/detections.png pictures/curves.png"
     assert [name for name in names.split() if not (detectron2 / name).is_file()] == []
     assert load_core_cfg(str(detectron2 / "config.yaml")).MODEL == load_core_cfg(str(builtin / "config.yaml")).MODEL
+
+
+def test_both_runners_train_the_same_classifier(d2, tmp_path):
+    """A transformer with two tokens, layers left out at random, Mixup and CutMix."""
+    more = {
+        "MODEL__BACKBONE__NAME": "cpvt_tiny",
+        "MODEL__BACKBONE__STAGES": (4,),
+        "MODEL__BACKBONE__EMBED_DIM": 32,
+        "MODEL__BACKBONE__DEPTH": 2,
+        "MODEL__BACKBONE__NUM_HEADS": 2,
+        "MODEL__BACKBONE__NUM_TOKENS": 2,
+        "MODEL__BACKBONE__DROP_PATH": 0.3,
+        "INPUT__CLASSIFY__MIXUP": 0.8,
+        "INPUT__CLASSIFY__CUTMIX": 1.0,
+    }
+    root = draw_folders(tmp_path / "data")
+    run_builtin(load_core_cfg("", class_words(root, tmp_path / "builtin", **more)))
+    d2.run.run(d2.run.load_cfg("", class_words(root, tmp_path / "detectron2", **more)))
+    assert_same_run(tmp_path / "builtin", tmp_path / "detectron2")
+    found = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("builtin", "detectron2")]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("first", "second"), [("builtin", "detectron2"), ("detectron2", "builtin"), ("detectron2", "detectron2")])

@@ -50,6 +50,39 @@ def test_detectron2_s_own_models_train_and_detect_on_it(name):
     assert found["instances"].image_size == (180, 140)
 
 
+@pytest.mark.parametrize("words", [[], ["MODEL.BACKBONE.NUM_TOKENS", 0, "MODEL.BACKBONE.POSITION.NAME", "table"]])
+def test_an_image_s_maps_are_the_same_alone_and_in_a_batch(words):
+    """As detectron2's own RetinaNet pads them: images of no multiple of a patch, and a black one."""
+    from detectron2.modeling import build_model
+
+    torch.manual_seed(0)
+    model = build_model(load("retinanet_cpvt_tiny_shapes.yaml", *words)).double().eval()
+    for name, weights in model.backbone.trunk.named_parameters():
+        if name.startswith("position"):
+            torch.nn.init.normal_(weights, std=0.5)
+    images = [torch.rand(3, *size) * 255 for size in ((96, 61), (64, 128), (33, 40))] + [torch.zeros(3, 50, 70)]
+    with torch.no_grad():
+        together = model.backbone(model.preprocess_image([{"image": image} for image in images]).tensor)
+        for number, image in enumerate(images):
+            alone = model.backbone(model.preprocess_image([{"image": image}]).tensor)
+            for name, found in together.items():
+                height, width = (-(-side // model.backbone.output_shape()[name].stride) for side in image.shape[1:])
+                own = alone[name][0, :, :height, :width]
+                assert (found[number, :, :height, :width] - own).abs().max() < 1e-10, name
+                assert not found[number, :, height:].any() and not found[number, :, :, width:].any()
+
+
+def test_borders_of_zeros_are_padding_and_zeros_inside_are_not():
+    from cpvt_det.d2.vit_backbone import zero_borders
+
+    images = torch.zeros(3, 3, 4, 6)
+    images[0, 1, 2, 3] = 1.0
+    images[1, :, 3, 5] = -1.0
+    mask = zero_borders(images)
+    assert not mask[0, :3, :4].any() and mask[0, 3:].all() and mask[0, :, 4:].all()
+    assert not mask[1:].any()
+
+
 def test_maps_have_the_shapes_that_they_declare():
     from detectron2.modeling import build_backbone
 

@@ -231,6 +231,8 @@ def test_what_is_said_of_the_mechanisms_is_what_the_records_say(mechanisms):
     assert sum(value > max(runs["today"].values()) for name in best for value in runs[name].values()) == 5
     gains = [means[name] - means["today"] for name in best]
     early = [half[name] - half["today"] for name in best]
+    average, pairs = (mechanisms.values(name).values() for name in ("average/average", "pairs/40 pairs"))
+    middle = [_at_half(mechanisms, name) for name in ("average/average", "pairs/40 pairs")]
     hours = sum(_seconds(study) for study in ("mechanisms", "bccd")) / 3600
     phrases = [
         f"for the seeds {_listed(runs['together'])} the shipped one had {_listed(shipped)}",
@@ -239,6 +241,8 @@ def test_what_is_said_of_the_mechanisms_is_what_the_records_say(mechanisms):
         f"where it has {shipped[0]:.1f}: two images a step {further['two images']:.1f}",
         f"a learning rate of 3e-3 {further['rate 3e-3']:.1f}, twice the weight of the boxes' losses {further['boxes twice']:.1f}",
         f"40 pairs of denoising queries {further['40 pairs']:.1f}",
+        f"AP {middle[0]:.1f} at half of the time, where 40 pairs have {middle[1]:.1f}",
+        f"and {sum(average) / 3:.1f} at the end, where they have {sum(pairs) / 3:.1f}",
         f"{hours:.1f} by their records",
     ]
     require(text, phrases)

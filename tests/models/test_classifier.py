@@ -56,22 +56,44 @@ def test_the_mean_beside_a_class_token_is_that_of_the_patches():
     torch.testing.assert_close(logits, model.class_embed(means)[None], rtol=0, atol=1e-12)
 
 
-def test_a_trained_classifier_is_a_detector_s_backbone(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cpvt_tiny", SMALL),
+        ("tnt_small", ["MODEL.BACKBONE.DEPTH", "1"]),
+        ("resnet10", ["MODEL.BACKBONE.WIDTH", "32"]),
+        ("timm/resnet10t", []),
+    ],
+)
+def test_a_trained_classifier_is_a_detector_s_backbone(name, words, tmp_path):
     """Its checkpoint, as a run writes it: the heads are left out, every tensor of the backbone is used."""
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
     torch.manual_seed(0)
-    model = imagenet("cpvt_tiny", *SMALL, num_classes=5)
+    words = [*words, "MODEL.BACKBONE.NAME", name, "MODEL.BACKBONE.STAGES", "(4,)", "MODEL.DEVICE", "cpu"]
+    model = build_detector(load_cfg("quickstart/classifier.yaml", [*words, "MODEL.NUM_CLASSES", "5"]))
     torch.save({"model": model.state_dict(), "cpvt_det": {"config": ""}}, tmp_path / "classifier.pth")
-    words = ["MODEL.BACKBONE.NAME", "cpvt_tiny", "MODEL.BACKBONE.STAGES", "(4,)", *SMALL, "MODEL.DEVICE", "cpu"]
     backbone = build_detector(load_cfg("", [*words, "MODEL.NUM_CLASSES", "3"])).backbone
-    load_backbone_weights(backbone, str(tmp_path / "classifier.pth"), "cpvt_tiny")
+    load_backbone_weights(backbone, str(tmp_path / "classifier.pth"), name)
     own, found = backbone.state_dict(), model.backbone.state_dict()
+    found = {name: tensor for name, tensor in found.items() if name in own or not name.endswith("num_batches_tracked")}
     assert own.keys() == found.keys() and all(torch.equal(own[name], found[name]) for name in own)
 
 
-@pytest.mark.parametrize("name", ["cpvt_tiny", "cpvt_gap_tiny", "deit_tiny"])
-def test_an_image_of_any_shape_has_the_same_scores_in_any_batch(name):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cpvt_tiny", []),
+        ("cpvt_gap_tiny", []),
+        ("deit_tiny", []),
+        ("deit_tiny", ["MODEL.BACKBONE.NUM_TOKENS", "2"]),
+        ("tnt_small", ["MODEL.BACKBONE.DEPTH", "2"]),
+        ("tnt_small", ["MODEL.BACKBONE.NAME", "tnt_small_se", "MODEL.BACKBONE.DEPTH", "2", "MODEL.BACKBONE.NUM_TOKENS", "0"]),
+    ],
+)
+def test_an_image_of_any_shape_has_the_same_scores_in_any_batch(name, words):
     torch.manual_seed(0)
-    model = imagenet(name, num_classes=5).double().eval()
+    model = imagenet(name, *words, num_classes=5).double().eval()
     images = [torch.rand(3, *size).double() * 255 for size in ((48, 80), (37, 50), (96, 33))]
     together = model.preprocess(images)
     found = model(together.images, together.padding_mask).scores()

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from cpvt_det.position import PEGDetection, build_position
-from cpvt_det.position.peg_ablations import BorderlessPEG, FrozenPEG, SeparablePEG, stacked_separable, stacked_single_cell
+from cpvt_det.position.peg_ablations import BorderlessPEG, FrozenPEG, SeparablePEG, WidePEG, stacked_separable, stacked_single_cell
 from cpvt_det.structures import padding_mask_of
 
 CHANNELS, SHAPE = 16, (5, 7)
@@ -46,6 +46,7 @@ def weights_of_convolutions(name, **options):
         ("peg_separable", {}, CHANNELS**2 + 9 * CHANNELS),
         ("peg_stacked", {}, 4 * (CHANNELS**2 + 9 * CHANNELS)),
         ("peg_frozen", {}, 9 * CHANNELS),
+        ("peg_wide", {}, 9 * CHANNELS),
         ("peg_borderless", {}, 9 * CHANNELS),
         ("peg_twelve_1x1", {}, 12 * CHANNELS),
         ("peg_query_key", {}, 9 * CHANNELS),
@@ -53,6 +54,14 @@ def weights_of_convolutions(name, **options):
 )
 def test_weights_of_the_convolutions_are_as_many_as_expected(name, options, count):
     assert weights_of_convolutions(name, **options) == count
+
+
+@pytest.mark.parametrize(("options", "variance"), [({}, 2 / 9), ({"kernel_size": 5}, 2 / 25)])
+def test_wide_starts_with_the_variance_of_twins_and_no_bias(options, variance):
+    torch.manual_seed(0)
+    peg = WidePEG(512, plain=True, norm="none", **options)
+    assert peg.conv.weight.var().item() == pytest.approx(variance, rel=0.1) and not peg.conv.bias.any()
+    assert WidePEG(4).conv.bias is None
 
 
 def test_separable_is_depthwise_then_pointwise():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 from image_classes import class_words, draw_folders
 from PIL import Image
+from test_runner import assert_same_run
 from torch import nn
 
 from cpvt_det.builders import build_detector
@@ -157,6 +158,30 @@ def test_a_resumed_run_is_the_uninterrupted_one(trained, folders, tmp_path):
     run(load_cfg("", words), resume=True)
     whole, resumed = (torch.load(folder / "model_final.pth", weights_only=True)["model"] for folder in (trained, tmp_path))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_resumed_transformer_is_the_uninterrupted_one(trained, folders, tmp_path):
+    """Layers left out at random and recomputed, two tokens, a teacher, a moving average of the weights, beside all the rest."""
+    more = {
+        **ALL,
+        "MODEL__BACKBONE__NAME": "cpvt_tiny",
+        "MODEL__BACKBONE__STAGES": (4,),
+        "MODEL__BACKBONE__EMBED_DIM": 32,
+        "MODEL__BACKBONE__DEPTH": 3,
+        "MODEL__BACKBONE__NUM_HEADS": 2,
+        "MODEL__BACKBONE__NUM_TOKENS": 2,
+        "MODEL__BACKBONE__DROP_PATH": 0.5,
+        "MODEL__BACKBONE__CHECKPOINTING": True,
+        "MODEL__CLASSIFIER__TEACHER": str(trained / "model_best.pth"),
+        "SOLVER__EMA__ENABLED": True,
+        "SOLVER__EMA__DECAY": 0.5,
+        "DATASETS__TEST": (),
+    }
+    words = {name: class_words(folders, tmp_path / name, **more) for name in ("whole", "part")}
+    run(load_cfg("", words["whole"]))
+    run(load_cfg("", [*words["part"], "SOLVER.MAX_ITER", "3"]))
+    run(load_cfg("", words["part"]), resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "part")
 
 
 def test_faults_of_folders_are_named_before_training(tmp_path):

@@ -96,7 +96,8 @@ class ResNetBackbone(nn.Module):
 
         Args:
             weights: a name of torchvision's (``IMAGENET1K_V1``, ``DEFAULT``), downloaded once; or a file of a torchvision
-                ResNet's state dict. Its classifier, and stages that this backbone does not have, are left out.
+                ResNet's state dict, or of a model of ours. Its classifier, and stages that this backbone does not have, are left
+                out.
             read: reader of a file's state dict.
 
         Raises:
