@@ -64,7 +64,7 @@ def constants(document):
         "docs/look.md": {"0.05"},  # a setting
         "docs/plug.md": {"2.15"},
         "docs/results.md": {"59.0", "60.9", "61.0", "63.3"}  # of records that were made again, before 1649921
-        | {"10.5", "0.997"},  # a sum, of test_headlines.py; a setting
+        | {"11.5", "0.997"},  # a sum, of test_headlines.py; a setting
         "docs/processors.md": {"3.7", "3.12", "2.9", "2.14", "2.15"},
         "docs/position_encodings.md": {"32.8", "0.875"},  # of the paper; p over the whole study (test_headlines.py)
         "docs/position_encodings_parts.md": {"68.6", "70.5", "70.6", "71.3", "72.4", "72.5", "73.4"},  # of the paper
