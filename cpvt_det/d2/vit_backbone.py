@@ -66,7 +66,7 @@ def zero_borders(images: Tensor) -> Tensor:
         (B, H, W) bool, True in the rows below and the columns right of all that is not 0; nowhere in an image of zeros.
     """
     has_content = (images.detach() != 0).any(1)
-    rows, columns = (has_content.any(axis).flip(1).long().cummax(1).values.flip(1).bool() for axis in (2, 1))  # (B, H), (B, W)
+    rows, columns = (has_content.any(axis).flip(1).cumsum(1).flip(1) > 0 for axis in (2, 1))  # (B, H), (B, W)
     is_empty = ~rows.any(1)[:, None, None]
     return ~(rows[:, :, None] & columns[:, None, :] | is_empty)
 

@@ -30,8 +30,8 @@ def evaluate_sizes(task: Any, detector: nn.Module, datasets: Sequence[Any], size
         detector: the model.
         datasets: the task's test sets.
         sizes: test sizes in pixels.
-        output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it. Below a model's table of positions it says how
-            that is interpolated.
+        output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it. Of a model with
+            learned tables of positions it says how these are interpolated.
 
     Returns:
         Figures by size, as text; NaN at a size that the model cannot take.

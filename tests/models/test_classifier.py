@@ -67,8 +67,6 @@ def test_the_mean_beside_a_class_token_is_that_of_the_patches():
 )
 def test_a_trained_classifier_is_a_detector_s_backbone(name, words, tmp_path):
     """Its checkpoint, as a run writes it: the heads are left out, every tensor of the backbone is used."""
-    if name.startswith("timm/"):
-        pytest.importorskip("timm")
     torch.manual_seed(0)
     words = [*words, "MODEL.BACKBONE.NAME", name, "MODEL.BACKBONE.STAGES", "(4,)", "MODEL.DEVICE", "cpu"]
     model = build_detector(load_cfg("quickstart/classifier.yaml", [*words, "MODEL.NUM_CLASSES", "5"]))

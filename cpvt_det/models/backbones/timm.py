@@ -134,7 +134,7 @@ class TimmBackbone(nn.Module):
 
         Args:
             weights: ``pip`` for those of an installed package, ``DEFAULT`` for timm's, downloaded once; or a file of a state dict
-                with timm's names. Its head, and parts that this backbone does not have, are left out.
+                with timm's names, or of a model of ours. Its head, and parts that this backbone does not have, are left out.
             read: reader of a file's state dict.
 
         Raises:

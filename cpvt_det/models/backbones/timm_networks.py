@@ -55,7 +55,7 @@ def load_weights(body: nn.Module, name: str, weights: str, read: Callable[[str],
         body: the network, changed in place.
         name: name of timm's.
         weights: ``pip`` for those of an installed package, ``DEFAULT`` for timm's, downloaded once; or a file of a state dict
-            with timm's names. Its head, and parts that ``body`` does not have, are left out.
+            with timm's names, or of a model of ours. Its head, and parts that ``body`` does not have, are left out.
         read: reader of a file's state dict.
 
     Raises:
