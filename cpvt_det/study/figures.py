@@ -58,7 +58,8 @@ def draw_bars(plan: Plan, group: Group, bars: dict[str, dict[str, Values]]) -> P
     )
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
-    axes.legend(ncols=2)
+    narrow = {"columnspacing": 1.0, "handlelength": 1.0, "handletextpad": 0.4}
+    figure.legend(loc="outside lower center", ncols=8, **narrow)  # beside the axes, which are full of bars
     path = plan.folder / "figures" / f"{group.name}_bars.png"
     save_figure(figure, path)
     return path
