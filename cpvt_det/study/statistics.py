@@ -2,6 +2,7 @@
 """Intervals over seeds, differences between variants, and the correction of their p."""
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,8 @@ Values = dict[int, float]
 """Seed -> value."""
 Curves = dict[str, dict[float | str, Values]]
 """Variant -> position on an axis -> AP or another metric by seed; for a probe, variant -> name -> value by seed."""
+ROUND_OFF = 1e-9
+"""Values of a study that are closer are equal: a test of what is left of their difference would be one of rounding."""
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -28,15 +31,18 @@ def paired(values: Values, others: Values) -> tuple[float, float, float]:
     if not seeds:
         return math.nan, math.nan, math.nan
     mean, half = interval(differences)
-    p = float(stats.ttest_1samp(differences, 0).pvalue) if len(seeds) > 1 and np.ptp(differences) > 0 else math.nan
+    p = float(stats.ttest_1samp(differences, 0).pvalue) if len(seeds) > 1 and np.ptp(differences) > ROUND_OFF else math.nan
     return mean, half, p
 
 
 def unpaired(values: Values, others: Values) -> float:
-    """The p of Welch's test, which takes runs of equal seeds to be independent."""
-    if min(len(values), len(others)) < 2 or np.ptp([*values.values(), *others.values()]) == 0:
+    """The p of Welch's test, which takes runs of equal seeds to be independent; NaN where neither has a spread."""
+    one, other = list(values.values()), list(others.values())
+    if min(len(one), len(other)) < 2 or max(np.ptp(one), np.ptp(other)) <= ROUND_OFF:
         return math.nan
-    return float(stats.ttest_ind(list(values.values()), list(others.values()), equal_var=False).pvalue)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of two seeds one variant may have the same value twice
+        return float(stats.ttest_ind(one, other, equal_var=False).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

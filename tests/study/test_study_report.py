@@ -27,6 +27,7 @@ def test_paired_differences_by_hand():
     assert p == pytest.approx(0.0742, abs=1e-4)
     assert all(math.isnan(value) for value in paired({0: 1.0}, {1: 1.0}))
     assert math.isnan(paired({0: 1.0, 1: 2.0}, {0: 0.0, 1: 1.0})[2])  # equal differences: no test
+    assert math.isnan(paired({0: 0.3, 1: 0.2}, {0: 0.2, 1: 0.1})[2])  # equal but for rounding: p would be 1e-16
 
 
 def test_unpaired_p_is_welch_s_by_hand():
@@ -36,6 +37,13 @@ def test_unpaired_p_is_welch_s_by_hand():
     assert unpaired({0: 6.0, 1: 2.0, 2: 4.0}, {3: 1.0, 4: 2.0, 5: 3.0}) == expected
     assert math.isnan(unpaired({0: 1.0}, {0: 2.0, 1: 3.0}))
     assert math.isnan(unpaired({0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0}))
+    assert math.isnan(unpaired({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.0}))  # p would be 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_unpaired_p_of_a_variant_with_one_value_by_hand():
+    """1, 1 and 2, 4: t = 2 / sqrt(2 / 2) = 2 with one degree of freedom, p = 1 - 2 atan(2) / pi, and no warning."""
+    assert unpaired({0: 1.0, 1: 1.0}, {0: 2.0, 1: 4.0}) == pytest.approx(1 - 2 * math.atan(2) / math.pi)
 
 
 def test_holm_by_hand():
