@@ -22,6 +22,7 @@ DOCUMENTS = sorted(
 DECIMAL = re.compile(r"(?<![\w.,-])\d+\.\d+(?![\w.]*\d)")
 
 ENCODINGS = ["studies/position_encodings"]
+CLASSIFIERS = ["studies/classifiers"]
 RECORDS = {
     "README.md": [
         "studies/mechanisms/results/pairs",
@@ -39,6 +40,8 @@ RECORDS = {
     "docs/encodings.md": ENCODINGS,
     "docs/position_encodings.md": ENCODINGS,
     "docs/position_encodings_parts.md": ENCODINGS,
+    "docs/classifiers.md": CLASSIFIERS,
+    "docs/claims.md": CLASSIFIERS,
     "docs/scaling.md": [
         "benchmarks/results/scaling_cpu.json",
         "benchmarks/results/scaling_cpu.md",
@@ -76,6 +79,7 @@ def constants(document):
         "docs/small_data.md": {"79.0", "82.2", "78.1", "91.2", "92.2", "92.7", "4.0"},  # Roboflow 100's figures; a licence
         "docs/tutorial.md": {"0.5"},  # a setting
         "docs/use.md": {"0.1", "0.2", "0.5", "0.7", "1.0"},  # settings
+        "docs/classifiers.md": {"68.2", "70.5", "72.2", "72.4", "73.4"},  # of the paper
         "docs/classify.md": {"1.3"},  # million images of ImageNet
         "docs/clusters.md": {"2.14"},
         "docs/claims.md": articles_figures() | {"2.1", "2102.10882", "2103.00112"},  # a figure beside ours; addresses
@@ -123,7 +127,8 @@ def pool(names):
         elif path.suffix in (".md", ".py", ".yaml"):
             found += [float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?", path.read_text(encoding="utf-8"))]
     for folder in {path.parent for path in files if path.suffix == ".json" and path.stem.isdigit()}:
-        values = [record.get("AP") for record in (json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json"))]
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+        values = [record.get("AP", record.get("top1")) for record in records]
         found += interval(values) if len(values) > 1 else ()
     return sorted([*found, *(number / 1000 for number in found)])  # MB are written as GB
 
@@ -163,11 +168,14 @@ def is_part_of(cells, row):
     return all(cell in rest for cell in cells)
 
 
-def test_rows_of_the_study_s_page_are_those_of_its_report():
-    report = rows_of("studies/position_encodings/report.md")
-    rows = [row for row in rows_of("docs/position_encodings.md") if any(DECIMAL.search(cell) for cell in row[1:])]
+@pytest.mark.parametrize(
+    ("study", "page", "at_least"), [("position_encodings", "position_encodings", 40), ("classifiers", "classifiers", 20)]
+)
+def test_rows_of_a_study_s_page_are_those_of_its_report(study, page, at_least):
+    report = rows_of(f"studies/{study}/report.md")
+    rows = [row for row in rows_of(f"docs/{page}.md") if any(DECIMAL.search(cell) for cell in row[1:])]
     strange = [row for row in rows if not any(is_part_of([row[0].strip("`"), *filter(None, row[1:])], known) for known in report)]
-    assert len(rows) > 40
+    assert len(rows) > at_least
     assert not strange
 
 
@@ -195,10 +203,11 @@ def probed(runs, others, probe, figure, decimals):
 PAIR = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
 
 
-@pytest.mark.parametrize("document", sorted(name for name, records in RECORDS.items() if records == ENCODINGS))
-def test_differences_of_the_study_are_those_of_its_report(document):
+@pytest.mark.parametrize("document", sorted(name for name, records in RECORDS.items() if records in (ENCODINGS, CLASSIFIERS)))
+def test_differences_of_a_study_are_those_of_its_report(document):
     """Mean and half-width together, without the sign, as prose says "loses": a single decimal is among so many by chance."""
-    report = set(PAIR.findall((ROOT / "studies/position_encodings/report.md").read_text(encoding="utf-8")))
+    (study,) = RECORDS[document]
+    report = set(PAIR.findall((ROOT / study / "report.md").read_text(encoding="utf-8")))
     report |= {pair for decimals in (2, 3) for row in OF_PROBES for pair in probed(*row, decimals)}
     found = PAIR.findall((ROOT / document).read_text(encoding="utf-8"))
     assert len(found) > 5

@@ -30,7 +30,7 @@ class Study:
 
     def values(self, name: str, *path: str) -> Values:
         group, _, variant = name.partition("/")
-        return values_at(self.groups[group][variant], path or ["AP"])
+        return values_at(self.groups[group][variant], path or [self.plan.figures_of(self.plan.group(group))[0]])
 
     def difference(self, one: str, other: str, *path: str) -> str:
         mean, half, _ = paired(self.values(one, *path), self.values(other, *path))
@@ -68,6 +68,11 @@ def mechanisms() -> Study:
 @pytest.fixture(scope="module")
 def bccd() -> Study:
     return Study("bccd")
+
+
+@pytest.fixture(scope="module")
+def classifiers() -> Study:
+    return Study("classifiers")
 
 
 def part_of(document: str, start: str = "", end: str = "") -> str:
@@ -271,6 +276,37 @@ def _mean(values: Values, digits: str = ".1f") -> str:
 def _first(reached: Mapping[str, Mapping[float, Values]], level: float) -> str:
     """The encoding, in float32, that reaches an AP after the fewest iterations on average."""
     return min((name for name in reached if name != "peg_bf16"), key=lambda name: interval(list(reached[name][level].values()))[0])
+
+
+def test_the_first_screen_of_the_classifiers_page_is_that_of_the_records(classifiers):
+    text = part_of("docs/classifiers.md", end="\n## How to read")
+    top1 = {name: _mean(classifiers.values(f"main/{name}")) for name in classifiers.plan.group("main").variants}
+    longer = {name: _mean(classifiers.values(f"longer/{name}")) for name in ("table", "peg")}
+    at_twice = {name: _mean(classifiers.values(f"main/{name}", "measured", "sweeps", "zoom", "zoom_64")) for name in top1}
+    by_itself = paired(classifiers.values("main/peg"), classifiers.values("main/table"))[2]
+    of_five = classifiers.p_over_study("main/5 pegs", "main/table")
+    remain = {(one.variant, one.baseline) for one, p, _ in classifiers.of_ap if p < 0.05}
+    phrases = [
+        f"{top1['table']} with the table, {top1['peg']} with one PEG, {top1['5 pegs']} with five, {top1['none']} without",
+        f"is +{classifiers.difference('main/peg', 'main/table')} (p {by_itself:.3f} by itself;",
+        f"have +{classifiers.difference('main/5 pegs', 'main/table')} ({of_five[0]:.3f}; unpaired {of_five[1]:.3f})",
+        f"one PEG has {longer['peg']} and the table {longer['table']}",
+        f"{top1['sine']} and {top1['rope']}",
+        f"keep {at_twice['sine']}, five PEGs {at_twice['5 pegs']}, one PEG {at_twice['peg']}, the table {at_twice['table']},",
+        f"rotary positions {at_twice['rope']}",
+        f"Of {len(classifiers.of_ap)} differences of top-1, {len(remain)} remain",
+    ]
+    require(text, phrases)
+    helped = {(f"main/{name}", "main/none") for name in ("sine", "rope", "peg", "5 pegs", "table+peg")}
+    assert remain == helped | {("gap/table", "main/peg")}
+    to_table = {one.variant for one, _, p in classifiers.of_ap if p < 0.05 and one.baseline == "main/table"}
+    assert to_table == {"main/5 pegs", "main/sine", "main/rope"}
+
+
+def test_peg_is_above_the_table_beyond_the_interval(classifiers):
+    """The goal of the classifiers' study, with the comparison that its plan names."""
+    mean, half, _ = paired(classifiers.values("main/peg"), classifiers.values("main/table"))
+    assert len(classifiers.values("main/peg")) == 5 and mean > half > 0
 
 
 def test_the_share_of_products_is_that_of_the_records():
