@@ -281,26 +281,41 @@ def _first(reached: Mapping[str, Mapping[float, Values]], level: float) -> str:
 def test_the_first_screen_of_the_classifiers_page_is_that_of_the_records(classifiers):
     text = part_of("docs/classifiers.md", end="\n## How to read")
     top1 = {name: _mean(classifiers.values(f"main/{name}")) for name in classifiers.plan.group("main").variants}
-    longer = {name: _mean(classifiers.values(f"longer/{name}")) for name in ("table", "peg")}
     at_twice = {name: _mean(classifiers.values(f"main/{name}", "measured", "sweeps", "zoom", "zoom_64")) for name in top1}
     by_itself = paired(classifiers.values("main/peg"), classifiers.values("main/table"))[2]
-    of_five = classifiers.p_over_study("main/5 pegs", "main/table")
+    of_one, of_five = (classifiers.p_over_study(f"main/{name}", "main/table") for name in ("peg", "5 pegs"))
     remain = {(one.variant, one.baseline) for one, p, _ in classifiers.of_ap if p < 0.05}
+    on_sweeps = [(one.variant, one.baseline, one.data) for one, p, _ in classifiers.on_sweeps if p < 0.05]
     phrases = [
-        f"{top1['table']} with the table, {top1['peg']} with one PEG, {top1['5 pegs']} with five, {top1['none']} without",
-        f"is +{classifiers.difference('main/peg', 'main/table')} (p {by_itself:.3f} by itself;",
-        f"have +{classifiers.difference('main/5 pegs', 'main/table')} ({of_five[0]:.3f}; unpaired {of_five[1]:.3f})",
-        f"one PEG has {longer['peg']} and the table {longer['table']}",
-        f"{top1['sine']} and {top1['rope']}",
-        f"keep {at_twice['sine']}, five PEGs {at_twice['5 pegs']}, one PEG {at_twice['peg']}, the table {at_twice['table']},",
+        f"(top-1 {top1['sine']}, {top1['rope']} and {top1['5 pegs']}), then one PEG ({top1['peg']})",
+        f"learned table ({top1['table']}), no encoding ({top1['none']})",
+        f"has +{classifiers.difference('main/peg', 'main/table')} (p {by_itself:.3f}, after correction for the",
+        f"{len(classifiers.of_ap)} comparisons of the study {of_one[0]:.3f}), five PEGs",
+        f"five PEGs +{classifiers.difference('main/5 pegs', 'main/table')} ({of_five[0]:.3f})",
+        f"sines {at_twice['sine']}, five PEGs {at_twice['5 pegs']}, table {at_twice['table']}, one PEG {at_twice['peg']}, rotary",
         f"rotary positions {at_twice['rope']}",
         f"Of {len(classifiers.of_ap)} differences of top-1, {len(remain)} remain",
+        f"five PEGs ({of_five[1]:.3f}), sines and rotary positions",
+        f"Of {len(classifiers.on_sweeps)} differences at other sizes {len(on_sweeps)} remain: {len(on_sweeps) - 1} to no encoding",
     ]
     require(text, phrases)
     helped = {(f"main/{name}", "main/none") for name in ("sine", "rope", "peg", "5 pegs", "table+peg")}
     assert remain == helped | {("gap/table", "main/peg")}
     to_table = {one.variant for one, _, p in classifiers.of_ap if p < 0.05 and one.baseline == "main/table"}
     assert to_table == {"main/5 pegs", "main/sine", "main/rope"}
+    assert [one for one in on_sweeps if one[1] != "main/none"] == [("gap/table", "main/peg", "canvas_28")]
+
+
+def test_what_is_said_of_the_mean_of_the_patches_is_what_the_records_say(classifiers):
+    text = part_of("docs/classifiers.md", start="\n## Mean of the patches", end="\n## Where PEG is")
+    by_token = {name: classifiers.p_over_study(f"gap/{name}", f"main/{name}")[0] for name in ("peg", "table")}
+    phrases = [
+        f"{classifiers.difference('gap/peg', 'main/peg')} below the class token with PEG",
+        f"over the study p is {by_token['peg']:.3f})",
+        f"{classifiers.difference('gap/table', 'main/table')} below with the table ({by_token['table']:.3f})",
+        f"({_mean(classifiers.values('gap/peg'))} and {_mean(classifiers.values('gap/table'))};",
+    ]
+    require(text, phrases)
 
 
 def test_peg_is_above_the_table_beyond_the_interval(classifiers):
