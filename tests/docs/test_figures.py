@@ -169,12 +169,10 @@ def is_part_of(cells, row):
     return all(cell in rest for cell in cells)
 
 
-@pytest.mark.parametrize(
-    ("study", "page", "at_least"), [("position_encodings", "position_encodings", 40), ("classifiers", "classifiers", 20)]
-)
-def test_rows_of_a_study_s_page_are_those_of_its_report(study, page, at_least):
+@pytest.mark.parametrize(("study", "at_least"), [("position_encodings", 40), ("classifiers", 20)])
+def test_rows_of_a_study_s_page_are_those_of_its_report(study, at_least):
     report = rows_of(f"studies/{study}/report.md")
-    rows = [row for row in rows_of(f"docs/{page}.md") if any(DECIMAL.search(cell) for cell in row[1:])]
+    rows = [row for row in rows_of(f"docs/{study}.md") if any(DECIMAL.search(cell) for cell in row[1:])]
     strange = [row for row in rows if not any(is_part_of([row[0].strip("`"), *filter(None, row[1:])], known) for known in report)]
     assert len(rows) > at_least
     assert not strange
@@ -209,7 +207,8 @@ def test_differences_of_a_study_are_those_of_its_report(document):
     """Mean and half-width together, without the sign, as prose says "loses": a single decimal is among so many by chance."""
     (study,) = RECORDS[document]
     report = set(PAIR.findall((ROOT / study / "report.md").read_text(encoding="utf-8")))
-    report |= {pair for decimals in (2, 3) for row in OF_PROBES for pair in probed(*row, decimals)}
+    if RECORDS[document] == ENCODINGS:
+        report |= {pair for decimals in (2, 3) for row in OF_PROBES for pair in probed(*row, decimals)}
     found = PAIR.findall((ROOT / document).read_text(encoding="utf-8"))
     assert len(found) > 5
     assert set(found) - report == set()
