@@ -328,7 +328,10 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
             lambda folder: [write(folder / "c/a.txt", yolo("a")), draw(folder / "x/a.png", "a"), draw(folder / "y/a.png", "a")],
             "c/a.txt belongs to .*x/a.png or to .*y/a.png; give only one of them this name",
         ),
-        (lambda folder: [draw(folder / "a.png", "a"), write(folder / "all.json", coco(["a"]))], "1 image cannot be divided"),
+        (
+            lambda folder: [draw(folder / "a.png", "a"), write(folder / "all.json", coco(["a"]))],
+            "too few images with annotations to train and validate on: 1",
+        ),
         (
             lambda folder: [
                 write_roboflow_yolo(folder),
@@ -345,6 +348,14 @@ def test_a_format_of_ones_own_comes_first(tmp_path):
         (
             lambda folder: [write_labelimg_yolo(folder), write(folder / "more/classes.txt", "dog\ncat\n")],
             "classes.txt and .*more/classes.txt have other names of classes, or another order; keep the one that is right",
+        ),
+        (
+            lambda folder: [write_roboflow_yolo(folder), shutil.rmtree(folder / "train")],
+            "split 'train' is ../train/images, but .*train/images does not exist",
+        ),
+        (
+            lambda folder: [draw(folder / "a.png", "a"), write(folder / "a.xml", "<annotations><track id='0'/></annotations>")],
+            'a.xml is of a video .*: export the task as "CVAT for images" or as COCO',
         ),
         (
             lambda folder: [draw(folder / "a.png", "a"), write(folder / "a.txt", "3000000 0.5 0.5 0.1 0.1")],
@@ -478,6 +489,46 @@ def test_what_a_yolo_file_names_in_vain_is_noted(tmp_path):
     write_cvat_yolo(tmp_path / "other")
     notes = name_datasets(tmp_path / "other", tmp_path / "out").notes
     assert f"not read: {tmp_path}/other/train.txt; a data.yaml with train: and val: makes a split of such lists" in notes
+
+
+def test_images_that_no_annotation_names_are_noted(tmp_path):
+    write_cvat(tmp_path / "mine")
+    assert not any("not used" in note for note in name_datasets(tmp_path / "mine", tmp_path / "out").notes)
+    for name in "xyz":
+        draw(tmp_path / "mine/more" / f"{name}.png", name)
+    data = name_datasets(tmp_path / "mine", tmp_path / "out")
+    assert f"3 of 9 images have no annotations and are not used, such as {tmp_path}/mine/more/x.png" in data.notes
+
+
+def test_shapes_of_cvat_become_the_boxes_around_them(tmp_path):
+    draw(tmp_path / "mine/a.png", "a")
+    shapes = (
+        '<box label="cat" xtl="10" ytl="5" xbr="30" ybr="15" rotation="90"/>'
+        '<box label="cat" xtl="0" ytl="0" xbr="10" ybr="10" rotation="45"/>'
+        '<ellipse label="cat" cx="20" cy="10" rx="8" ry="4"/><ellipse label="cat" cx="20" cy="10" rx="8" ry="4" rotation="30"/>'
+        '<mask label="cat" rle="1, 2" left="3" top="4" width="5" height="6"/>'
+        '<points label="cat" points="1,2;3,4"/><points label="cat" points="1,2"/>'
+        '<polyline label="cat" points="1,2;3,4"/><tag label="cat"/>'
+    )
+    write(tmp_path / "mine/annotations.xml", f'<annotations><image id="0" name="a.png">{shapes}</image></annotations>')
+    layout = find_layout(Listing(tmp_path / "mine"))
+    boxes = [annotation["bbox"] for annotation in layout.read()["annotations"]]
+    around = np.array([[8 * np.cos(t), 4 * np.sin(t)] for t in np.linspace(0, 2 * np.pi, 100_001)])
+    turn = np.deg2rad(30)
+    turned = around @ np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]]) + (20, 10)
+    wide = 10 * np.sqrt(2)
+    expected = [
+        [15, 0, 10, 20],
+        [5 - wide / 2, 5 - wide / 2, wide, wide],
+        [12, 6, 16, 8],
+        [*turned.min(0), *(turned.max(0) - turned.min(0))],
+        [3, 4, 5, 6],
+    ]
+    np.testing.assert_allclose(boxes, expected, atol=1e-6)
+    assert layout.notes == [
+        "not read: 2 annotations of the kind 'points', which have no box",
+        "not read: 1 annotations of the kind 'polyline', which have no box",
+    ]
 
 
 def test_folders_and_files_belong_together_in_whatever_case(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cpvt_det.data.coco import read_json
 from cpvt_det.data.folders import loose
+from cpvt_det.data.folders.cvat import read_cvat_files, skipped_shapes
 from cpvt_det.data.folders.listing import Listing, split_named
 from cpvt_det.data.formats.registry import FORMAT_REGISTRY, Sections
 from cpvt_det.data.formats.voc import is_voc
@@ -186,10 +187,10 @@ def _yolo(listing: Listing) -> Layout | None:
             f"several YAML files look like YOLO's: {', '.join(map(str, yamls[:3]))}; keep one, or name the sets in a config"
         )
     if yamls:
-        missing = missing_splits(yamls[0])
-        if not yolo_splits(yamls[0]):
-            raise DataError(missing[0] if missing else f"{yamls[0]} names no images: expected train: and val:")
-        return replace(_registered("yolo", yamls[0]), notes=[f"not read: {line}" for line in missing])
+        missing, splits = missing_splits(yamls[0]), yolo_splits(yamls[0])
+        if "train" in missing or not splits:
+            raise DataError(next(iter(missing.values()), f"{yamls[0]} names no images: expected train: and val:"))
+        return replace(_registered("yolo", yamls[0]), notes=[f"not read: {line}" for line in missing.values()])
     labels = loose.label_files(listing)
     lists = [path for path in listing.with_suffix(".txt") if split_named(path.stem) and path not in labels]
     notes = [f"not read: {path}; a data.yaml with train: and val: makes a split of such lists" for path in lists]
@@ -212,7 +213,9 @@ def _voc(listing: Listing) -> Layout | None:
 
 def _cvat(listing: Listing) -> Layout | None:
     files = _xml_files(listing, b"<annotations>")
-    return Layout("cvat", _several(files), {}, lambda: loose.read_cvat_files(listing, files)) if files else None
+    if not files:
+        return None
+    return Layout("cvat", _several(files), {}, lambda: read_cvat_files(listing, files), skipped_shapes(files))
 
 
 FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo": _yolo, "voc": _voc, "cvat": _cvat}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotation files wherever they lie in a folder -> COCO's sections: YOLO's text, Pascal VOC's XML, CVAT's XML, several COCO JSONs.
+"""Annotation files wherever they lie in a folder -> COCO's sections: YOLO's text, Pascal VOC's XML, several COCO JSONs.
 
 Files belong together by their names. As in ``data/formats/``, faulty entries are passed on unchanged, and an annotation whose image
 is missing gets the name that the image should have: the check of the data reports both.
@@ -108,45 +108,6 @@ def _image_of(listing: Listing, path: Path, tree: ET.Element) -> Path:
         if found is not None:
             return found
     return path.with_suffix(listing.image_suffix)
-
-
-def read_cvat_files(listing: Listing, files: Sequence[Path]) -> Sections:
-    """CVAT's own XML ("CVAT for images"): boxes, and of polygons the boxes around them; corners in pixels."""
-    content: Sections = {"images": [], "annotations": [], "categories": []}
-    labels: list[str] = []
-    for path in files:
-        tree = parse_xml(path)
-        labels += [label.text.strip() for label in tree.iterfind("meta//label/name") if label.text]
-        for image in tree.iterfind("image"):
-            _add_cvat_image(content, image, path, str(image_named(listing, path, image.get("name", ""))))
-    names = list(dict.fromkeys([*labels, *(annotation["category_id"] for annotation in content["annotations"])]))
-    for annotation in content["annotations"]:
-        annotation["category_id"] = names.index(annotation["category_id"]) + 1
-    content["categories"] = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
-    return content
-
-
-def _add_cvat_image(content: Sections, element: ET.Element, path: Path, file_name: str) -> None:
-    image_id = len(content["images"]) + 1
-    content["images"].append({"id": image_id, "file_name": file_name})
-    for number, shape in enumerate((*element.iterfind("box"), *element.iterfind("polygon")), start=1):
-        name, source = shape.get("label", "").strip(), f"{path}, image {element.get('name')!r}, shape {number}"
-        annotation = {"id": len(content["annotations"]) + 1, "image_id": image_id, "category_id": name, "source": source}
-        content["annotations"].append(annotation | {"bbox": _cvat_box(shape)})
-
-
-def _cvat_box(shape: ET.Element) -> Any:
-    """COCO's box; the words of the file where one is not a number."""
-    if shape.tag == "polygon":
-        points = [pair.split(",") for pair in shape.get("points", "").split(";")]
-        words = [[pair[axis] for pair in points if len(pair) == 2] for axis in (0, 1)]
-    else:
-        words = [[shape.get(f"{axis}{side}", "") for side in ("tl", "br")] for axis in ("x", "y")]
-    try:
-        xs, ys = ([float(word) for word in side] for side in words)
-        return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
-    except ValueError:
-        return [word for side in words for word in side]
 
 
 def image_named(listing: Listing, annotations: Path, name: str) -> Path:

@@ -77,6 +77,7 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
         data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
         return _with_test_set(data)
     content = complete(layout.read())
+    data.notes += _unused(listing, content)
     parts = _parts(listing, content, new_split, data.notes)
     for split, image_ids in parts.items():
         path = output / f"{split}.json"
@@ -85,6 +86,15 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
         data.register.append([f"{name}_{split}", str(path), str(folder)])
         data.written.append(str(path))
     return _with_test_set(data)
+
+
+def _unused(listing: Listing, content: Sections) -> list[str]:
+    """A line of the images that no annotation file names."""
+    used = {os.path.abspath(image["file_name"]) for image in content["images"]}
+    unused = [path for path in listing.images if os.path.abspath(path) not in used]
+    if not unused:
+        return []
+    return [f"{len(unused)} of {len(listing.images)} images have no annotations and are not used, such as {unused[0]}"]
 
 
 def _with_test_set(data: FolderData) -> FolderData:

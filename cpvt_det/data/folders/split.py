@@ -39,7 +39,9 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
     """
     images = {image["id"]: image["file_name"] for image in content["images"]}
     if len(images) < 2:
-        raise DataError("1 image cannot be divided into training and validation; add images, or name the sets in a config")
+        raise DataError(
+            f"too few images with annotations to train and validate on: {len(images)}; add some, or name the sets in a config"
+        )
     target = max(1, min(MOST_TO_VALIDATE, round(VALIDATION_SHARE * len(images))))
     groups = _groups(images, root, seed)
     if sum(len(group) for group in groups if len(group) <= target) < target:

@@ -42,19 +42,19 @@ def yolo_splits(path: Path) -> list[str]:
     return found
 
 
-def missing_splits(path: Path) -> list[str]:
-    """A line for each split that a YAML file names and whose images are not there.
+def missing_splits(path: Path) -> dict[str, str]:
+    """Those of ``train``, ``val`` and ``test`` that a YAML file names and whose images are not there -> what is missing.
 
     Raises:
         DataError: a file that cannot be read.
     """
-    content, found = _read_yaml(path), []
+    content, found = _read_yaml(path), {}
     for split in ("train", "val", "test"):
         if any(content.get(name) for name in SPLITS.get(split, (split,))):
             try:
                 _places(content, split, path)
             except DataError as error:
-                found.append(str(error))
+                found[split] = str(error)
     return found
 
 
