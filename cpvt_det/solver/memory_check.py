@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether memory can hold a step on the CPU, where the system ends a process that needs too much, without a message.
+"""Whether memory can hold a step: on the CPU before it, where the system ends a process that needs too much, without a message.
 
 One image of the first batch is passed through the detector, on the canvas of its batch, and what autograd keeps of it is counted.
 All images of a part of the batch are kept at the same time, so their sum is a lower bound of what the step needs beyond what the
@@ -7,9 +7,10 @@ process has already: outputs that nothing keeps, gradients, the optimiser and th
 training alone are counted before: their attention mask may be more than there is.
 """
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from cpvt_det import distributed, memory
 from cpvt_det.data.mapper import Sample
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, first_line
 from cpvt_det.models import ImageModel
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.structures import Targets
@@ -31,6 +32,29 @@ CERTAIN = 1.1
 """Refused is a step whose lower bound is this many times the available memory: several images may differ from one times several."""
 LIKELY = 1.5
 """A warning is due where the lower bound times this exceeds the available memory; an advised part stays below."""
+SMALLER = "one image at a time is hardly less: set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(images: int, parts: int) -> Iterator[None]:
+    """Within the block, a GPU whose memory is used up gets the line to write.
+
+    Args:
+        images: samples of this process in the step.
+        parts: ``SOLVER.ACCUMULATE``.
+
+    Raises:
+        ConfigError: memory that does not suffice.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        more = min(images, 2 * parts)
+        way_out = f"set SOLVER.ACCUMULATE {more}, which takes the step in {more} parts" if more > parts else SMALLER
+        raise ConfigError(
+            f"the step of {images} images does not fit into the memory of the GPU ({first_line(error)}); {way_out}; --resume goes "
+            "on from the last step"
+        ) from error
 
 
 def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_dtype: torch.dtype | None = None) -> None:
@@ -99,11 +123,7 @@ def _judge(each: int, images: int, count: int, available: int, size: str, has_ma
     if need * LIKELY <= available:
         return
     fitting = [parts for parts in range(1, count + 1) if -(-count // parts) * each * LIKELY <= available]
-    way_out = (
-        f"set SOLVER.ACCUMULATE {fitting[0]}, which takes the step in {fitting[0]} parts"
-        if fitting
-        else "one image at a time is hardly less: set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
-    )
+    way_out = f"set SOLVER.ACCUMULATE {fitting[0]}, which takes the step in {fitting[0]} parts" if fitting else SMALLER
     if has_many_queries:
         way_out += "; most queries are those of training, of which a smaller MODEL.QUERIES.DENOISING or HYBRID makes fewer"
     told = (

@@ -26,7 +26,7 @@ from cpvt_det.data.mapper import Sample
 from cpvt_det.losses import Losses, Normalizers, SetCriterion
 from cpvt_det.solver.bad_steps import NonFiniteGuard
 from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.solver.memory_check import require_memory
+from cpvt_det.solver.memory_check import out_of_memory_explained, require_memory
 from cpvt_det.solver.schedule import LRSchedule
 from cpvt_det.structures import Targets
 
@@ -181,7 +181,7 @@ class TrainStep:
             scalars on the device, of this process.
 
         Raises:
-            ConfigError: a first step that memory cannot hold.
+            ConfigError: a first step that memory cannot hold, or any on a GPU.
         """
         self.model.train()
         if not self._fits:
@@ -194,7 +194,8 @@ class TrainStep:
         statistics = _running_statistics(self.training_model.detector)
         before = [buffer.clone() for buffer in statistics]
         self._begun = Whole(iteration - 1, {buffer.data_ptr(): old for buffer, old in zip(statistics, before, strict=True)})
-        record, finite = self._backward(samples)
+        with out_of_memory_explained(len(samples), self.options.accumulate):
+            record, finite = self._backward(samples)
         with self.lock:  # from here on nothing waits for another process
             self._is_changing = True
             record["grad_norm"] = self._clip()

@@ -59,7 +59,10 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     chosen = output / "chosen.yaml"
     first, second, *_ = chosen.read_text().splitlines()
     assert first == f"# Chosen by cpvt-det train {(here.parent / 'mine').resolve()}"
-    assert second == "# The same run again: cpvt-det train --config-file output/mine/chosen.yaml OUTPUT_DIR output/mine_again"
+    assert (
+        second
+        == "# The same run again: cpvt-det train --num-gpus 0 --config-file output/mine/chosen.yaml OUTPUT_DIR output/mine_again"
+    )
     assert yaml.safe_load(chosen.read_text())["MODEL"]["DEVICE"] == "cpu"
     again = call("train", "--config-file", chosen, "--num-gpus", 0, "--runner", "builtin", "OUTPUT_DIR", "again")
     assert again.exit_code == 0, again.output
@@ -84,14 +87,39 @@ def losses_of(path):
 
 
 def test_measuring_trains_some_steps_and_evaluates_some_images(drawn_cfg, drawn_coco):
-    cfg = load_cfg("", [*WORDS, "MODEL.DEFORMABLE.NUM_LEVELS", "4"])
+    cfg = load_cfg("", [*WORDS, "MODEL.DEFORMABLE.NUM_LEVELS", "4", "DATALOADER.NUM_WORKERS", "0"])
     cfg.INPUT.RESIZE_CROP.ENABLED = False
     dataset = read_coco(drawn_coco.files)
     pace = choose.measure(cfg, [dataset, dataset])
     assert isinstance(pace, Pace) and 0 < pace.image < 5 and 0 < pace.step < 5
     assert cfg.MODEL.NUM_CLASSES == 3
     with pytest.raises(ConfigError, match=r"SOLVER\.THREADS must be at least 0"):
-        choose.measure(load_cfg("", [*WORDS, "MODEL.DEFORMABLE.NUM_LEVELS", "4", "SOLVER.THREADS", "-1"]), [dataset, dataset])
+        choose.measure(
+            load_cfg("", [*WORDS, "MODEL.DEFORMABLE.NUM_LEVELS", "4", "DATALOADER.NUM_WORKERS", "0", "SOLVER.THREADS", "-1"]),
+            [dataset, dataset],
+        )
+
+
+def test_what_is_measured_is_what_is_trained(monkeypatch, drawn_cfg, drawn_coco):
+    """With the workers and the mixed images of the run: no epoch is a closing one."""
+    words = ["INPUT.AUGMENTATIONS", "[['Mosaic', {'p': 1}]]", "INPUT.CLOSE_EPOCHS", "1", "DATALOADER.NUM_WORKERS", "1"]
+    cfg, seen = load_cfg("", [*WORDS, "MODEL.DEFORMABLE.NUM_LEVELS", "4", *words]), []
+
+    class Stop(Exception):
+        pass
+
+    def look(step, loader, device):
+        seen.append(loader)
+        raise Stop
+
+    monkeypatch.setattr(choose, "_step_pace", look)
+    dataset = read_coco(drawn_coco.files)
+    with pytest.raises(Stop):
+        choose.measure(cfg, [dataset, dataset])
+    (loader,) = seen
+    assert loader._num_workers == 1
+    start, _ = loader._dataset.closing
+    assert start == float("inf")
 
 
 def test_check_data_reads_the_same_and_writes_nothing(here):

@@ -191,10 +191,12 @@ def test_the_script_takes_the_threshold_of_the_file_unless_another_is_given(ship
     scores = [float(line.split()[1]) for line in lines]
     assert len(lines) == 12 and scores == sorted(scores, reverse=True)
     passing = max(range(1, 12), key=lambda place: scores[place - 1] - scores[place])
-    facts.value = json.dumps({**json.loads(facts.value), "threshold": (scores[passing - 1] + scores[passing]) / 2})
+    middle = (scores[passing - 1] + scores[passing]) / 2
+    facts.value = json.dumps({**json.loads(facts.value), "threshold": middle})
     onnx.save(model, tmp_path / "kept.onnx")
     kept = run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png")
-    assert kept.stdout.splitlines() == lines[:passing] and kept.stderr == ""
+    assert kept.stdout.splitlines() == lines[:passing]
+    assert kept.stderr == f"threshold {middle:.3g}: the best F1 of its evaluation; --threshold sets another\n"
     none = run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png", "--threshold", 1)
     name = lines[0].split()[0]
     assert none.stdout == ""

