@@ -133,6 +133,24 @@ def test_the_first_screen_of_the_study_s_page_is_that_of_the_records(encodings):
     require(text, phrases)
 
 
+def test_what_one_section_says_of_p_is_that_of_the_records(encodings):
+    text = part_of(
+        "docs/position_encodings.md", start="- **Beside sine it has the highest mean of the DETRs of", end="\n## After half"
+    )
+    by_seed, by_welch = encodings.p_over_study(EACH, "longer/sine")
+    second = [encodings.values(name, "measured", "sweeps", "size", "size_1") for name in (EACH, "longer/sine")]
+    ranges = [f"{min(found):.1f} to {max(found):.1f}" for found in (encodings.values(n).values() for n in (EACH, "longer/sine"))]
+    require(
+        text,
+        [
+            f"Unpaired p is {unpaired(encodings.values(EACH), encodings.values('longer/sine')):.3f}, corrected in its column",
+            f"over the whole study (unpaired {by_welch:.3f}, paired {by_seed:.3f})",
+            f"(unpaired {unpaired(*second):.4f})",
+            f"Its runs have {ranges[0]}, sine's {ranges[1]}.",
+        ],
+    )
+
+
 def test_the_page_of_encodings_is_that_of_the_records(encodings):
     text = part_of("docs/encodings.md", start="\n## Which to take")
     at_1_5 = encodings.on_size("longer/learned", "longer/sine", "size_1.5")
