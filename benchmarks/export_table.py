@@ -18,14 +18,14 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
-from benchmarks.machine import machine, versions
+from benchmarks.load import check_load
+from benchmarks.records import about_run
 from cpvt_det import builders
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli import main as cpvt_det
 from cpvt_det.config import load_cfg
 from cpvt_det.export.files import FORMATS
-from cpvt_det.study.origin import commit_of
 
 ENCODINGS = {"DETR": ("none", "sine", "learned", "peg"), "Deformable-DETR": ("none", "sine_offset", "learned", "peg")}
 SMALL = {"DETR": "quickstart/detr_peg.yaml", "Deformable-DETR": "quickstart/deformable_peg.yaml"}
@@ -65,11 +65,13 @@ def export(path: Path, format: str, words: list[str]) -> list[list[str]]:
 @click.option("--r50", is_flag=True, help="Export R50 models, one per encoding, instead of the quickstart's models.")
 @click.option("--format", "formats", multiple=True, type=click.Choice(FORMATS), default=FORMATS, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for a JSON with the table.")
+@click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
 @click.argument("words", nargs=-1)
 @common_options
 @report_errors
-def main(r50: bool, formats: tuple[str, ...], output: Path | None, words: tuple[str, ...]) -> None:
+def main(r50: bool, formats: tuple[str, ...], output: Path | None, busy: bool, words: tuple[str, ...]) -> None:
     """Print the table; WORDS go to cpvt-det export, after two dashes: -- --half."""
+    load_average = check_load(busy)
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -84,11 +86,7 @@ def main(r50: bool, formats: tuple[str, ...], output: Path | None, words: tuple[
     click.echo(tabulate(rows, HEADER, tablefmt="github", disable_numparse=True))
     if output:
         chosen = [*["--r50"] * r50, *(f"--format {name}" for name in formats), *(["--", *words] if words else [])]
-        record = {
-            "command": " ".join(["python benchmarks/export_table.py", *chosen]),
-            "commit": commit_of(Path(__file__).parent, short=True),
-        }
-        record |= {"machine": machine("cpu"), "versions": versions(), "head": HEADER, "rows": rows}
+        record = {**about_run(" ".join(["export_table.py", *chosen]), 1, busy, load_average), "head": HEADER, "rows": rows}
         output.mkdir(parents=True, exist_ok=True)
         path = output / f"exported_cpu{'_r50' * r50}.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

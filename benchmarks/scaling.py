@@ -83,7 +83,7 @@ def main(output: Path, quick: bool, processes: bool, busy: bool, point: str | No
         click.echo(json.dumps(measure(Point(**json.loads(point)))))
         return
     load_average = check_load(busy)
-    rows = compare_processes(rounds=1 if quick else 3) if processes else sweep(quick)
+    rows = compare_processes(rounds=1 if quick else 7) if processes else sweep(quick)
     table = shares(rows) if processes else tables(rows)
     from benchmarks.records import about_run, write_record
 

@@ -17,8 +17,11 @@ from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
+
+from benchmarks.load import check_load
+from cpvt_det.cli import report_errors
+
 SIZE = (480, 640)
 PART = 4  # samples are made of one image in four
 
@@ -28,12 +31,14 @@ PART = 4  # samples are made of one image in four
 @click.option("--images", default=1000, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file of the figures.")
-def main(folder: Path, images: int, rounds: int, output: Path | None) -> None:
+@click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
+@report_errors
+def main(folder: Path, images: int, rounds: int, output: Path | None, busy: bool) -> None:
     """Draw, pack, and read."""
-    from cpvt_det.study.origin import describe_origin
+    from benchmarks.records import about_run
 
-    command = f"python benchmarks/shards.py FOLDER --images {images} --rounds {rounds}"
-    found = {"command": command, **describe_origin(), "images": images}
+    words = f"shards.py FOLDER --images {images} --rounds {rounds}"
+    found = {**about_run(words, 1, busy, check_load(busy)), "images": images}
     names = [f"{number:06}.jpg" for number in range(images)]
     files = folder / "files"
     if not files.is_dir():

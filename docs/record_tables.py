@@ -348,39 +348,31 @@ def tiles(record: str) -> list[Row]:
 
 
 def beside_others() -> list[Row]:
-    """Quotients of medians, theirs over ours; the older record."""
+    """The fastest peer's time over that of ours with PEG, paired; peak memory of the older record."""
 
-    def over(record: str, case: str, peer: str, ours: str, key: str = "wall") -> float:
-        of = rows_of(record, case)
-        values = [of[name][key] for name in (peer, ours)]
-        one, other = (value["median"] if isinstance(value, dict) else value for value in values)
-        return one / other
-
-    def models(label: str, passes: str, key: str = "wall") -> Row:
-        found = {
-            (model, peer): f"{over(OLDER, name.format(passes), peer, 'cpvt_det PEG', key):.1f}"
-            for model, name in OLDER_CASES.items()
-            for peer in ("official", "transformers")
-        }
-        detr, deformable = OLDER_CASES
-        hugging_face = f"{found[detr, 'transformers']}; {found[deformable, 'transformers']}"
-        return [label, found[detr, "official"], found[deformable, "official"], hugging_face]
+    def models(label: str, names: Sequence[str], passes: str) -> Row:
+        cases = {case["name"]: case for name in names for case in (read_bench(name) or {"cases": []})["cases"]}
+        cells = []
+        for of_model in BATCHES.values():
+            found = [cases[name.format(passes)] for name in of_model if name.format(passes) in cases]
+            rows = [next(row for row in case["rows"] if row["name"] == "cpvt_det PEG") for case in found]
+            cells.append("; ".join(f"{row['over_peer_cpu']['median']:.2f}" for row in rows) or "-")
+        return [f"{passes}, {label}: without padding; with 29 %", *cells]
 
     def losses(batch: int) -> Row:
-        kinds = {kind: [f"{kind} b{batch} q{queries}" for queries in (100, 300)] for kind in ("softmax", "focal")}
-        cells = {
-            peer: [[f"{over('loss_cpu', case, peer, 'cpvt_det', 'cpu'):.0f}" for case in cases] for cases in kinds.values()]
-            for peer in ("official", "transformers")
-        }
-        softmax, focal = (" and ".join(cell) for cell in cells["official"])
-        hugging_face = "; ".join(" and ".join(cell) for cell in cells["transformers"])
-        return [f"matcher and losses, batch {batch}, 100 and 300 queries", softmax, focal, hugging_face]
+        cells = []
+        for kind in ("softmax", "focal"):
+            rows = [rows_of("loss_cpu", f"{kind} b{batch} q{queries}")["cpvt_det"] for queries in (100, 300)]
+            cells.append("; ".join(f"{row['over_peer_cpu']['median']:.0f}" for row in rows))
+        return [f"matcher and losses, batch {batch}, AVX-512: 100 queries; 300", *cells]
 
+    ours, theirs = "cpvt_det PEG", ("official", "transformers")
+    older = [rows_of(OLDER, name.format(PASSES[1])) for name in OLDER_CASES.values()]
+    memory = [min(of[peer]["peak_bytes"] for peer in theirs) / of[ours]["peak_bytes"] for of in older]
     return [
-        ["", "detr", "Deformable-DETR", "transformers: DETR; Deformable-DETR"],
-        models("training step, R50", PASSES[1]),
-        models("inference", PASSES[0]),
-        models("peak memory of the training step", PASSES[1], key="peak_bytes"),
+        ["", "DETR-R50", "Deformable-DETR-R50"],
+        *(models(label, names, passes) for passes in reversed(PASSES) for label, names in MODELS.items()),
+        ["peak memory of a training step without padding", *(f"{quotient:.1f}" for quotient in memory)],
         losses(8),
         losses(32),
     ]

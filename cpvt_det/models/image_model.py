@@ -31,7 +31,7 @@ class ImageModel(nn.Module):
     def __init__(self, backbone: nn.Module, pixel_mean: Sequence[float], pixel_std: Sequence[float]):
         super().__init__()
         require_contract(backbone, "backbone", "strides", "channels", "size_divisibility")
-        self.backbone = backbone.to(memory_format=torch.channels_last)  # 1.1 to 1.4 times as fast on a CPU
+        self.backbone = backbone.to(memory_format=torch.channels_last)  # faster on a CPU
         self.frozen: tuple[str, ...] = ()
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean)[:, None, None], persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std)[:, None, None], persistent=False)

@@ -23,8 +23,7 @@ LOWER_QUARTER = 18
 """Pixels on the canvas that the lower quartile of the objects' sides should have: more than two cells of the map of stride 8."""
 SMALL_OBJECT = 64
 """Pixels: where one object in ten is smaller on the canvas, the map of stride 8 is needed; else two coarser ones are enough.
-On blood cells, 38 pixels, it brings 8 AP in ten minutes (one seed); raccoons, 104 pixels, were no better with it, in one run that
-froze more of the backbone, too."""
+Chosen on blood cells, 38 pixels, and raccoons, 104 pixels: docs/small_data.md."""
 FEWEST_STEPS = 5_000
 """Steps below which a smaller canvas is taken: a DETR that starts from a pretrained backbone learns little in fewer."""
 STEPS_TO_THAW = 2_000

@@ -4,6 +4,7 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,3 +235,45 @@ def test_the_share_of_products_is_written_with_the_machine(monkeypatch, tmp_path
     assert "| operation | times | fastest way |" in path.with_suffix(".md").read_text()
     monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
     assert CliRunner().invoke(products_alone.main, words).exit_code == 2
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+OLDER = {
+    "eval_cpu_2threads",
+    "exported_cpu",
+    "house_before",
+    "matrix",
+    "model_cpu_2threads",
+    "op_cpu_2threads",
+    "processes_cpu",
+    "scaling_cpu",
+    "shards_cpu",
+    "before_after",
+    "start_up",
+}
+"""Records of before records had all of this; the documents say so where they give their figures."""
+WITHOUT_TIMES = {
+    "foreign_losses",
+    "foreign_weights",
+    "parity",
+    "detectron2_cpvt",
+    "kills",
+    "house",
+    "annotations_coco",
+    "annotations_large",
+}
+"""Records of values and counts, and of seconds that are compared with nothing: of them no load is required."""
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: str(path.relative_to(RESULTS)))
+def test_a_record_names_its_command_commit_instructions_and_load(path):
+    if path.stem in OLDER:
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    machine_of = found.get("machine", found)
+    assert found["command"].startswith("python benchmarks/")
+    assert found.get("commit") or " " in found["versions"]["cpvt_det"]
+    assert machine_of["instruction_set"] and machine_of["cpu"]
+    if path.stem not in WITHOUT_TIMES:
+        assert machine_of.get("load_average") is not None or "busy" in found
+        assert machine_of["load_average"] <= load.BOUND or found.get("busy") or "--busy" in found["command"]

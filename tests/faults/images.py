@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: image files.
 
-The check before a run reads headers, 10,000 of them in about a second of CPU time, and decodes a file only where its end seems
+The check before a run reads headers, and decodes a file only where its end seems
 cut off; `check-data --decode` decodes all. Damage that a decoder tolerates, for example inside the scan of a JPEG, is not found.
 Images are read as 8-bit RGB, turned as EXIF says, and boxes are taken as drawn on the turned image: where EXIF swaps the sides
 and the JSON does not, the sizes differ, which is an error; where it turns by 180 degrees, sizes do not show it, so such images

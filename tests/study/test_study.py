@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError, RunStoppedError, UnknownNameError
 from cpvt_det.study import probes
 from cpvt_det.study import run as study
@@ -496,3 +497,32 @@ def test_committed_records_are_of_the_committed_plan(path):
     assert recorded or not (plan.folder / "results").exists()
     for run in recorded:
         assert is_done(plan, run), run.name
+
+
+SHIPPED = {
+    "quickstart/deformable_peg.yaml": ("mechanisms", "pairs/40 pairs/0"),
+    "bccd/tutorial.yaml": ("bccd", "tutorial/small together/0"),
+    "bccd/hour.yaml": ("bccd", "hour larger/small together/0"),
+}
+"""Config whose figures are those of a study -> the study and a run of it."""
+NOT_OF_THE_TRAINING = {"OUTPUT_DIR", "SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD", "TEST.EVAL_EPOCHS", "TEST.PICTURES"}
+OF_DETECTRON2_S_TRAINER = {"SOLVER.MAX_ITER", "SOLVER.WARMUP_ITERS"}
+"""Lengths in iterations, which epochs go before here."""
+
+
+def settings(cfg, prefix=""):
+    found = {}
+    for key, value in cfg.items():
+        found |= settings(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+@pytest.mark.parametrize("config", SHIPPED)
+def test_a_config_whose_figures_are_published_is_the_one_that_was_measured(config):
+    """The study of blood cells reads COCO's copy of the same images."""
+    study, run = SHIPPED[config]
+    plan = load_plan(ROOT / "studies" / study / "plan.yaml")
+    measured, shipped = settings(plan.config_of(plan.run(run))), settings(load_cfg(str(ROOT / "configs" / config)))
+    other = {key for key in measured | shipped if measured.get(key) != shipped.get(key)}
+    data = {"DATASETS.REGISTER"} if study == "bccd" else set()
+    assert other - NOT_OF_THE_TRAINING - OF_DETECTRON2_S_TRAINER - data == set()
