@@ -29,6 +29,7 @@ PASSES = ("inference", "training step")
 MODELS = {
     "AVX2": ("model_cpu_avx2",),
     "AVX-512": ("model_cpu",),
+    "AVX-512, Intel": ("intel/model_cpu",),
 }
 """What was measured -> its records; of a case that several have, the first one's."""
 LIMITED = {"AVX-512, limited": ("limited/model_cpu_avx2", "limited/padded/model_cpu_avx2", "limited/deformable/model_cpu_avx2")}
@@ -243,12 +244,12 @@ def _half_precision(of: dict[str, dict[str, Any]], clock: str) -> float:
 
 
 def half_precision() -> list[Row]:
-    rows = [["model", "pass", "padding", "bf16 on both sides", "our bf16 against float32 peers"]]
-    for passes in PASSES:
-        for padding, name in zip(("none", "29 %"), BATCHES["DETR-R50"], strict=True):
-            of = rows_of("model_cpu", name.format(passes))
-            times = _times(of["cpvt_det PEG bf16"]["over_peer_cpu"])
-            rows.append(["DETR-R50", passes, padding, f"{_half_precision(of, 'cpu'):.2f}", times])
+    rows = [["instructions", "pass", "padding", "bf16 on both sides", "our bf16 against float32 peers"]]
+    batches = tuple(zip(("none", "29 %"), BATCHES["DETR-R50"], strict=True))
+    for label, passes, (padding, name) in itertools.product(("AVX-512", "AVX-512, Intel"), PASSES, batches):
+        of = rows_of(MODELS[label][0], name.format(passes))
+        times = _times(of["cpvt_det PEG bf16"]["over_peer_cpu"])
+        rows.append([label, passes, padding, f"{_half_precision(of, 'cpu'):.2f}", times])
     return rows
 
 

@@ -96,8 +96,19 @@ def _changes(wanted: Callable[[Record], bool], title: str, name: Callable[[Recor
         gains = [f"{statistics.mean(one[key] - other[key] for one, other in pairs):+.1f}" for key in ("AP", "AP50")]
         figures = [f"{_mean(changed, key)} ({gain})" for key, gain in zip(("AP", "AP50"), gains, strict=True)]
         before = [_mean(plain, "AP"), _mean(plain, "AP50")]
-        rows.append([_title(runs[0]), runs[0]["budget"], name(runs[0]), *before, *figures, str(len(pairs))])
-    head = ["data", "budget", title, "AP without the change", "AP50 without", "AP with it", "AP50 with it", "seeds"]
+        steps = [f"{statistics.mean(run['iterations'] for run in side):,.0f}" for side in (plain, changed)]
+        rows.append([_title(runs[0]), runs[0]["budget"], name(runs[0]), *before, *figures, ", ".join(steps), str(len(pairs))])
+    head = [
+        "data",
+        "budget",
+        title,
+        "AP without the change",
+        "AP50 without",
+        "AP with it",
+        "AP50 with it",
+        "steps without, with",
+        "seeds",
+    ]
     return _table(head, rows)
 
 

@@ -86,7 +86,8 @@ def choose_settings(
     machine, note = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
     plan, threads = _as_typed(first_plan(data, machine), typed, overrides[::2]), []
     for is_last in (False, True):
-        choices = [*chosen, *_for_backbone(typed.MODEL.BACKBONE, overrides[::2], model_choices(plan, data, machine)), *threads]
+        of_model = _for_backbone(typed.MODEL.BACKBONE, overrides[::2], machine, model_choices(plan, data, machine))
+        choices = [*chosen, *of_model, *threads]
         pace = measure(config_of(choices, overrides), datasets, machine.processes)
         found = threads_choices(pace)
         choices, threads = choices + found, threads + found
@@ -212,13 +213,13 @@ def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str])
     return replace(machine, pretrained=False), RANDOM.format(name=backbone.NAME)
 
 
-def _for_backbone(backbone: CfgNode, keys: Sequence[str], choices: Sequence[Choice]) -> list[Choice]:
+def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts, choices: Sequence[Choice]) -> list[Choice]:
     """The choices for the backbone that the user typed, if any.
 
     Our weights are kept where they are that network's, too; with weights of the user's its norm and frozen stages stay as the
     config has them. From random weights everything is trained, with norms of the batch where it has no others.
     """
-    if "MODEL.BACKBONE.NAME" not in keys or _is_packaged(backbone.NAME):
+    if "MODEL.BACKBONE.NAME" not in keys or (_is_packaged(backbone.NAME) and machine.pretrained):
         return list(choices)
     left_out = {"NAME", "WIDTH", *(("WEIGHTS", "NORM", "FREEZE_AT") if backbone.WEIGHTS else ())}
     if not backbone.NAME.startswith("resnet"):

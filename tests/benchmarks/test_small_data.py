@@ -74,7 +74,7 @@ def test_a_record_has_the_last_figures_and_names_no_folder(monkeypatch, tmp_path
 def write_record(folder, name, seed, ap, label="", budget="10m", **more):
     record = {"command": f"python benchmarks/small_data.py {name} FOLDER --budget {budget}", "label": label, "budget": budget}
     record |= {"seed": seed, "cores": 2, "machine": {"cpu": "C", "instruction_set": "AVX2"}, "AP": ap, "AP50": 2 * ap, **more}
-    record |= {"seconds": 600, "cpu_seconds": 1000 + seed, "curve": {"10": 2 * ap, "5": ap}}
+    record |= {"iterations": 1000 + round(ap), "seconds": 600, "cpu_seconds": 1000 + seed, "curve": {"10": 2 * ap, "5": ap}}
     (folder / f"{name}_{budget}_{label}_{more.get('images', '')}_{seed}.json").write_text(json.dumps(record))
 
 
@@ -96,8 +96,8 @@ def test_tables_grow_with_the_records(tmp_path, monkeypatch):
     ]
     assert [row[2:4] for row in tables.by_size()[1:]] == [["50", "5.0"], ["448", "12.0 (10.0 to 14.0)"]]
     (change,) = tables.one_at_a_time()[1:]  # the other one has nothing to be compared with
-    replaced = ["no weights: `MODEL.BACKBONE.WEIGHTS ''`", "14.0", "28.0", "2.0 (-12.0)", "4.0 (-24.0)", "1"]
+    replaced = ["no weights: `MODEL.BACKBONE.WEIGHTS ''`", "14.0", "28.0", "2.0 (-12.0)", "4.0 (-24.0)", "1,014, 1,002", "1"]
     assert change[2:] == replaced
     (sine,) = tables.encodings()[1:]
     assert sine[:3] == ["Aquarium", "10m", "sine"]
-    assert sine[-3:] == ["15.0 (13.0 to 17.0) (+3.0)", "30.0 (26.0 to 34.0) (+6.0)", "2"]
+    assert sine[-4:] == ["15.0 (13.0 to 17.0) (+3.0)", "30.0 (26.0 to 34.0) (+6.0)", "1,012, 1,015", "2"]

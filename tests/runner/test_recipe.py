@@ -297,6 +297,15 @@ STARTS = {
 """Typed backbone -> name, weights, norm, frozen stages, the backbone's share of the learning rate, what is said."""
 
 
+def test_a_packaged_backbone_without_its_package_is_trained_as_a_whole(paces):
+    paces[0].append(Pace(0.1, 0.01))
+    words, lines = ["MODEL.BACKBONE.NAME", "timm/tf_efficientnet_lite1"], []
+    machine = replace(LAPTOP, pretrained=False)
+    found = config_of(choose_settings([], words, [Data(40, 200), Data(8, 200)], machine, 600, lines.append)).MODEL.BACKBONE
+    assert (found.WEIGHTS, found.NORM, found.FREEZE_AT) == ("", "BN", 0)
+    assert "timm/tf_efficientnet_lite1 starts from random weights" in lines[-1]
+
+
 @pytest.mark.parametrize("typed", STARTS)
 def test_a_backbone_starts_from_its_weights_or_is_trained_as_a_whole(typed, paces):
     paces[0].append(Pace(0.1, 0.01))
