@@ -60,6 +60,7 @@ TEST = [
     "transformers==5.20.2",  # an independent DETR to compare with; the last for Python 3.10
     *PRETRAINED[1:],
     "timm==1.0.31",  # backbones, and models that add_peg is tried on
+    "albumentations==2.0.8",  # the example of docs/extend.md; the last under MIT
     "onnx==1.23.2",
     "onnxscript==0.7.2",
     "onnxruntime==1.31.1",
