@@ -240,7 +240,6 @@ def test_the_share_of_products_is_written_with_the_machine(monkeypatch, tmp_path
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 OLDER = {
     "eval_cpu_2threads",
-    "exported_cpu",
     "house_before",
     "matrix",
     "model_cpu_2threads",
