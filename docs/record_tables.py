@@ -143,6 +143,12 @@ def quickstart_time() -> list[Row]:
     return rows
 
 
+def cases_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Name -> case, of several records; of a case that several have, the first one's."""
+    records = [record for record in map(read_bench, names) if record]
+    return {case["name"]: case for record in reversed(records) for case in record["cases"]}
+
+
 def whole_models(models: dict[str, tuple[str, ...]] = MODELS) -> list[Row]:
     """How many times as fast ours is on one thread: the same work as the official code's, and what ours ships."""
     same, ships = "same work", "as it ships"
@@ -158,8 +164,7 @@ def whole_models(models: dict[str, tuple[str, ...]] = MODELS) -> list[Row]:
         ]
     ]
     for label, names in models.items():
-        records = [record for record in map(read_bench, names) if record]
-        cases = {case["name"]: case for record in reversed(records) for case in record["cases"]}
+        cases = cases_of(names)
         for model, of_model in BATCHES.items():
             for passes in PASSES:
                 for padding, case_name in zip(("none", "29 %"), of_model, strict=True):
@@ -352,7 +357,7 @@ def beside_others() -> list[Row]:
     """The fastest peer's time over that of ours with PEG, paired; peak memory of the older record."""
 
     def models(label: str, names: Sequence[str], passes: str) -> Row:
-        cases = {case["name"]: case for name in names for case in (read_bench(name) or {"cases": []})["cases"]}
+        cases = cases_of(names)
         cells = []
         for of_model in BATCHES.values():
             found = [cases[name.format(passes)] for name in of_model if name.format(passes) in cases]

@@ -217,7 +217,7 @@ def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts,
     """The choices for the backbone that the user typed, if any.
 
     Our weights are kept where they are that network's, too; with weights of the user's its norm and frozen stages stay as the
-    config has them. From random weights everything is trained, with norms of the batch where it has no others.
+    config has them. From random weights everything is trained, timm's networks with norms of the batch.
     """
     if "MODEL.BACKBONE.NAME" not in keys or (_is_packaged(backbone.NAME) and machine.pretrained):
         return list(choices)

@@ -255,7 +255,7 @@ def _queries(data: DataFacts) -> list[Choice]:
     if data.most_objects <= MOST_PAIRS:
         pairs = min(MOST_PAIRS, number)
         choices.append(Choice("MODEL.QUERIES.DENOISING", pairs, "objects with noise teach the decoder, whatever is matched"))
-    if 1.1 * data.most_objects > DETECTIONS:
+    if 11 * data.most_objects > 10 * DETECTIONS:
         choices.append(Choice("TEST.DETECTIONS_PER_IMAGE", number, f"{why}; AP counts {DETECTIONS} of a class, as COCO's does"))
     return choices
 

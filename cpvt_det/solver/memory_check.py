@@ -32,7 +32,8 @@ CERTAIN = 1.1
 """Refused is a step whose lower bound is this many times the available memory: several images may differ from one times several."""
 LIKELY = 1.5
 """A warning is due where the lower bound times this exceeds the available memory; an advised part stays below."""
-SMALLER = "one image at a time is hardly less: set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
+SMALLER = "set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True"
+HARDLY_LESS = f"one image at a time is hardly less: {SMALLER}"
 
 
 @contextlib.contextmanager
@@ -52,8 +53,8 @@ def out_of_memory_explained(images: int, parts: int) -> Iterator[None]:
         more = min(images, 2 * parts)
         way_out = f"set SOLVER.ACCUMULATE {more}, which takes the step in {more} parts" if more > parts else SMALLER
         raise ConfigError(
-            f"the step of {images} images does not fit into the memory of the GPU ({first_line(error)}); {way_out}; --resume goes "
-            "on from the last step"
+            f"the step of {images} images does not fit into the memory of the GPU ({first_line(error)}); {way_out}; a run that "
+            "has begun goes on with --resume"
         ) from error
 
 
@@ -123,7 +124,7 @@ def _judge(each: int, images: int, count: int, available: int, size: str, has_ma
     if need * LIKELY <= available:
         return
     fitting = [parts for parts in range(1, count + 1) if -(-count // parts) * each * LIKELY <= available]
-    way_out = f"set SOLVER.ACCUMULATE {fitting[0]}, which takes the step in {fitting[0]} parts" if fitting else SMALLER
+    way_out = f"set SOLVER.ACCUMULATE {fitting[0]}, which takes the step in {fitting[0]} parts" if fitting else HARDLY_LESS
     if has_many_queries:
         way_out += "; most queries are those of training, of which a smaller MODEL.QUERIES.DENOISING or HYBRID makes fewer"
     told = (

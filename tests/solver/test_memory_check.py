@@ -207,8 +207,12 @@ def test_what_is_available_is_within_the_limits_of_all_groups(monkeypatch, tmp_p
     ("batch", "parts", "said"),
     [
         (4, 1, "the step of 4 images does not fit into the memory of the GPU .*; set SOLVER.ACCUMULATE 2, which"),
-        (4, 2, "set SOLVER.ACCUMULATE 4, which takes the step in 4 parts; --resume goes on from the last step"),
-        (2, 2, "set smaller INPUT.MIN_SIZE_TRAIN and MAX_SIZE_TRAIN, or MODEL.CHECKPOINTING True; --resume"),
+        (4, 2, "set SOLVER.ACCUMULATE 4, which takes the step in 4 parts; a run that has begun goes on with --resume"),
+        (
+            2,
+            2,
+            r"of the GPU \(CUDA out of memory. .*\); set smaller INPUT.MIN_SIZE_TRAIN .* MODEL.CHECKPOINTING True; a run",
+        ),
     ],
 )
 def test_a_gpu_without_memory_ends_a_run_with_the_line_to_write_and_its_last_step(

@@ -5,27 +5,29 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cpvt_det.data.folders.listing import Listing
 from cpvt_det.data.folders.loose import image_named
 from cpvt_det.data.formats.registry import Sections
-from cpvt_det.data.formats.voc import parse_xml
 from cpvt_det.errors import DataError
 
 
-def read_cvat_files(listing: Listing, files: Sequence[Path]) -> Sections:
+def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Sections:
     """CVAT's own XML ("CVAT for images"): of each shape in :data:`CVAT_SHAPES` the upright box around it, in pixels.
+
+    Args:
+        listing: the files of the folder.
+        trees: file -> its content.
 
     Raises:
         DataError: CVAT's XML of a video, which has tracks in place of images.
     """
     content: Sections = {"images": [], "annotations": [], "categories": []}
     labels: list[str] = []
-    for path in files:
-        tree = parse_xml(path)
+    for path, tree in trees.items():
         if tree.find("track") is not None:
             raise DataError(f'{path} is of a video ("CVAT for video"): export the task as "CVAT for images" or as COCO')
         labels += [label.text.strip() for label in tree.iterfind("meta//label/name") if label.text]
@@ -38,9 +40,9 @@ def read_cvat_files(listing: Listing, files: Sequence[Path]) -> Sections:
     return content
 
 
-def skipped_shapes(files: Sequence[Path]) -> list[str]:
+def skipped_shapes(trees: Mapping[Path, ET.Element]) -> list[str]:
     """A line for each kind of shape in CVAT's XML that has no box: points, polylines, skeletons."""
-    shapes = (shape for path in files for image in parse_xml(path).iterfind("image") for shape in image if shape.get("label"))
+    shapes = (shape for tree in trees.values() for image in tree.iterfind("image") for shape in image if shape.get("label"))
     counts = Counter(shape.tag for shape in shapes if shape.tag not in (*CVAT_SHAPES, "tag"))  # a tag is of the whole image
     return [f"not read: {number} annotations of the kind {tag!r}, which have no box" for tag, number in sorted(counts.items())]
 

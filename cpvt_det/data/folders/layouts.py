@@ -17,7 +17,7 @@ from cpvt_det.data.folders import loose
 from cpvt_det.data.folders.cvat import read_cvat_files, skipped_shapes
 from cpvt_det.data.folders.listing import Listing, split_named
 from cpvt_det.data.formats.registry import FORMAT_REGISTRY, Sections
-from cpvt_det.data.formats.voc import is_voc
+from cpvt_det.data.formats.voc import is_voc, parse_xml
 from cpvt_det.data.formats.yolo import missing_splits, yolo_splits
 from cpvt_det.errors import DataError, UnknownNameError
 
@@ -215,7 +215,8 @@ def _cvat(listing: Listing) -> Layout | None:
     files = _xml_files(listing, b"<annotations>")
     if not files:
         return None
-    return Layout("cvat", _several(files), {}, lambda: read_cvat_files(listing, files), skipped_shapes(files))
+    trees = {path: parse_xml(path) for path in files}
+    return Layout("cvat", _several(files), {}, lambda: read_cvat_files(listing, trees), skipped_shapes(trees))
 
 
 FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo": _yolo, "voc": _voc, "cvat": _cvat}
