@@ -206,6 +206,8 @@ def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str])
         backbone: ``MODEL.BACKBONE`` with what the user typed.
         keys: keys that the user typed.
     """
+    if "MODEL.BACKBONE.WEIGHTS" in keys and not backbone.WEIGHTS:
+        machine = replace(machine, pretrained=False)
     if "MODEL.BACKBONE.NAME" not in keys or (_is_packaged(backbone.NAME) and machine.pretrained):
         return machine, "" if machine.pretrained else WITHOUT_PRETRAINED
     if backbone.WEIGHTS:

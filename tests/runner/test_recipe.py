@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule of ``cpvt-det train FOLDER``, on made-up data and machines; the facts that it starts from, by hand."""
 
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -287,14 +288,17 @@ def test_missing_weights_are_told_with_their_price(paces):
     assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "some hundred photographs finds few of the objects" in lines[-1]
 
 
+RESNET18, LITE2 = "MODEL.BACKBONE.NAME resnet18", "MODEL.BACKBONE.NAME timm/tf_efficientnet_lite2"
 STARTS = {
     "": ("timm/tf_efficientnet_lite0", "pip", "FrozenBN", 3, 0.1, ""),
-    "timm/tf_efficientnet_lite2": ("timm/tf_efficientnet_lite2", "pip", "FrozenBN", 3, 0.1, ""),
-    "timm/convnext_atto": ("timm/convnext_atto", "", "BN", 0, 0.5, "timm/convnext_atto starts from random weights"),
-    "resnet18": ("resnet18", "", "GN", 0, 0.5, "resnet18 starts from random weights"),
-    "resnet18 MODEL.BACKBONE.WEIGHTS mine.pth": ("resnet18", "mine.pth", "FrozenBN", 2, 0.1, ""),
+    LITE2: ("timm/tf_efficientnet_lite2", "pip", "FrozenBN", 3, 0.1, ""),
+    "MODEL.BACKBONE.WEIGHTS ''": ("resnet10", "", "GN", 0, 0.5, "no pretrained weights"),
+    f"{LITE2} MODEL.BACKBONE.WEIGHTS ''": ("timm/tf_efficientnet_lite2", "", "BN", 0, 0.5, "lite2 starts from random weights"),
+    "MODEL.BACKBONE.NAME timm/convnext_atto": ("timm/convnext_atto", "", "BN", 0, 0.5, "timm/convnext_atto starts from random weights"),
+    RESNET18: ("resnet18", "", "GN", 0, 0.5, "resnet18 starts from random weights"),
+    f"{RESNET18} MODEL.BACKBONE.WEIGHTS mine.pth": ("resnet18", "mine.pth", "FrozenBN", 2, 0.1, ""),
 }
-"""Typed backbone -> name, weights, norm, frozen stages, the backbone's share of the learning rate, what is said."""
+"""Typed words -> name, weights, norm, frozen stages, the backbone's share of the learning rate, what is said."""
 
 
 def test_a_packaged_backbone_without_its_package_is_trained_as_a_whole(paces):
@@ -309,7 +313,7 @@ def test_a_packaged_backbone_without_its_package_is_trained_as_a_whole(paces):
 @pytest.mark.parametrize("typed", STARTS)
 def test_a_backbone_starts_from_its_weights_or_is_trained_as_a_whole(typed, paces):
     paces[0].append(Pace(0.1, 0.01))
-    words, lines = (f"MODEL.BACKBONE.NAME {typed}".split() if typed else []), []
+    words, lines = shlex.split(typed), []
     cfg = config_of(choose_settings([], words, [Data(40, 200), Data(8, 200)], LAPTOP, 600, lines.append))
     *expected, share, said = STARTS[typed]
     assert [cfg.MODEL.BACKBONE[key] for key in ("NAME", "WEIGHTS", "NORM", "FREEZE_AT")] == expected
