@@ -6,10 +6,11 @@ As in::
     PYTHONPATH=tests python -m faults.mutate --write
     PYTHONPATH=tests python -m faults.mutate --write --row "images: half"
 
-A row that passes without its guard proves nothing: such a row ends the run with exit code 1, unless it explains why it survives.
-A mutant that does not even import proves nothing either, nor does a row that fails with its guard. ``--write`` keeps how each row
-ended, with its guard and the commit, in ``mutants.json``, and writes ``survivors.md`` from it. Only the standard library is
-imported here: the processes that meet the rows import this file too, before they choose which package they import.
+A row that passes without its guard proves nothing: such a row ends the run with exit code 1, unless it explains why it
+survives. A mutant that does not even import proves nothing either, nor does a row that fails with its guard. ``--write`` keeps
+how each row ended, with its guard, what it expects and the commit, in ``mutants.json``, and writes ``survivors.md`` from it.
+Only the standard library is imported here: the processes that meet the rows import this file too, before they choose which
+package they import.
 """
 
 import argparse
@@ -186,28 +187,39 @@ def judge_all(rows: dict[str, "Case"], jobs: int = 1) -> list[Result]:
 
 
 def read_record() -> dict[str, dict[str, Any]]:
-    """How each row ended the last time: its verdict, why, its guard, and the commit."""
+    """How each row ended the last time: its verdict, why, its guard, what it expected, and the commit."""
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
 
 
-def guard_of(case: "Case") -> list[list[str]]:
-    """What is taken out, as the record has it: for each cut its file, what stands there, and what is put in its place."""
-    return [[cut.file, cut.old, cut.new] for cut in case.cuts]
+def terms_of(case: "Case") -> dict[str, Any]:
+    """What a row was killed by and for, as the record has it.
+
+    Returns:
+        Each cut of its guard as file, what stands there, and what is put in its place; and the exit code and the message without
+        which the row fails, so that a row that comes to expect less has to be tried again.
+    """
+    return {"guard": [[cut.file, cut.old, cut.new] for cut in case.cuts], "expects": [case.code, case.says]}
+
+
+def is_of(ended: dict[str, Any], case: "Case") -> bool:
+    """Whether a row of the record is of the row that there is now."""
+    terms = terms_of(case)
+    return terms == {key: ended[key] for key in terms}
 
 
 def write_record(results: Sequence[Result], rows: dict[str, "Case"], commit: str) -> None:
     """Put results into the record, and leave out rows that there are no longer."""
     found = read_record()
     for row, why, verdict in results:
-        found[row] = {"verdict": verdict, "why": " ".join(why.split())[:150], "guard": guard_of(rows[row]), "commit": commit}
+        found[row] = {"verdict": verdict, "why": " ".join(why.split())[:150], **terms_of(rows[row]), "commit": commit}
     kept = {row: found[row] for row, case in rows.items() if row in found and case.cuts}
     RECORD.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def killed_rows(rows: dict[str, "Case"]) -> list[str]:
-    """The rows that, by the record, failed without the guard that they have now."""
+    """The rows that, by the record, failed without the guard that they have now, as they expect it now."""
     record = read_record()
-    same = [row for row, case in rows.items() if row in record and record[row]["guard"] == guard_of(case)]
+    same = [row for row, case in rows.items() if row in record and is_of(record[row], case)]
     return [row for row in same if record[row]["verdict"] == "killed"]
 
 

@@ -4,6 +4,7 @@
 import ast
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,12 @@ def test_a_row_names_its_guard_where_it_stands(case: Case):
         ast.parse(text)
 
 
-def test_the_record_is_of_the_guards_there_are():
+def test_the_record_is_of_the_rows_there_are():
     """After a change to a row: ``PYTHONPATH=tests python -m faults.mutate --write --row NAME``; all take half an hour."""
     rows = {row: case for row, case in all_rows().items() if case.cuts}
     record = mutate.read_record()
     assert record.keys() == rows.keys()
-    assert [row for row, case in rows.items() if record[row]["guard"] != mutate.guard_of(case)] == []
+    assert [row for row, case in rows.items() if not mutate.is_of(record[row], case)] == []
     assert [row for row, ended in record.items() if not mutate.is_good(mutate.Result(row, ended["why"], ended["verdict"]))] == []
     assert DOCUMENT.read_text(encoding="utf-8") == document(all_rows())
 
@@ -47,11 +48,12 @@ def test_the_record_keeps_how_a_row_ended_last(tmp_path, monkeypatch):
     assert "| a: other | None |" in document(rows)
     mutate.write_record([mutate.Result("a: other", "", "survives, unexplained")], rows, "c2")
     assert mutate.read_record()["a: one"] == {
-        "verdict": "killed", "why": "ended with 0", "guard": [["errors.py", "one", ""]], "commit": "c1",
+        "verdict": "killed", "why": "ended with 0", "guard": [["errors.py", "one", ""]], "expects": [2, ""], "commit": "c1",
     }  # fmt: skip
     assert "| a: other | survives, unexplained |" in document(rows)
-    rows["a: one"] = Case("one", lambda folder: None, "", guard=Cut("errors.py", "another guard", ""))
-    assert "2 have a guard, and 0 of them failed" in document(rows)
+    for changed in (replace(one, guard=Cut("errors.py", "another guard", "")), replace(one, code=0), replace(one, says="less")):
+        rows["a: one"] = changed
+        assert "2 have a guard, and 0 of them failed" in document(rows)
     del rows["a: other"]
     mutate.write_record([], rows, "c3")
     assert list(mutate.read_record()) == ["a: one"]
