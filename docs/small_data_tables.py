@@ -19,16 +19,30 @@ DATA = {
     "deeppcb": ("DeepPCB", 1000),
 }
 """Name of a data set in the records -> its name in the tables, and its number of training images."""
-ENCODINGS = {"sine": "sine", "sine_offset": "sine"}
-"""Labels of records that differ in the position encoding alone -> the encoding; without a label it is PEG."""
+ENCODINGS = {"sine_offset": "sine", "peg": "PEG", "sine_offset+peg": "sine and PEG"}
+"""``MODEL.POSITION.NAME`` -> what the tables call it."""
+OF_ENCODING = ("", "sine", "peg", "both")
+"""Labels of records in which nothing but the encoding was replaced. Without a label it is what the command took at that commit."""
 Record = dict[str, Any]
 Row = Sequence[str]
 
 
 def read_records() -> list[Record]:
-    """All records, by data set, then time, then seed."""
+    """All records, by data set, then time, machine, encoding and seed."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in RECORDS.glob("*.json")]
-    return sorted(found, key=lambda record: (_place(record), record["cpu_seconds"] // 60, record["label"], record["seed"]))
+    return sorted(
+        found, key=lambda record: (_place(record), _seconds(record), _setting(record)[2:], *_label(record), record["seed"])
+    )
+
+
+def _seconds(record: Record) -> float:
+    return float(record["budget"][:-1]) * {"s": 1, "m": 60, "h": 3600}[record["budget"][-1]]
+
+
+def _label(record: Record) -> tuple[int, str]:
+    """The encoding's place among the encodings, and what else was replaced."""
+    label = "" if record["label"] in OF_ENCODING else record["label"]
+    return list(ENCODINGS).index(record["chosen"]["MODEL"]["POSITION"]["NAME"]), label
 
 
 def _place(record: Record) -> int:
@@ -41,14 +55,15 @@ def name_of(record: Record) -> str:
 
 
 def as_trained() -> list[Row]:
-    """Records of the command as it is: nothing replaced, and all training images."""
+    """Records of the command with nothing replaced but the encoding, and all training images."""
     rows = []
-    for runs in _groups(lambda record: not record["label"] and not record.get("images")):
+    for runs in _groups(lambda record: record["label"] in OF_ENCODING and not record.get("images")):
         machine = runs[0]["machine"]
         rows.append(
             [
                 _title(runs[0]),
-                f"`cpvt-det train FOLDER --budget {runs[0]['budget']}`",
+                runs[0]["budget"],
+                _encoding(runs[0]),
                 _mean(runs, "AP"),
                 _mean(runs, "AP50"),
                 ", ".join(_curve(runs[0])),
@@ -59,45 +74,74 @@ def as_trained() -> list[Row]:
                 str(len(runs)),
             ]
         )
-    head = ["data", "command", "AP", "AP50", "AP50 at each evaluation", "minutes", "CPU s", "processor", "cores", "seeds"]
+    head = [
+        "data",
+        "budget",
+        "encoding",
+        "AP",
+        "AP50",
+        "AP50 at each evaluation",
+        "minutes",
+        "CPU s",
+        "processor",
+        "cores",
+        "seeds",
+    ]
     return _table(head, rows)
 
 
 def by_size() -> list[Row]:
-    """Records of parts of the training images, beside all of them in the same time."""
-    parts = {(name_of(record), record["budget"]) for record in read_records() if record.get("images")}
-    wanted = _groups(lambda record: not record["label"] and (name_of(record), record["budget"]) in parts)
+    """Records of parts of the training images, beside all of them in the same time and with the same encoding."""
+
+    def place(record: Record) -> tuple[Any, ...]:
+        return _place(record), *_apart_from_images(record), _encoding(record)
+
+    parts = {place(record) for record in read_records() if record.get("images")}
+    wanted = _groups(lambda record: record["label"] in OF_ENCODING and place(record) in parts)
     rows = []
-    for runs in sorted(wanted, key=lambda runs: (_place(runs[0]), runs[0]["budget"], _images(runs[0]))):
-        figures = [_mean(runs, "AP"), _mean(runs, "AP50"), str(len(runs))]
+    for runs in sorted(wanted, key=lambda runs: (place(runs[0]), _images(runs[0]))):
+        figures = [_mean(runs, "AP"), _mean(runs, "AP50"), _steps(runs), str(len(runs))]
         rows.append([_title(runs[0]), runs[0]["budget"], str(_images(runs[0])), *figures])
-    return _table(["data", "budget", "training images", "AP", "AP50", "seeds"], rows)
+    return _table(["data", "budget", "training images", "AP", "AP50", "steps", "seeds"], rows)
 
 
 def one_at_a_time() -> list[Row]:
-    """Records with one thing replaced, but the encoding."""
-    return _changes(lambda record: record["label"] not in ENCODINGS, "what is replaced", _replaced)
+    """Records with one thing replaced, but the encoding, beside those with nothing replaced."""
+    return _changes(lambda record: record["label"] not in OF_ENCODING, _of_same_encoding, "what is replaced", _replaced)
 
 
 def encodings() -> list[Row]:
-    """Records with sine in the place of PEG."""
-    return _changes(lambda record: record["label"] in ENCODINGS, "encoding", lambda record: ENCODINGS[record["label"]])
+    """Records with sine, and with both, beside those with PEG."""
+    return _changes(lambda record: record["label"] in OF_ENCODING and _encoding(record) != "PEG", _of_peg, "encoding", _encoding)
 
 
-def _changes(wanted: Callable[[Record], bool], title: str, name: Callable[[Record], str]) -> list[Row]:
-    """Labelled records beside those of the same data, time, images, processor and seeds without a label."""
-    whole = {(*_setting(record), record["seed"]): record for record in read_records() if not record["label"]}
+def _of_same_encoding(record: Record) -> tuple[Any, ...]:
+    return *_setting(record), record["seed"], _encoding(record)
+
+
+def _of_peg(record: Record) -> tuple[Any, ...]:
+    return *_setting(record), record["seed"], "PEG"
+
+
+def _changes(
+    wanted: Callable[[Record], bool],
+    without: Callable[[Record], tuple[Any, ...]],
+    title: str,
+    name: Callable[[Record], str],
+) -> list[Row]:
+    """Records beside those that ``without`` names: of the same data, time, images, processor and seeds, with nothing replaced."""
+    plain = {_of_same_encoding(record): record for record in read_records() if record["label"] in OF_ENCODING}
     rows = []
-    for runs in _groups(lambda record: record["label"] and wanted(record)):
-        pairs = [(run, whole[key]) for run in runs if (key := (*_setting(run), run["seed"])) in whole]
+    for runs in _groups(wanted):
+        pairs = [(run, plain[without(run)]) for run in runs if without(run) in plain]
         if not pairs:
             continue
-        changed, plain = ([pair[side] for pair in pairs] for side in (0, 1))
+        changed, before = ([pair[side] for pair in pairs] for side in (0, 1))
         gains = [f"{statistics.mean(one[key] - other[key] for one, other in pairs):+.1f}" for key in ("AP", "AP50")]
         figures = [f"{_mean(changed, key)} ({gain})" for key, gain in zip(("AP", "AP50"), gains, strict=True)]
-        before = [_mean(plain, "AP"), _mean(plain, "AP50")]
-        steps = [f"{statistics.mean(run['iterations'] for run in side):,.0f}" for side in (plain, changed)]
-        rows.append([_title(runs[0]), runs[0]["budget"], name(runs[0]), *before, *figures, ", ".join(steps), str(len(pairs))])
+        beside = [_mean(before, "AP"), _mean(before, "AP50")]
+        steps = f"{_steps(before)}, {_steps(changed)}"
+        rows.append([_title(runs[0]), runs[0]["budget"], name(runs[0]), *beside, *figures, steps, str(len(pairs))])
     head = [
         "data",
         "budget",
@@ -116,13 +160,25 @@ def _groups(wanted: Callable[[Record], bool]) -> list[list[Record]]:
     """Records that differ in their seed alone."""
     found = defaultdict(list)
     for record in filter(wanted, read_records()):
-        found[(*_setting(record), record["label"])].append(record)
+        found[(*_setting(record), *_label(record))].append(record)
     return list(found.values())
 
 
+def _encoding(record: Record) -> str:
+    return ENCODINGS[record["chosen"]["MODEL"]["POSITION"]["NAME"]]
+
+
+def _steps(runs: Sequence[Record]) -> str:
+    return f"{statistics.mean(run['iterations'] for run in runs):,.0f}"
+
+
 def _setting(record: Record) -> tuple[Any, ...]:
+    return *_apart_from_images(record), record.get("images") or 0
+
+
+def _apart_from_images(record: Record) -> tuple[Any, ...]:
     machine = record["machine"]
-    return name_of(record), record["budget"], record.get("images"), machine["cpu"], machine["instruction_set"], record["cores"]
+    return name_of(record), record["budget"], machine["cpu"], machine["instruction_set"], record["cores"]
 
 
 def _title(record: Record) -> str:

@@ -71,11 +71,12 @@ def test_a_record_has_the_last_figures_and_names_no_folder(monkeypatch, tmp_path
     assert str(tmp_path) not in text and {"commit", "machine", "versions", "cores", "seconds", "cpu_seconds"} < record.keys()
 
 
-def write_record(folder, name, seed, ap, label="", budget="10m", **more):
+def write_record(folder, name, seed, ap, label="", budget="10m", encoding="sine_offset", **more):
     record = {"command": f"python benchmarks/small_data.py {name} FOLDER --budget {budget}", "label": label, "budget": budget}
     record |= {"seed": seed, "cores": 2, "machine": {"cpu": "C", "instruction_set": "AVX2"}, "AP": ap, "AP50": 2 * ap, **more}
     record |= {"iterations": 1000 + round(ap), "seconds": 600, "cpu_seconds": 1000 + seed, "curve": {"10": 2 * ap, "5": ap}}
-    (folder / f"{name}_{budget}_{label}_{more.get('images', '')}_{seed}.json").write_text(json.dumps(record))
+    record |= {"chosen": {"MODEL": {"POSITION": {"NAME": encoding}}}}
+    (folder / f"{name}_{budget}_{label}_{encoding}_{more.get('images', '')}_{seed}.json").write_text(json.dumps(record))
 
 
 def test_tables_grow_with_the_records(tmp_path, monkeypatch):
@@ -83,21 +84,23 @@ def test_tables_grow_with_the_records(tmp_path, monkeypatch):
     every = (tables.as_trained, tables.by_size, tables.one_at_a_time, tables.encodings)
     assert [table()[1][0] for table in every] == ["no record yet"] * 4
     for seed, ap in enumerate((10.0, 14.0)):
-        write_record(tmp_path, "aquarium", seed, ap)
-        write_record(tmp_path, "aquarium", seed, ap + 3, label="sine")
+        write_record(tmp_path, "aquarium", seed, ap, encoding="peg")  # as the command took it at first
+    for seed, label in enumerate(("", "sine", "sine")):  # as it takes it now, and was told to before; the third has no partner
+        write_record(tmp_path, "aquarium", seed, 13.0 + 4 * seed, label=label)
     write_record(tmp_path, "aquarium", 1, 2.0, label="no_weights", words=["MODEL.BACKBONE.WEIGHTS", ""])
     write_record(tmp_path, "aquarium", 0, 5.0, images=50)
     write_record(tmp_path, "aquarium", 0, 6.0, label="without_partner", budget="2h")
     write_record(tmp_path, "mine", 0, 30.0)
-    command = "`cpvt-det train FOLDER --budget 10m`"
+    of_peg, of_sine = ["12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)"], ["17.0 (13.0 to 21.0)", "34.0 (26.0 to 42.0)"]
     assert tables.as_trained()[1:] == [
-        ["Aquarium", command, "12.0 (10.0 to 14.0)", "24.0 (20.0 to 28.0)", "10.0, 20.0", "10.0", "1,000", "C, AVX2", "2", "2"],
-        ["mine", command, "30.0", "60.0", "30.0, 60.0", "10.0", "1,000", "C, AVX2", "2", "1"],
+        ["Aquarium", "10m", "sine", *of_sine, "13.0, 26.0", "10.0", "1,001", "C, AVX2", "2", "3"],
+        ["Aquarium", "10m", "PEG", *of_peg, "10.0, 20.0", "10.0", "1,000", "C, AVX2", "2", "2"],
+        ["mine", "10m", "sine", "30.0", "60.0", "30.0, 60.0", "10.0", "1,000", "C, AVX2", "2", "1"],
     ]
-    assert [row[2:4] for row in tables.by_size()[1:]] == [["50", "5.0"], ["448", "12.0 (10.0 to 14.0)"]]
+    assert [row[2:] for row in tables.by_size()[1:]] == [["50", "5.0", "10.0", "1,005", "1"], ["448", *of_sine, "1,017", "3"]]
     (change,) = tables.one_at_a_time()[1:]  # the other one has nothing to be compared with
-    replaced = ["no weights: `MODEL.BACKBONE.WEIGHTS ''`", "14.0", "28.0", "2.0 (-12.0)", "4.0 (-24.0)", "1,014, 1,002", "1"]
+    replaced = ["no weights: `MODEL.BACKBONE.WEIGHTS ''`", "17.0", "34.0", "2.0 (-15.0)", "4.0 (-30.0)", "1,017, 1,002", "1"]
     assert change[2:] == replaced
     (sine,) = tables.encodings()[1:]
     assert sine[:3] == ["Aquarium", "10m", "sine"]
-    assert sine[-4:] == ["15.0 (13.0 to 17.0) (+3.0)", "30.0 (26.0 to 34.0) (+6.0)", "1,012, 1,015", "2"]
+    assert sine[3:] == [*of_peg, "15.0 (13.0 to 17.0) (+3.0)", "30.0 (26.0 to 34.0) (+6.0)", "1,012, 1,015", "2"]
