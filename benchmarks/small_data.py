@@ -3,16 +3,17 @@
 """What ``cpvt-det train FOLDER`` reaches on a folder of images in a given time, as a record::
 
     python benchmarks/small_data.py aquarium FOLDER --budget 30m --output benchmarks/results/small_data
-    python benchmarks/small_data.py aquarium FOLDER --budget 10m --label sine MODEL.POSITION.NAME sine_offset
+    python benchmarks/small_data.py aquarium FOLDER --budget 30m MODEL.POSITION.NAME peg --output benchmarks/results/small_data
+    python benchmarks/small_data.py aquarium FOLDER --budget 10m --label without_nms TEST.NMS 1.0
     python benchmarks/small_data.py aquarium FOLDER --budget 10m --images 50
 
-Words after the folder replace what the command would choose, and name the record by ``--label``. ``--images`` trains on some of
-the training images, the same for every seed; the fewer are among the more. The record keeps the choice whole, so that the run can
-be repeated with ``--config-file``. ``docs/small_data_tables.py`` makes tables of the records in ``benchmarks/results/small_data``.
+Words after the folder replace what the command would choose; what they replace but the encoding, which is in the record's name
+anyway, is named by ``--label``. ``--images`` trains on some of the training images, the same for every seed; the fewer are
+among the more. The record keeps the choice whole, so that the run can be repeated with ``--config-file``.
+``docs/small_data_tables.py`` makes tables of the records in ``benchmarks/results/small_data``.
 """
 
 import json
-import os
 import resource
 import shlex
 import subprocess
@@ -36,6 +37,7 @@ from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import folder_config
 from cpvt_det.errors import ConfigError
 from cpvt_det.files import write_json
+from cpvt_det.memory import usable_cores
 from cpvt_det.study.origin import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,20 +119,21 @@ def main(
     output: Path,
     busy: bool,
 ) -> None:
-    """Train on FOLDER, and write OUTPUT/NAME_BUDGET[_LABEL]_SEED.json."""
+    """Train on FOLDER, and write OUTPUT/NAME_BUDGET_ENCODING[_LABEL][_IMAGES_images]_SEED.json."""
     load = check_load(busy)
     options = ["--budget", budget, "--seed", str(seed), *(["--label", label] if label else [])]
     options += [*(["--images", str(images)] if images else []), *["--busy"] * busy]
     command = shlex.join(["python", "benchmarks/small_data.py", name, "FOLDER", *options, *words])
     found = {"command": command, "commit": commit_of(ROOT), "machine": machine("cpu", load), "versions": versions()}
-    found |= {"cores": len(os.sched_getaffinity(0)), "seed": seed, "budget": budget, "images": images}
+    found |= {"cores": usable_cores(), "seed": seed, "budget": budget, "images": images}
     found |= {"label": label, "words": list(words)}
-    parts = filter(None, (name, budget, label, f"{images}_images" if images else "", str(seed)))
-    path = output / f"{'_'.join(parts)}.json"
     with tempfile.TemporaryDirectory() as place:
         source = write_part(folder, images, Path(place)) if images else folder
         seconds = train(source, Path(place) / "run", budget, seed, words)
         found |= seconds | outcome(Path(place) / "run")
+        encoding = found["chosen"]["MODEL"]["POSITION"]["NAME"].replace("sine_offset", "sine")
+        parts = filter(None, (name, budget, encoding, label, f"{images}_images" if images else "", str(seed)))
+        path = output / f"{'_'.join(parts)}.json"
         if picture:
             path.parent.mkdir(parents=True, exist_ok=True)
             drawn = Image.open(Path(place) / "run/pictures/detections.png").convert("RGB")

@@ -89,6 +89,12 @@ def exit_code(signum: int) -> int:
     return 128 + signum
 
 
+def counted(number: float, noun: str) -> str:
+    """A number, rounded, and a noun that takes an s: ``1 image``, ``3 images``, ``0 boxes`` for ``box``."""
+    plural = noun + ("es" if noun.endswith("x") else "s")
+    return f"{number:.0f} {noun if round(number) == 1 else plural}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type if it has none; for an error from a data worker, the text of the original."""
     text = str(error).strip() or type(error).__name__

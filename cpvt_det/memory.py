@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Current and peak memory of this process, and what it may still take."""
+"""What this process takes of the machine, and what it may take: memory, now and at its peak, and cores."""
 
 import contextlib
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,11 @@ except ImportError:  # on Windows
 
 
 GROUPS = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def trim_heap() -> None:

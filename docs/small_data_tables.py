@@ -5,9 +5,11 @@ import json
 import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from cpvt_det.cli.folder import Duration
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "results" / "small_data"
@@ -21,8 +23,8 @@ DATA = {
 """Name of a data set in the records -> its name in the tables, and its number of training images."""
 ENCODINGS = {"sine_offset": "sine", "peg": "PEG", "sine_offset+peg": "sine and PEG"}
 """``MODEL.POSITION.NAME`` -> what the tables call it."""
-OF_ENCODING = ("", "sine", "peg", "both")
-"""Labels of records in which nothing but the encoding was replaced. Without a label it is what the command took at that commit."""
+OF_ENCODING = ("", "sine")
+"""Labels of records in which nothing but the encoding was replaced; the second is of the time when the command took PEG."""
 Record = dict[str, Any]
 Row = Sequence[str]
 
@@ -36,17 +38,23 @@ def read_records() -> list[Record]:
 
 
 def _seconds(record: Record) -> float:
-    return float(record["budget"][:-1]) * {"s": 1, "m": 60, "h": 3600}[record["budget"][-1]]
+    return Duration().convert(record["budget"], None, None)
 
 
-def _label(record: Record) -> tuple[int, str]:
-    """The encoding's place among the encodings, and what else was replaced."""
+def _label(record: Record) -> tuple[int, str, str]:
+    """The encoding's place among the encodings, its name, and what else was replaced."""
     label = "" if record["label"] in OF_ENCODING else record["label"]
-    return list(ENCODINGS).index(record["chosen"]["MODEL"]["POSITION"]["NAME"]), label
+    return _index(ENCODINGS.values(), _encoding(record)), _encoding(record), label
 
 
 def _place(record: Record) -> int:
-    return list(DATA).index(name_of(record)) if name_of(record) in DATA else len(DATA)
+    return _index(DATA, name_of(record))
+
+
+def _index(names: Iterable[str], name: str) -> int:
+    """The place of a name; of an unknown one, that behind the last."""
+    names = list(names)
+    return names.index(name) if name in names else len(names)
 
 
 def name_of(record: Record) -> str:
@@ -106,66 +114,56 @@ def by_size() -> list[Row]:
 
 
 def one_at_a_time() -> list[Row]:
-    """Records with one thing replaced, but the encoding, beside those with nothing replaced."""
-    return _changes(lambda record: record["label"] not in OF_ENCODING, _of_same_encoding, "what is replaced", _replaced)
+    """Records with one thing replaced, beside those with nothing replaced and the same encoding."""
+    head = ["data", "budget", "encoding", "what is replaced", "AP without the change", "AP50 without", "AP with it", "AP50 with it"]
+    rows = []
+    for runs in _groups(lambda record: record["label"] not in OF_ENCODING):
+        name = [_title(runs[0]), runs[0]["budget"], _encoding(runs[0]), _replaced(runs[0])]
+        rows += _beside(name, runs, lambda run: (*_setting(run), run["seed"], _encoding(run)))
+    return _table([*head, "steps without, with", "seeds"], rows)
 
 
 def encodings() -> list[Row]:
-    """Records with sine, and with both, beside those with PEG."""
-    return _changes(lambda record: record["label"] in OF_ENCODING and _encoding(record) != "PEG", _of_peg, "encoding", _encoding)
-
-
-def _of_same_encoding(record: Record) -> tuple[Any, ...]:
-    return *_setting(record), record["seed"], _encoding(record)
-
-
-def _of_peg(record: Record) -> tuple[Any, ...]:
-    return *_setting(record), record["seed"], "PEG"
-
-
-def _changes(
-    wanted: Callable[[Record], bool],
-    without: Callable[[Record], tuple[Any, ...]],
-    title: str,
-    name: Callable[[Record], str],
-) -> list[Row]:
-    """Records beside those that ``without`` names: of the same data, time, images, processor and seeds, with nothing replaced."""
-    plain = {_of_same_encoding(record): record for record in read_records() if record["label"] in OF_ENCODING}
+    """Records with another encoding than PEG, beside those with PEG."""
+    head = ["data", "budget", "encoding", "AP with PEG", "AP50 with PEG", "AP with this encoding", "AP50 with it"]
     rows = []
-    for runs in _groups(wanted):
-        pairs = [(run, plain[without(run)]) for run in runs if without(run) in plain]
-        if not pairs:
-            continue
-        changed, before = ([pair[side] for pair in pairs] for side in (0, 1))
-        gains = [f"{statistics.mean(one[key] - other[key] for one, other in pairs):+.1f}" for key in ("AP", "AP50")]
-        figures = [f"{_mean(changed, key)} ({gain})" for key, gain in zip(("AP", "AP50"), gains, strict=True)]
-        beside = [_mean(before, "AP"), _mean(before, "AP50")]
-        steps = f"{_steps(before)}, {_steps(changed)}"
-        rows.append([_title(runs[0]), runs[0]["budget"], name(runs[0]), *beside, *figures, steps, str(len(pairs))])
-    head = [
-        "data",
-        "budget",
-        title,
-        "AP without the change",
-        "AP50 without",
-        "AP with it",
-        "AP50 with it",
-        "steps without, with",
-        "seeds",
-    ]
-    return _table(head, rows)
+    for runs in _groups(lambda record: record["label"] in OF_ENCODING and _encoding(record) != "PEG"):
+        name = [_title(runs[0]), runs[0]["budget"], _encoding(runs[0])]
+        rows += _beside(name, runs, lambda run: (*_setting(run), run["seed"], "PEG"))
+    return _table([*head, "steps with PEG, with it", "seeds"], rows)
+
+
+def _beside(name: list[str], runs: Sequence[Record], partner: Callable[[Record], tuple[Any, ...]]) -> list[Row]:
+    """A row of the runs that have a partner among those with nothing replaced, which ``partner`` names; none where no run has."""
+    plain = {(*_setting(run), run["seed"], _encoding(run)): run for run in read_records() if run["label"] in OF_ENCODING}
+    pairs = [(run, plain[partner(run)]) for run in runs if partner(run) in plain]
+    if not pairs:
+        return []
+    changed, before = ([pair[side] for pair in pairs] for side in (0, 1))
+    gains = [f"{statistics.mean(one[key] - other[key] for one, other in pairs):+.1f}" for key in ("AP", "AP50")]
+    figures = [f"{_mean(changed, key)} ({gain})" for key, gain in zip(("AP", "AP50"), gains, strict=True)]
+    steps = f"{_steps(before)}, {_steps(changed)}"
+    return [[*name, _mean(before, "AP"), _mean(before, "AP50"), *figures, steps, str(len(pairs))]]
 
 
 def _groups(wanted: Callable[[Record], bool]) -> list[list[Record]]:
-    """Records that differ in their seed alone."""
-    found = defaultdict(list)
+    """Records that differ in their seed alone.
+
+    Raises:
+        ValueError: two of them have the same seed.
+    """
+    found: dict[tuple[Any, ...], dict[int, Record]] = defaultdict(dict)
     for record in filter(wanted, read_records()):
-        found[(*_setting(record), *_label(record))].append(record)
-    return list(found.values())
+        group = (*_setting(record), *_label(record))
+        if record["seed"] in found[group]:
+            raise ValueError(f"two records of seed {record['seed']}: {group}")
+        found[group][record["seed"]] = record
+    return [list(group.values()) for group in found.values()]
 
 
 def _encoding(record: Record) -> str:
-    return ENCODINGS[record["chosen"]["MODEL"]["POSITION"]["NAME"]]
+    name = record["chosen"]["MODEL"]["POSITION"]["NAME"]
+    return ENCODINGS.get(name, name)
 
 
 def _steps(runs: Sequence[Record]) -> str:
@@ -186,7 +184,8 @@ def _title(record: Record) -> str:
 
 
 def _images(record: Record) -> int:
-    return record.get("images") or DATA[name_of(record)][1]
+    """The number of training images: of the record, or of the whole data set; -1 where this is not known."""
+    return record.get("images") or (DATA[name_of(record)][1] if name_of(record) in DATA else -1)
 
 
 def _replaced(record: Record) -> str:

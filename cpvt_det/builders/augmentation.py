@@ -54,6 +54,7 @@ def closing_epoch(cfg: CfgNode, steps: Sequence[AugmentationStep], num_images: i
 def check_augmentations(cfg: CfgNode, records: Sequence[ImageRecord]) -> None:
     """Try the augmentations, each with probability 1, on a black image of the narrowest one's size, with and without its boxes.
 
+    Each is tried on what all before it make of the image, and on what it is where all that chance can leave out were left out.
     Random numbers go on afterwards as if nothing had been drawn.
 
     Raises:
@@ -68,9 +69,17 @@ def check_augmentations(cfg: CfgNode, records: Sequence[ImageRecord]) -> None:
     image = torch.zeros(3, record.height, record.width, dtype=torch.uint8)
     with torch.random.fork_rng(devices=[]), other_generators_seeded():
         for end in (None, 0):
-            scene = as_scene(image, record.boxes_xyxy[:end], torch.from_numpy(record.labels[:end]))
+            most = least = as_scene(image, record.boxes_xyxy[:end], torch.from_numpy(record.labels[:end]))
             for entry in entries:
-                scene = _try(entry, scene, cfg.INPUT.MIN_VISIBLE)
+                most, after = _try(entry, most, cfg.INPUT.MIN_VISIBLE), _try(entry, least, cfg.INPUT.MIN_VISIBLE)
+                least = after if _is_sure(entry) else least
+
+
+def _is_sure(entry: Any) -> bool:
+    """Whether an entry changes every image: it has no probability p, or one of 1. That of ``RandomChoice`` is another p."""
+    name, options = _name_and_options(entry)
+    parameter = inspect.signature(AUGMENTATION_REGISTRY.find(name)).parameters.get("p")
+    return name == "RandomChoice" or parameter is None or options.get("p", parameter.default) == 1
 
 
 def _try(entry: Any, scene: Scene, min_visible: float) -> Scene:

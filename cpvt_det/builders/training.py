@@ -25,6 +25,8 @@ def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
     solver, test = cfg.SOLVER, cfg.TEST
     if solver.EPOCHS > 0:
         _log_unused(f"SOLVER.EPOCHS {solver.EPOCHS:g}", cfg, "SOLVER.MAX_ITER", "SOLVER.STEPS", "SOLVER.WARMUP_ITERS")
+        if test.EVAL_EPOCHS > 0:
+            _log_unused(f"TEST.EVAL_EPOCHS {test.EVAL_EPOCHS:g}", cfg, "TEST.EVAL_PERIOD", sets="the evaluations")
         epochs = (solver.EPOCHS, solver.STEP_EPOCHS, solver.WARMUP_EPOCHS, test.EVAL_EPOCHS)
         return schedule_from_epochs(num_images, solver.IMS_PER_BATCH, *epochs, eval_period=test.EVAL_PERIOD)
     _log_unused(f"SOLVER.MAX_ITER {solver.MAX_ITER}", cfg, "SOLVER.STEP_EPOCHS", "SOLVER.WARMUP_EPOCHS", "TEST.EVAL_EPOCHS")
@@ -34,11 +36,11 @@ def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
     return TrainingSchedule(solver.MAX_ITER, tuple(solver.STEPS), solver.WARMUP_ITERS, test.EVAL_PERIOD, arithmetic)
 
 
-def _log_unused(setting: str, cfg: CfgNode, *keys: str) -> None:
-    """Name what is set beside the setting that gives the run its length, and is not used."""
+def _log_unused(setting: str, cfg: CfgNode, *keys: str, sets: str = "the length") -> None:
+    """Name what is set beside the setting that gives the run its length, or its evaluations, and is not used."""
     ignored = [f"{key} {value}" for key in keys if (value := functools.reduce(getattr, key.split("."), cfg))]
     if ignored and distributed.rank() == 0:
-        logger.info("%s sets the length; not used: %s", setting, ", ".join(ignored))
+        logger.info("%s sets %s; not used: %s", setting, sets, ", ".join(ignored))
 
 
 def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:

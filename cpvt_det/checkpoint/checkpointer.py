@@ -287,7 +287,10 @@ class RunCheckpointer(Checkpointer):
     def _take_best(self, state: RunState) -> None:
         """The best evaluation of this run is that of ``model_best.pth``: the last checkpoint is older than its own evaluation."""
         best = self._best_of(state) if self.save_to_disk else None
+        had_one = state.best.figure is not None
         state.best.figure, state.best.iteration = distributed.broadcast_object(best)
+        if had_one and state.best.figure is None:  # what was waited for is lost
+            state.best.waited, state.best.counted = 0, -1
 
     def _best_of(self, state: RunState) -> tuple[float | None, int]:
         """Figure and iteration of the best evaluation; ``None`` and -1 if there is none that compares."""

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ budget_option = click.option("--budget", type=Duration(), help=f"Time to train, 
 
 
 def folder_options(command: Callable) -> Callable:
-    """What says how a FOLDER is read."""
+    """``--format`` and ``--new-split``, for a command that takes a FOLDER."""
     option = click.option("--format", "data_format", default="", metavar="NAME", help="Format of a FOLDER that has several.")
     text = "Divide a FOLDER into training and validation images, whatever split it has."
     return option(click.option("--new-split", is_flag=True, help=text)(command))
@@ -96,6 +96,11 @@ def choose_run(
     output = typed.get("OUTPUT_DIR") or _output_of(folder, resume)
     path = Path(output).expanduser() / CHOSEN
     if resume and path.is_file():
+        if not _is_for(folder, path):
+            raise ConfigError(
+                f"--resume: there is no run on {folder} to go on with, and {path} is of other data; leave --resume out for a new "
+                f"run, or go on with that one by --config-file {path}"
+            )
         if budget or data_format or new_split:
             raise ConfigError(
                 f"--resume goes on with the data and the length of {path}: leave out --budget, --format and --new-split; a larger "
@@ -105,7 +110,12 @@ def choose_run(
     _require_outside(path.parent, folder)
     with quick_imports():
         from cpvt_det.runner.choose import choose_settings, describe_machine, write_choices
+        from cpvt_det.runner.launch import require_gpus
         from cpvt_det.runner.recipe import Choice
+        from cpvt_det.runner.setup import is_in_use
+    require_gpus(num_gpus)
+    if is_in_use(path.parent):
+        raise ConfigError(f"another run is using OUTPUT_DIR {path.parent}; stop it, or set another OUTPUT_DIR")
     cfg, datasets, lines = _read(folder, path.parent / "data", overrides, data_format, new_split)
     click.echo("\n".join(lines))
 
@@ -137,20 +147,30 @@ def _output_of(folder: Path, resume: bool) -> str:
         folder: folder of the data.
         resume: True: the last one in which a run on this folder was started.
     """
+    from cpvt_det.runner.setup import is_in_use
+
     first = f"output/{folder.resolve().name}"
     outputs = (first if number == 1 else f"{first}_{number}" for number in count(1))
-    begun = list(takewhile(lambda output: Path(output, CHOSEN).is_file() or Path(output, LAST).is_file(), outputs))
+    begun = _begun(first)
     ours = [output for output in begun if _is_for(folder, Path(output, CHOSEN))]
     if resume:
         output = max(ours, key=lambda one: Path(one, CHOSEN).stat().st_mtime_ns, default=first)
         said = f"the last run on {folder} is in {output}"
     else:
-        free = next((one for one in ours if not Path(one, LAST).is_file()), "")
-        output = free or (f"{first}_{len(begun) + 1}" if begun else first)
+        without_checkpoint = [one for one in ours if not Path(one, LAST).is_file() and not is_in_use(Path(one))]
+        output = without_checkpoint[0] if without_checkpoint else next(one for one in outputs if one not in begun)
         said = f"{first} has a run already: this one goes to {output}; --resume continues the last one"
     if output != first:
         click.echo(said)
     return output
+
+
+def _begun(first: str) -> list[str]:
+    """The folders of that name, or with a number behind it, in which a run has begun, by number."""
+    pattern = re.compile(rf"{re.escape(Path(first).name)}(?:_(\d+))?")
+    matches = [(pattern.fullmatch(path.name), str(path)) for path in Path(first).parent.glob("*")]
+    numbered = sorted((int(match[1] or 1), path) for match, path in matches if match)
+    return [path for _, path in numbered if Path(path, CHOSEN).is_file() or Path(path, LAST).is_file()]
 
 
 def _is_for(folder: Path, chosen: Path) -> bool:

@@ -13,7 +13,7 @@ from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
 from cpvt_det.data.find_images import find_files
 from cpvt_det.data.validation.issues import POLICIES
-from cpvt_det.errors import BadInputError
+from cpvt_det.errors import BadInputError, counted
 from cpvt_det.models import Classifier
 from cpvt_det.predict import ClassPredictor, Predictor
 from cpvt_det.predict.files import check_files, predict_classes, predict_files
@@ -78,12 +78,13 @@ def predict(
     start = time.perf_counter()
     if classifies:
         count = predict_classes(predictor, files, output, batch, on_bad)
-        click.echo(f"{output / 'classes.json'}: {count} images, {count / (time.perf_counter() - start):.1f} images/s")
+        click.echo(f"{output / 'classes.json'}: {counted(count, 'image')}, {count / (time.perf_counter() - start):.1f} images/s")
         return
     found = predict_files(predictor, files, output, threshold, batch, on_bad)
     speed = found.images / (time.perf_counter() - start)
     click.echo(
-        f"{output}: {found.images} images, {found.detections} detections with score >= {threshold:.3g}, {speed:.1f} images/s"
+        f"{output}: {counted(found.images, 'image')}, {counted(found.detections, 'detection')} with score >= {threshold:.3g}, "
+        f"{speed:.1f} images/s"
     )
     if found.best is not None and not found.detections:
         click.echo(f"No score is as high: the best is {found.best:.3g}, {found.best_name}; --threshold sets a lower one", err=True)

@@ -19,7 +19,7 @@ from cpvt_det.d2.trainer import Trainer, build_detector
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
 from cpvt_det.runner.callbacks import Callback, build_callbacks
-from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
+from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.tasks.registry import Results, build_task
@@ -62,8 +62,8 @@ def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool, sizes: Seque
     if sizes:
         return evaluate_sizes(task, model, tests, sizes, output)
     results = evaluate(task, model, tests, output)
-    choose_threshold(cfg, kept)
-    task.show_results(model, tests, results, output)
+    with chosen_threshold(cfg, kept):
+        task.show_results(model, tests, results, output)
     return results
 
 
@@ -94,8 +94,8 @@ def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results
         results = trainer.train()
         draw_run(output)
         if tests:
-            choose_threshold(cfg, trainer.state.thresholds)
-            task.show_results(trainer.evaluated, tests, results, output)
+            with chosen_threshold(cfg, trainer.state.thresholds):
+                task.show_results(trainer.evaluated, tests, results, output)
     log_next_steps(cfg, trainer.state, output)
     return results
 

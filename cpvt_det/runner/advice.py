@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fvcore.common.config import CfgNode
 
-from cpvt_det import builders
+from cpvt_det import builders, distributed
 from cpvt_det.checkpoint.checkpointer import BEST, RunState
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.data.records import ImageRecord, num_boxes_of
@@ -24,7 +24,7 @@ FEW = {"random weights": 30_000, "a pretrained backbone": 1_000}
 
 
 def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[ImageRecord]) -> None:
-    """Warn of a detector's run from random weights that is far too short, and of images with nearly as many objects as queries.
+    """Warn of a detector's run that is far too short for what it starts from, and of images with nearly as many objects as queries.
 
     Args:
         cfg: config of the run.
@@ -70,11 +70,12 @@ def log_next_steps(cfg: CfgNode, state: RunState, output: Path) -> None:
     longer = f"SOLVER.EPOCHS {2 * cfg.SOLVER.EPOCHS:g}" if cfg.SOLVER.EPOCHS > 0 else f"SOLVER.MAX_ITER {2 * cfg.SOLVER.MAX_ITER}"
     if 0 < cfg.SOLVER.EARLY_STOPPING <= best.waited:
         longer += " SOLVER.EARLY_STOPPING 0"
-    own = import_words()
+    own, processes = import_words(), distributed.world_size()
+    gpus = f" --num-gpus {processes}" if processes > 1 else ""  # the batch is theirs together
     commands = [
         f"cpvt-det predict{own} {_quoted(weights)} --input IMAGES --output found",
         f"cpvt-det eval{own} {_quoted(weights)} --config-file {_quoted(config)} --report OUTPUT_DIR {_quoted(output / 'eval')}",
-        f"cpvt-det train{own} --config-file {_quoted(config)} --resume {longer}",
+        f"cpvt-det train{own}{gpus} --config-file {_quoted(config)} --resume {longer}",
     ]
     logger.info("%s: %s. Next: predict, report, train longer:\n  %s", which, weights, "\n  ".join(commands))
 

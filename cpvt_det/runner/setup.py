@@ -32,6 +32,8 @@ except ImportError:  # on Windows, where nothing is locked
     fcntl = None
 
 logger = logging.getLogger("cpvt_det")
+LOCK = ".lock"
+"""File in ``OUTPUT_DIR`` that the run there has locked."""
 AGENTS = ".agents"
 """File in ``OUTPUT_DIR``: the id of the run that was started there last, and what identifies the torchruns that started it."""
 RELEASE = 30.0
@@ -44,7 +46,7 @@ METRICS_LOGGER = "cpvt_det.metrics"
 def only_run_in(cfg: CfgNode) -> Iterator[None]:
     """Reserve ``OUTPUT_DIR`` for this run within the block.
 
-    The lock is on the file ``.lock`` in it and belongs to this process: forked data workers do not inherit it, and it is released
+    The lock is on the file ``LOCK`` in it and belongs to this process: forked data workers do not inherit it, and it is released
     when the process ends for any reason.
 
     Raises:
@@ -56,7 +58,7 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
     output = Path(cfg.OUTPUT_DIR).expanduser()
     try:
         output.mkdir(parents=True, exist_ok=True)
-        file = (output / ".lock").open("a+", encoding="utf-8")
+        file = (output / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error
     with file:
@@ -72,6 +74,14 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
         file.write(f"{os.getpid()}")
         file.flush()
         yield
+
+
+def is_in_use(output: Path) -> bool:
+    """Whether another process has reserved this ``OUTPUT_DIR`` now; False where the system has no locks."""
+    if fcntl is None or not (output / LOCK).is_file():
+        return False
+    with (output / LOCK).open("a+", encoding="utf-8") as file:
+        return not _lock(file)
 
 
 def _lock(file: TextIO) -> bool:

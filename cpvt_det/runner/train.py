@@ -19,7 +19,7 @@ from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
 from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun, build_callbacks
-from cpvt_det.runner.evaluate import choose_threshold, draw_run, evaluate
+from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.progress import LossWatch, RunEvaluations
@@ -76,8 +76,8 @@ def evaluate_only(cfg: CfgNode, resume: bool = False, allow_partial: bool = Fals
     if sizes:
         return evaluate_sizes(task, detector, tests, sizes, output)
     results = evaluate(task, detector, tests, output)
-    choose_threshold(cfg, kept)
-    task.show_results(detector, tests, results, output)
+    with chosen_threshold(cfg, kept):
+        task.show_results(detector, tests, results, output)
     return results
 
 
@@ -137,8 +137,8 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
                     guard.save_final(iteration)
         draw_run(output)
         if tests:
-            choose_threshold(cfg, state.thresholds)
-            task.show_results(evaluated, tests, results, output)
+            with chosen_threshold(cfg, state.thresholds):
+                task.show_results(evaluated, tests, results, output)
     log_next_steps(cfg, state, output)
     return results
 

@@ -275,5 +275,4 @@ def test_a_record_names_its_command_commit_instructions_and_load(path):
     assert found.get("commit") or " " in found["versions"]["cpvt_det"]
     assert machine_of["instruction_set"] and machine_of["cpu"]
     if path.stem not in WITHOUT_TIMES:
-        assert machine_of.get("load_average") is not None or "busy" in found
         assert machine_of["load_average"] <= load.BOUND or found.get("busy") or "--busy" in found["command"]

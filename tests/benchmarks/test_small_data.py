@@ -50,22 +50,22 @@ def test_a_record_has_the_last_figures_and_names_no_folder(monkeypatch, tmp_path
         Image.new("RGB", (8, 6)).save(output / "pictures/detections.png")
         rows = [{"iteration": 3, "total_loss": 1.0}, {"iteration": 4, **FIGURES, "bbox/AP50": 5.0}, {"iteration": 9, **FIGURES}]
         (output / "metrics.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        chosen = f"SEED: {seed}\nOUTPUT_DIR: {output}\nDATASETS: {{TRAIN: [{folder}]}}\nSOLVER: {{EPOCHS: 2.0}}\n"
+        chosen = f"SEED: {seed}\nOUTPUT_DIR: {output}\nDATASETS: {{TRAIN: [{folder}]}}\nMODEL: {{POSITION: {{NAME: sine_offset}}}}\n"
         (output / "chosen.yaml").write_text(chosen)
         assert (budget, words) == ("90s", ("MODEL.POSITION.NAME", "sine_offset")) and len(boxes_of(folder, "train")) == 2
         return {"seconds": 80.0, "cpu_seconds": 75.0}
 
     monkeypatch.setattr(small_data, "train", train)
     layouts.write_roboflow_yolo(tmp_path / "photos")
-    options = "--budget 90s --seed 3 --label sine --images 2"
+    options = "--budget 90s --seed 3 --label unmasked --images 2"
     words = ["fishes", tmp_path / "photos", *options.split(), "--picture", "--output", tmp_path / "out"]
     done = CliRunner().invoke(small_data.main, [*map(str, words), "MODEL.POSITION.NAME", "sine_offset"])
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "out" / "fishes_90s_sine_2_images_3.jpg").is_file()
-    text = (tmp_path / "out" / "fishes_90s_sine_2_images_3.json").read_text()
+    assert (tmp_path / "out" / "fishes_90s_sine_unmasked_2_images_3.jpg").is_file()
+    text = (tmp_path / "out" / "fishes_90s_sine_unmasked_2_images_3.json").read_text()
     record = json.loads(text)
     assert (record["AP"], record["AP50"], record["iterations"], record["curve"]) == (10.0, 11.0, 10, {"5": 5.0, "10": 11.0})
-    assert record["AP of classes"] == {"fish": 16.0} and record["chosen"] == {"SEED": 3, "SOLVER": {"EPOCHS": 2.0}}
+    assert record["AP of classes"] == {"fish": 16.0} and record["chosen"] == {"SEED": 3, "MODEL": {"POSITION": {"NAME": "sine_offset"}}}
     assert record["command"].endswith(f"fishes FOLDER {options} MODEL.POSITION.NAME sine_offset")
     assert (record["images"], record["words"]) == (2, ["MODEL.POSITION.NAME", "sine_offset"])
     assert str(tmp_path) not in text and {"commit", "machine", "versions", "cores", "seconds", "cpu_seconds"} < record.keys()
@@ -99,8 +99,11 @@ def test_tables_grow_with_the_records(tmp_path, monkeypatch):
     ]
     assert [row[2:] for row in tables.by_size()[1:]] == [["50", "5.0", "10.0", "1,005", "1"], ["448", *of_sine, "1,017", "3"]]
     (change,) = tables.one_at_a_time()[1:]  # the other one has nothing to be compared with
-    replaced = ["no weights: `MODEL.BACKBONE.WEIGHTS ''`", "17.0", "34.0", "2.0 (-15.0)", "4.0 (-30.0)", "1,017, 1,002", "1"]
+    replaced = ["sine", "no weights: `MODEL.BACKBONE.WEIGHTS ''`", "17.0", "34.0", "2.0 (-15.0)", "4.0 (-30.0)", "1,017, 1,002", "1"]
     assert change[2:] == replaced
     (sine,) = tables.encodings()[1:]
     assert sine[:3] == ["Aquarium", "10m", "sine"]
     assert sine[3:] == [*of_peg, "15.0 (13.0 to 17.0) (+3.0)", "30.0 (26.0 to 34.0) (+6.0)", "1,012, 1,015", "2"]
+    write_record(tmp_path, "mine", 0, 31.0, label="sine")
+    with pytest.raises(ValueError, match="two records of seed 0"):
+        tables.as_trained()

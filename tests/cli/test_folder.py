@@ -3,6 +3,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -184,7 +186,7 @@ BROKEN = {
     "two formats": (two_formats, "annotations in several formats: coco (../mine/labels.json); voc (../mine/VOC, splits"),
     "a split that overlaps": (
         overlapping_split,
-        "1 images are in training and in validation, such as ../mine/train/images/a.png, which is "
+        "in training and in validation: 1 image, such as ../mine/train/images/a.png, which is "
         "../mine/valid/images/copy_of_a.png; the figures would be of images seen in training",
     ),
 }
@@ -331,6 +333,31 @@ def test_a_run_that_left_checkpoints_keeps_its_folder(here, capsys):
         capsys.readouterr()
 
 
+def test_a_gap_in_the_numbers_hides_no_run(here, capsys):
+    mine = here.parent / "mine"
+    begin_run(here / "output/mine_3", mine, checkpoint=True)
+    assert folder_module._output_of(mine, resume=True) == "output/mine_3"
+    assert folder_module._output_of(mine, resume=False) == "output/mine"
+
+
+def test_a_run_that_is_going_on_keeps_its_folder_and_its_settings(here):
+    """It has no checkpoint yet; its lock is another process's."""
+    mine, output = here.parent / "mine", here / "output/mine"
+    begin_run(output, mine)
+    (output / ".lock").touch()
+    assert folder_module._output_of(mine, resume=False) == "output/mine"
+    lock = "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.lockf(file, fcntl.LOCK_EX); print(1, flush=True); input()"
+    command = [sys.executable, "-c", lock, str(output / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        assert folder_module._output_of(mine, resume=False) == "output/mine_2"
+        before = (output / "chosen.yaml").read_text()
+        with pytest.raises(ConfigError, match="another run is using OUTPUT_DIR output/mine; stop it"):
+            folder_module.choose_run(mine, ("OUTPUT_DIR", "output/mine"), None, "", False, None, resume=False)
+        assert (output / "chosen.yaml").read_text() == before
+        process.stdin.close()
+
+
 def test_the_run_of_another_folder_is_neither_resumed_nor_written_over(here, capsys):
     """Of a folder with the same name elsewhere, and of one whose name is this one's with a number."""
     mine, numbered, elsewhere = (here.parent / name for name in ("mine", "mine_2", "other/mine"))
@@ -339,6 +366,8 @@ def test_the_run_of_another_folder_is_neither_resumed_nor_written_over(here, cap
     assert folder_module._output_of(mine, resume=True) == "output/mine" and not capsys.readouterr().out
     assert folder_module._output_of(mine, resume=False) == "output/mine_3"
     assert folder_module._output_of(elsewhere, resume=False) == "output/mine_3"
+    with pytest.raises(ConfigError, match=r"no run on .*other/mine to go on with, and output/mine/chosen\.yaml is of other"):
+        folder_module.choose_run(elsewhere, (), None, "", False, None, resume=True)
     begin_run(here / "output/mine_3", elsewhere, checkpoint=True)
     capsys.readouterr()
     assert folder_module._output_of(elsewhere, resume=True) == "output/mine_3"

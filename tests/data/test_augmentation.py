@@ -535,10 +535,15 @@ def test_keys_beside_the_list_that_cannot_apply_are_refused(drawn_cfg, keys, mes
         load_splits(drawn_cfg)
 
 
-def test_a_crop_that_only_fits_after_zooming_out_is_not_refused(drawn_cfg):
+def test_a_crop_that_only_fits_after_zooming_out_is_refused_where_that_is_left_to_chance(drawn_cfg):
     """They are tried one after the other, as in the run; the narrowest image has 33 x 90 pixels."""
-    drawn_cfg.INPUT.AUGMENTATIONS = [["RandomZoomOut", {"side_range": [2, 3]}], ["RandomCrop", {"size": [60, 60]}]]
+    zoomed, crop = {"side_range": [2, 3]}, ["RandomCrop", {"size": [60, 60]}]
+    drawn_cfg.INPUT.AUGMENTATIONS = [["RandomZoomOut", {**zoomed, "p": 1}], crop]
     assert load_splits(drawn_cfg)
+    for chance in ({}, {"p": 0.9}):  # half of the images by default
+        drawn_cfg.INPUT.AUGMENTATIONS = [["RandomZoomOut", {**zoomed, **chance}], crop]
+        with pytest.raises(ConfigError, match="'RandomCrop' failed on a black image, 90 x 33 pixels"):
+            load_splits(drawn_cfg)
 
 
 WRONG = {

@@ -254,6 +254,20 @@ def test_a_new_split_has_all_images_once(kind, tmp_path):
     assert boxes_of(datasets).keys() == BOXES.keys() and found.written
 
 
+def test_the_same_classes_by_other_numbers_become_one_list(tmp_path):
+    write_roboflow_coco(tmp_path / "mine")
+    path = tmp_path / "mine/valid/_annotations.coco.json"
+    content = json.loads(path.read_text())
+    expected = boxes_of(read(tmp_path / "mine", tmp_path / "out")[1])
+    swapped = {one["id"]: other["id"] for one, other in zip(content["categories"], content["categories"][::-1], strict=True)}
+    for category in content["categories"]:
+        category["id"] = swapped[category["id"]]
+    for annotation in content["annotations"]:
+        annotation["category_id"] = swapped[annotation["category_id"]]
+    write(path, json.dumps(content))
+    assert boxes_of(read(tmp_path / "mine", tmp_path / "out")[1]) == expected
+
+
 def test_splits_with_different_classes_become_one_list(tmp_path):
     write_coco_of_other_classes(tmp_path / "mine")
     _, (train, val) = read(tmp_path / "mine", tmp_path / "out")
@@ -262,9 +276,7 @@ def test_splits_with_different_classes_become_one_list(tmp_path):
     rows, notes = count_classes({"train": train, "val": val})
     assert rows == [("cat", 2, 1), ("dog", 2, 0)]
     assert notes == ["1 of 2 classes have no object in val, so their AP is not measured: dog"]
-    with pytest.raises(
-        DataError, match=r"1 images are in training and in validation, such as .*train/c.png, which is .*valid/c.png"
-    ):
+    with pytest.raises(DataError, match=r"in training and in validation: 1 image, such as .*train/c.png, which is .*valid/c.png"):
         refuse_overlap(train, val)
 
 
@@ -554,4 +566,4 @@ def test_a_third_set_is_named_and_left_for_the_end(tmp_path):
     write(tmp_path / "mine/annotations/instances_test2017.json", coco(["a"]))
     found = name_datasets(tmp_path / "mine", tmp_path / "out")
     assert len(found.register) == 3
-    assert "mine_test is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST '[mine_test]'" in found.notes
+    assert "mine_test is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST mine_test" in found.notes

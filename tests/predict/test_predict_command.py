@@ -101,7 +101,7 @@ def test_the_kept_threshold_is_used_unless_another_is_given(run, tmp_path):
         result.stderr.splitlines()[0]
         == f"Threshold {middle:.3g}: the best F1 in the last evaluation of {weights}; --threshold sets another"
     )
-    assert f"1 images, 3 detections with score >= {middle:.3g}, " in result.stdout
+    assert f"1 image, 3 detections with score >= {middle:.3g}, " in result.stdout
     assert len(written(tmp_path / "out")["030.png"]) == 3
     given = predict_by(weights, run.image(30), tmp_path / "out", "--threshold", 0)
     assert "6 detections with score >= 0," in given.stdout and "Threshold" not in given.stderr

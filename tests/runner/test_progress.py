@@ -3,6 +3,7 @@
 
 import json
 import logging
+import math
 import re
 import shlex
 import shutil
@@ -18,6 +19,7 @@ from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.runner.progress import LossWatch, RunEvaluations, _is_below
+from cpvt_det.runner.train import run
 from cpvt_det.structures import Detections
 from cpvt_det.tasks import DetectionTask, build_task
 
@@ -88,7 +90,8 @@ def test_two_figures_are_told_with_the_decimals_that_tell_them_apart():
 
 def test_a_run_above_the_constant_box_is_not_warned(train, monkeypatch):
     monkeypatch.setattr(DetectionTask, "baseline", lambda *_: {"bbox/AP": -1.0, "bbox/AP50": -1.0})
-    assert "constant box" not in (train("run") / "log.txt").read_text()
+    log = (train("run") / "log.txt").read_text()
+    assert "For comparison" in log and "the model is worse than" not in log
 
 
 def test_the_constant_box_looks_at_no_image(drawn_coco, tmp_path):
@@ -180,7 +183,7 @@ def test_a_run_ends_after_evaluations_without_a_better_one(train, scripted):
     assert (folder / "last_checkpoint").read_text() == "model_final.pth"
     assert max(losses_of(folder)) == 7
     log = (folder / "log.txt").read_text()
-    assert "Early stop after iteration 7: 2 evaluation(s) without a higher bbox/AP than the 5 of iteration 3" in log
+    assert "Early stop after iteration 7: 2 evaluations without a higher bbox/AP than the 5 of iteration 3" in log
     assert "--resume SOLVER.MAX_ITER 24 SOLVER.EARLY_STOPPING 0" in log
     assert (folder / "pictures/detections.png").is_file() and (folder / "pictures/curves.png").is_file()
 
@@ -225,6 +228,25 @@ def test_an_early_stop_stays_one_until_the_patience_is_raised(train, scripted):
     assert seen == [7, 7, 9, 9, 11] and weights_of(folder / "model_final.pth")["iteration"] == 11
     log = (folder / "log.txt").read_text()
     assert "The config of the resumed run has changed" not in log
+
+
+def test_a_run_whose_best_checkpoint_is_gone_waits_anew(train, scripted):
+    """The patience was used up; what was waited for is nowhere."""
+    more = {"SOLVER__EARLY_STOPPING": 2, **EVERY_SECOND}
+    scripted(**FIGURES)
+    folder = train("run", **more)
+    for path in folder.glob("model_best*"):
+        path.unlink()
+    seen = scripted(**FIGURES)
+    train("run", resume=True, **more)
+    assert seen == [7, 9, 11]
+    assert weights_of(folder / "model_best.pth")["iteration"] == 11
+
+
+def test_a_figure_that_is_never_defined_ends_a_run_all_the_same(train, scripted):
+    scripted(at_1=math.nan, at_3=math.nan, at_5=math.nan)
+    log = (train("run", SOLVER__EARLY_STOPPING=2, **EVERY_SECOND) / "log.txt").read_text()
+    assert "Early stop after iteration 3: 2 evaluations without bbox/AP (SOLVER.EARLY_STOPPING 2)" in log
 
 
 def test_the_best_checkpoint_is_that_of_the_chosen_figure(train, monkeypatch):
@@ -333,6 +355,12 @@ def test_a_report_counts_from_the_kept_threshold_unless_told_otherwise(train, ri
         "No detection has a score of 0.5 (TEST.PICTURE_THRESHOLD) or more on drawn; the best score is 0.25"
         in (folder / "log.txt").read_text()
     )
+
+
+def test_the_threshold_of_a_run_is_not_left_to_the_next(right, drawn_coco, tmp_path):
+    cfg = load_cfg("", overrides(drawn_coco.files, tmp_path / "run"))
+    run(cfg)
+    assert "scores from 0.25 (the best F1;" in (tmp_path / "run/log.txt").read_text() and cfg.TEST.PICTURE_THRESHOLD is None
 
 
 def test_weights_of_before_count_from_half_and_that_is_told(train, right):

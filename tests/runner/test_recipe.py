@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cpvt_det import builders
-from cpvt_det.data.coco import ImageRecord
-from cpvt_det.errors import ConfigError
+from cpvt_det.data.coco import Classes, ImageRecord
+from cpvt_det.errors import BadInputError, ConfigError
 from cpvt_det.runner import choose
 from cpvt_det.runner.choose import choose_settings, config_of, describe_machine, write_choices
 from cpvt_det.runner.recipe import (
@@ -195,6 +195,8 @@ def paces(monkeypatch):
 
 
 class Data:
+    classes = Classes((1,), ("cell",))
+
     def __init__(self, count, short_side=480):
         self.records = [replace(record, height=short_side, width=short_side) for record in records(count)]
 
@@ -288,13 +290,51 @@ def test_missing_weights_are_told_with_their_price(paces):
     assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "some hundred photographs finds few of the objects" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("SOLVER.EPOCHS 0", "there is nothing to train: leave SOLVER.EPOCHS and SOLVER.MAX_ITER out"),
+        ("SOLVER.MAX_ITER 0", "there is nothing to train"),
+        ("SOLVER.IMS_PER_BATCH 0", r"SOLVER\.IMS_PER_BATCH must be at least 1, got 0"),
+        ("TEST.EVALUATOR coko", "unknown evaluator"),
+        ("CALLBACKS wandbb", "wandbb"),
+        ("SOLVER.EARLY_STOPPING -1", r"SOLVER\.EARLY_STOPPING must be at least 0"),
+        ("SOLVER.EARLY_STOPPING 2 TEST.EVAL_EPOCHS 0", "evaluated at its end only"),
+    ],
+)
+def test_what_the_run_would_refuse_is_refused_before_steps_are_measured(words, message, paces):
+    with pytest.raises(BadInputError, match=message):
+        choose_settings([], words.split(), [Data(40, 200), Data(8, 200)], LAPTOP, 600)
+    assert not paces[1]
+
+
+@pytest.mark.parametrize("words", ["SOLVER.EARLY_STOPPING 2", "SOLVER.EARLY_STOPPING 2 SOLVER.MAX_ITER 90"])
+def test_early_stopping_waits_for_the_evaluations_that_are_chosen(words, paces):
+    paces[0].append(Pace(0.1, 0.01))
+    assert config_of(choose_settings([], words.split(), [Data(40, 200), Data(8, 200)], LAPTOP, 600)).TEST.EVAL_EPOCHS > 0
+
+
+def test_a_typed_period_of_evaluations_is_the_only_one(paces):
+    paces[0].append(Pace(0.1, 0.01))
+    cfg = config_of(choose_settings([], ["TEST.EVAL_PERIOD", "20"], [Data(40, 200), Data(8, 200)], LAPTOP, 600))
+    assert (cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_EPOCHS) == (20, 0.0)
+    assert builders.build_schedule(cfg, 40).eval_period == 20
+
+
 RESNET18, LITE2 = "MODEL.BACKBONE.NAME resnet18", "MODEL.BACKBONE.NAME timm/tf_efficientnet_lite2"
 STARTS = {
     "": ("timm/tf_efficientnet_lite0", "pip", "FrozenBN", 3, 0.1, ""),
     LITE2: ("timm/tf_efficientnet_lite2", "pip", "FrozenBN", 3, 0.1, ""),
     "MODEL.BACKBONE.WEIGHTS ''": ("resnet10", "", "GN", 0, 0.5, "no pretrained weights"),
     f"{LITE2} MODEL.BACKBONE.WEIGHTS ''": ("timm/tf_efficientnet_lite2", "", "BN", 0, 0.5, "lite2 starts from random weights"),
-    "MODEL.BACKBONE.NAME timm/convnext_atto": ("timm/convnext_atto", "", "BN", 0, 0.5, "timm/convnext_atto starts from random weights"),
+    "MODEL.BACKBONE.NAME timm/convnext_atto": (
+        "timm/convnext_atto",
+        "",
+        "BN",
+        0,
+        0.5,
+        "timm/convnext_atto starts from random weights",
+    ),
     RESNET18: ("resnet18", "", "GN", 0, 0.5, "resnet18 starts from random weights"),
     f"{RESNET18} MODEL.BACKBONE.WEIGHTS mine.pth": ("resnet18", "mine.pth", "FrozenBN", 2, 0.1, ""),
 }
@@ -308,6 +348,13 @@ def test_a_packaged_backbone_without_its_package_is_trained_as_a_whole(paces):
     found = config_of(choose_settings([], words, [Data(40, 200), Data(8, 200)], machine, 600, lines.append)).MODEL.BACKBONE
     assert (found.WEIGHTS, found.NORM, found.FREEZE_AT) == ("", "BN", 0)
     assert "timm/tf_efficientnet_lite1 starts from random weights" in lines[-1]
+
+
+def test_a_typed_file_of_weights_is_a_start_without_the_packages_too(paces):
+    paces[0].append(Pace(0.1, 0.01))
+    words, lines = ["MODEL.BACKBONE.WEIGHTS", "mine.pth"], []
+    choose_settings([], words, [Data(40, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
+    assert len(lines) == 1 and "no pretrained weights" not in lines[0]
 
 
 @pytest.mark.parametrize("typed", STARTS)

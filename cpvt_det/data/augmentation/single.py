@@ -75,7 +75,7 @@ class RandomIoUCrop(v2.RandomIoUCrop):
 
     Args:
         min_scale, max_scale: sides of the crop as shares of the image's.
-        min_aspect_ratio, max_aspect_ratio: width over height of the crop, as a multiple of the image's.
+        min_aspect_ratio, max_aspect_ratio: width over height of the crop, in pixels, whatever the image's.
         sampler_options: overlaps, one drawn per image, that a crop must have with at least one box; at 1 the image stays whole.
             ``None``: 0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.
         trials: number of crops that are tried for an overlap, before another overlap is drawn.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layout a folder has: by what its files contain, not by how they are called.
+"""Which layout a folder has: by what its files contain, not by their names.
 
 Known: COCO JSON (COCO's own folders, RF-DETR's and Roboflow's ``_annotations.coco.json``, CVAT's export, a JSON beside its images);
 YOLO with a YAML file (Ultralytics, Roboflow, CVAT) or text files alone (CVAT's YOLO 1.1, LabelImg); Pascal VOC with ``ImageSets``
@@ -157,7 +157,8 @@ def _coco(listing: Listing) -> Layout | None:
 
 
 def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
-    """A JSON and an image folder for each split; none where the images have no folder in common, or where classes differ."""
+    """A JSON and an image folder for each split; none where the images have no folder in common, or where classes differ in
+    name or id."""
     places, classes = {}, []
     for split, path in of_split.items():
         content = read_json(path)
@@ -166,8 +167,8 @@ def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
         if len(roots) != 1 or None in roots:
             return {}
         places[split] = (str(path), str(roots.pop()))
-        categories = content.get("categories") or ()
-        classes.append({str(category.get("name")) for category in categories if isinstance(category, dict)})
+        categories = [category for category in content.get("categories") or () if isinstance(category, dict)]
+        classes.append(sorted((str(category.get("id")), str(category.get("name"))) for category in categories))
     if any(one != classes[0] for one in classes):
         return {}
     return places

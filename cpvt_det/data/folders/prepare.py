@@ -18,7 +18,7 @@ from cpvt_det.data.folders.listing import Listing
 from cpvt_det.data.folders.split import divide
 from cpvt_det.data.formats.reading import complete
 from cpvt_det.data.formats.registry import Sections
-from cpvt_det.errors import DataError
+from cpvt_det.errors import DataError, counted
 from cpvt_det.files import write_json
 
 SPLITS = ("train", "val", "test")
@@ -100,7 +100,7 @@ def _unused(listing: Listing, content: Sections) -> list[str]:
 def _with_test_set(data: FolderData) -> FolderData:
     """The data with a note of the third set, if there is one."""
     for name, *_ in data.register[2:]:
-        data.notes.append(f"{name} is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST '[{name}]'")
+        data.notes.append(f"{name} is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST {name}")
     return data
 
 
@@ -118,13 +118,14 @@ def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str
         found[listing.split_of(Path(image["file_name"]))].append(image["id"])
     if not new_split and "train" in found and ("val" in found or "test" in found):
         left_out = len(found.pop("", ()))
-        notes += [f"{left_out} images in no folder of a split are left out"] if left_out else []
+        notes += [f"left out, as in no folder of a split: {counted(left_out, 'image')}"] if left_out else []
         _use_test_set(found, notes)
         parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
         how = "by names of folders"
     else:
         parts, how = divide(content, listing.root, SEED, notes), f"drawn by seed {SEED}, near-duplicates together"
-    notes.append(f"split {how}: {', '.join(f'{len(image_ids)} images for {split}' for split, image_ids in parts.items())}")
+    sizes = [f"{counted(len(image_ids), 'image')} for {split}" for split, image_ids in parts.items()]
+    notes.append(f"split {how}: {', '.join(sizes)}")
     if len(parts["val"]) < FEW:
         notes.append(f"with so few images to validate on ({len(parts['val'])}) the figures of two runs can hardly be compared")
     return parts
@@ -153,7 +154,7 @@ def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
         first, second = min(both)
         copy = f"{first}, which is {second}" if first != second else first
         raise DataError(
-            f"{len(both)} images are in training and in validation, such as {copy}; the figures would be of images seen in "
+            f"in training and in validation: {counted(len(both), 'image')}, such as {copy}; the figures would be of images seen in "
             "training: remove them from one of the two, or draw a split with --new-split"
         )
 

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from cpvt_det.data.shapes.scene import CLASS_NAMES, ShapesSpec, draw_image
 from cpvt_det.errors import ConfigError, DataError
 from cpvt_det.files import atomic_file
+from cpvt_det.memory import usable_cores
 
 # A parameter in the JSON: increase it with any change of the drawing or of the JSON, so that older data can be distinguished.
 GENERATOR_VERSION = 2
@@ -177,8 +178,3 @@ def _to_coco(info: dict[str, Any], drawn: Sequence[tuple[Any, ...]]) -> dict[str
 
 def _file_name(index: int) -> str:
     return f"{index:06d}.jpg"
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

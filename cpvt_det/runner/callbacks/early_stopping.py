@@ -6,7 +6,7 @@ from typing import Any
 
 from fvcore.common.config import CfgNode
 
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, counted
 from cpvt_det.runner.callbacks.contract import Callback, TrainingRun
 from cpvt_det.tasks.registry import Results
 
@@ -28,10 +28,10 @@ class EarlyStopping(Callback):
     def _look(self, run: TrainingRun) -> None:
         best = run.best
         if best.waited >= self.patience:
-            run.stop(
-                f"{best.waited} evaluation(s) without a higher {best.name} than the {best.figure:.4g} of iteration "
-                f"{best.iteration} (SOLVER.EARLY_STOPPING {self.patience})"
-            )
+            higher = best.name
+            if best.figure is not None:
+                higher = f"a higher {best.name} than the {best.figure:.4g} of iteration {best.iteration}"
+            run.stop(f"{counted(best.waited, 'evaluation')} without {higher} (SOLVER.EARLY_STOPPING {self.patience})")
 
 
 def build_early_stopping(cfg: CfgNode, tests: Sequence[Any]) -> list[Callback]:
