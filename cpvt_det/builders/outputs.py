@@ -15,7 +15,12 @@ from cpvt_det.losses import LOSS_REGISTRY, HungarianMatcher, OneToManyMatcher, S
 
 
 def build_criterion(cfg: CfgNode) -> SetCriterion:
-    """The criterion of ``MODEL.CRITERION``: matcher and losses."""
+    """The criterion of ``MODEL.CRITERION``: matcher and losses.
+
+    Raises:
+        ConfigError: an entry of ``LOSSES`` that is not one, or values that cannot be used.
+        UnknownNameError: an unknown name of a loss or of an option.
+    """
     node = cfg.MODEL.CRITERION
     matcher = HungarianMatcher(build_classification(cfg), node.CLASS_COST, node.L1_COST, node.GIOU_COST)
     for entry in node.LOSSES:

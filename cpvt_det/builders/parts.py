@@ -107,6 +107,11 @@ def own_options(cfg: CfgNode, node: str) -> dict[str, Any]:
 
 
 def build_decoder_position(cfg: CfgNode, channels: int) -> PositionEncoding | str | None:
+    """What the keys of DETR's decoder get: sines, ``"same"`` as the encoder's, or ``None`` for nothing.
+
+    Raises:
+        UnknownNameError: another ``MODEL.POSITION.DECODER``.
+    """
     node = cfg.MODEL.POSITION
     if node.DECODER not in ("sine", "same", "none"):
         raise UnknownNameError("MODEL.POSITION.DECODER", node.DECODER, ("sine", "same", "none"))
@@ -131,6 +136,11 @@ def build_classification(cfg: CfgNode) -> Classification:
 
 
 def count_classes(cfg: CfgNode) -> int:
+    """``MODEL.NUM_CLASSES``, K.
+
+    Raises:
+        ConfigError: a number below 1: it is not known yet.
+    """
     if cfg.MODEL.NUM_CLASSES < 1:
         raise ConfigError(
             f"MODEL.NUM_CLASSES is {cfg.MODEL.NUM_CLASSES}; set it to the number of classes; only training and evaluation read it "

@@ -44,7 +44,11 @@ def _log_unused(setting: str, cfg: CfgNode, *keys: str, sets: str = "the length"
 
 
 def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with the learning rates and weight decays of ``SOLVER``."""
+    """AdamW with the learning rates and weight decays of ``SOLVER``.
+
+    Raises:
+        ConfigError: entries of ``LR_MULTIPLIERS`` that are no pairs, or values that cannot be used.
+    """
     solver = cfg.SOLVER
     rates = (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY, solver.POINTS_LR_MULTIPLIER)
     factors = solver.LR_MULTIPLIERS

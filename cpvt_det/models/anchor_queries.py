@@ -29,6 +29,9 @@ class BoxPositions:
         Args:
             channels: C, a multiple of 4.
             scaled_positions: positions are multiplied by a function of what the layer before decoded.
+
+        Raises:
+            ValueError: channels that are no multiple of 4.
         """
         if channels % 4:
             raise ValueError(f"positions of boxes need channels in multiples of 4, for the sines of four numbers; got {channels}")

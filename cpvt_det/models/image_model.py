@@ -67,7 +67,11 @@ class ImageModel(nn.Module):
 
 
 def require_contract(part: nn.Module, kind: str, *names: str) -> None:
-    """Refuse a part that lacks what its contract says."""
+    """Refuse a part that lacks what its contract says.
+
+    Raises:
+        TypeError: a name is missing.
+    """
     missing = [name for name in names if not hasattr(part, name)]
     if missing:
         lacks, needs = " and no ".join(missing), ", ".join(names)
@@ -75,7 +79,12 @@ def require_contract(part: nn.Module, kind: str, *names: str) -> None:
 
 
 def without_padding(images: Tensor, padding_mask: Tensor) -> Tensor:
-    """The images (B, 3, H, W), zero under a padding mask that fits them."""
+    """The images (B, 3, H, W), zero under a padding mask (B, H, W), in channels-last layout.
+
+    Raises:
+        TypeError: a mask that is not bool.
+        ValueError: a mask of another shape.
+    """
     require_bool(padding_mask)
     if padding_mask.shape != (images.shape[0], *images.shape[2:]):
         raise ValueError(f"images {tuple(images.shape)} need a padding_mask (B, H, W), got {tuple(padding_mask.shape)}")

@@ -70,6 +70,7 @@ class MixedQueries(BoxPositions, ProposedQueries):
         return Queries(content, self.place(references), references, proposals, place=place)
 
     def place(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
+        """The positions of queries, (B, Q, C), at boxes; arguments as of :meth:`BoxPositions.place`."""
         if self.refined_positions:
             return super().place(boxes, decoded)
         return ProposedQueries.place(self, boxes)

@@ -171,7 +171,7 @@ class ProposedQueries(nn.Module):
             :class:`cpvt_det.models.denoising.ContrastiveDenoising`; ``None``: none.
 
     Raises:
-        ValueError: channels that are no multiple of 4, a threshold outside (0, 1], or fewer queries than none.
+        ValueError: channels that are no multiple of 4, a threshold outside (0, 1], no queries, or a negative number of hybrid ones.
     """
 
     def __init__(

@@ -159,6 +159,9 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -
         cfg: config of the run, changed in place.
         datasets: the training set and the validation set.
         processes: processes of the run, of which this one takes its share of the batch.
+
+    Raises:
+        BadInputError: settings that cannot be used.
     """
     (train, val), solver = datasets, cfg.SOLVER
     solver.IMS_PER_BATCH = max(1, solver.IMS_PER_BATCH // processes)

@@ -254,6 +254,13 @@ def test_a_new_split_has_all_images_once(kind, tmp_path):
     assert boxes_of(datasets).keys() == BOXES.keys() and found.written
 
 
+def test_names_of_classes_that_are_not_utf_8_are_refused_with_what_to_do(tmp_path):
+    write_labelimg_yolo(tmp_path / "mine")
+    (tmp_path / "mine/classes.txt").write_bytes("cat\nKäfer\n".encode("cp1252"))
+    with pytest.raises(DataError, match=r"cannot read .*classes\.txt: .*; save it as UTF-8"):
+        read(tmp_path / "mine", tmp_path / "out")
+
+
 def test_the_same_classes_by_other_numbers_become_one_list(tmp_path):
     write_roboflow_coco(tmp_path / "mine")
     path = tmp_path / "mine/valid/_annotations.coco.json"

@@ -13,9 +13,10 @@ from typing import Any
 
 from cpvt_det.data.coco import read_json
 from cpvt_det.data.folders.listing import Listing, closest
+from cpvt_det.data.formats.lines import read_lines
 from cpvt_det.data.formats.registry import Sections
 from cpvt_det.data.formats.voc import classes_of, parse_xml, voc_sections
-from cpvt_det.data.formats.yolo import read_labels
+from cpvt_det.data.formats.yolo import yolo_annotations, yolo_sections
 from cpvt_det.errors import DataError
 
 NAME_FILES = ("classes.txt", "obj.names", "labels.txt", "names.txt")
@@ -51,17 +52,9 @@ def read_label_files(listing: Listing, labels: Sequence[Path]) -> Sections:
     of_image = {closest(label, listing.images_called(label.stem)) or label.with_suffix(missing): label for label in labels}
     images = [(image, of_image.pop(image, None)) for image in listing.images]
     images += of_image.items()  # whose images are missing
-    annotations: list[dict[str, Any]] = []
-    for image_id, (_, label) in enumerate(images, start=1):
-        for number, annotation in read_labels(label) if label else ():
-            annotation |= {"id": len(annotations) + 1, "image_id": image_id, "source": f"{label}, line {number}"}
-            annotations.append(annotation)
+    annotations = yolo_annotations(label for _, label in images)
     names = _class_names(listing) or _numbers_as_names(annotations)
-    return {
-        "images": [{"id": number, "file_name": str(image)} for number, (image, _) in enumerate(images, start=1)],
-        "annotations": annotations,
-        "categories": [{"id": number, "name": name} for number, name in enumerate(names)],
-    }
+    return yolo_sections((image for image, _ in images), annotations, dict(enumerate(names)))
 
 
 def _numbers_as_names(annotations: Sequence[dict[str, Any]]) -> list[str]:
@@ -87,7 +80,7 @@ def _class_names(listing: Listing) -> list[str]:
         DataError: files that contradict each other.
     """
     files = sorted((path for path in listing.files if path.name in NAME_FILES), key=lambda path: NAME_FILES.index(path.name))
-    contents = [[line.strip() for line in path.read_text(encoding="utf-8").split("\n") if line.strip()] for path in files]
+    contents = [read_lines(path) for path in files]
     other = next((number for number, names in enumerate(contents) if names != contents[0]), None)
     if other is not None:
         raise DataError(f"{files[0]} and {files[other]} have other names of classes, or another order; keep the one that is right")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cpvt_det.data.formats.lines import read_lines
 from cpvt_det.data.formats.registry import Sections, register_format
 from cpvt_det.data.formats.yolo import IMAGES
 from cpvt_det.errors import DataError, first_line
@@ -91,7 +92,7 @@ def classes_of(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
     """Category ids, from 1, by class name: of ``classes.txt`` in the folder, or else of the XML files, in alphabetical order."""
     listed = folder / "classes.txt"
     if listed.is_file():
-        names = [line.strip() for line in listed.read_text(encoding="utf-8").split("\n") if line.strip()]
+        names = read_lines(listed)
     else:
         names = sorted({element.findtext("name", "").strip() for tree in trees for element in tree.iter("object")})
     return {name: number for number, name in enumerate(names, start=1)}
@@ -109,7 +110,7 @@ def _stems(folder: Path, split: str, trees: dict[str, ET.Element]) -> list[str]:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.txt"))) or "none"
         raise DataError(f"{folder} has no split {split!r}: there is no file {path}; known: {known}, and '' for every XML file")
-    return [line.split()[0] for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    return [line.split()[0] for line in read_lines(path)]
 
 
 def _image(folder: Path, stem: str, tree: ET.Element) -> Path:

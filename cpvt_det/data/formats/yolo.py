@@ -6,12 +6,13 @@ Source: the format of Ultralytics and Roboflow.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from cpvt_det.data.formats.lines import numbered_lines, read_lines
 from cpvt_det.data.formats.registry import Sections, register_format
 from cpvt_det.errors import DataError, first_line
 
@@ -89,15 +90,30 @@ def read_yolo(path: Path, split: str) -> Sections:
     images = [image for place in _places(content, split, path) for image in _images(place)]
     if not images:
         raise DataError(f"{path}: split {split!r} has no images")
+    annotations = yolo_annotations([_label_file(image) for image in images])
+    return yolo_sections(images, annotations, _names(content, path))
+
+
+def yolo_annotations(labels: Iterable[Path | None]) -> list[dict[str, Any]]:
+    """COCO's annotations of images 1, 2, ... from their text files; one that is ``None`` or does not exist has none.
+
+    Raises:
+        DataError: a text file that cannot be read.
+    """
     annotations: list[dict[str, Any]] = []
-    for image_id, image in enumerate(images, start=1):
-        for number, annotation in read_labels(_label_file(image)):
-            annotation |= {"id": len(annotations) + 1, "image_id": image_id, "source": f"{_label_file(image)}, line {number}"}
+    for image_id, label in enumerate(labels, start=1):
+        for number, annotation in read_labels(label) if label else ():
+            annotation |= {"id": len(annotations) + 1, "image_id": image_id, "source": f"{label}, line {number}"}
             annotations.append(annotation)
+    return annotations
+
+
+def yolo_sections(images: Iterable[Path], annotations: list[dict[str, Any]], names: Mapping[int, str]) -> Sections:
+    """COCO's sections of images 1, 2, ..., their annotations, and the name of each class."""
     return {
         "images": [{"id": number, "file_name": str(image)} for number, image in enumerate(images, start=1)],
         "annotations": annotations,
-        "categories": [{"id": number, "name": name} for number, name in _names(content, path).items()],
+        "categories": [{"id": number, "name": name} for number, name in names.items()],
     }
 
 
@@ -154,8 +170,7 @@ def _ends(place: str) -> list[Path]:
 def _images(place: Path) -> list[Path]:
     if place.is_dir():
         return sorted(file for file in place.rglob("*") if file.suffix.lower() in IMAGES)
-    lines = place.read_text(encoding="utf-8").split("\n")
-    return [place.parent / line.strip() for line in lines if line.strip()]
+    return [place.parent / line for line in read_lines(place)]
 
 
 def _label_file(image: Path) -> Path:
@@ -170,14 +185,13 @@ def _label_file(image: Path) -> Path:
 
 
 def read_labels(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Number and content of each line; a line that is not a box has its words as ``bbox``, for the rules to report."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read labels {path}: {first_line(error)}") from error
-    return [(number, _annotation(line.split())) for number, line in enumerate(lines, start=1) if line.strip()]
+    """Number and content of each line; a line that is not a box has its words as ``bbox``, for the rules to report.
+
+    Raises:
+        DataError: a file that cannot be read; one that does not exist has no lines.
+    """
+    lines = numbered_lines(path) if path.exists() else []
+    return [(number, _annotation(line.split())) for number, line in lines]
 
 
 def _annotation(words: list[str]) -> dict[str, Any]:
