@@ -2,7 +2,7 @@
 """Every config key and its default, once. Names and meanings are detectron2's where detectron2 has the key."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +297,18 @@ def flat_items(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
     """Pairs (full name, value) of all keys that are not groups."""
     for key, value in node.items():
         yield from flat_items(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+
+
+def nested(items: Iterable[tuple[str, Any]]) -> CfgNode:
+    """Groups of keys from pairs (full name, value): ``("A.B", 1)`` -> ``{"A": {"B": 1}}``; the contrary of :func:`flat_items`."""
+    tree = CfgNode()
+    for name, value in items:
+        *groups, last = name.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, CfgNode())
+        node[last] = value
+    return tree
 
 
 def config_root() -> Path:

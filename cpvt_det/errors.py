@@ -104,6 +104,15 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
+def output_errors(output: object) -> Iterator[None]:
+    """Within the block, what the system refuses becomes a config error: the config chose the folder ``output``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}; set another OUTPUT_DIR") from error
+
+
+@contextlib.contextmanager
 def config_errors(where: str) -> Iterator[None]:
     """Within the block, errors of constructors become config errors: the config chose the arguments."""
     try:

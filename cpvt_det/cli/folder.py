@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from tabulate import tabulate
 
-from cpvt_det.errors import BadInputError, ConfigError
+from cpvt_det.errors import BadInputError, ConfigError, output_errors
 from cpvt_det.files import atomic_file
 from cpvt_det.garbage import quick_imports
 from cpvt_det.own_modules import import_words
@@ -201,12 +201,10 @@ def _read(
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with output_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
             file.write(text.encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write to OUTPUT_DIR {path.parent}: {error.strerror}") from error
 
 
 def folder_config(

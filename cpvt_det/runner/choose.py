@@ -14,7 +14,7 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
-from cpvt_det.config import get_cfg, merge_checked, merge_overrides
+from cpvt_det.config import get_cfg, merge_checked, merge_overrides, nested
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.errors import ConfigError
 from cpvt_det.inference import evaluation_mode
@@ -272,7 +272,7 @@ def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNo
         ConfigError: words that are no pairs, unknown keys, values of a wrong type.
     """
     cfg = get_cfg()
-    merge_checked(cfg, CfgNode(_tree(choices)), "the choice")
+    merge_checked(cfg, nested((choice.key, choice.value) for choice in choices), "the choice")
     merge_overrides(cfg, overrides)
     return cfg
 
@@ -288,22 +288,11 @@ def _with_overrides(choices: Sequence[Choice], overrides: Sequence[str]) -> list
     return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
 
 
-def _tree(choices: Sequence[Choice]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value, _ in choices:
-        *groups, last = key.split(".")
-        node = tree
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[last] = value
-    return tree
-
-
 def write_choices(choices: Sequence[Choice], header: Sequence[str]) -> str:
     """YAML of choices, each with its reason as a comment, below some lines of comment."""
     reasons = {choice.key: choice.reason for choice in choices}
     lines = [f"# {line}" for line in header]
-    _write(_tree(choices), "", reasons, lines)
+    _write(nested((choice.key, choice.value) for choice in choices), "", reasons, lines)
     return "\n".join(lines) + "\n"
 
 

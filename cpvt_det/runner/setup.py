@@ -22,7 +22,7 @@ from cpvt_det import distributed
 from cpvt_det.builders import build_device
 from cpvt_det.checkpoint.files import write_line
 from cpvt_det.checkpoint.resume import named_run
-from cpvt_det.errors import ConfigError
+from cpvt_det.errors import ConfigError, output_errors
 from cpvt_det.files import atomic_file
 from cpvt_det.runner.peers import current
 
@@ -56,11 +56,9 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
         yield
         return
     output = Path(cfg.OUTPUT_DIR).expanduser()
-    try:
+    with output_errors(output):
         output.mkdir(parents=True, exist_ok=True)
         file = (output / LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error
     with file:
         end = time.monotonic() + (RELEASE if distributed.is_initialized() else 0)
         while not _lock(file):
@@ -104,11 +102,9 @@ def setup_run(cfg: CfgNode) -> Path:
     set_threads(cfg)
     output = Path(cfg.OUTPUT_DIR).expanduser()
     if distributed.rank() == 0:
-        try:
+        with output_errors(output):
             output.mkdir(parents=True, exist_ok=True)
             _start_log(output / "log.txt")
-        except OSError as error:
-            raise ConfigError(f"cannot write to OUTPUT_DIR {output}: {error.strerror}") from error
         logger.info(describe_environment())
     else:
         logger.addHandler(logging.NullHandler())
@@ -141,11 +137,8 @@ def write_config(cfg: CfgNode, replace: bool = True) -> None:
     path = Path(cfg.OUTPUT_DIR).expanduser() / "config.yaml"
     if distributed.rank() != 0 or (path.exists() and not replace):
         return
-    try:
-        with atomic_file(path) as file:
-            file.write(cfg.dump().encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write to OUTPUT_DIR {path.parent}: {error.strerror}") from error
+    with output_errors(path.parent), atomic_file(path) as file:
+        file.write(cfg.dump().encode())
 
 
 def describe_environment() -> str:

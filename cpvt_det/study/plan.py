@@ -13,7 +13,7 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det.builders import build_backbone, build_encoder_position, is_classifier
 from cpvt_det.builders.unused import backbone_position, refuse_unused
-from cpvt_det.config import SAME_RUN, flat_items, get_cfg, load_cfg, merge_checked
+from cpvt_det.config import SAME_RUN, flat_items, get_cfg, load_cfg, merge_checked, nested
 from cpvt_det.data.shapes.dataset import describe
 from cpvt_det.data.shapes.scene import ShapesSpec
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors, first_line
@@ -164,7 +164,7 @@ class Plan:
             self._configs[group.config] = load_cfg(str(self.folder / group.config))
         cfg = self._configs[group.config].clone()
         for keys, source in ((group.keys, group.name), (group.variants[run.variant], run.name)):
-            merge_checked(cfg, _nested(keys), f"the plan, {source}")
+            merge_checked(cfg, nested(keys.items()), f"the plan, {source}")
         cfg.SEED = run.seed
         cfg.OUTPUT_DIR = str(self.output_of(run.name))
         cfg.DATASETS.REGISTER = [*cfg.DATASETS.REGISTER, *(self.registration(data.name) for data in self.data)]
@@ -181,7 +181,7 @@ class Plan:
             ConfigError: as :meth:`config_of`.
         """
         cfg, keys = self.config_of(run), self.evaluations.get(name, {"DATASETS.TEST": [name]})
-        merge_checked(cfg, _nested(keys), f"the plan, {name}")
+        merge_checked(cfg, nested(keys.items()), f"the plan, {name}")
         return cfg
 
     def figures_of(self, group: Group) -> tuple[str, ...]:
@@ -310,15 +310,3 @@ def _spec(keys: Mapping[str, Any]) -> ShapesSpec:
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _nested(keys: Mapping[str, Any]) -> CfgNode:
-    """``{"A.B": 1}`` -> ``{"A": {"B": 1}}``."""
-    tree = CfgNode()
-    for name, value in keys.items():
-        *groups, last = name.split(".")
-        node = tree
-        for group in groups:
-            node = node.setdefault(group, CfgNode())
-        node[last] = value
-    return tree
