@@ -225,7 +225,7 @@ def test_a_class_of_200_that_validation_lacks_is_told_and_no_fault(here):
             layouts.write(mine / f"labels/{split}/{name}.txt", "".join(f"{kind} 0.5 0.5 0.2 0.2\n" for kind in kinds))
     result = call("check-data", mine)
     assert result.exit_code == 0, result.output
-    assert "1 of 200 classes have no object in val, so their AP is not measured: kind 199" in result.output
+    assert "val has no object of 1 of 200 classes, whose AP is not measured: kind 199" in result.output
     assert "kind 7" not in result.output  # 200 classes are no table
 
 

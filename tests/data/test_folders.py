@@ -282,7 +282,7 @@ def test_splits_with_different_classes_become_one_list(tmp_path):
     assert boxes_of([val]) == {"c": [("cat", 5, 5, 6, 30)]}
     rows, notes = count_classes({"train": train, "val": val})
     assert rows == [("cat", 2, 1), ("dog", 2, 0)]
-    assert notes == ["1 of 2 classes have no object in val, so their AP is not measured: dog"]
+    assert notes == ["val has no object of 1 of 2 classes, whose AP is not measured: dog"]
     with pytest.raises(DataError, match=r"in training and in validation: 1 image, such as .*train/c.png, which is .*valid/c.png"):
         refuse_overlap(train, val)
 

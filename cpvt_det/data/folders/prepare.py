@@ -180,8 +180,8 @@ def count_classes(datasets: Mapping[str, CocoDataset]) -> tuple[list[tuple], lis
     notes = []
     for split, count in counts.items():
         absent = [name for label, name in enumerate(names) if not count[label]]
-        why = "they cannot be learned" if split == "train" else "their AP is not measured"
+        why = "which cannot be learned" if split == "train" else "whose AP is not measured"
         if absent:
             listed = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
-            notes.append(f"{len(absent)} of {len(names)} classes have no object in {split}, so {why}: {listed}")
+            notes.append(f"{split} has no object of {len(absent)} of {len(names)} classes, {why}: {listed}")
     return rows, notes
