@@ -75,10 +75,16 @@ def only_run_in(cfg: CfgNode) -> Iterator[None]:
 
 
 def is_in_use(output: Path) -> bool:
-    """Whether another process has reserved this ``OUTPUT_DIR`` now; False where the system has no locks."""
+    """Whether another process has reserved this ``OUTPUT_DIR`` now; False where the system has no locks.
+
+    Not to be called within :func:`only_run_in`: closing the file gives back this process's own lock.
+
+    Raises:
+        ConfigError: a folder that cannot be written to.
+    """
     if fcntl is None or not (output / LOCK).is_file():
         return False
-    with (output / LOCK).open("a+", encoding="utf-8") as file:
+    with output_errors(output), (output / LOCK).open("a+", encoding="utf-8") as file:
         return not _lock(file)
 
 
