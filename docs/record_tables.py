@@ -76,19 +76,25 @@ def quickstart() -> list[Row]:
         ("without the four mechanisms and NMS", "mechanisms", "today"),
     ):
         runs = read_runs("mechanisms", group, arm)
-        mean, seeds, half, copies = arm_cells(runs)
-        rows.append(
-            [label, f"{runs[0]['iterations']:,}", mean, seeds, f"{statistics.mean(run['AP50'] for run in runs):.1f}", half, copies]
-        )
+        half, mean, seeds = by_seed(runs)
+        rows.append([label, f"{runs[0]['iterations']:,}", mean, seeds, mean_of(runs, "AP50"), half, duplicates(runs)])
     return rows
 
 
-def arm_cells(runs: Sequence[dict[str, Any]]) -> tuple[str, str, str, str]:
-    """Mean AP, AP by seed, mean AP at the second of four evaluations, and percentage of duplicates."""
+def mean_of(runs: Sequence[dict[str, Any]], key: str) -> str:
+    """The mean of a figure."""
+    return f"{statistics.mean(run[key] for run in runs):.1f}"
+
+
+def by_seed(runs: Sequence[dict[str, Any]]) -> tuple[str, str, str]:
+    """Mean AP at the second of four evaluations, mean AP at the end, and that by seed."""
     half = statistics.mean(sorted((int(at), value) for at, value in run["curve"].items())[1][1] for run in runs)
-    copies = statistics.mean(run["measured"]["probes"]["duplicates"]["percent"] for run in runs)
-    mean = statistics.mean(run["AP"] for run in runs)
-    return f"{mean:.1f}", ", ".join(f"{run['AP']:.1f}" for run in runs), f"{half:.1f}", f"{copies:.1f}"
+    return f"{half:.1f}", mean_of(runs, "AP"), ", ".join(f"{run['AP']:.1f}" for run in runs)
+
+
+def duplicates(runs: Sequence[dict[str, Any]]) -> str:
+    """Mean percentage of detections that find an object again."""
+    return f"{statistics.mean(run['measured']['probes']['duplicates']['percent'] for run in runs):.1f}"
 
 
 def mechanisms() -> list[Row]:
@@ -98,8 +104,8 @@ def mechanisms() -> list[Row]:
     folders = (ROOT / "studies" / "mechanisms" / "results" / "mechanisms").iterdir()
     arms = {folder.name: read_runs("mechanisms", "mechanisms", folder.name) for folder in folders}
     for name in sorted(arms, key=lambda name: statistics.mean(run["AP"] for run in arms[name]), reverse=True):
-        mean, seeds, half, copies = arm_cells(arms[name])
-        rows.append([f"`{name}`", f"{arms[name][0]['iterations']:,}", half, mean, seeds, copies, seconds_by_seed(arms[name])])
+        runs = arms[name]
+        rows.append([f"`{name}`", f"{runs[0]['iterations']:,}", *by_seed(runs), duplicates(runs), seconds_by_seed(runs)])
     return rows
 
 
@@ -113,11 +119,7 @@ def blood_cells() -> list[Row]:
     rows = [["arm", "iterations", "AP at half of the CPU time", "AP at its end", "by seed", "AP50", "CPU s by seed"]]
     for name in ("before", "together", "small", "small together"):
         runs = read_runs("bccd", "tutorial", name)
-        half = statistics.mean(sorted((int(at), value) for at, value in run["curve"].items())[1][1] for run in runs)
-        means = {key: statistics.mean(run[key] for run in runs) for key in ("AP", "AP50")}
-        seeds = ", ".join(f"{run['AP']:.1f}" for run in runs)
-        figures = [f"{half:.1f}", f"{means['AP']:.1f}", seeds, f"{means['AP50']:.1f}", seconds_by_seed(runs)]
-        rows.append([f"`{name}`", f"{runs[0]['iterations']:,}", *figures])
+        rows.append([f"`{name}`", f"{runs[0]['iterations']:,}", *by_seed(runs), mean_of(runs, "AP50"), seconds_by_seed(runs)])
     return rows
 
 

@@ -14,6 +14,7 @@ class BestSoFar:
 
     Attributes:
         name: name of the figure in the metrics, such as ``bbox/AP``; higher is better.
+        test: name of the test set that it is measured on: the first one.
         figure: its highest value; ``None`` before the first evaluation.
         iteration: iteration of that evaluation.
         waited: evaluations since then, all of them with a lower figure or the same.
@@ -21,6 +22,7 @@ class BestSoFar:
     """
 
     name: str = ""
+    test: str = ""
     figure: float | None = None
     iteration: int = -1
     waited: int = 0
@@ -43,15 +45,20 @@ class BestSoFar:
         return {
             "best": self.figure,
             "best_figure": self.name,
+            "best_test": self.test,
             "best_iteration": self.iteration,
             "evaluations_waited": self.waited,
             "last_evaluation": self.counted,
         }
 
+    def compares_with(self, state: dict[str, Any]) -> bool:
+        """Whether the run of a state chose by the same figure of the same test set; older checkpoints lack one or both names."""
+        return (state.get("best_figure", self.name), state.get("best_test", self.test)) == (self.name, self.test)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of a run; of a run that chose by another figure, nothing, as its numbers cannot be compared."""
-        if state.get("best_figure", self.name) != self.name:
-            self.__init__(self.name)
+        """Take the state of a run; of one that chose by another figure or test set, nothing: the numbers cannot be compared."""
+        if not self.compares_with(state):
+            self.__init__(self.name, self.test)
             return
         self.figure = state["best"]
         self.iteration = state.get("best_iteration", -1)

@@ -56,10 +56,9 @@ class RunState:
         run_id: id of the run; a resumed run keeps it.
         data: description of the training data, from :func:`cpvt_det.data.coco.describe_records`.
         ema: moving average of the weights; ``None`` if the run keeps none.
-        best_figure: name of the figure that decides which checkpoint is the best.
+        best: the best evaluation so far, with what decides on it.
 
     Attributes:
-        best: the best evaluation so far.
         thresholds: score thresholds of the last evaluation; ``None`` before the first, and for a task that has none.
     """
 
@@ -71,7 +70,7 @@ class RunState:
         run_id: str,
         data: dict[str, Any],
         ema: MovingAverage | None = None,
-        best_figure: str = "",
+        best: BestSoFar | None = None,
     ):
         self.classes = classes
         self.config = config
@@ -79,7 +78,7 @@ class RunState:
         self.run_id = run_id
         self.data = data
         self.ema = ema
-        self.best = BestSoFar(best_figure)
+        self.best = best or BestSoFar()
         self.thresholds: Thresholds | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,10 +296,16 @@ class RunCheckpointer(Checkpointer):
         best = self._read_best()
         if best is None or run_id_of(best) != state.run_id:
             return None, -1
-        node, name = best["cpvt_det"], state.best.name
-        if node.get("best_figure", name) != name:
-            before = f"by {node['best_figure']}, and the next evaluation decides by {name} (TEST.BEST_FIGURE)"
-            logger.warning("The best checkpoint so far was chosen %s: it will be replaced", before)
+        node, now = best["cpvt_det"], state.best
+        if not now.compares_with(node):
+            before = f"{node.get('best_figure', now.name)} of {node.get('best_test', now.test) or 'nothing'}"
+            logger.warning(
+                "The best checkpoint so far was chosen by %s, and the next evaluation decides by %s of %s (TEST.BEST_FIGURE, "
+                "DATASETS.TEST): it will be replaced",
+                before,
+                now.name,
+                now.test,
+            )
             return None, -1
         return node["best"], node.get("best_iteration", best["iteration"])
 

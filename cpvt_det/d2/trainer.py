@@ -127,8 +127,8 @@ class Trainer(DefaultTrainer):
         torch.manual_seed(seed)
         detector = build_detector(cfg)
         config, data = without_untouched(cfg).dump(), task.describe(self._records)
-        ema, best_figure = builders.build_ema(cfg, detector), cfg.TEST.BEST_FIGURE or task.main_figure
-        self.state = RunState(datasets[0].classes, config, seed, run_id, data, ema, best_figure)
+        ema, best = builders.build_ema(cfg, detector), builders.build_best(cfg, task.main_figure)
+        self.state = RunState(datasets[0].classes, config, seed, run_id, data, ema, best)
         model = wrap_for_processes(task.build_training_model(detector))
         optimizer = builders.build_optimizer(cfg, detector)
         step = builders.build_step(cfg, model, optimizer, length, seed, self.state.ema)

@@ -156,8 +156,8 @@ def build_run(
         length: schedule of the run.
         output: ``OUTPUT_DIR``.
     """
-    best_figure = cfg.TEST.BEST_FIGURE or task.main_figure
-    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(output), task.describe(records), best_figure=best_figure)
+    best = builders.build_best(cfg, task.main_figure)
+    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(output), task.describe(records), best=best)
     torch.manual_seed(state.seed)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     model = wrap_for_processes(task.build_training_model(detector))

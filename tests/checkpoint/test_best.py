@@ -59,24 +59,25 @@ def test_an_evaluation_that_is_repeated_after_an_early_stop_is_not_counted_again
     assert again.waited == best.waited == 2
 
 
-def test_the_count_of_a_run_that_chose_by_another_figure_is_dropped():
-    best, other = BestSoFar("bbox/AP"), BestSoFar("AP50")
+@pytest.mark.parametrize("now", [("AP50", "cards"), ("bbox/AP", "pets")], ids=["figure", "test set"])
+def test_the_count_of_a_run_that_chose_by_another_figure_or_test_set_is_dropped(now):
+    best, other = BestSoFar("bbox/AP", "cards"), BestSoFar(*now)
     follow(best, *FIGURES)
     other.load_state_dict(best.state_dict())
-    assert other == BestSoFar("AP50")
+    assert other == BestSoFar(*now)
 
 
 def test_a_checkpoint_of_before_has_a_best_figure_alone():
     best = BestSoFar("bbox/AP")
     best.load_state_dict({"best": 12.5})
-    assert best == BestSoFar("bbox/AP", 12.5)
+    assert best == BestSoFar("bbox/AP", figure=12.5)
 
 
 def test_best_and_thresholds_travel_in_the_node_of_a_run():
-    state = RunState(Classes((0, 4), ("cat", "dog")), "VERSION: 2\n", 1, "a", {}, best_figure="AP50")
+    state = RunState(Classes((0, 4), ("cat", "dog")), "VERSION: 2\n", 1, "a", {}, best=BestSoFar("AP50"))
     state.best.take(50.0, 7)
     state.thresholds = Thresholds(0.25, (0.5, None))
-    other = RunState(Classes((0, 4), ("cat", "dog")), "VERSION: 2\n", 1, "b", {}, best_figure="AP50")
+    other = RunState(Classes((0, 4), ("cat", "dog")), "VERSION: 2\n", 1, "b", {}, best=BestSoFar("AP50"))
     other.load_state_dict(state.state_dict())
     assert (other.best, other.thresholds) == (state.best, state.thresholds)
     older = {key: value for key, value in state.state_dict().items() if key != "thresholds"}

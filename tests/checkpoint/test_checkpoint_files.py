@@ -306,21 +306,22 @@ def test_the_best_of_an_earlier_run_with_the_same_seed_is_replaced(tmp_path):
     assert read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]["best"] == 3.0
 
 
-def test_a_best_of_another_figure_is_replaced_and_that_is_told(tmp_path, caplog):
-    """The figures of two names cannot be compared."""
+@pytest.mark.parametrize("now", [("AP50", "cards"), ("bbox/AP", "pets")], ids=["figure", "test set"])
+def test_a_best_of_another_figure_or_test_set_is_replaced_and_that_is_told(now, tmp_path, caplog):
+    """Figures of two names, or of two test sets, cannot be compared."""
     keeper = begin(tmp_path, "a")
-    keeper.checkpointables["cpvt_det"].best = BestSoFar("bbox/AP")
+    keeper.checkpointables["cpvt_det"].best = BestSoFar("bbox/AP", "cards")
     keeper.keep_best(50.0, 1)
     keeper.save("model_0000002", 2)
     again = checkpointer(tmp_path)
-    again.checkpointables["cpvt_det"].best = BestSoFar("AP50")
+    again.checkpointables["cpvt_det"].best = BestSoFar(*now)
     again.begin(resume=True)
-    assert again.checkpointables["cpvt_det"].best == BestSoFar("AP50")
-    told = "The best checkpoint so far was chosen by bbox/AP, and the next evaluation decides by AP50 (TEST.BEST_FIGURE)"
+    assert again.checkpointables["cpvt_det"].best == BestSoFar(*now)
+    told = f"The best checkpoint so far was chosen by bbox/AP of cards, and the next evaluation decides by {now[0]} of {now[1]}"
     assert told in caplog.text
     again.keep_best(3.0, 4)
     node = read_checkpoint(tmp_path / "model_best.pth")["cpvt_det"]
-    assert (node["best"], node["best_figure"], node["best_iteration"]) == (3.0, "AP50", 4)
+    assert (node["best"], node["best_figure"], node["best_test"], node["best_iteration"]) == (3.0, *now, 4)
 
 
 def test_other_training_data_are_told_at_a_resume(tmp_path, caplog):

@@ -260,6 +260,20 @@ def test_words_that_cannot_be_used_are_refused(words, said, here):
     assert layouts.files_below(here.parent) == before
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["TEST.BEST_FIGURE", "mAP"], "unknown figure of the evaluation (TEST.BEST_FIGURE) 'mAP'"),
+        (["--num-gpus", 99], "--num-gpus 99, but torch sees"),
+    ],
+)
+def test_what_the_run_would_refuse_is_refused_before_steps_are_measured(words, said, here, monkeypatch):
+    monkeypatch.setattr(choose, "measure", None)
+    layouts.write_coco(here.parent / "mine")
+    result = call("train", "../mine", *words)
+    assert result.exit_code == 2 and said in result.output, result.output
+
+
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
 SEVERAL = [
     ({"TORCHELASTIC_RUN_ID": "1"}, "each of the processes would choose for itself"),

@@ -15,9 +15,12 @@ from test_runner import assert_same_run, losses_of, metrics_of, weights_of
 from tiny import overrides
 
 from cpvt_det import Predictor
+from cpvt_det.checkpoint.checkpointer import RunState
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
+from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.runner.advice import log_next_steps
 from cpvt_det.runner.progress import LossWatch, RunEvaluations, _is_below
 from cpvt_det.runner.train import run
 from cpvt_det.structures import Detections
@@ -379,7 +382,6 @@ def test_a_run_ends_with_its_best_checkpoint_and_commands_that_run(train, script
     folder = train("a run", TEST__EVAL_PERIOD=2)
     log = (folder / "log.txt").read_text()
     assert f"Best checkpoint, of iteration 3 (bbox/AP 5): {folder}/model_best.pth. Next: " in log
-    monkeypatch.chdir(tmp_path)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     commands = [shlex.split(line) for line in log.splitlines() if line.startswith("  cpvt-det ")]
@@ -396,3 +398,14 @@ def test_a_run_without_a_test_set_names_its_final_checkpoint(train):
     folder = train("run", DATASETS__TEST=())
     log = (folder / "log.txt").read_text()
     assert re.search(rf"Final checkpoint \(nothing was evaluated\): {folder}/model_final.pth. Next: ", log)
+
+
+def test_longer_training_has_as_many_processes(monkeypatch, caplog, tmp_path):
+    """The batch is theirs together."""
+    state = RunState(Classes((1,), ("cell",)), "", 0, "a", {})
+    for processes, words in ((1, "train --config-file"), (4, "train --num-gpus 4 --config-file")):
+        monkeypatch.setattr("cpvt_det.runner.advice.distributed.world_size", lambda number=processes: number)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "cpvt_det"):
+            log_next_steps(load_cfg(""), state, tmp_path)
+        assert f"cpvt-det {words} {tmp_path}/config.yaml --resume " in caplog.text
