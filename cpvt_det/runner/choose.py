@@ -99,13 +99,14 @@ def choose_settings(
             f"measured: {pace.step:.2f} s for a step of {plan.batch} images with a short side of {plan.canvas} pixels; "
             f"such steps in {format_seconds(budget)}: {steps:.0f}"
         )
-        following = plan if is_last else _as_typed(next_plan(plan, steps), typed, overrides[::2])
+        settled = _typed_epochs(typed, overrides[::2], plan.batch / data.images)
+        following = plan if is_last else next_plan(plan, steps, data, machine, settled)
         if following == plan:
             break
         plan = following
     for line in filter(None, (too_little_time(data, pace, budget), note)):
         tell(line)
-    length = length_choices(plan, data, pace, budget, _typed_epochs(typed, overrides[::2], plan.batch / data.images))
+    length = length_choices(plan, data, pace, budget, settled)
     if "TEST.EVAL_PERIOD" in overrides[::2]:  # it would not be used beside the other
         length = [choice for choice in length if choice.key != "TEST.EVAL_EPOCHS"]
     return _with_overrides([*choices, *length], overrides)
@@ -143,9 +144,9 @@ def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -
 def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
     """The plan with the batch and the canvas that the user typed, so that what follows from them does."""
     if "SOLVER.IMS_PER_BATCH" in keys:
-        plan = replace(plan, batch=typed.SOLVER.IMS_PER_BATCH, why_batch=TYPED, has_grown=True)
+        plan = replace(plan, batch=typed.SOLVER.IMS_PER_BATCH, why_batch=TYPED, typed_batch=True)
     if "INPUT.MIN_SIZE_TEST" in keys:
-        plan = replace(plan, canvas=typed.INPUT.MIN_SIZE_TEST, why_canvas=TYPED)
+        plan = replace(plan, canvas=typed.INPUT.MIN_SIZE_TEST, why_canvas=TYPED, typed_canvas=True)
     return plan
 
 

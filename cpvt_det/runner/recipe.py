@@ -30,6 +30,11 @@ FEWEST_STEPS = 5_000
 STEPS_TO_THAW = 2_000
 """Steps below which the pretrained backbone is not trained at all: a transformer that is still random teaches it nothing, and its
 backward pass takes a fifth of the time."""
+MANY_EPOCHS = 50
+"""Epochs from which the images would be learned by heart: the time is spent on a larger canvas, and colours are varied. Chosen on
+blood cells: docs/small_data.md."""
+COST = 1.25
+"""A step's time goes with this power of the canvas, as the decoder's part does not grow: measured on blood cells, 224 and 320."""
 MANY_STEPS = 3 * FEWEST_STEPS
 """Steps from which batches of twice as many images are taken; from twice as many on, the model gets a second encoder layer too."""
 MOST_EPOCHS = 300
@@ -120,16 +125,19 @@ class Plan:
     """What is decided before the length of the run: see :func:`first_plan` and :func:`next_plan`.
 
     Attributes:
-        has_grown: whether the batch is larger than the machine asked for, as there is time, or one that was typed.
+        many_epochs: epochs at the measured canvas where they are too many, else 0.
+        typed_canvas, typed_batch: whether the user typed them: they stay.
     """
 
     canvas: int
     batch: int
     encoder_layers: int = 1
     freeze_at: int = 3
-    has_grown: bool = False
+    many_epochs: float = 0.0
     why_canvas: str = ""
     why_batch: str = ""
+    typed_canvas: bool = False
+    typed_batch: bool = False
 
 
 def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> DataFacts:
@@ -147,8 +155,7 @@ def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> D
 def first_plan(data: DataFacts, machine: MachineFacts) -> Plan:
     """Canvas and batch that the data ask for, whatever the time."""
     wanted = max(SMALLEST_CANVAS, LOWER_QUARTER / max(data.sides[1], 1e-6))
-    largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
-    possible = [one for one in CANVASES if one <= largest]
+    possible = _possible_canvases(data, machine)
     canvas = next((one for one in possible if one >= wanted), possible[-1])
     pixels = canvas * data.sides[1]
     why = f"the lower quarter of the objects has sides of {pixels:.0f} pixels then (images: {data.short_side}, short side)"
@@ -157,29 +164,46 @@ def first_plan(data: DataFacts, machine: MachineFacts) -> Plan:
     return Plan(canvas, 8 * machine.processes, why_canvas=why, why_batch="8 images for each GPU")
 
 
-def next_plan(plan: Plan, steps: float) -> Plan:
+def _possible_canvases(data: DataFacts, machine: MachineFacts) -> list[int]:
+    largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
+    return [one for one in CANVASES if one <= largest]
+
+
+def next_plan(plan: Plan, steps: float, data: DataFacts, machine: MachineFacts, epochs: float | None = None) -> Plan:
     """The plan after steps were measured: smaller canvases for more steps, or more work per step where there are many.
 
     Args:
         plan: the measured plan.
         steps: steps that fit into the time.
+        data, machine: facts, as of :func:`first_plan`.
+        epochs: a length that is settled.
 
     Returns:
         The same plan where it is right, else another one, to be measured again.
     """
-    if steps < FEWEST_STEPS and plan.canvas > SMALLEST_CANVAS:
-        affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time goes with the number of pixels
-        canvas = max(one for one in CANVASES if one <= max(affordable, SMALLEST_CANVAS))
-        steps_then = steps * (plan.canvas / canvas) ** 2
+    if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > SMALLEST_CANVAS:
+        canvas = max(one for one in CANVASES if one <= max(_affordable(plan, steps), SMALLEST_CANVAS))
         why = f"at {plan.canvas} the time is too short: steps that fit into it: {steps:.0f}"
-        return replace(plan, canvas=canvas, why_canvas=why, freeze_at=_freeze_at(steps_then))
+        return replace(plan, canvas=canvas, why_canvas=why, freeze_at=_freeze_at(steps * (plan.canvas / canvas) ** COST))
     if _freeze_at(steps) > plan.freeze_at:
         return replace(plan, freeze_at=_freeze_at(steps))
-    if not plan.has_grown and steps >= MANY_STEPS:
+    epochs = steps * plan.batch / data.images if epochs is None else epochs
+    if epochs > MANY_EPOCHS:
+        canvas = max(one for one in _possible_canvases(data, machine) if one <= max(_affordable(plan, steps), plan.canvas))
+        if canvas > plan.canvas and not plan.typed_canvas:
+            steps *= (plan.canvas / canvas) ** COST
+            plan = replace(plan, canvas=canvas, why_canvas=f"at {plan.canvas} there would be {epochs:.0f} epochs")
+        plan = replace(plan, many_epochs=epochs)
+    if not plan.typed_batch and steps >= MANY_STEPS:
         layers = 2 if steps >= 2 * MANY_STEPS else plan.encoder_layers
         why = f"{steps:.0f} steps of {plan.batch} images would fit into the time"
-        return replace(plan, batch=2 * plan.batch, encoder_layers=layers, why_batch=why, has_grown=True)
+        return replace(plan, batch=2 * plan.batch, encoder_layers=layers, why_batch=why)
     return plan
+
+
+def _affordable(plan: Plan, steps: float) -> float:
+    """The canvas that would leave ``FEWEST_STEPS``."""
+    return plan.canvas * (steps / FEWEST_STEPS) ** (1 / COST)
 
 
 def _freeze_at(steps: float) -> int:
@@ -267,7 +291,9 @@ def _queries(data: DataFacts) -> list[Choice]:
 def _input(plan: Plan, data: DataFacts) -> list[Choice]:
     sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
     longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
+    why = f"in {plan.many_epochs:.0f} epochs the images would be learned by heart"
     return [
+        *([Choice("INPUT.AUGMENTATIONS", ["RandomPhotometricDistort"], why)] if plan.many_epochs else []),
         Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size: objects come in several sizes"),
         Choice("INPUT.MAX_SIZE_TRAIN", 32 * math.ceil(1.125 * longest / 32)),
         Choice("INPUT.MIN_SIZE_TEST", plan.canvas, plan.why_canvas),

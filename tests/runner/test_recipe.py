@@ -75,22 +75,51 @@ def test_the_canvas_is_asked_for_by_the_objects_and_bounded_by_images_and_machin
     ("plan", "steps", "expected"),
     [
         (Plan(384, 2), FEWEST_STEPS, Plan(384, 2)),
-        (Plan(384, 2), FEWEST_STEPS / 2, Plan(256, 2)),  # 384 / root of 2 = 271
+        (Plan(384, 2), FEWEST_STEPS / 1.5, Plan(256, 2)),  # 384 / 1.5 ** 0.8 = 278
         (Plan(384, 2), 1, Plan(224, 2, freeze_at=5)),
-        (Plan(384, 2), STEPS_TO_THAW / 2, Plan(224, 2)),  # there 2,939 fit
+        (Plan(384, 2), STEPS_TO_THAW / 1.9, Plan(224, 2)),  # there 2,065 fit
+        (Plan(384, 2), STEPS_TO_THAW / 2, Plan(224, 2, freeze_at=5)),  # 1,962
+        (Plan(384, 2, typed_canvas=True), FEWEST_STEPS / 2, Plan(384, 2, typed_canvas=True)),
+        (Plan(384, 2, typed_canvas=True), 1, Plan(384, 2, freeze_at=5, typed_canvas=True)),
         (Plan(224, 2), STEPS_TO_THAW - 1, Plan(224, 2, freeze_at=5)),
         (Plan(224, 2, freeze_at=5), 1, Plan(224, 2, freeze_at=5)),  # nothing smaller helps
         (Plan(128, 2), STEPS_TO_THAW, Plan(128, 2)),
-        (Plan(384, 2), MANY_STEPS, Plan(384, 4, has_grown=True)),
-        (Plan(384, 2), 2 * MANY_STEPS, Plan(384, 4, encoder_layers=2, has_grown=True)),
-        (Plan(640, 8), 2 * MANY_STEPS, Plan(640, 16, encoder_layers=2, has_grown=True)),
-        (Plan(384, 4, has_grown=True), 10 * MANY_STEPS, Plan(384, 4, has_grown=True)),  # once
+        (Plan(384, 2), MANY_STEPS, Plan(384, 4)),
+        (Plan(384, 2), 2 * MANY_STEPS, Plan(384, 4, encoder_layers=2)),
+        (Plan(640, 8), 2 * MANY_STEPS, Plan(640, 16, encoder_layers=2)),
+        (Plan(384, 4, typed_batch=True), 10 * MANY_STEPS, Plan(384, 4, typed_batch=True)),
     ],
 )
 def test_few_steps_mean_a_smaller_canvas_and_many_a_larger_batch(plan, steps, expected):
-    found = next_plan(plan, steps)
+    found = next_plan(plan, steps, replace(FISH, images=10**6), LAPTOP)
     assert replace(found, why_canvas="", why_batch="") == expected
     assert (found == plan) == (expected == plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "data", "steps", "expected"),
+    [
+        (Plan(224, 2), CELLS, 8_149, Plan(320, 2, many_epochs=79.5)),  # at 320 5,218 steps fit
+        (Plan(224, 2), CELLS, 5_500, Plan(224, 2, many_epochs=53.7)),  # 256 leaves 4,655 steps
+        (Plan(224, 2), replace(CELLS, images=400), 8_149, Plan(224, 2)),  # 41 epochs
+        (Plan(224, 2), replace(CELLS, short_side=300), 8_149, Plan(256, 2, many_epochs=79.5)),
+        (Plan(224, 2, typed_canvas=True), CELLS, 8_149, Plan(224, 2, typed_canvas=True, many_epochs=79.5)),
+        (Plan(384, 2, typed_canvas=True), CELLS, 40_000, Plan(384, 4, encoder_layers=2, typed_canvas=True, many_epochs=390.2)),
+        (Plan(224, 2), CELLS, 20_000, Plan(384, 2, many_epochs=195.1)),  # as large as this machine may; 10,190 steps fit
+        (Plan(224, 2), CELLS, 40_000, Plan(384, 4, many_epochs=390.2)),  # 20,380
+        (Plan(224, 2, typed_batch=True), CELLS, 40_000, Plan(384, 2, typed_batch=True, many_epochs=390.2)),
+    ],
+)
+def test_many_epochs_mean_a_larger_canvas_and_varied_colours(plan, data, steps, expected):
+    found = next_plan(plan, steps, data, LAPTOP)
+    assert replace(found, why_canvas="", why_batch="", many_epochs=round(found.many_epochs, 1)) == expected
+    augmentations = chosen(found, data).get("INPUT.AUGMENTATIONS")
+    assert augmentations == (["RandomPhotometricDistort"] if expected.many_epochs else None)
+
+
+def test_a_settled_length_decides_whether_epochs_are_many():
+    assert next_plan(Plan(224, 2), 8_149, CELLS, LAPTOP, epochs=50) == Plan(224, 2)
+    assert next_plan(Plan(224, 2), 6_000, replace(CELLS, images=10**6), LAPTOP, epochs=60).many_epochs == 60
 
 
 def test_small_objects_get_the_fine_map_and_many_objects_more_queries():
@@ -206,7 +235,7 @@ def test_what_the_user_typed_wins_and_is_measured(paces):
     measured.append(Pace(0.1, 0.01))
     words = ["SOLVER.EPOCHS", "3", "MODEL.DETR.DEC_LAYERS", "2", "TEST.PICTURES", "0"]
     lines = []
-    choices = choose_settings([Choice("SEED", 0)], words, [Data(40), Data(8)], LAPTOP, 600, lines.append)
+    choices = choose_settings([Choice("SEED", 0)], words, [Data(400), Data(8)], LAPTOP, 600, lines.append)
     by_key = {choice.key: choice for choice in choices}
     assert by_key["SOLVER.EPOCHS"] == ("SOLVER.EPOCHS", 3.0, "from the command line")
     assert by_key["TEST.PICTURES"].value == 0 and by_key["MODEL.DETR.DEC_LAYERS"].value == 2
@@ -261,7 +290,7 @@ def test_the_quickest_number_of_threads_is_taken_and_measured_once(paces):
     (found,) = (choice for choice in choices if choice.key == "SOLVER.THREADS")
     assert found == ("SOLVER.THREADS", 4, "a step takes 0.30 s, and 0.50 s with 8, 0.40 s with 2")
     measured.append(Pace(0.1, 0.01))
-    assert not [choice for choice in choose_settings([], [], [Data(40), Data(8)], LAPTOP, 600) if choice.key == "SOLVER.THREADS"]
+    assert not [choice for choice in choose_settings([], [], [Data(400), Data(8)], LAPTOP, 600) if choice.key == "SOLVER.THREADS"]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +315,7 @@ def test_numbers_of_threads_are_halved_while_steps_become_quicker(most, least, s
 def test_missing_weights_are_told_with_their_price(paces):
     paces[0].append(Pace(0.1, 0.01))
     lines = []
-    choose_settings([], [], [Data(40, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
+    choose_settings([], [], [Data(400, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
     assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "some hundred photographs finds few of the objects" in lines[-1]
 
 
@@ -304,19 +333,19 @@ def test_missing_weights_are_told_with_their_price(paces):
 )
 def test_what_the_run_would_refuse_is_refused_before_steps_are_measured(words, message, paces):
     with pytest.raises(BadInputError, match=message):
-        choose_settings([], words.split(), [Data(40, 200), Data(8, 200)], LAPTOP, 600)
+        choose_settings([], words.split(), [Data(400, 200), Data(8, 200)], LAPTOP, 600)
     assert not paces[1]
 
 
 @pytest.mark.parametrize("words", ["SOLVER.EARLY_STOPPING 2", "SOLVER.EARLY_STOPPING 2 SOLVER.MAX_ITER 90"])
 def test_early_stopping_waits_for_the_evaluations_that_are_chosen(words, paces):
     paces[0].append(Pace(0.1, 0.01))
-    assert config_of(choose_settings([], words.split(), [Data(40, 200), Data(8, 200)], LAPTOP, 600)).TEST.EVAL_EPOCHS > 0
+    assert config_of(choose_settings([], words.split(), [Data(400, 200), Data(8, 200)], LAPTOP, 600)).TEST.EVAL_EPOCHS > 0
 
 
 def test_a_typed_period_of_evaluations_is_the_only_one(paces):
     paces[0].append(Pace(0.1, 0.01))
-    cfg = config_of(choose_settings([], ["TEST.EVAL_PERIOD", "20"], [Data(40, 200), Data(8, 200)], LAPTOP, 600))
+    cfg = config_of(choose_settings([], ["TEST.EVAL_PERIOD", "20"], [Data(400, 200), Data(8, 200)], LAPTOP, 600))
     assert (cfg.TEST.EVAL_PERIOD, cfg.TEST.EVAL_EPOCHS) == (20, 0.0)
     assert builders.build_schedule(cfg, 40).eval_period == 20
 
@@ -345,7 +374,7 @@ def test_a_packaged_backbone_without_its_package_is_trained_as_a_whole(paces):
     paces[0].append(Pace(0.1, 0.01))
     words, lines = ["MODEL.BACKBONE.NAME", "timm/tf_efficientnet_lite1"], []
     machine = replace(LAPTOP, pretrained=False)
-    found = config_of(choose_settings([], words, [Data(40, 200), Data(8, 200)], machine, 600, lines.append)).MODEL.BACKBONE
+    found = config_of(choose_settings([], words, [Data(400, 200), Data(8, 200)], machine, 600, lines.append)).MODEL.BACKBONE
     assert (found.WEIGHTS, found.NORM, found.FREEZE_AT) == ("", "BN", 0)
     assert "timm/tf_efficientnet_lite1 starts from random weights" in lines[-1]
 
@@ -353,7 +382,7 @@ def test_a_packaged_backbone_without_its_package_is_trained_as_a_whole(paces):
 def test_a_typed_file_of_weights_is_a_start_without_the_packages_too(paces):
     paces[0].append(Pace(0.1, 0.01))
     words, lines = ["MODEL.BACKBONE.WEIGHTS", "mine.pth"], []
-    choose_settings([], words, [Data(40, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
+    choose_settings([], words, [Data(400, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
     assert len(lines) == 1 and "no pretrained weights" not in lines[0]
 
 
@@ -361,7 +390,7 @@ def test_a_typed_file_of_weights_is_a_start_without_the_packages_too(paces):
 def test_a_backbone_starts_from_its_weights_or_is_trained_as_a_whole(typed, paces):
     paces[0].append(Pace(0.1, 0.01))
     words, lines = shlex.split(typed), []
-    cfg = config_of(choose_settings([], words, [Data(40, 200), Data(8, 200)], LAPTOP, 600, lines.append))
+    cfg = config_of(choose_settings([], words, [Data(400, 200), Data(8, 200)], LAPTOP, 600, lines.append))
     *expected, share, said = STARTS[typed]
     assert [cfg.MODEL.BACKBONE[key] for key in ("NAME", "WEIGHTS", "NORM", "FREEZE_AT")] == expected
     assert cfg.SOLVER["BACKBONE_LR"] == pytest.approx(share * cfg.SOLVER["BASE_LR"], rel=1e-3)
@@ -373,7 +402,7 @@ def test_an_evaluation_that_leaves_no_time_is_told_with_a_budget_that_does(paces
     paces[0].extend(3 * [Pace(0.1, 10.0)])
     lines = []
     for budget in (60, 600):  # the first one is measured twice: so few steps that the backbone is frozen
-        choose_settings([], [], [Data(40, 200), Data(8, 200)], LAPTOP, budget, lines.append)
+        choose_settings([], [], [Data(400, 200), Data(8, 200)], LAPTOP, budget, lines.append)
     assert [line.partition(" ")[0] for line in lines] == ["measured:", "measured:", "the", "measured:"]
     assert lines[2].startswith("the evaluation of 8 images alone takes 80s, too much of 60s: the run will train for 1 step only")
     assert "--budget 14m leaves most of the time" in lines[2]
