@@ -3,6 +3,7 @@
 
 import math
 import tempfile
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from cpvt_det.data.folders.prepare import refuse_overlap
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.duplicates import near_duplicates
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, summary
-from cpvt_det.errors import BadInputError, ConfigError, DataError
+from cpvt_det.errors import BadInputError, ConfigError, DataError, counted
 from cpvt_det.tasks import build_task
 
 NEARLY_THE_SAME = "validation images that are nearly the same as a training image"
@@ -94,8 +95,12 @@ def _note_near_duplicates(data: CheckedData, examples: float) -> None:
     data.issues.append(issues)
     trained = [dataset for dataset in data.train if dataset.name not in {test.name for test in data.tests}]
     records = [[record.file_name for dataset in datasets for record in dataset.records] for datasets in (trained, data.tests)]
+    alike: dict[int, list[int]] = defaultdict(list)
     for first, second in near_duplicates(*records) if all(records) else ():
-        issues.add_info(NEARLY_THE_SAME, f"{records[1][second]}: {records[0][first]}")
+        alike[second].append(first)
+    for second, found in sorted(alike.items()):
+        more = f" and {counted(len(found) - 1, 'other')}" if len(found) > 1 else ""
+        issues.add_info(NEARLY_THE_SAME, f"{records[1][second]}: {records[0][found[0]]}{more}")
 
 
 def _compare_with_weights(cfg: CfgNode, data: CheckedData) -> None:

@@ -32,6 +32,8 @@ LAST = "last_checkpoint"
 """File that a run writes with its first checkpoint."""
 ENOUGH = 10**6
 """Queries while the data are checked: how many there will be is chosen later, from the objects of an image."""
+FEW = 5
+"""Images to validate on, below which a note is due."""
 MOST_CLASSES = 30
 """Rows of the table of classes; of more classes only those without objects are listed."""
 
@@ -95,11 +97,12 @@ def choose_run(
     typed = dict(zip(overrides[::2], overrides[1::2], strict=False))
     output = typed.get("OUTPUT_DIR") or _output_of(folder, resume)
     path = Path(output).expanduser() / CHOSEN
-    if resume and path.is_file():
+    if resume:
         if not _is_for(folder, path):
+            other = f"{path} is of other data" if path.is_file() else f"there is no {path}"
+            way_out = f"go on with that one by --config-file {path}" if path.is_file() else "name the run's OUTPUT_DIR"
             raise ConfigError(
-                f"--resume: there is no run on {folder} to go on with, and {path} is of other data; leave --resume out for a new "
-                f"run, or go on with that one by --config-file {path}"
+                f"--resume: there is no run on {folder} to go on with, and {other}; leave --resume out for a new run, or {way_out}"
             )
         if budget or data_format or new_split:
             raise ConfigError(
@@ -232,10 +235,12 @@ def folder_config(
 
 
 def describe_classes(train: "CocoDataset", val: "CocoDataset") -> list[str]:
-    """A table of the boxes of each class, and a line where a split has none of some."""
+    """A table of the boxes of each class, and lines where a split has none of some, or few images to validate on."""
     from cpvt_det.data.folders.prepare import count_classes
 
     rows, notes = count_classes({"train": train, "val": val})
+    if len(val.records) < FEW:
+        notes.append(f"with so few images to validate on ({len(val.records)}) the figures of two runs can hardly be compared")
     if len(rows) > MOST_CLASSES:
         return notes
     return [*tabulate(rows, ("class", "train", "val"), tablefmt="plain").splitlines(), *notes]

@@ -73,8 +73,9 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
     available = memory.available()
     if not isinstance(detector, ImageModel) or detector.pixel_mean.device.type != "cpu" or available is None:
         return
-    batch = detector.preprocess([sample["image"] for sample in part])
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
+    _require_images(detector, part, count, available // processes)
+    batch = detector.preprocess([sample["image"] for sample in part])
     targets = [sample["targets"] for sample in part]
     squared = _require_attention_mask(detector, targets, available // processes)
     expected = processes * (batch.padding_mask.numel() * LARGE + len(part) * squared * LARGE_SQUARE)
@@ -90,6 +91,18 @@ def require_memory(detector: nn.Module, part: Sequence[Sample], count: int, amp_
     each = distributed.all_reduce_max(each)
     size = f"{len(part)} images on a canvas of {images.shape[2]} x {images.shape[3]} pixels"
     _judge(each, len(part), count, available, size, has_many_queries=squared > (2 * getattr(detector, "num_queries", 0)) ** 2)
+
+
+def _require_images(detector: ImageModel, part: Sequence[Sample], count: int, available: int) -> None:
+    """Refuse images that do not fit before anything is computed of them."""
+    height, width = (max(sample["image"].shape[axis] for sample in part) for axis in (1, 2))
+    taken = len(part) * 3 * height * width * detector.pixel_mean.element_size()
+    if distributed.all_reduce_max(int(taken > available)):
+        raise ConfigError(
+            f"the first step does not fit into memory: {len(part)} images on a canvas of {height} x {width} pixels take "
+            f"{taken / 1e9:.3g} GB before anything is computed, and {available / 1e9:.3g} GB are available for each process; set a "
+            f"smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE {count}, which takes one image at a time"
+        )
 
 
 def _require_attention_mask(detector: ImageModel, targets: Sequence[Targets | None], available: int) -> int:

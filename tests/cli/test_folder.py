@@ -132,8 +132,14 @@ def test_check_data_reads_the_same_and_writes_nothing(here):
     assert result.exit_code == 0, result.output
     assert layouts.files_below(here.parent) == before
     assert "mine_train: 5 images" in result.output and "mine_val: 1 images" in result.output
+    assert "with so few images to validate on (1) the figures of two runs can hardly be compared" in result.output
     rows = [line.split() for line in result.output.splitlines()]
     assert ["class", "train", "val"] in rows and [row[0] for row in rows if row[0] in layouts.NAMES] == layouts.NAMES
+
+
+def test_few_images_of_a_folders_own_split_are_noted(here):
+    layouts.write_roboflow_voc(here.parent / "mine")
+    assert "with so few images to validate on (2) the" in call("check-data", "../mine").output
 
 
 def test_check_data_tells_which_images_were_almost_seen_in_training(here):
@@ -145,6 +151,10 @@ def test_check_data_tells_which_images_were_almost_seen_in_training(here):
     assert result.exit_code == 0
     assert "validation images that are nearly the same as a training image: 1" in result.output
     assert "mine/TEST/e.png: ../mine/Train/a.png" in result.output
+    brighter.save(here.parent / "mine/Train/b.png")
+    result = call("check-data", "../mine")
+    assert "validation images that are nearly the same as a training image: 1" in result.output
+    assert "mine/TEST/e.png: ../mine/Train/a.png and 1 other" in result.output
     config = here / "mine.yaml"
     config.write_text("DATASETS: {REGISTER: [[a, ../mine/Train, ''], [b, ../mine/TEST, '']], TRAIN: [a], TEST: [b]}")
     assert "nearly the same" in call("check-data", "--config-file", config).output
@@ -370,6 +380,13 @@ def test_a_run_that_is_going_on_keeps_its_folder_and_its_settings(here):
             folder_module.choose_run(mine, ("OUTPUT_DIR", "output/mine"), None, "", False, None, resume=False)
         assert (output / "chosen.yaml").read_text() == before
         process.stdin.close()
+
+
+def test_there_must_be_a_run_to_go_on_with(here):
+    layouts.write_coco(here.parent / "mine")
+    result = call("train", "../mine", "--resume")
+    assert result.exit_code == 2 and "there is no output/mine/chosen.yaml; leave --resume out for a new run" in result.output
+    assert not (here / "output").exists()
 
 
 def test_the_run_of_another_folder_is_neither_resumed_nor_written_over(here, capsys):

@@ -492,10 +492,13 @@ def test_a_film_beside_enough_other_images_is_trained_on(tmp_path):
     assert notes == []
 
 
-def test_few_images_to_validate_on_are_noted(tmp_path):
-    write_labelimg_yolo(tmp_path / "mine")
-    notes = name_datasets(tmp_path / "mine", tmp_path / "out").notes
-    assert "with so few images to validate on (1) the figures of two runs can hardly be compared" in notes
+def test_annotations_of_nothing_are_refused(tmp_path):
+    for name in "abc":
+        draw(tmp_path / f"mine/{name}.png", name)
+        write(tmp_path / f"mine/{name}.xml", "<annotation></annotation>")
+    with pytest.raises(DataError, match=r"mine: voc, 3 files .*, and no image has an object; are these the right annotations"):
+        name_datasets(tmp_path / "mine", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_yolo_file_names_in_vain_is_noted(tmp_path):

@@ -13,6 +13,7 @@ step, with accumulation and in half precision.
 Box heads, matching and losses run in float32 under autocast: `tests/whole/test_padding.py` compares the bits.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -33,10 +34,14 @@ def train(**more: object):
     return run
 
 
-def little_memory(folder: Path) -> Ending:
-    """A tenth of a megabyte is available."""
-    with mock.patch("cpvt_det.memory.available", return_value=100_000):
-        return train()(folder)
+def little_memory(available: int) -> Callable[[Path], Ending]:
+    """Train where that many bytes are available."""
+
+    def act(folder: Path) -> Ending:
+        with mock.patch("cpvt_det.memory.available", return_value=available):
+            return train()(folder)
+
+    return act
 
 
 def resume_spoilt(folder: Path) -> Ending:
@@ -62,10 +67,17 @@ SKIPPED = Cut(
 CASES = [
     Case(
         "a batch that memory cannot hold, on a CPU",
-        little_memory,
+        little_memory(1_000_000),
         "the first step does not fit into memory: 2 images on a canvas of ... pixels keep ... GB for the backward pass (measured "
-        "on one of them), and 0.0001 GB of memory are available; ...INPUT.MIN_SIZE_TRAIN",
+        "on one of them), and 0.001 GB of memory are available; ...INPUT.MIN_SIZE_TRAIN",
         guard=Cut("solver/memory_check.py", "if need > CERTAIN * available:", "if False:"),
+    ),
+    Case(
+        "a batch whose images alone memory cannot hold, on a CPU",
+        little_memory(1_000),
+        "the first step does not fit into memory: 2 images on a canvas of ... pixels take ... GB before anything is computed, and "
+        "1e-06 GB are available for each process; set a smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE 2",
+        guard=Cut("solver/memory_check.py", "if distributed.all_reduce_max(int(taken > available)):", "if False:"),
     ),
     Case(
         "a million pairs of denoising, on a CPU",

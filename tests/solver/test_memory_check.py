@@ -108,6 +108,15 @@ def test_small_batches_are_not_looked_at(monkeypatch, samples):
     require_memory(detector, samples, 4)
 
 
+def test_images_that_cannot_fit_are_refused_by_arithmetic(monkeypatch, samples):
+    """4 images of 3 x 64 x 96 float32 take 294,912 bytes; they are not allocated."""
+    detector = build_detector(random_config()).train()
+    monkeypatch.setattr(detector, "preprocess", lambda *_: pytest.fail("a batch"))
+    monkeypatch.setattr(memory, "available", lambda: 294_911)
+    with pytest.raises(ConfigError, match=r"4 images on a canvas of 64 x 96 pixels take 0.000295 GB .*or SOLVER.ACCUMULATE 8"):
+        require_memory(detector, samples, 8)
+
+
 def with_objects(samples, count):
     boxes = torch.full((count, 4), 0.5)
     return [{**sample, "targets": Targets(torch.zeros(count, dtype=torch.int64), boxes)} for sample in samples]
@@ -157,8 +166,8 @@ def test_many_queries_of_denoising_are_looked_at_with_the_most_objects_of_the_ba
     monkeypatch.setattr(memory_check, "kept_bytes", lambda *_: 10 * GB)
     with pytest.raises(ConfigError, match=r"first step does not fit .*of which a smaller MODEL.QUERIES.DENOISING or HYBRID makes"):
         require_memory(detector, [*with_objects(samples[:3], 2), *with_objects(samples[3:], 400)], 4)
-    monkeypatch.setattr(memory, "available", lambda: 1)
-    with pytest.raises(ConfigError) as refused:
+    monkeypatch.setattr(memory, "available", lambda: 10**6)
+    with pytest.raises(ConfigError, match="keep 40 GB") as refused:
         require_memory(build_detector(random_config(**{**DINO, "MODEL__QUERIES__DENOISING": 0})).train(), samples, 4)
     assert "DENOISING" not in str(refused.value)
 
@@ -174,7 +183,7 @@ def test_a_run_is_refused_before_its_first_step_and_goes_in_parts(monkeypatch, d
     usual, measured = train("usual", SOLVER__ACCUMULATE=5), []
     real = memory_check.kept_bytes
     monkeypatch.setattr(memory_check, "kept_bytes", lambda *args: measured.append(real(*args)) or measured[-1])
-    monkeypatch.setattr(memory, "available", lambda: 2 * measured[-1] if measured else 1)
+    monkeypatch.setattr(memory, "available", lambda: 2 * measured[-1] if measured else 10**6)
     with pytest.raises(ConfigError):
         train("measuring")
     with pytest.raises(

@@ -10,6 +10,7 @@ from typing import Any
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.formats.registry import Sections, find_format
 from cpvt_det.data.images import file_threads, read_header
+from cpvt_det.data.validation.rules import LARGEST_SHARE
 from cpvt_det.errors import DataError
 
 
@@ -59,10 +60,14 @@ def _size(path: str) -> tuple[int, int]:
 
 
 def _add_boxes(content: dict[str, list[dict[str, Any]]]) -> None:
-    """Convert boxes relative to their image to pixels."""
+    """Convert boxes relative to their image to pixels; those whose numbers are far from being shares stay as they are."""
     size_of = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
     for annotation in content["annotations"]:
         relative = annotation.pop("relative_cxcywh", None)
-        if relative is not None:
+        if relative is None:
+            continue
+        if any(abs(number) > LARGEST_SHARE for number in relative):
+            annotation["bbox"] = {"relative_cxcywh": relative}
+        else:
             (cx, cy, w, h), (width, height) = relative, size_of[annotation["image_id"]]
             annotation["bbox"] = [(cx - w / 2) * width, (cy - h / 2) * height, w * width, h * height]

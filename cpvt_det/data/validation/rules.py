@@ -24,6 +24,8 @@ LARGEST_ID = 2**63 - 1
 LARGEST_NUMBER = 1e15
 LARGEST_AREA = 1e10  # square pixels; COCO's evaluation ignores larger objects, and those of negative area
 LARGEST_SIDE = 10**6  # pixels
+LARGEST_SHARE = 2.0
+"""Of an image's width or height, in a box relative to it that may reach beyond the image."""
 SMALL = 0.1  # pixels; a smaller side may become 0 in the float32 of the records
 
 
@@ -72,6 +74,9 @@ def annotation_fault(annotation: Any, sizes: Mapping[Id, Size], categories: Cont
             return f"annotations of unknown {section}", f"{key} {value!r}, {why}{text}"
     box = annotation.get("bbox")
     if type(box) is not list or len(box) != 4 or not all(type(side) in (int, float) for side in box):
+        if type(box) is dict and "relative_cxcywh" in box:
+            shares = f"{box['relative_cxcywh']!r}; expected centre, width and height in [0, 1], not pixels"
+            return "boxes that are no shares of the image", shares
         return "boxes that are not four numbers", f"bbox {box!r}; expected [x, y, width, height] in pixels"
     if not all(map(is_number, box)):
         return "boxes that are not finite", f"bbox {box!r}"
