@@ -37,8 +37,14 @@ def main() -> None:
     scale = min(facts["min_size"] / min(picture.size), facts["max_size"] / max(picture.size)) or 1  # 0: no resize
     pixels = np.asarray(picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BILINEAR))
     height, width = pixels.shape[:2]
-    canvas = [-(-side // facts["stride"]) * facts["stride"] for side in (height, width)]
-    images, padding_mask = np.zeros((1, 3, *canvas), np.float32), np.ones((1, *canvas), bool)
+    count, _, *sides = session.get_inputs()[0].shape  # numbers where the program was exported for one size, else names
+    smallest = [-(-side // facts["stride"]) * facts["stride"] for side in (height, width)]
+    canvas = [side if isinstance(side, int) else least for side, least in zip(sides, smallest, strict=True)]
+    if height > canvas[0] or width > canvas[1]:
+        size = f"{height} x {width} pixels (height x width)"
+        sys.exit(f"the picture becomes {size}, and the program takes {canvas[0]} x {canvas[1]}; export it with a larger --size")
+    count = count if isinstance(count, int) else 1
+    images, padding_mask = np.zeros((count, 3, *canvas), np.float32), np.ones((count, *canvas), bool)
     images[0, :, :height, :width], padding_mask[0, :height, :width] = pixels.transpose(2, 0, 1), False
     boxes, scores, labels = (answer[0] for answer in session.run(None, {"images": images, "padding_mask": padding_mask}))
     kept = facts.get("threshold")

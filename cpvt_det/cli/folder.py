@@ -137,7 +137,7 @@ def choose_run(
     processes = "" if num_gpus is None else f" --num-gpus {num_gpus}"  # the batch is theirs together
     again = f"cpvt-det train{import_words()}{processes} --config-file {shlex.quote(str(path))}"
     again += f" OUTPUT_DIR {shlex.quote(f'{output}_again')}"
-    header = [f"{CHOSEN_FOR}{folder.resolve()}", f"The same run again: {again}", *lines]
+    header = [f"{CHOSEN_FOR}{folder.resolve()}", f"The same run again, from {Path.cwd()}: {again}", *lines]
     _write(path, write_choices(choices, header))
     click.echo(f"all settings: {path}")
     return str(path), ()

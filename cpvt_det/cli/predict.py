@@ -87,7 +87,8 @@ def predict(
         f"{speed:.1f} images/s"
     )
     if found.best is not None and not found.detections:
-        click.echo(f"No score is as high: the best is {found.best:.3g}, {found.best_name}; --threshold sets a lower one", err=True)
+        best = f"the best is {found.best:.3g}, {found.best_name}"
+        click.echo(f"No score is as high, so pictures have no boxes: {best}; --threshold sets a lower one", err=True)
 
 
 def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str]) -> None:

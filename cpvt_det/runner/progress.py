@@ -2,6 +2,7 @@
 """Whether a run learns, in both runners: evaluations beside a constant answer, losses over time, best checkpoint."""
 
 import logging
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,11 @@ from cpvt_det.tasks.registry import Results, figure_of, flatten, require_figure
 logger = logging.getLogger("cpvt_det")
 FIRST_LOOK = 400
 """Iterations before the first look at the losses; the next looks are after 800, 1600, ..."""
+MIDDLE, SHORTEST = 0.45, 200
+"""One more look is after this share of a run, while the rate of a cosine is above its half, if that is this many iterations."""
 LEAST_FALL = 0.01
 """A loss that falls by less, as a share of itself, is flat. From one quarter of a run to the next it falls by several times as much
 while a detector learns: by 6 % where it is the fifth root of the number of iterations."""
-WHAT_HELPS = (
-    "what helps: trained weights to start from (MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS), more iterations (SOLVER.EPOCHS, or a "
-    "smaller SOLVER.IMS_PER_BATCH), another SOLVER.BASE_LR; `cpvt-det show data --config-file "
-    "OUTPUT_DIR/config.yaml --output pictures` draws whether boxes and images belong together"
-)
 
 
 class RunEvaluations:
@@ -49,6 +47,7 @@ class RunEvaluations:
         self.state: RunState = checkpointer.checkpointables["cpvt_det"]
         self._records = records
         self._baseline: dict[str, float] | None = None
+        self._helps = what_helps(cfg)
         self._constant = getattr(task, "constant", "an answer that is the same for every image")
         figure = cfg.TEST.BEST_FIGURE
         if figure and not tests:
@@ -78,7 +77,7 @@ class RunEvaluations:
         below = [name for name, value in self._baseline.items() if scalars.get(name, value) < value]
         if below:
             listed = ", ".join(_is_below(name, scalars[name], self._baseline[name]) for name in below)
-            logger.warning("After iteration %d the model is worse than %s: %s; %s", iteration, self._constant, listed, WHAT_HELPS)
+            logger.warning("After iteration %d the model is worse than %s: %s; %s", iteration, self._constant, listed, self._helps)
 
 
 def _is_below(name: str, value: float, bound: float) -> str:
@@ -90,13 +89,20 @@ def _is_below(name: str, value: float, bound: float) -> str:
 class LossWatch:
     """Warns of a total loss that is flat while the learning rate is still high.
 
-    After 400, 800, 1600, ... iterations the means of the last two quarters of the run are compared. Later in a schedule, at less
-    than half of the highest learning rate, a loss may be flat.
+    After 400, 800, 1600, ... iterations, and shortly before the middle of the run, the means of the last two quarters until then
+    are compared. Later in a schedule, at less than half of the highest learning rate, a loss may be flat.
+
+    Args:
+        cfg: config of the run.
+        max_iter: its length in iterations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cfg: CfgNode, max_iter: int) -> None:
         self._losses: list[tuple[int, float]] = []
-        self._next = FIRST_LOOK
+        middle = round(MIDDLE * max_iter)
+        doubled = (FIRST_LOOK << number for number in range(max(1, max_iter).bit_length()))
+        self._looks = sorted({*doubled, *([middle] if middle >= SHORTEST else [])})
+        self._helps = what_helps(cfg)
         self._highest_lr = 0.0
 
     def put(self, iteration: int, scalars: dict[str, float]) -> None:
@@ -106,21 +112,31 @@ class LossWatch:
             return
         self._losses.append((done, loss))
         self._highest_lr = max(self._highest_lr, scalars["lr"])
-        if done < self._next:
+        if not self._looks or done < self._looks[0]:
             return
-        while self._next <= done:
-            self._next *= 2
+        self._looks = [look for look in self._looks if look > done]
         half, later = 0.5 * done, 0.75 * done
         before = [value for at, value in self._losses if half < at <= later]
         now = [value for at, value in self._losses if at > later]
         whole = self._losses[0][0] <= half  # a resumed run has not seen its beginning
         if whole and before and now and scalars["lr"] >= 0.5 * self._highest_lr:
-            _warn_of_flat(*(sum(values) / len(values) for values in (before, now)), half, done)
+            self._warn_of_flat(*(sum(values) / len(values) for values in (before, now)), half, done)
+
+    def _warn_of_flat(self, before: float, now: float, half: float, done: int) -> None:
+        if now > before * (1 - LEAST_FALL):
+            logger.warning(
+                "The total loss is flat: %.4g from iteration %d to %d, %.4g from there to %d; %s",
+                *(before, half, 0.75 * done, now, done - 1, self._helps),
+            )
 
 
-def _warn_of_flat(before: float, now: float, half: float, done: int) -> None:
-    if now > before * (1 - LEAST_FALL):
-        logger.warning(
-            "The total loss is flat: %.4g from iteration %d to %d, %.4g from there to %d; %s",
-            *(before, half, 0.75 * done, now, done - 1, WHAT_HELPS),
-        )
+def what_helps(cfg: CfgNode) -> str:
+    """What to change about a run that does not learn: what it has not been given yet."""
+    weights = "MODEL.WEIGHTS" if cfg.MODEL.BACKBONE.WEIGHTS else "MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS"
+    start = "" if cfg.MODEL.WEIGHTS else f"trained weights to start from ({weights}), "
+    config = shlex.quote(str(Path(cfg.OUTPUT_DIR) / "config.yaml"))
+    return (
+        f"what helps: {start}more iterations (SOLVER.EPOCHS, a smaller SOLVER.IMS_PER_BATCH, or of a folder a larger --budget), "
+        f"another SOLVER.BASE_LR; `cpvt-det show data --config-file {config} --output pictures` draws whether boxes and images "
+        "belong together"
+    )

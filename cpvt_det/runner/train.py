@@ -95,7 +95,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
 
     detector, trainer, state = build_run(cfg, task, records, classes, length, output)
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
-    evaluations, losses = RunEvaluations(cfg, task, records, tests, checkpointer), LossWatch()
+    evaluations, losses = RunEvaluations(cfg, task, records, tests, checkpointer), LossWatch(cfg, length.max_iter)
     start = begin(cfg, resume, checkpointer, trainer, length)
     evaluated = state.ema.module if state.ema else detector
     loader = task.build_train_loader(records, state.seed).from_iteration(start)

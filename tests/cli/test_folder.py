@@ -62,9 +62,10 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     first, second, *_ = chosen.read_text().splitlines()
     assert first == f"# Chosen by cpvt-det train {(here.parent / 'mine').resolve()}"
     assert (
-        second
-        == "# The same run again: cpvt-det train --num-gpus 0 --config-file output/mine/chosen.yaml OUTPUT_DIR output/mine_again"
+        second == f"# The same run again, from {here}: cpvt-det train --num-gpus 0 --config-file output/mine/chosen.yaml "
+        "OUTPUT_DIR output/mine_again"
     )
+    assert yaml.safe_load(chosen.read_text())["SOLVER"]["THREADS"] >= 1
     assert yaml.safe_load(chosen.read_text())["MODEL"]["DEVICE"] == "cpu"
     again = call("train", "--config-file", chosen, "--num-gpus", 0, "--runner", "builtin", "OUTPUT_DIR", "again")
     assert again.exit_code == 0, again.output

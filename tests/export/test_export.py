@@ -206,6 +206,23 @@ def test_the_script_takes_the_threshold_of_the_file_unless_another_is_given(ship
     assert "--threshold SCORE" in run_onnx("--help").stdout
 
 
+def test_the_script_takes_a_program_of_one_size_and_batch(shipped, tmp_path):
+    """The same detections as of a program of any size, as padding reaches nothing; a picture that is too large is refused."""
+    cfg, detector, path, _ = shipped
+    size = ("--dynamic", "none", "--batch", "2", "--size", "64x96")
+    result = export(save(tmp_path, cfg, detector), tmp_path / "fixed.onnx", *size, format="onnx")
+    assert result.exit_code == 0, result.output
+    Image.new("RGB", (75, 40), (200, 30, 30)).save(tmp_path / "picture.png")
+    lines = [run_onnx(file, tmp_path / "picture.png", "--threshold", 0) for file in (path, tmp_path / "fixed.onnx")]
+    found = [[line.split() for line in one.stdout.splitlines()] for one in lines]
+    assert [row[0] for row in found[0]] == [row[0] for row in found[1]] and len(found[0]) == 12
+    for dynamic, fixed in zip(*found, strict=True):
+        assert [float(word) for word in dynamic[1:]] == pytest.approx([float(word) for word in fixed[1:]], abs=0.11)
+    Image.new("RGB", (40, 75)).save(tmp_path / "tall.png")
+    refused = run_onnx(tmp_path / "fixed.onnx", tmp_path / "tall.png")
+    assert refused.returncode == 1 and "export it with a larger --size" in refused.stderr and "Traceback" not in refused.stderr
+
+
 def test_a_program_keeps_the_thresholds_of_the_weights(tmp_path):
     kept = {"overall": 0.3125, "classes": [0.25, None, 0.75]}
     for name, node in (("with", {"thresholds": kept}), ("without", {})):

@@ -129,7 +129,8 @@ def test_where_nothing_passes_the_best_score_is_named(run, photos, tmp_path):
     name = Path(best.source).relative_to(photos).as_posix()
     assert "5 images, 0 detections with score >= 1," in result.stdout
     assert result.stderr.endswith(
-        f"No score is as high: the best is {best.scores[0]:.3g}, {best.names[0]} in {name}; --threshold sets a lower one\n"
+        f"No score is as high, so pictures have no boxes: the best is {best.scores[0]:.3g}, {best.names[0]} in {name}; "
+        "--threshold sets a lower one\n"
     )
     passing = predict(run, photos, tmp_path / "out", "--threshold", 0)
     assert "No score" not in passing.stderr

