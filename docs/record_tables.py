@@ -455,6 +455,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "estimate of data": of_data,
     "estimate of clusters": of_clusters,
     "small data": small_data_tables.as_trained,
+    "small data goals": small_data_tables.goals,
     "small data by size": small_data_tables.by_size,
     "small data one at a time": small_data_tables.one_at_a_time,
     "small data encodings": small_data_tables.encodings,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of ``docs/small_data.md``, from the records of ``benchmarks/small_data.py``; they grow with the records."""
+"""The tables of ``docs/small_data.md``, from the records of ``benchmarks/small_data.py``; they grow with the records.
+
+``python docs/small_data_tables.py`` draws ``docs/pictures/small_data.png``.
+"""
 
 import json
 import shlex
@@ -10,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.cli.folder import Duration
+from cpvt_det.visualize.curves import new_figure, save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "docs" / "pictures" / "small_data.png"
 RECORDS = ROOT / "benchmarks" / "results" / "small_data"
 DATA = {
     "bccd": ("BCCD", 205),
@@ -23,6 +28,17 @@ DATA = {
 """Name of a data set in the records -> its name in the tables, and its number of training images."""
 ENCODINGS = {"sine_offset": "sine", "peg": "PEG", "sine_offset+peg": "sine and PEG"}
 """``MODEL.POSITION.NAME`` -> what the tables call it."""
+CHOSEN = "sine"
+"""The encoding of the command."""
+GOALS = {
+    ("bccd", "10m"): 82,
+    ("bccd", "1h"): 90,
+    ("aquarium", "30m"): 45,
+    ("aquarium", "2h"): 60,
+    ("cards", "30m"): 90,
+    ("raccoon", "15m"): 80,
+}
+"""AP50 that was aimed at before the rule was made."""
 OF_ENCODING = ("", "sine")
 """Labels of records in which nothing but the encoding was replaced; the second is of the time when the command took PEG."""
 Record = dict[str, Any]
@@ -96,6 +112,42 @@ def as_trained() -> list[Row]:
         "seeds",
     ]
     return _table(head, rows)
+
+
+def goals() -> list[Row]:
+    """The goals beside what the command reaches; of several processors, on that with the most seeds."""
+    rows = []
+    for (name, budget), goal in GOALS.items():
+        groups = [runs for runs in _as_it_is() if (name_of(runs[0]), runs[0]["budget"]) == (name, budget)]
+        if groups:
+            runs = max(groups, key=len)
+            outcome = "reached" if statistics.mean(run["AP50"] for run in runs) >= goal else "missed"
+            rows.append([_title(runs[0]), budget, str(goal), _mean(runs, "AP50"), outcome, str(len(runs))])
+    return _table(["data", "budget", "AP50 aimed at", "AP50", "", "seeds"], rows)
+
+
+def draw_curves(path: Path = PICTURE) -> None:
+    """Draw AP50 of the evaluations over the minutes until then, first seeds of what :func:`goals` shows."""
+    figure = new_figure(8, 4.5)
+    axes = figure.subplots()
+    for runs in _as_it_is():
+        run = runs[0]
+        points = sorted((int(at), value) for at, value in run["curve"].items())
+        minutes = [run["seconds"] / 60 * at / run["iterations"] for at, _ in points]
+        label = f"{_title(run)}, {run['budget']}"
+        axes.plot(minutes, [value for _, value in points], marker="o", markersize=4, label=label)
+    axes.set_xscale("log")
+    axes.set(xlabel="minutes since the command was typed", ylabel="AP50, %", ylim=(0, 100))
+    axes.set_xticks(ticks := (2, 5, 10, 20, 60, 120), [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    save_figure(figure, path)
+
+
+def _as_it_is() -> list[list[Record]]:
+    """Records of the command with nothing replaced, by seed."""
+    return _groups(lambda record: record["label"] in OF_ENCODING and not record.get("images") and _encoding(record) == CHOSEN)
 
 
 def by_size() -> list[Row]:
@@ -206,3 +258,7 @@ def _mean(runs: Sequence[Record], key: str) -> str:
 
 def _table(head: Row, rows: Sequence[Row]) -> list[Row]:
     return [head, *(rows or [["no record yet", *[""] * (len(head) - 1)]])]
+
+
+if __name__ == "__main__":
+    draw_curves()
