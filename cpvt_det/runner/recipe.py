@@ -331,7 +331,8 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epoch
     if epochs is None:
         epochs = float(f"{min(possible, MOST_EPOCHS):.3g}")
     steps = epochs * data.images / plan.batch
-    work = f"{counted(steps, 'step')} of {pace.step:.2f} s, {counted(more + 1, 'evaluation')} of {evaluation:.0f} s"
+    takes = f"{evaluation:.0f} s" if evaluation >= 1 else "less than a second"
+    work = f"{counted(steps, 'step')} of {pace.step:.2f} s, {counted(more + 1, 'evaluation')} of {takes}"
     why = f"{work}, in {format_seconds(budget)}"
     if possible > MOST_EPOCHS:
         why = f"the most that is planned, though {possible:.0f} would fit into {format_seconds(budget)}"
@@ -340,7 +341,7 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epoch
         Choice("SOLVER.WARMUP_EPOCHS", float(f"{0.03 * epochs:.3g}")),
         Choice("SOLVER.EMA.DECAY", float(f"{min(0.9998, max(0.9, 1 - 30 / steps)):.4g}"), "averages over a thirtieth of the run"),
         Choice("SOLVER.CHECKPOINT_PERIOD", max(100, round(steps / 10)), "about ten times, for --resume"),
-        Choice("TEST.EVAL_EPOCHS", _rounded_up(epochs / (more + 1)), f"an evaluation takes {evaluation:.0f} s"),
+        Choice("TEST.EVAL_EPOCHS", _rounded_up(epochs / (more + 1)), f"an evaluation takes {takes}"),
     ]
 
 

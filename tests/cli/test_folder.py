@@ -2,6 +2,7 @@
 """A folder in the place of a config: trained on, checked, and never written into; broken ones end with a sentence."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -225,7 +226,7 @@ def test_what_the_sentences_advise_helps(here):
         assert result.exit_code == 0, result.output
 
 
-def test_a_class_of_200_that_validation_lacks_is_told_and_no_fault(here):
+def test_a_class_of_200_that_validation_lacks_is_told_and_no_fault(here, monkeypatch):
     names = [f"kind {number}" for number in range(200)]
     mine = here.parent / "mine"
     layouts.both(mine, "images/{split}/{name}.png", lambda split, name: ())
@@ -234,10 +235,16 @@ def test_a_class_of_200_that_validation_lacks_is_told_and_no_fault(here):
         for number, name in enumerate(images):
             kinds = range(number, 200 if split == "train" else 199, len(images))
             layouts.write(mine / f"labels/{split}/{name}.txt", "".join(f"{kind} 0.5 0.5 0.2 0.2\n" for kind in kinds))
+    said = "val has no object of 1 of 200 classes, whose AP is not measured: kind 199"
     result = call("check-data", mine)
     assert result.exit_code == 0, result.output
-    assert "val has no object of 1 of 200 classes, whose AP is not measured: kind 199" in result.output
-    assert "kind 7" not in result.output  # 200 classes are no table
+    assert said in result.output and "kind 7" not in result.output  # 200 classes are no table
+
+    def measure(cfg, datasets, processes):
+        raise ConfigError(f"{len(datasets[1].records)} images to validate on")
+
+    monkeypatch.setattr(choose, "measure", measure)
+    assert re.search(rf"{said}\n.*error: \d images to validate on", call("train", mine).output, re.DOTALL)
 
 
 @pytest.mark.parametrize(

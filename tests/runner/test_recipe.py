@@ -184,6 +184,8 @@ def test_a_large_budget_stops_at_the_most_epochs_and_a_small_one_has_a_step():
     few = replace(CELLS, images=20, val_images=5)
     most = {choice.key: choice for choice in length_choices(Plan(224, 2), few, Pace(0.1, 0.1), 36_000)}["SOLVER.EPOCHS"]
     assert most.value == MOST_EPOCHS and "the most that is planned" in most.reason
+    quick = {choice.key: choice.reason for choice in length_choices(Plan(224, 2), few, Pace(0.1, 0.01), 600)}
+    assert quick["TEST.EVAL_EPOCHS"] == "an evaluation takes less than a second"
     least = {choice.key: choice.value for choice in length_choices(Plan(224, 2), FISH, Pace(9.0, 9.0), 1)}
     assert least["SOLVER.EPOCHS"] > 0 and least["SOLVER.EMA.DECAY"] == 0.9
 
