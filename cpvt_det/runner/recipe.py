@@ -183,9 +183,9 @@ def next_plan(plan: Plan, steps: float, data: DataFacts, machine: MachineFacts, 
     if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > SMALLEST_CANVAS:
         canvas = max(one for one in CANVASES if one <= max(_affordable(plan, steps), SMALLEST_CANVAS))
         why = f"at {plan.canvas} the time is too short: steps that fit into it: {steps:.0f}"
-        return replace(plan, canvas=canvas, why_canvas=why, freeze_at=_freeze_at(steps * (plan.canvas / canvas) ** COST))
-    if _freeze_at(steps) > plan.freeze_at:
-        return replace(plan, freeze_at=_freeze_at(steps))
+        steps *= (plan.canvas / canvas) ** COST
+        plan = replace(plan, canvas=canvas, why_canvas=why)
+    plan = replace(plan, freeze_at=max(plan.freeze_at, _freeze_at(steps)))
     epochs = steps * plan.batch / data.images if epochs is None else epochs
     if epochs > MANY_EPOCHS:
         canvas = max(one for one in _possible_canvases(data, machine) if one <= max(_affordable(plan, steps), plan.canvas))

@@ -103,6 +103,7 @@ def test_few_steps_mean_a_smaller_canvas_and_many_a_larger_batch(plan, steps, ex
     [
         (Plan(224, 2), CELLS, 8_149, Plan(320, 2, many_epochs=79.5)),  # at 320 5,218 steps fit
         (Plan(224, 2), CELLS, 5_500, Plan(224, 2, many_epochs=53.7)),  # 256 leaves 4,655 steps
+        (Plan(384, 2), replace(CELLS, images=20), 500, Plan(224, 2, freeze_at=5, many_epochs=98.1)),  # 981 steps
         (Plan(224, 2), replace(CELLS, images=400), 8_149, Plan(224, 2)),  # 41 epochs
         (Plan(224, 2), replace(CELLS, short_side=300), 8_149, Plan(256, 2, many_epochs=79.5)),
         (Plan(224, 2, typed_canvas=True), CELLS, 8_149, Plan(224, 2, typed_canvas=True, many_epochs=79.5)),
