@@ -105,7 +105,7 @@ def choose_settings(
             f"such steps in {format_seconds(budget)}: {steps:.0f}"
         )
         settled = _typed_epochs(typed, overrides[::2], plan.batch / data.images)
-        following = plan if is_last else next_plan(plan, steps, data, machine, settled)
+        following = plan if is_last else next_plan(plan, steps, data, settled)
         if following == plan:
             break
         plan = following

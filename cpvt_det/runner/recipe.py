@@ -30,14 +30,11 @@ FEWEST_STEPS = 5_000
 STEPS_TO_THAW = 2_000
 """Steps below which the pretrained backbone is not trained at all: a transformer that is still random teaches it nothing, and its
 backward pass takes a fifth of the time."""
-MANY_EPOCHS = 50
-"""Epochs from which the images would be learned by heart: the time is spent on a larger canvas, and colours are varied. Chosen on
-blood cells: docs/small_data.md."""
-COST = 1.25
-"""A step's time goes with this power of the canvas, as the decoder's part does not grow: measured on blood cells, 224 and 320."""
 MANY_STEPS = 3 * FEWEST_STEPS
 """Steps from which batches of twice as many images are taken; from twice as many on, the model gets a second encoder layer too."""
-MOST_EPOCHS = 300
+MOST_EPOCHS = 50
+"""Of more epochs the images are learned by heart, unless these are fewer than ``FEWEST_STEPS``; and colours are varied. Chosen on
+blood cells: docs/small_data.md."""
 MOST_QUERIES = 600
 """Where twice as many queries as objects would be more, there are a tenth more than objects."""
 MOST_PAIRS = 100
@@ -118,7 +115,7 @@ class Plan:
     """What is decided before the length of the run: see :func:`first_plan` and :func:`next_plan`.
 
     Attributes:
-        many_epochs: epochs at the measured canvas where they are too many, else 0.
+        many_epochs: epochs for which there is time, where these are too many, else 0.
         typed_canvas, typed_batch: whether the user typed them: they stay.
     """
 
@@ -148,7 +145,9 @@ def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> D
 def first_plan(data: DataFacts, machine: MachineFacts) -> Plan:
     """Canvas and batch that the data ask for, whatever the time."""
     needed = LOWER_QUARTER / max(data.sides[1], 1e-6)
-    wanted, possible = max(SMALLEST_CANVAS, needed), _possible_canvases(data, machine)
+    wanted = max(SMALLEST_CANVAS, needed)
+    largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
+    possible = [one for one in CANVASES if one <= largest]
     canvas = next((one for one in possible if one >= wanted), possible[-1])
     if canvas < wanted:
         of_images = data.short_side < LARGEST_CANVAS[machine.device]
@@ -163,46 +162,33 @@ def first_plan(data: DataFacts, machine: MachineFacts) -> Plan:
     return Plan(canvas, 8 * machine.processes, why_canvas=why, why_batch="8 images for each GPU")
 
 
-def _possible_canvases(data: DataFacts, machine: MachineFacts) -> list[int]:
-    largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
-    return [one for one in CANVASES if one <= largest]
-
-
-def next_plan(plan: Plan, steps: float, data: DataFacts, machine: MachineFacts, epochs: float | None = None) -> Plan:
+def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = None) -> Plan:
     """The plan after steps were measured: smaller canvases for more steps, or more work per step where there are many.
 
     Args:
         plan: the measured plan.
         steps: steps that fit into the time.
-        data, machine: facts, as of :func:`first_plan`.
+        data: facts, as of :func:`first_plan`.
         epochs: a length that is settled.
 
     Returns:
         The same plan where it is right, else another one, to be measured again.
     """
     if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > SMALLEST_CANVAS:
-        canvas = max(one for one in CANVASES if one <= max(_affordable(plan, steps), SMALLEST_CANVAS))
+        affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time goes with the number of pixels
+        canvas = max(one for one in CANVASES if one <= max(affordable, SMALLEST_CANVAS))
         why = f"at {plan.canvas} the time is too short: steps that fit into it: {steps:.0f}"
-        steps *= (plan.canvas / canvas) ** COST
+        steps *= (plan.canvas / canvas) ** 2
         plan = replace(plan, canvas=canvas, why_canvas=why)
     plan = replace(plan, freeze_at=max(plan.freeze_at, _freeze_at(steps)))
     epochs = steps * plan.batch / data.images if epochs is None else epochs
-    if epochs > MANY_EPOCHS:
-        canvas = max(one for one in _possible_canvases(data, machine) if one <= max(_affordable(plan, steps), plan.canvas))
-        if canvas > plan.canvas and not plan.typed_canvas:
-            steps *= (plan.canvas / canvas) ** COST
-            plan = replace(plan, canvas=canvas, why_canvas=f"at {plan.canvas} there would be {epochs:.0f} epochs")
+    if epochs > MOST_EPOCHS:
         plan = replace(plan, many_epochs=epochs)
     if not plan.typed_batch and steps >= MANY_STEPS:
         layers = 2 if steps >= 2 * MANY_STEPS else plan.encoder_layers
         why = f"{steps:.0f} steps of {plan.batch} images would fit into the time"
         return replace(plan, batch=2 * plan.batch, encoder_layers=layers, why_batch=why)
     return plan
-
-
-def _affordable(plan: Plan, steps: float) -> float:
-    """The canvas that would leave ``FEWEST_STEPS``."""
-    return plan.canvas * (steps / FEWEST_STEPS) ** (1 / COST)
 
 
 def _freeze_at(steps: float) -> int:
@@ -328,13 +314,14 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epoch
     more = min(EVALUATIONS - 1, int(EVALUATION_SHARE * budget / max(evaluation, 1e-6)))
     steps = max(1.0, steps_in(budget, pace, data) - more * evaluation / pace.step)
     possible = steps * plan.batch / data.images
+    most = max(MOST_EPOCHS, FEWEST_STEPS * plan.batch / data.images)
     if epochs is None:
-        epochs = float(f"{min(possible, MOST_EPOCHS):.3g}")
+        epochs = float(f"{min(possible, most):.3g}")
     steps = epochs * data.images / plan.batch
     takes = f"{evaluation:.0f} s" if evaluation >= 1 else "less than a second"
     work = f"{counted(steps, 'step')} of {pace.step:.2f} s, {counted(more + 1, 'evaluation')} of {takes}"
     why = f"{work}, in {format_seconds(budget)}"
-    if possible > MOST_EPOCHS:
+    if possible > most:
         why = f"the most that is planned, though {possible:.0f} would fit into {format_seconds(budget)}"
     return [
         Choice("SOLVER.EPOCHS", epochs, why),
