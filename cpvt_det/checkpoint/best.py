@@ -52,8 +52,10 @@ class BestSoFar:
         }
 
     def compares_with(self, state: dict[str, Any]) -> bool:
-        """Whether the run of a state chose by the same figure of the same test set; older checkpoints lack one or both names."""
-        return (state.get("best_figure", self.name), state.get("best_test", self.test)) == (self.name, self.test)
+        """Whether the run of a state chose by the same figure of the same test set; older checkpoints lack one or both names, and
+        a run that evaluates nothing has none to compare."""
+        same_test = not self.test or state.get("best_test", self.test) == self.test
+        return state.get("best_figure", self.name) == self.name and same_test
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state of a run; of one that chose by another figure or test set, nothing: the numbers cannot be compared."""

@@ -298,7 +298,7 @@ class RunCheckpointer(Checkpointer):
             return None, -1
         node, now = best["cpvt_det"], state.best
         if not now.compares_with(node):
-            before = f"{node.get('best_figure', now.name)} of {node.get('best_test', now.test) or 'nothing'}"
+            before = f"{node.get('best_figure', now.name)} of {node.get('best_test', now.test)}"
             logger.warning(
                 "The best checkpoint so far was chosen by %s, and the next evaluation decides by %s of %s (TEST.BEST_FIGURE, "
                 "DATASETS.TEST): it will be replaced",

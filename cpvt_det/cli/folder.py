@@ -97,12 +97,11 @@ def choose_run(
     typed = dict(zip(overrides[::2], overrides[1::2], strict=False))
     output = typed.get("OUTPUT_DIR") or _output_of(folder, resume)
     path = Path(output).expanduser() / CHOSEN
-    if resume:
+    if resume and path.is_file():
         if not _is_for(folder, path):
-            other = f"{path} is of other data" if path.is_file() else f"there is no {path}"
-            way_out = f"go on with that one by --config-file {path}" if path.is_file() else "name the run's OUTPUT_DIR"
             raise ConfigError(
-                f"--resume: there is no run on {folder} to go on with, and {other}; leave --resume out for a new run, or {way_out}"
+                f"--resume: there is no run on {folder} to go on with, and {path} is of other data; leave --resume out for a new "
+                f"run, or go on with that one by --config-file {path}"
             )
         if budget or data_format or new_split:
             raise ConfigError(
@@ -120,6 +119,8 @@ def choose_run(
     if is_in_use(path.parent):
         raise ConfigError(f"another run is using OUTPUT_DIR {path.parent}; stop it, or set another OUTPUT_DIR")
     cfg, datasets, lines = _read(folder, path.parent / "data", overrides, data_format, new_split)
+    if resume:
+        click.echo(f"--resume: there is no run in {output} to go on with; this one starts at iteration 0")
     click.echo("\n".join(lines))
 
     def tell(line: str) -> None:

@@ -19,8 +19,9 @@ from cpvt_det.tasks.registry import Results, figure_of, flatten, require_figure
 logger = logging.getLogger("cpvt_det")
 FIRST_LOOK = 400
 """Iterations before the first look at the losses; the next looks are after 800, 1600, ..."""
-MIDDLE, SHORTEST = 0.45, 200
-"""One more look is after this share of a run, while the rate of a cosine is above its half, if that is this many iterations."""
+MIDDLE, SHORTEST, APART = 0.45, 200, 0.1
+"""One more look is after this share of a run, while the rate of a cosine is above its half, if that is this many iterations, and by
+this share of them apart from another look."""
 LEAST_FALL = 0.01
 """A loss that falls by less, as a share of itself, is flat. From one quarter of a run to the next it falls by several times as much
 while a detector learns: by 6 % where it is the fifth root of the number of iterations."""
@@ -100,8 +101,9 @@ class LossWatch:
     def __init__(self, cfg: CfgNode, max_iter: int) -> None:
         self._losses: list[tuple[int, float]] = []
         middle = round(MIDDLE * max_iter)
-        doubled = (FIRST_LOOK << number for number in range(max(1, max_iter).bit_length()))
-        self._looks = sorted({*doubled, *([middle] if middle >= SHORTEST else [])})
+        doubled = [FIRST_LOOK << number for number in range(max(1, max_iter).bit_length())]
+        is_apart = all(abs(look - middle) > APART * middle for look in doubled)
+        self._looks = sorted([*doubled, *([middle] if middle >= SHORTEST and is_apart else [])])
         self._helps = what_helps(cfg)
         self._highest_lr = 0.0
 

@@ -115,7 +115,7 @@ class Plan:
     """What is decided before the length of the run: see :func:`first_plan` and :func:`next_plan`.
 
     Attributes:
-        many_epochs: epochs for which there is time, where these are too many, else 0.
+        many_epochs: whether there is time for more than ``MOST_EPOCHS``.
         typed_canvas, typed_batch: whether the user typed them: they stay.
     """
 
@@ -123,7 +123,7 @@ class Plan:
     batch: int
     encoder_layers: int = 1
     freeze_at: int = 3
-    many_epochs: float = 0.0
+    many_epochs: bool = False
     why_canvas: str = ""
     why_batch: str = ""
     typed_canvas: bool = False
@@ -152,10 +152,12 @@ def first_plan(data: DataFacts, machine: MachineFacts) -> Plan:
     if canvas < wanted:
         of_images = data.short_side < LARGEST_CANVAS[machine.device]
         bound = (
-            f"the images have {data.short_side}" if of_images else f"the most on a {'CPU' if machine.device == 'cpu' else 'GPU'}"
+            f"images have short sides of {data.short_side}"
+            if of_images
+            else f"the most on a {'CPU' if machine.device == 'cpu' else 'GPU'}"
         )
     else:
-        bound = f"small objects should have {LOWER_QUARTER}" if needed > SMALLEST_CANVAS else "the least for photographs"
+        bound = f"small objects should have sides of {LOWER_QUARTER}" if needed > SMALLEST_CANVAS else "the least for photographs"
     why = f"{bound}; the lower quarter of the objects has sides of {canvas * data.sides[1]:.0f} pixels then"
     if machine.device == "cpu":
         return Plan(canvas, 2, why_canvas=why, why_batch="on a CPU steps of few images learn more per minute")
@@ -181,14 +183,12 @@ def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = 
         steps *= (plan.canvas / canvas) ** 2
         plan = replace(plan, canvas=canvas, why_canvas=why)
     plan = replace(plan, freeze_at=max(plan.freeze_at, _freeze_at(steps)))
-    epochs = steps * plan.batch / data.images if epochs is None else epochs
-    if epochs > MOST_EPOCHS:
-        plan = replace(plan, many_epochs=epochs)
     if not plan.typed_batch and steps >= MANY_STEPS:
         layers = 2 if steps >= 2 * MANY_STEPS else plan.encoder_layers
         why = f"{steps:.0f} steps of {plan.batch} images would fit into the time"
-        return replace(plan, batch=2 * plan.batch, encoder_layers=layers, why_batch=why)
-    return plan
+        plan = replace(plan, batch=2 * plan.batch, encoder_layers=layers, why_batch=why)
+    epochs = steps * plan.batch / data.images if epochs is None else epochs
+    return replace(plan, many_epochs=epochs > MOST_EPOCHS)
 
 
 def _freeze_at(steps: float) -> int:
@@ -276,7 +276,7 @@ def _queries(data: DataFacts) -> list[Choice]:
 def _input(plan: Plan, data: DataFacts) -> list[Choice]:
     sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
     longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
-    why = f"in {plan.many_epochs:.0f} epochs the images would be learned by heart"
+    why = f"in {MOST_EPOCHS} epochs or more images are learned by heart without it"
     return [
         *([Choice("INPUT.AUGMENTATIONS", ["RandomPhotometricDistort"], why)] if plan.many_epochs else []),
         Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size: objects come in several sizes"),

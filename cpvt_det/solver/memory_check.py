@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cpvt_det import distributed, memory
 from cpvt_det.data.mapper import Sample
-from cpvt_det.errors import ConfigError, first_line
+from cpvt_det.errors import ConfigError, counted, first_line
 from cpvt_det.models import ImageModel
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.structures import Targets
@@ -98,10 +98,11 @@ def _require_images(detector: ImageModel, part: Sequence[Sample], count: int, av
     height, width = (max(sample["image"].shape[axis] for sample in part) for axis in (1, 2))
     taken = len(part) * 3 * height * width * detector.pixel_mean.element_size()
     if distributed.all_reduce_max(int(taken > available)):
+        fewer = f"set a smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE {count}, which takes one image at a time"
         raise ConfigError(
-            f"the first step does not fit into memory: {len(part)} images on a canvas of {height} x {width} pixels take "
-            f"{taken / 1e9:.3g} GB before anything is computed, and {available / 1e9:.3g} GB are available for each process; set a "
-            f"smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE {count}, which takes one image at a time"
+            f"the first step does not fit into memory: {counted(len(part), 'image')} on a canvas of {height} x {width} pixels "
+            f"take {taken / 1e9:.3g} GB before anything is computed, and {available / 1e9:.3g} GB are available for each process; "
+            f"{fewer if taken / len(part) <= available and len(part) > 1 else SMALLER}"
         )
 
 

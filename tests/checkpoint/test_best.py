@@ -67,6 +67,13 @@ def test_the_count_of_a_run_that_chose_by_another_figure_or_test_set_is_dropped(
     assert other == BestSoFar(*now)
 
 
+def test_a_run_that_evaluates_nothing_keeps_what_was_best():
+    best, other = BestSoFar("bbox/AP", "cards"), BestSoFar("bbox/AP")
+    follow(best, *FIGURES)
+    other.load_state_dict(best.state_dict())
+    assert (other.figure, other.iteration) == (30.0, 19)
+
+
 def test_a_checkpoint_of_before_has_a_best_figure_alone():
     best = BestSoFar("bbox/AP")
     best.load_state_dict({"best": 12.5})

@@ -390,11 +390,14 @@ def test_a_run_that_is_going_on_keeps_its_folder_and_its_settings(here):
         process.stdin.close()
 
 
-def test_there_must_be_a_run_to_go_on_with(here):
+def test_where_there_is_no_run_to_go_on_with_that_is_told_before_steps_are_measured(here, monkeypatch):
+    """The same command is right the first time, as with a config."""
+    monkeypatch.setattr(choose, "measure", None)
     layouts.write_coco(here.parent / "mine")
-    result = call("train", "../mine", "--resume")
-    assert result.exit_code == 2 and "there is no output/mine/chosen.yaml; leave --resume out for a new run" in result.output
-    assert not (here / "output").exists()
+    words = ["TEST.BEST_FIGURE", "mAP"]  # refused before that, too
+    result = call("train", "../mine", "--resume", *words)
+    assert "--resume: there is no run in output/mine to go on with; this one starts at iteration 0" in result.output
+    assert "no run" not in call("train", "../mine", *words).output
 
 
 def test_the_run_of_another_folder_is_neither_resumed_nor_written_over(here, capsys):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cpvt_det.runner.choose import COSTS
 from cpvt_det.study.corrections import all_comparisons, corrected, values_at
 from cpvt_det.study.plan import load_plan
 from cpvt_det.study.report import curves_of, iterations_to, read_group
@@ -374,3 +375,9 @@ def test_what_is_said_of_sine_on_photographs_is_that_of_the_records():
     ]
     assert on_cells.startswith("+") and p_on_cells > 0.05
     require(part_of("docs/small_data.md", start="## PEG or sine"), phrases)
+
+
+def test_what_random_weights_cost_is_that_of_the_records():
+    paths = (ROOT / f"benchmarks/results/small_data/aquarium_10m_sine_{name}0.json" for name in ("without_weights_", ""))
+    without, with_them = (json.loads(path.read_text(encoding="utf-8"))["AP50"] for path in paths)
+    assert f"AP50 was {without:.0f} after ten minutes, and {with_them:.0f} with them" in COSTS

@@ -74,9 +74,9 @@ CASES = [
     ),
     Case(
         "a batch whose images alone memory cannot hold, on a CPU",
-        little_memory(1_000),
+        little_memory(20_000),
         "the first step does not fit into memory: 2 images on a canvas of ... pixels take ... GB before anything is computed, and "
-        "1e-06 GB are available for each process; set a smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE 2",
+        "2e-05 GB are available for each process; set a smaller SOLVER.IMS_PER_BATCH, or SOLVER.ACCUMULATE 2",
         guard=Cut("solver/memory_check.py", "if distributed.all_reduce_max(int(taken > available)):", "if False:"),
     ),
     Case(

@@ -151,7 +151,7 @@ def test_flat_is_less_than_one_per_cent_between_the_last_quarters(told, losses, 
     assert len(told) == count
 
 
-@pytest.mark.parametrize(("max_iter", "at"), [(1500, [400, 675]), (700, [315, 400]), (445, [200, 400]), (443, [400])])
+@pytest.mark.parametrize(("max_iter", "at"), [(1500, [400, 675]), (700, [315, 400]), (445, [200, 400]), (443, [400]), (892, [400])])
 def test_a_short_run_is_looked_at_before_its_middle(told, max_iter, at):
     watch([3.0] * 799, max_iter=max_iter)
     assert [int(message.split("there to ")[1].split(";")[0]) + 1 for message in told] == at

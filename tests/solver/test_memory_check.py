@@ -115,6 +115,10 @@ def test_images_that_cannot_fit_are_refused_by_arithmetic(monkeypatch, samples):
     monkeypatch.setattr(memory, "available", lambda: 294_911)
     with pytest.raises(ConfigError, match=r"4 images on a canvas of 64 x 96 pixels take 0.000295 GB .*or SOLVER.ACCUMULATE 8"):
         require_memory(detector, samples, 8)
+    monkeypatch.setattr(memory, "available", lambda: 73_727)  # less than one takes
+    for part in (samples, samples[:1]):
+        with pytest.raises(ConfigError, match=r"images? on a canvas of .*; set smaller INPUT.MIN_SIZE_TRAIN"):
+            require_memory(detector, part, 8)
 
 
 def with_objects(samples, count):

@@ -4,6 +4,7 @@
 Invalid entries are passed on unchanged; ``data/validation/rules.py`` reports them.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,7 +67,7 @@ def _add_boxes(content: dict[str, list[dict[str, Any]]]) -> None:
         relative = annotation.pop("relative_cxcywh", None)
         if relative is None:
             continue
-        if any(abs(number) > LARGEST_SHARE for number in relative):
+        if any(LARGEST_SHARE < abs(number) < math.inf for number in relative):
             annotation["bbox"] = {"relative_cxcywh": relative}
         else:
             (cx, cy, w, h), (width, height) = relative, size_of[annotation["image_id"]]
