@@ -242,7 +242,8 @@ def _images(record: Record) -> int:
 
 
 def _replaced(record: Record) -> str:
-    words = shlex.join(record.get("words", ()))
+    plain = "''"  # YAML's empty text, for which the shell's does as well
+    words = " ".join(word if word == plain else shlex.quote(word) for word in record.get("words", ()))
     return record["label"].replace("_", " ") + (f": `{words}`" if words else "")
 
 
