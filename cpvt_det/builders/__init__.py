@@ -39,7 +39,7 @@ _NAMES = {
         "load_class_splits",
         "load_class_tests",
     ),
-    "training": ("build_best", "build_ema", "build_optimizer", "build_schedule", "build_step"),
+    "training": ("build_ema", "build_optimizer", "build_schedule", "build_step"),
     "kept": ("load_cfg",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -10,7 +10,6 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det import distributed
-from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
 from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.optimizer import make_optimizer, parameter_groups
@@ -69,11 +68,6 @@ def build_ema(cfg: CfgNode, detector: nn.Module) -> MovingAverage | None:
     """The moving average of ``SOLVER.EMA``; ``None`` if it is not enabled."""
     with config_errors("SOLVER.EMA"):
         return MovingAverage(detector, cfg.SOLVER.EMA.DECAY) if cfg.SOLVER.EMA.ENABLED else None
-
-
-def build_best(cfg: CfgNode, main_figure: str) -> BestSoFar:
-    """The best evaluation of a run that has none yet, by ``TEST.BEST_FIGURE`` or else by the task's figure."""
-    return BestSoFar(cfg.TEST.BEST_FIGURE or main_figure, next(iter(cfg.DATASETS.TEST), ""))
 
 
 def build_step(

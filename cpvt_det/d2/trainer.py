@@ -27,7 +27,7 @@ from cpvt_det.errors import config_errors
 from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import step_means
-from cpvt_det.runner.progress import LossWatch, RunEvaluations
+from cpvt_det.runner.progress import LossWatch, RunEvaluations, none_yet
 from cpvt_det.runner.train import is_due
 from cpvt_det.solver.step import TrainStep, wrap_for_processes
 from cpvt_det.tasks.registry import Results, flatten
@@ -127,8 +127,8 @@ class Trainer(DefaultTrainer):
         torch.manual_seed(seed)
         detector = build_detector(cfg)
         config, data = without_untouched(cfg).dump(), task.describe(self._records)
-        ema, best = builders.build_ema(cfg, detector), builders.build_best(cfg, task.main_figure)
-        self.state = RunState(datasets[0].classes, config, seed, run_id, data, ema, best)
+        ema = builders.build_ema(cfg, detector)
+        self.state = RunState(datasets[0].classes, config, seed, run_id, data, ema, none_yet(cfg, task))
         model = wrap_for_processes(task.build_training_model(detector))
         optimizer = builders.build_optimizer(cfg, detector)
         step = builders.build_step(cfg, model, optimizer, length, seed, self.state.ema)

@@ -11,6 +11,7 @@ from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det import distributed
+from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.errors import ConfigError
 from cpvt_det.runner.evaluate import measure
@@ -79,6 +80,11 @@ class RunEvaluations:
         if below:
             listed = ", ".join(_is_below(name, scalars[name], self._baseline[name]) for name in below)
             logger.warning("After iteration %d the model is worse than %s: %s; %s", iteration, self._constant, listed, self._helps)
+
+
+def none_yet(cfg: CfgNode, task: Any) -> BestSoFar:
+    """The best evaluation of a run that has had none: ``TEST.BEST_FIGURE``, or else the task's figure, of the first test set."""
+    return BestSoFar(cfg.TEST.BEST_FIGURE or task.main_figure, next(iter(cfg.DATASETS.TEST), ""))
 
 
 def _is_below(name: str, value: float, bound: float) -> str:

@@ -22,7 +22,7 @@ from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun, build
 from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
-from cpvt_det.runner.progress import LossWatch, RunEvaluations
+from cpvt_det.runner.progress import LossWatch, RunEvaluations, none_yet
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.solver.schedule import TrainingSchedule
@@ -156,8 +156,7 @@ def build_run(
         length: schedule of the run.
         output: ``OUTPUT_DIR``.
     """
-    best = builders.build_best(cfg, task.main_figure)
-    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(output), task.describe(records), best=best)
+    state = RunState(classes, cfg.dump(), choose_seed(cfg), choose_run_id(output), task.describe(records), best=none_yet(cfg, task))
     torch.manual_seed(state.seed)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
     model = wrap_for_processes(task.build_training_model(detector))
