@@ -242,9 +242,15 @@ def _images(record: Record) -> int:
 
 
 def _replaced(record: Record) -> str:
-    plain = "''"  # YAML's empty text, for which the shell's does as well
-    words = " ".join(word if word == plain else shlex.quote(word) for word in record.get("words", ()))
+    words = " ".join(map(_quoted, record.get("words", ())))
     return record["label"].replace("_", " ") + (f": `{words}`" if words else "")
+
+
+def _quoted(word: str) -> str:
+    """A word as one would type it; of YAML's empty text, for which the shell's does as well, nothing more."""
+    if word == "''":
+        return word
+    return f'"{word}"' if "'" in word else shlex.quote(word)
 
 
 def _curve(record: Record) -> list[str]:

@@ -91,6 +91,7 @@ def test_tables_grow_with_the_records(tmp_path, monkeypatch):
     for seed, label in enumerate(("", "sine", "sine")):  # as it takes it now, and was told to before; the third has no partner
         write_record(tmp_path, "aquarium", seed, 13.0 + 4 * seed, label=label)
     write_record(tmp_path, "aquarium", 1, 2.0, label="no_weights", words=["MODEL.BACKBONE.WEIGHTS", ""])
+    assert tables._quoted("['a', 1]") == "\"['a', 1]\"" and tables._quoted("''") == tables._quoted("") == "''"
     write_record(tmp_path, "aquarium", 0, 5.0, images=50)
     write_record(tmp_path, "aquarium", 0, 6.0, label="without_partner", budget="2h")
     write_record(tmp_path, "mine", 0, 30.0)
