@@ -55,9 +55,10 @@ def main() -> None:
     for box, score, label in zip(boxes * (picture.size * 2), scores, labels, strict=True):
         if score >= threshold:
             print(facts["class_names"][label], f"{score:.3f}", *box.round(1))
+    best = f"the best score is {scores.max():.3g} ({facts['class_names'][labels[scores.argmax()]]})"
     if scores.max() < threshold:
-        best = f"{scores.max():.3g} ({facts['class_names'][labels[scores.argmax()]]})"
-        print(f"no detection has a score of {threshold:.3g}; the best has {best}: --threshold sets a lower one", file=sys.stderr)
+        best = f"no detection has a score of {threshold:.3g}, and {best}; --threshold sets a lower one"
+    print(best, file=sys.stderr)
 
 
 if __name__ == "__main__":

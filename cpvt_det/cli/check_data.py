@@ -13,7 +13,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det.cli.folder import describe_classes, folder_config, folder_options, take_folder
 from cpvt_det.cli.options import config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
-from cpvt_det.data.folders.prepare import refuse_overlap
+from cpvt_det.data.folders.prepare import FolderData, refuse_overlap
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.duplicates import near_duplicates
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, summary
@@ -56,16 +56,17 @@ def check_data(
     with tempfile.TemporaryDirectory() as drawn:
         cfg, found = folder_config(folder, Path(drawn), overrides, data_format, new_split)
         click.echo("\n".join(found.notes))
-        _check(cfg, decode, every, is_folder=True)
+        _check(cfg, decode, every, found)
 
 
-def _check(cfg: CfgNode, decode: bool, every: bool, is_folder: bool = False) -> None:
+def _check(cfg: CfgNode, decode: bool, every: bool, found: FolderData | None = None) -> None:
     if not cfg.DATASETS.TRAIN and not cfg.DATASETS.TEST:
         raise ConfigError("there is nothing to check: DATASETS.TRAIN and DATASETS.TEST are empty; name a data set in one of them")
     data = build_task(cfg).check_data(decode, math.inf if every else EXAMPLES)
     for dataset in {dataset.name: dataset for dataset in data.train + data.tests}.values():
         click.echo(dataset.describe())
-    if is_folder:
+    if found is not None:
+        _name_folder(data, found)
         _look_at_split(data)
     _compare_with_weights(cfg, data)
     _note_near_duplicates(data, math.inf if every else EXAMPLES)
@@ -75,6 +76,14 @@ def _check(cfg: CfgNode, decode: bool, every: bool, is_folder: bool = False) -> 
     bad = [issues for issues in data.issues if issues.has_errors(cfg.DATASETS.ON_BAD)]
     if bad:
         raise DataError(summary(bad))
+
+
+def _name_folder(data: CheckedData, found: FolderData) -> None:
+    """Head the faults of a split that was drawn with its folder: its files are gone when the command ends."""
+    for _, annotations, folder, *_ in found.register:
+        if annotations in found.written:
+            for issues in data.issues:
+                issues.source = issues.source.replace(annotations, folder)
 
 
 def _look_at_split(data: CheckedData) -> None:

@@ -82,13 +82,13 @@ def predict(
         return
     found = predict_files(predictor, files, output, threshold, batch, on_bad)
     speed = found.images / (time.perf_counter() - start)
+    best = "" if found.best is None else f"; the best score is {found.best:.3g}, {found.best_name}"
     click.echo(
         f"{output}: {counted(found.images, 'image')}, {counted(found.detections, 'detection')} with score >= {threshold:.3g}, "
-        f"{speed:.1f} images/s"
+        f"{speed:.1f} images/s{best}"
     )
     if found.best is not None and not found.detections:
-        best = f"the best is {found.best:.3g}, {found.best_name}"
-        click.echo(f"No score is as high, so pictures have no boxes: {best}; --threshold sets a lower one", err=True)
+        click.echo("No score is as high, so pictures have no boxes; --threshold sets a lower one", err=True)
 
 
 def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str]) -> None:

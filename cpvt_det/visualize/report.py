@@ -217,7 +217,7 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
         "## Confusion",
         f"Detections with a score of at least {threshold:.3g} (`TEST.PICTURE_THRESHOLD`), matched at IoU {IOU}, whatever their "
         "class. Rows are the true classes; the last column counts missed objects, the last row detections on no object. "
-        "Counts: confusion.csv." + _nothing_passes(content),
+        "Counts: confusion.csv." + _best_score(content),
         "![Confusion matrix](confusion.png)",
         "## Worst images",
         f"Images with most missed objects and false detections, matched per class, at a score of at least {threshold:.3g}.",
@@ -226,12 +226,13 @@ def _page(content: dict[str, Any], figures: dict[str, dict[str, float]], curves:
     return "\n\n".join(parts) + "\n"
 
 
-def _nothing_passes(content: dict[str, Any]) -> str:
-    """A sentence where no detection passes the threshold; empty elsewhere."""
+def _best_score(content: dict[str, Any]) -> str:
+    """A sentence of the best score; in bold where it does not pass the threshold."""
     best = content["best_score"]
-    if best is not None and best >= content["score_threshold"]:
-        return ""
-    return " **No detection has so high a score" + (".**" if best is None else f": the best score is {best:.3g}.**")
+    if best is None:
+        return " **There is no detection.**"
+    sentence = f"he best score is {best:.3g}."
+    return f" T{sentence}" if best >= content["score_threshold"] else f" **No detection has so high a score: t{sentence}**"
 
 
 def _thresholds(classes: Sequence[dict[str, Any]]) -> str:

@@ -139,6 +139,16 @@ def test_check_data_reads_the_same_and_writes_nothing(here):
     assert ["class", "train", "val"] in rows and [row[0] for row in rows if row[0] in layouts.NAMES] == layouts.NAMES
 
 
+def test_faults_of_a_split_that_is_drawn_are_headed_with_the_folder(here):
+    """The split's files are gone when the command ends."""
+    layouts.write_labelimg_yolo(here.parent / "mine")
+    (here.parent / "mine/a.png").write_bytes(b"no picture")
+    result = call("check-data", "../mine", "--new-split")
+    assert result.exit_code == 2
+    assert "mine_train (../mine):" in result.output and "a.png" in result.output
+    assert ".json" not in result.output
+
+
 def test_few_images_of_a_folders_own_split_are_noted(here):
     layouts.write_roboflow_voc(here.parent / "mine")
     assert "with so few images to validate on (2) the" in call("check-data", "../mine").output

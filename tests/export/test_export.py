@@ -181,7 +181,7 @@ def run_onnx(*words, **options):
 
 
 def test_the_script_takes_the_threshold_of_the_file_unless_another_is_given(shipped, tmp_path):
-    """The file's threshold is in the widest gap between two of twelve scores; where none passes, the best is named."""
+    """The file's threshold is in the widest gap between two of twelve scores; the best is named."""
     import onnx
 
     model = onnx.load(shipped[2])
@@ -196,12 +196,13 @@ def test_the_script_takes_the_threshold_of_the_file_unless_another_is_given(ship
     onnx.save(model, tmp_path / "kept.onnx")
     kept = run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png")
     assert kept.stdout.splitlines() == lines[:passing]
-    assert kept.stderr == f"threshold {middle:.3g}: the best F1 of its evaluation; --threshold sets another\n"
+    told, best = kept.stderr.splitlines()
+    assert told == f"threshold {middle:.3g}: the best F1 of its evaluation; --threshold sets another"
+    assert best.startswith("the best score is ") and best.endswith(f"({lines[0].split()[0]})")
+    assert float(best.split()[4]) == pytest.approx(scores[0], abs=1e-3)
     none = run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png", "--threshold", 1)
-    name = lines[0].split()[0]
     assert none.stdout == ""
-    assert none.stderr.startswith("no detection has a score of 1; the best has ")
-    assert none.stderr.rstrip().endswith(f"({name}): --threshold sets a lower one")
+    assert none.stderr == f"no detection has a score of 1, and {best}; --threshold sets a lower one\n"
     assert run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png", "--threshold", 1.5).returncode == 2
     assert "--threshold SCORE" in run_onnx("--help").stdout
 

@@ -122,18 +122,16 @@ def test_without_a_kept_threshold_it_is_half_and_that_is_told(run, tmp_path, thr
     assert "with score >= 0.5," in result.stdout
 
 
-def test_where_nothing_passes_the_best_score_is_named(run, photos, tmp_path):
+def test_the_best_score_is_named_and_what_to_do_where_nothing_passes(run, photos, tmp_path):
     predictor = Predictor.from_checkpoint(run.weights, device="cpu")
     best = max((predictor(path) for path in sorted(photos.rglob("0*.png"))), key=lambda found: found.scores[0])
     result = predict(run, photos, tmp_path / "out", "--threshold", 1)
     name = Path(best.source).relative_to(photos).as_posix()
-    assert "5 images, 0 detections with score >= 1," in result.stdout
-    assert result.stderr.endswith(
-        f"No score is as high, so pictures have no boxes: the best is {best.scores[0]:.3g}, {best.names[0]} in {name}; "
-        "--threshold sets a lower one\n"
-    )
+    named = f"; the best score is {best.scores[0]:.3g}, {best.names[0]} in {name}\n"
+    assert "5 images, 0 detections with score >= 1," in result.stdout and result.stdout.endswith(named)
+    assert result.stderr.endswith("No score is as high, so pictures have no boxes; --threshold sets a lower one\n")
     passing = predict(run, photos, tmp_path / "out", "--threshold", 0)
-    assert "No score" not in passing.stderr
+    assert passing.stdout.endswith(named) and "No score" not in passing.stderr
 
 
 def test_batches_do_not_change_what_is_found(run, photos, tmp_path):
