@@ -6,6 +6,7 @@
     python benchmarks/small_data.py aquarium FOLDER --budget 30m MODEL.POSITION.NAME peg --output benchmarks/results/small_data
     python benchmarks/small_data.py aquarium FOLDER --budget 10m --label without_nms TEST.NMS 1.0
     python benchmarks/small_data.py aquarium FOLDER --budget 10m --images 50
+    python benchmarks/small_data.py deeppcb FOLDER --budget 15m --import my_format
 
 Words after the folder replace what the command would choose; what they replace but the encoding, which is in the record's name
 anyway, is named by ``--label``. ``--images`` trains on some of the training images, the same for every seed; the fewer are
@@ -38,6 +39,7 @@ from cpvt_det.cli.folder import folder_config
 from cpvt_det.errors import ConfigError
 from cpvt_det.files import write_json
 from cpvt_det.memory import usable_cores
+from cpvt_det.own_modules import import_words
 from cpvt_det.study.origin import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,6 +73,7 @@ def train(folder: Path, output: Path, budget: str, seed: int, words: tuple[str, 
     """Run the command in a process of its own; its wall and CPU seconds, starting and choosing included."""
     command = [sys.executable, "-W", "ignore", "-m", "cpvt_det", "train", str(folder), "--budget", budget]
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    command += import_words().split()
     subprocess.run([*command, "OUTPUT_DIR", str(output), "SEED", str(seed), *words], check=True, cwd=ROOT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -122,7 +125,7 @@ def main(
     """Train on FOLDER, and write OUTPUT/NAME_BUDGET_ENCODING[_LABEL][_IMAGES_images]_SEED.json."""
     load = check_load(busy)
     options = ["--budget", budget, "--seed", str(seed), *(["--label", label] if label else [])]
-    options += [*(["--images", str(images)] if images else []), *["--busy"] * busy]
+    options += [*(["--images", str(images)] if images else []), *["--busy"] * busy, *import_words().split()]
     command = shlex.join(["python", "benchmarks/small_data.py", name, "FOLDER", *options, *words])
     found = {"command": command, "commit": commit_of(ROOT), "machine": machine("cpu", load), "versions": versions()}
     found |= {"cores": usable_cores(), "seed": seed, "budget": budget, "images": images}
