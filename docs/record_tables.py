@@ -298,7 +298,7 @@ def parts() -> list[Row]:
 
     def line(label: str, record: str, cases: Sequence[str], timed: str = "wall") -> Row:
         spreads = [rows_of(record, case)["cpvt_det"][f"over_peer_{timed}"] for case in cases]
-        text = _times(spreads[0]) if len(spreads) == 1 else ", ".join(f"{spread['median']:.1f}" for spread in spreads)
+        text = ", ".join(_times(spread) for spread in spreads)
         instructions = {"AVX512": "AVX-512"}.get(made := read_bench(record)["machine"].get("instruction_set", "AVX512"), made)
         threads = "two threads" if record.endswith("_2threads") else "one thread"
         return [label, text, f"{instructions}, {threads}", f"[{record.partition('_')[0]}](../benchmarks/results/{record}.md)"]

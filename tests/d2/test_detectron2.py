@@ -71,7 +71,12 @@ def test_yaml_stays_safe_and_unknown_keys_are_named(d2, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "position"),
-    [*itertools.product(("softmax", "focal", "deformable"), ("none", "sine", "learned", "peg", "sine+peg")), ("dino", "peg")],
+    [
+        *itertools.product(("softmax", "focal", "deformable"), ("none", "sine", "learned", "peg", "sine+peg")),
+        *itertools.product(("softmax", "deformable"), ("sine_offset", "table", "peg_plain")),
+        *itertools.product(("softmax",), ("relative", "rope", "rope_mixed")),
+        ("dino", "peg"),
+    ],
 )
 def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, position, kind):
     from detectron2.modeling import build_model
