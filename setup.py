@@ -59,6 +59,7 @@ TEST = [
     "hypothesis==6.168.5",
     "transformers==5.20.2",  # an independent DETR to compare with; the last for Python 3.10
     *PRETRAINED[1:],
+    "efficientnet-lite-pytorch==0.1.0",  # the network of these weights, to compare timm's with
     "timm==1.0.31",  # backbones, and models that add_peg is tried on
     "albumentations==2.0.8",  # the example of docs/extend.md; the last under MIT
     "onnx==1.23.2",

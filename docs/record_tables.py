@@ -29,6 +29,7 @@ PASSES = ("inference", "training step")
 MODELS = {
     "AVX2": ("model_cpu_avx2",),
     "AVX-512": ("model_cpu",),
+    "AVX-512, family 25": ("family_25/model_cpu",),
     "AVX-512, Intel": ("intel/model_cpu",),
 }
 """What was measured -> its records; of a case that several have, the first one's."""

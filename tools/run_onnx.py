@@ -4,6 +4,7 @@
 
 import argparse
 import json
+import os
 import sys
 
 import numpy as np
@@ -24,6 +25,9 @@ def parse_arguments() -> argparse.Namespace:
         help="lowest score to print, from 0 to 1 (default: that of the best F1, which the file contains; else 0.5)",
     )
     arguments = parser.parse_args()
+    for path in (arguments.detector, arguments.picture):
+        if not os.path.isfile(path):
+            parser.error(f"there is no file {path}")
     if arguments.threshold is not None and not 0 <= arguments.threshold <= 1:
         parser.error(f"--threshold must be a score from 0 to 1, got {arguments.threshold:g}")
     return arguments
@@ -32,7 +36,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     session = onnxruntime.InferenceSession(arguments.detector)
-    facts = json.loads(session.get_modelmeta().custom_metadata_map["cpvt_det"])
+    described = session.get_modelmeta().custom_metadata_map.get("cpvt_det")
+    if described is None:
+        sys.exit(f"{arguments.detector} is no file of cpvt-det export: it does not say what its detector expects")
+    facts = json.loads(described)
     picture = ImageOps.exif_transpose(Image.open(arguments.picture)).convert("RGB")
     scale = min(facts["min_size"] / min(picture.size), facts["max_size"] / max(picture.size)) or 1  # 0: no resize
     pixels = np.asarray(picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BILINEAR))

@@ -3,7 +3,6 @@
 
 import math
 import tempfile
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -104,12 +103,10 @@ def _note_near_duplicates(data: CheckedData, examples: float) -> None:
     data.issues.append(issues)
     trained = [dataset for dataset in data.train if dataset.name not in {test.name for test in data.tests}]
     records = [[record.file_name for dataset in datasets for record in dataset.records] for datasets in (trained, data.tests)]
-    alike: dict[int, list[int]] = defaultdict(list)
-    for first, second in near_duplicates(*records) if all(records) else ():
-        alike[second].append(first)
-    for second, found in sorted(alike.items()):
-        more = f" and {counted(len(found) - 1, 'other')}" if len(found) > 1 else ""
-        issues.add_info(NEARLY_THE_SAME, f"{records[1][second]}: {records[0][found[0]]}{more}")
+    alike = near_duplicates(*records) if all(records) else {}
+    for second, (first, count) in alike.items():
+        more = f" and {counted(count - 1, 'other')}" if count > 1 else ""
+        issues.add_info(NEARLY_THE_SAME, f"{records[1][second]}: {records[0][first]}{more}")
 
 
 def _compare_with_weights(cfg: CfgNode, data: CheckedData) -> None:

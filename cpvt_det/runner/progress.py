@@ -144,7 +144,7 @@ def what_helps(cfg: CfgNode) -> str:
     start = "" if cfg.MODEL.WEIGHTS else f"trained weights to start from ({weights}), "
     config = shlex.quote(str(Path(cfg.OUTPUT_DIR) / "config.yaml"))
     return (
-        f"what helps: {start}more iterations (SOLVER.EPOCHS, a smaller SOLVER.IMS_PER_BATCH, or of a folder a larger --budget), "
-        f"another SOLVER.BASE_LR; `cpvt-det show data --config-file {config} --output pictures` draws whether boxes and images "
-        "belong together"
+        f"what helps: {start}more iterations (SOLVER.EPOCHS, a smaller SOLVER.IMS_PER_BATCH, or a larger --budget where it was the "
+        f"limit), another SOLVER.BASE_LR; `cpvt-det show data --config-file {config} --output pictures` draws whether boxes and "
+        "images belong together"
     )

@@ -33,8 +33,8 @@ backward pass takes a fifth of the time."""
 MANY_STEPS = 3 * FEWEST_STEPS
 """Steps from which batches of twice as many images are taken; from twice as many on, the model gets a second encoder layer too."""
 MOST_EPOCHS = 50
-"""Of more epochs the images are learned by heart, unless these are fewer than ``FEWEST_STEPS``; and colours are varied. Chosen on
-blood cells: docs/small_data.md."""
+"""A run is no longer than that, unless it had fewer than ``FEWEST_STEPS``: AP falls in longer ones. Where there was time for more,
+colours are varied. Chosen on blood cells: docs/small_data.md."""
 MOST_QUERIES = 600
 """Where twice as many queries as objects would be more, there are a tenth more than objects."""
 MOST_PAIRS = 100
@@ -276,7 +276,7 @@ def _queries(data: DataFacts) -> list[Choice]:
 def _input(plan: Plan, data: DataFacts) -> list[Choice]:
     sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
     longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
-    why = f"in {MOST_EPOCHS} epochs or more images are learned by heart without it"
+    why = f"there is time for more than {MOST_EPOCHS} epochs, in which AP falls without it"
     return [
         *([Choice("INPUT.AUGMENTATIONS", ["RandomPhotometricDistort"], why)] if plan.many_epochs else []),
         Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size: objects come in several sizes"),
@@ -297,7 +297,7 @@ def _steps(plan: Plan, backbone_rate: float) -> list[Choice]:
         Choice("SOLVER.CLIP_NORM", 1.0),
         Choice("SOLVER.SCHEDULE", "cosine", "ends at 0, so that the last weights are good ones, whatever the length"),
         Choice("SOLVER.STEP_EPOCHS", []),
-        Choice("SOLVER.EMA.ENABLED", True, "averages of the weights are better than the last ones"),
+        Choice("SOLVER.EMA.ENABLED", True),
         Choice("TEST.NMS", 0.7, "a young detector finds some objects twice"),
         Choice("TEST.IMS_PER_BATCH", 8),
     ]

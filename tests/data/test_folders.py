@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from cpvt_det.data.folders.listing import Listing, closest, split_named
 from cpvt_det.data.folders.prepare import count_classes, name_datasets, refuse_overlap
 from cpvt_det.data.folders.split import divide
 from cpvt_det.data.formats.registry import FORMAT_REGISTRY, register_format
-from cpvt_det.data.validation.duplicates import near_duplicates
+from cpvt_det.data.validation import duplicates
+from cpvt_det.data.validation.duplicates import group_near_duplicates, near_duplicates
 from cpvt_det.errors import DataError, UnknownNameError
 
 NAMES = ["cat", "dog"]
@@ -429,8 +431,10 @@ def test_a_drawn_split_keeps_copies_together_and_rare_classes_on_both_sides(tmp_
     picture = Image.open(paths[0])
     picture.resize((120, 80)).save(paths[1])
     picture.point(lambda value: value // 2 + 20).save(paths[2])
-    assert near_duplicates(list(map(str, paths.values()))) == [(0, 1), (0, 2), (1, 2)]
-    assert near_duplicates([str(paths[5]), str(paths[1])], [str(paths[0]), str(tmp_path / "none.png")]) == [(1, 0)]
+    groups = group_near_duplicates(list(map(str, paths.values())))
+    assert groups[0] == groups[1] == groups[2] and len(set(groups)) == 8
+    some = [str(paths[5]), str(paths[1]), str(paths[2])]
+    assert near_duplicates(some, [str(tmp_path / "none.png"), str(paths[0]), str(paths[4])]) == {1: (1, 2)}
     content = sections(paths, {number: ["common", *{3: ["r"], 4: ["r"], 5: ["s"]}.get(number, [])] for number in range(10)})
     for seed in range(20):
         parts = divide(content, tmp_path, seed, [])
@@ -451,7 +455,30 @@ def test_a_drawn_split_keeps_copies_together_and_rare_classes_on_both_sides(tmp_
 def test_plain_images_are_no_duplicates(tmp_path):
     for name in "ab":
         Image.new("RGB", (30, 30), (90, 90, 90)).save(tmp_path / f"{name}.png")
-    assert near_duplicates([str(tmp_path / "a.png"), str(tmp_path / "b.png")]) == []
+    both = [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    assert near_duplicates(both, both) == {}
+    assert len(set(group_near_duplicates(both))) == 2
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_groups_are_those_of_all_links_whatever_the_chunk(monkeypatch, chunk):
+    """Points on a circle, where neighbours alone are alike: a chain of four in any order, one of two, and one point."""
+    degrees = np.radians([10, 130, 30, 240, 20, 140, 40])
+    points = np.stack((np.cos(degrees), np.sin(degrees)), axis=1).astype(np.float32)
+    monkeypatch.setattr(duplicates, "_thumbnails", lambda paths: points)
+    monkeypatch.setattr(duplicates, "ALIKE", np.cos(np.radians(12)))
+    monkeypatch.setattr(duplicates, "CHUNK", chunk)
+    groups = group_near_duplicates([""] * len(points))
+    assert [groups.index(group) for group in groups] == [0, 1, 0, 3, 0, 1, 0]
+
+
+def test_images_in_tar_files_are_compared(tmp_path):
+    for name in "ab":
+        draw(tmp_path / f"{name}.png", name)
+    with tarfile.open(tmp_path / "000.tar", "w") as tar:
+        tar.add(tmp_path / "b.png", "b.png")
+    inside = f"{tmp_path}/000.tar/b.png"
+    assert near_duplicates([str(tmp_path / "a.png"), str(tmp_path / "b.png")], [inside]) == {0: (1, 1)}
 
 
 def film(folder, count, others=0):

@@ -207,6 +207,19 @@ def test_the_script_takes_the_threshold_of_the_file_unless_another_is_given(ship
     assert "--threshold SCORE" in run_onnx("--help").stdout
 
 
+def test_the_script_refuses_what_is_not_there_and_programs_of_others(shipped, tmp_path):
+    import onnx
+
+    Image.new("RGB", (15, 10)).save(tmp_path / "picture.png")
+    missing = run_onnx(shipped[2], tmp_path / "no.png")
+    assert missing.returncode == 2 and missing.stderr.endswith(f"there is no file {tmp_path / 'no.png'}\n")
+    model = onnx.load(shipped[2])
+    del model.metadata_props[:]
+    onnx.save(model, tmp_path / "other.onnx")
+    other = run_onnx(tmp_path / "other.onnx", tmp_path / "picture.png")
+    assert other.returncode == 1 and other.stderr.startswith(f"{tmp_path / 'other.onnx'} is no file of cpvt-det export")
+
+
 def test_the_script_takes_a_program_of_one_size_and_batch(shipped, tmp_path):
     """The same detections as of a program of any size, as padding reaches nothing; a picture that is too large is refused."""
     cfg, detector, path, _ = shipped

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -561,6 +562,10 @@ def test_package_of_another_network_or_file_is_refused(package, monkeypatch):
         packaged.read_weights("tf_efficientnet_lite0", names, torch.load)
 
 
+SIDES = {"0": 224, "1": 240, "2": 260}
+"""Pixels that an EfficientNet-Lite was trained at; elsewhere the packages' own network pads in another way."""
+
+
 @pytest.mark.parametrize("name", packaged.PACKAGES)
 def test_weights_of_the_packages_fit_to_the_name_and_bring_their_normalisation(name, caplog):
     if importlib.util.find_spec(packaged.PACKAGES[name][0]) is None:
@@ -573,4 +578,12 @@ def test_weights_of_the_packages_fit_to_the_name_and_bring_their_normalisation(n
     assert "Backbone weights: pip, with pixels less a mean of 127.5, 127.5, 127.5" in caplog.text
     assert not any(torch.equal(value, before[key]) for key, value in model.backbone.body.state_dict().items() if "conv" in key)
     state_dict = packaged.read_weights(name, timm.create_model(name).state_dict(), lambda path: torch.load(path, weights_only=True))
-    timm.create_model(name).load_state_dict(state_dict, strict=True)
+    network = timm.create_model(name)
+    network.load_state_dict(state_dict, strict=True)
+    theirs = pytest.importorskip("efficientnet_lite_pytorch").EfficientNet
+    package, file, _ = packaged.PACKAGES[name]
+    path = Path(importlib.util.find_spec(package).submodule_search_locations[0]) / "models" / file
+    number = name[-1]
+    images = torch.randn(2, 3, *(2 * [SIDES[number]]), generator=torch.Generator().manual_seed(0))
+    expected = theirs.from_pretrained(f"efficientnet-lite{number}", weights_path=str(path)).eval()(images)
+    torch.testing.assert_close(network.eval()(images), expected)

@@ -38,7 +38,6 @@ def scripted(monkeypatch):
 
         def evaluate(self, detector, iteration, output):
             seen.append(iteration)
-            self.patch = figures[f"at_{iteration}"]
             return real(self, detector, iteration, output)
 
         def figure(name, results):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cpvt_det.data.formats.registry import Sections
-from cpvt_det.data.validation.duplicates import near_duplicates
+from cpvt_det.data.validation.duplicates import group_near_duplicates
 from cpvt_det.errors import DataError
 
 VALIDATION_SHARE = 0.2
@@ -62,24 +62,15 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
 
 def _groups(images: Mapping[int, str], root: Path, seed: int) -> list[list[int]]:
     """Groups of near-duplicates, in an order drawn by the seed and the names of their files."""
-    ids, order = list(images), {}
+    order = {}
     for image_id, path in images.items():
         name = os.path.relpath(path, root).replace(os.sep, "/")
         order[image_id] = hashlib.sha256(f"{seed} {name}".encode(errors="replace")).hexdigest()
-    parent = {image_id: image_id for image_id in ids}
-
-    def leader(image_id: int) -> int:
-        while parent[image_id] != image_id:
-            image_id = parent[image_id]
-        return image_id
-
-    for first, second in near_duplicates([images[image_id] for image_id in ids]):
-        one, other = sorted((leader(ids[first]), leader(ids[second])), key=order.__getitem__)
-        parent[other] = one
+    number = dict(zip(images, group_near_duplicates(list(images.values())), strict=True))
     groups = defaultdict(list)
-    for image_id in sorted(ids, key=order.__getitem__):
-        groups[leader(image_id)].append(image_id)
-    return [groups[image_id] for image_id in sorted(groups, key=order.__getitem__)]
+    for image_id in sorted(images, key=order.__getitem__):
+        groups[number[image_id]].append(image_id)
+    return list(groups.values())
 
 
 def _cut(group: list[int], images: Mapping[int, str], most: int) -> list[list[int]]:

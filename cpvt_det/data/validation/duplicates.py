@@ -2,7 +2,8 @@
 """Images that are nearly the same: copies, other sizes and compressions of one image, neighbouring frames of a film.
 
 Each image becomes a thumbnail of 24 x 24 grey values, less their mean and divided by their norm; the product of two is the
-correlation of their pixels. Brightness and contrast do not matter.
+correlation of their pixels. Brightness and contrast do not matter. No list of pairs is made: of a film these are as many as the
+square of its frames.
 """
 
 import sys
@@ -12,30 +13,53 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from cpvt_det.data.images import file_threads
+from cpvt_det.data.images import file_threads, open_image
 
 SIDE = 24
 ALIKE = 0.95
 """Correlation from which two images are near-duplicates."""
 FLAT = 1.0
 """Standard deviation, in grey values, below which a thumbnail shows nothing that could be compared."""
-CHUNK = 2048
+CHUNK = 256
+"""Images that are compared with all others at once."""
 
 
-def near_duplicates(first: Sequence[str], second: Sequence[str] | None = None) -> list[tuple[int, int]]:
-    """Pairs of indices of images that are nearly the same, in rising order.
+def near_duplicates(first: Sequence[str], second: Sequence[str]) -> dict[int, tuple[int, int]]:
+    """Images that are nearly the same as one of others.
 
     Args:
-        first: paths of images; one that cannot be read has no duplicates.
-        second: paths of other images; ``None``: pairs within ``first``, the smaller index first.
+        first, second: paths of images, as of :func:`cpvt_det.data.images.open_image`; one that cannot be read has no duplicates.
+
+    Returns:
+        Index in ``second``, rising -> index in ``first`` of the first image that is nearly the same, and the number of such images.
     """
-    one = _thumbnails(first)
-    other = one if second is None else _thumbnails(second)
-    pairs: list[tuple[int, int]] = []
-    for start in range(0, len(one), CHUNK):
-        rows, columns = np.nonzero(one[start : start + CHUNK] @ other.T >= ALIKE)
-        pairs += zip((rows + start).tolist(), columns.tolist(), strict=True)
-    return [pair for pair in pairs if second is not None or pair[0] < pair[1]]
+    one, other = _thumbnails(first), _thumbnails(second)
+    found = {}
+    for start in range(0, len(other), CHUNK):
+        alike = other[start : start + CHUNK] @ one.T >= ALIKE
+        counts = alike.sum(1)
+        for row in np.flatnonzero(counts).tolist():
+            found[start + row] = int(alike[row].argmax()), int(counts[row])
+    return found
+
+
+def group_near_duplicates(paths: Sequence[str]) -> list[int]:
+    """The group of each image: two images that are nearly the same are of one group, and so are all that are linked by such pairs.
+
+    Args:
+        paths: as of :func:`near_duplicates`.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    thumbnails = _thumbnails(paths)
+    groups = np.arange(len(paths))
+    for start in range(0, len(paths), CHUNK):
+        rows, columns = np.nonzero(thumbnails[start : start + CHUNK] @ thumbnails[start:].T >= ALIKE)
+        links = groups[rows + start], groups[columns + start]
+        graph = coo_array((np.ones(len(rows), dtype=bool), links), shape=(len(paths), len(paths)))
+        groups = connected_components(graph, directed=False)[1][groups]
+    return groups.tolist()
 
 
 def _thumbnails(paths: Sequence[str]) -> np.ndarray:
@@ -48,7 +72,7 @@ def _thumbnails(paths: Sequence[str]) -> np.ndarray:
 
 def _thumbnail(path: str) -> np.ndarray:
     try:
-        with Image.open(path) as image:
+        with open_image(path) as file, Image.open(file) as image:
             image.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at an eighth of its size
             values = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32).ravel()
     except Exception:  # what decoders raise has no common base; the check of the data reports it
