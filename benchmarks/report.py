@@ -101,10 +101,12 @@ def write_json(result: Result, folder: Path) -> Path:
 
 
 def file_stem(suite: str, device: str, threads: int, machine: dict[str, Any]) -> str:
-    """``SUITE_DEVICE``; on a CPU also an instruction set other than AVX-512, and several threads: ``SUITE_cpu_avx2_2threads``."""
+    """``SUITE_DEVICE``; on a CPU also an instruction set other than AVX-512, settings of the C library's memory, and several threads:
+    ``SUITE_cpu_avx2_kept_2threads``."""
     if device != "cpu":
         return f"{suite}_{device}"
-    return f"{suite}_{device}{name_of_instructions(machine)}" + (f"_{threads}threads" if threads != 1 else "")
+    kept = "_kept" if "c_library" in machine else ""
+    return f"{suite}_{device}{name_of_instructions(machine)}{kept}" + (f"_{threads}threads" if threads != 1 else "")
 
 
 def as_table(result: Result, style: str = "simple") -> str:

@@ -13,19 +13,20 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from cpvt_det.errors import ConfigError
 
+IN_HALVES = "AVX512 in halves"
 ROUTES = {
     "linear": ("AVX512",),
     "hidden": ("AVX2", "AVX512"),
     "pointwise": ("AVX2", "AVX512"),
-    "rows": ("AVX2",),
-    "winograd": ("AVX2",),
+    "rows": ("AVX2", IN_HALVES),
+    "winograd": ("AVX2", IN_HALVES),
     "blocks": ("",),
     "dropout": ("",),
     "deformable": ("",),
     "canvases": ("",),
     "openmp": ("",),
 }
-"""Way -> the instruction sets that take it, as the beginning of what torch calls them.
+"""Way -> the instruction sets that take it, as the beginning of what :func:`instructions` calls them.
 
 - ``linear`` (``ops/linear.py``): linear layers by oneDNN;
 - ``hidden`` (``ops/feed_forward.py``): feed-forward networks by blocks of rows;
@@ -55,7 +56,27 @@ def is_on(route: str) -> bool:
         if name not in ROUTES:
             raise ConfigError(f"{SWITCH} names the unknown way {name!r}; known: {', '.join(ROUTES)}")
     has_library = route in OWN or torch.backends.mkldnn.is_available()
-    return route not in left_out and has_library and torch.backends.cpu.get_cpu_capability().startswith(ROUTES[route])
+    return route not in left_out and has_library and instructions().startswith(ROUTES[route])
+
+
+def instructions() -> str:
+    """What torch calls its instruction set, but :data:`IN_HALVES` where AVX-512 runs on units of 256 bits, in two steps.
+
+    There it multiplies no faster than AVX2. The instructions tell such a processor: it has AVX-512's products of bf16, and none of
+    AVX-VNNI. The wide ones have both or neither, but for one of 2020 (Cooper Lake).
+    """
+    own = torch.backends.cpu.get_cpu_capability()
+    flags = _flags() if own.startswith("AVX512") else {}
+    return IN_HALVES if flags.get("avx512bf16") and not flags.get("avxvnni") else own
+
+
+def _flags() -> dict[str, bool]:
+    """The processor's instructions by LLVM's names; none where numba, whose ways need them, is not there."""
+    try:
+        from llvmlite.binding import get_host_cpu_features
+    except (ImportError, OSError):
+        return {}
+    return dict(get_host_cpu_features())
 
 
 def is_plain(x: Tensor) -> bool:

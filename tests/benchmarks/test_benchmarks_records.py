@@ -43,6 +43,16 @@ def test_names_of_files_differ_by_instructions(found, name):
     assert report.file_stem("model", "cuda", 2, found) == "model_cuda"
 
 
+def test_settings_of_the_c_library_s_memory_are_in_the_record_and_its_name(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    assert "c_library" not in machine.machine("cpu")
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    found = machine.machine("cpu")
+    assert found["c_library"] == {"MALLOC_MMAP_MAX_": "0"}
+    assert report.file_stem("model", "cpu", 2, {**AVX512, "c_library": found["c_library"]}) == "model_cpu_kept_2threads"
+
+
 def test_instructions_are_those_of_torch_and_the_environment_that_limits_them(monkeypatch):
     for name in (*origin.LIMITING, origin.WITHOUT):
         monkeypatch.delenv(name, raising=False)

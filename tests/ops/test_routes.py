@@ -2,6 +2,7 @@
 """Ways are chosen by instruction set, can be left out by name, and are taken by plain float32 tensors on a CPU alone."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -15,6 +16,8 @@ from cpvt_det.models.backbones.resnet import ResNetBackbone
 from cpvt_det.ops import deformable_attention, routes
 
 EVERYWHERE = {"blocks", "dropout", "deformable", "canvases", "openmp"}
+WIDE = {"linear", "hidden", "pointwise", *EVERYWHERE}
+NARROW = {"hidden", "pointwise", "rows", "winograd", *EVERYWHERE}
 
 
 @pytest.fixture(autouse=True)
@@ -26,22 +29,35 @@ def forgotten():
 
 
 @pytest.mark.parametrize(
-    ("instructions", "taken"),
+    ("instructions", "flags", "taken"),
     [
-        ("AVX512", {"linear", "hidden", "pointwise", *EVERYWHERE}),
-        ("AVX2", {"hidden", "pointwise", "rows", "winograd", *EVERYWHERE}),
-        ("DEFAULT", EVERYWHERE),
+        ("AVX512", "", WIDE),
+        ("AVX512", "avx512bf16 avxvnni", WIDE),
+        ("AVX512", "avxvnni", WIDE),
+        ("AVX512", "avx512bf16", WIDE | NARROW),
+        ("AVX2", "", NARROW),
+        ("AVX2", "avx512bf16 avxvnni", NARROW),
+        ("DEFAULT", "avx512bf16", EVERYWHERE),
     ],
 )
-def test_instructions_choose(instructions, taken, monkeypatch):
+def test_instructions_choose(instructions, flags, taken, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    monkeypatch.setattr(routes, "_flags", lambda: dict.fromkeys(flags.split(), True))
     assert {route for route in routes.ROUTES if routes.is_on(route)} == taken
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="another kind of processor")
+def test_the_processor_s_flags_have_the_names_that_are_asked_for():
+    assert {"avx512bf16", "avxvnni"} <= routes._flags().keys()
+    fewer = "import sys; sys.modules['llvmlite.binding'] = None; from cpvt_det.ops import routes; print(routes._flags())"
+    ended = subprocess.run([sys.executable, "-c", fewer], capture_output=True, text=True, timeout=200)
+    assert ended.stdout == "{}\n", ended.stderr
 
 
 def test_a_way_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setenv(routes.SWITCH, "winograd, rows")
-    assert {route for route in routes.ROUTES if routes.is_on(route)} == {"hidden", "pointwise", *EVERYWHERE}
+    assert {route for route in routes.ROUTES if routes.is_on(route)} == NARROW - {"winograd", "rows"}
 
 
 def test_an_unknown_way_is_refused_with_the_known_ones(monkeypatch):
