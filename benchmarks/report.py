@@ -101,7 +101,7 @@ def write_json(result: Result, folder: Path) -> Path:
 
 
 def file_stem(suite: str, device: str, threads: int, machine: dict[str, Any]) -> str:
-    """``SUITE_DEVICE``; on a CPU also an instruction set other than AVX-512, settings of the C library's memory, and several threads:
+    """``SUITE_DEVICE``, on a CPU with what differs from AVX-512, the C library's own settings and one thread:
     ``SUITE_cpu_avx2_kept_2threads``."""
     if device != "cpu":
         return f"{suite}_{device}"

@@ -29,17 +29,24 @@ PASSES = ("inference", "training step")
 MODELS = {
     "AVX2": ("model_cpu_avx2",),
     "AVX-512": ("model_cpu",),
-    "AVX-512, family 25": ("family_25/model_cpu",),
+    "AVX-512, family 25": ("family_25/detr/model_cpu", "family_25/deformable/model_cpu"),
     "AVX-512, Intel": ("intel/model_cpu",),
 }
 """What was measured -> its records; of a case that several have, the first one's."""
 LIMITED = {"AVX-512, limited": ("limited/model_cpu_avx2", "limited/padded/model_cpu_avx2", "limited/deformable/model_cpu_avx2")}
 """The same for a processor without a part of its instructions."""
 BATCHES = {
-    "DETR-R50": ("DETR-R50 640x640 b2 {}", "DETR-R50 640x640 b2, 29 % padded, {}"),
-    "Deformable-DETR-R50": ("Deformable-DETR-R50 640x640 b1 {}", "Deformable-DETR-R50 640x640 b2, 29 % padded, {}"),
+    "DETR-R50": {
+        "none": "DETR-R50 640x640 b2 {}",
+        "29 %": "DETR-R50 640x640 b2, 29 % padded, {}",
+        "50 %": "DETR-R50 640x640 b2, 50 % padded, {}",
+    },
+    "Deformable-DETR-R50": {
+        "none": "Deformable-DETR-R50 640x640 b1 {}",
+        "29 %": "Deformable-DETR-R50 640x640 b2, 29 % padded, {}",
+    },
 }
-"""Model -> names of the cases without padding and with it."""
+"""Model -> padding -> name of the case."""
 
 
 def read_bench(name: str) -> dict[str, Any] | None:
@@ -171,13 +178,31 @@ def whole_models(models: dict[str, tuple[str, ...]] = MODELS) -> list[Row]:
         cases = cases_of(names)
         for model, of_model in BATCHES.items():
             for passes in PASSES:
-                for padding, case_name in zip(("none", "29 %"), of_model, strict=True):
+                for padding, case_name in of_model.items():
                     case = cases.get(case_name.format(passes))
                     if case:
                         of = {row["name"]: row for row in case["rows"]}
                         ours, shipped = of["cpvt_det"], of["cpvt_det PEG"]
                         figures = [ours["ratio_cpu"], ours["over_peer_cpu"], shipped["over_peer_cpu"]]
                         rows.append([label, model, passes, padding, *map(_times, figures)])
+    return rows
+
+
+KEPT = {"glibc's default": "family_25/detr/model_cpu", "memory kept": "family_25/detr/model_cpu_kept"}
+"""What the C library does with freed memory -> the record."""
+
+
+def kept_memory() -> list[Row]:
+    """Times of the official code and ours, and their quotients, as the C library gives memory back and as it keeps it."""
+    labels = ["official, as it comes, s", "ours, s", "same work, theirs as it comes", "same work, theirs at its best"]
+    rows = [["pass", "padding", "freed memory", *labels, "as it ships, theirs at its best"]]
+    for passes, (padding, name) in itertools.product(PASSES, BATCHES["DETR-R50"].items()):
+        for label, record in KEPT.items():
+            of = rows_of(record, name.format(passes))
+            ours = of["cpvt_det"]
+            seconds = [f"{of[who]['cpu']['median']:.2f}" for who in ("official", "cpvt_det")]
+            figures = [ours["ratio_cpu"], ours["over_peer_cpu"], of["cpvt_det PEG"]["over_peer_cpu"]]
+            rows.append([passes, padding, label, *seconds, *map(_times, figures)])
     return rows
 
 
@@ -254,9 +279,9 @@ def _half_precision(of: dict[str, dict[str, Any]], clock: str) -> float:
 
 def half_precision() -> list[Row]:
     rows = [["instructions", "pass", "padding", "bf16 on both sides", "our bf16 against float32 peers"]]
-    batches = tuple(zip(("none", "29 %"), BATCHES["DETR-R50"], strict=True))
-    for label, passes, (padding, name) in itertools.product(("AVX-512", "AVX-512, Intel"), PASSES, batches):
-        of = rows_of(MODELS[label][0], name.format(passes))
+    labels = ("AVX-512", "AVX-512, family 25", "AVX-512, Intel")
+    for label, passes, padding in itertools.product(labels, PASSES, ("none", "29 %")):
+        of = rows_of(MODELS[label][0], BATCHES["DETR-R50"][padding].format(passes))
         times = _times(of["cpvt_det PEG bf16"]["over_peer_cpu"])
         rows.append([label, passes, padding, f"{_half_precision(of, 'cpu'):.2f}", times])
     return rows
@@ -359,13 +384,14 @@ def tiles(record: str) -> list[Row]:
 
 def beside_others() -> list[Row]:
     """The fastest peer's time over that of ours with PEG, paired; peak memory of the older record."""
+    shares = ("none", "29 %")
 
     def models(label: str, names: Sequence[str], passes: str) -> Row:
         cases = cases_of(names)
         cells = []
         for of_model in BATCHES.values():
-            found = [cases[name.format(passes)] for name in of_model if name.format(passes) in cases]
-            rows = [next(row for row in case["rows"] if row["name"] == "cpvt_det PEG") for case in found]
+            names = [name.format(passes) for padding, name in of_model.items() if padding in shares]
+            rows = [row for name in names if name in cases for row in cases[name]["rows"] if row["name"] == "cpvt_det PEG"]
             cells.append("; ".join(f"{row['over_peer_cpu']['median']:.2f}" for row in rows) or "-")
         return [f"{passes}, {label}: without padding; with 29 %", *cells]
 
@@ -434,6 +460,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "quickstart time": quickstart_time,
     "whole models": whole_models,
     "limited": partial(whole_models, LIMITED),
+    "kept memory": kept_memory,
     "dino": dino,
     "dino memory": dino_memory,
     "dino inference": dino_inference,

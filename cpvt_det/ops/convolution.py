@@ -59,10 +59,10 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
 
 
 def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d, residual: Tensor) -> Tensor:
-    """``residual + norm(convolution(x))``; ``residual`` is overwritten where gradients are off.
+    """``residual + norm(convolution(x))``; ``residual`` is overwritten where no gradient is wanted.
 
-    In that case by blocks of cells: a convolved block stays in the cache, and no further map is made, whose new pages of memory
-    take longer than the sum.
+    In that case, which a frozen stage is in training too, by blocks of cells: a convolved block stays in the cache, and no further
+    map is made, whose new pages of memory take longer than the sum.
 
     Args:
         convolution: convolution that pads with zeros.
@@ -72,7 +72,8 @@ def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d, re
     """
     is_1x1 = (convolution.kernel_size, convolution.stride, convolution.padding, convolution.groups) == ((1, 1), (1, 1), (0, 0), 1)
     cells = residual.permute(0, 2, 3, 1)
-    if torch.is_grad_enabled() or not is_1x1 or not cells.is_contiguous() or not routes.takes("blocks", x):
+    is_learned = torch.is_grad_enabled() and any(part.requires_grad for part in (x, residual, *convolution.parameters()))
+    if is_learned or not is_1x1 or not cells.is_contiguous() or not routes.takes("blocks", x):
         return convolve(convolution, x, norm).add_(residual)
     weight, bias = _folded(convolution, norm)
     rows, sums = x.permute(0, 2, 3, 1).flatten(0, 2), cells.flatten(0, 2)  # (B, C, H, W) -> (B * H * W, C)

@@ -128,21 +128,28 @@ LAYOUTS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(1, 1, 0), (1, 2, 0), (1, 1, 1), (3, 1, 1)])
-@pytest.mark.parametrize("has_gradient", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("learned", ["nothing", "weight", "bias", "x", "residual"])
 @pytest.mark.parametrize("layout_of_x", LAYOUTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_residual_is_added_to_a_convolution(library, kernel, stride, padding, has_gradient, layout_of_x, layout, monkeypatch):
+def test_a_residual_is_added_to_a_convolution(library, kernel, stride, padding, learned, layout_of_x, layout, monkeypatch):
+    """In its memory where no gradient is wanted: in inference, and in the frozen stages of a training."""
     monkeypatch.setattr("cpvt_det.ops.convolution.BLOCK", 32 * 10)  # blocks of ten cells
-    convolution, norm = nn.Conv2d(40, 32, kernel, stride, padding), FrozenBatchNorm2d(32)
+    convolution, norm = nn.Conv2d(40, 32, kernel, stride, padding).requires_grad_(False), FrozenBatchNorm2d(32)
     norm.running_var.uniform_(0.5, 1.5)
     x = torch.randn(2, 40, 9, 7).to(memory_format=LAYOUTS[layout_of_x])
     convolved = norm(convolution(x))
     residual = torch.randn(convolved.shape).to(memory_format=LAYOUTS[layout])
     expected = residual + convolved
-    with torch.set_grad_enabled(has_gradient):
-        found = add_convolved(convolution, x, norm, residual)
+    learns = {"weight": convolution.weight, "bias": convolution.bias, "x": x, "residual": residual}.get(learned)
+    if learns is not None:
+        learns.requires_grad_()
+        add_convolved(convolution, x, norm, residual).sum().backward()
+        assert learns.grad.abs().sum() > 0
+        with torch.no_grad():  # wanted by nobody now
+            assert_near([add_convolved(convolution, x, norm, residual.clone())], [expected])
+    found = add_convolved(convolution, x, norm, residual)
     assert_near([found], [expected])
-    is_in_place = not has_gradient and (kernel, stride, padding, layout) == (1, 1, 0, "channels last") and "blocks" in library
+    is_in_place = learned == "nothing" and (kernel, stride, padding, layout) == (1, 1, 0, "channels last") and "blocks" in library
     assert (found is residual) == is_in_place
 
 

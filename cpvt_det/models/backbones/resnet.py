@@ -222,7 +222,7 @@ class _ValidCells:
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
         """``norm(convolution(x))``, of this stride, in memory that nobody else needs; statistics come from valid cells alone. And
-        ``residual``, if any, is added, which nobody else needs where gradients are off."""
+        ``residual``, if any, is added, which nobody else needs where no gradient is wanted."""
         if isinstance(norm, FrozenBatchNorm2d):
             return convolve(convolution, x, norm) if residual is None else add_convolved(convolution, x, norm, residual)
         out = norm(convolve(convolution, x), self.at(stride))
