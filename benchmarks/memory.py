@@ -41,7 +41,8 @@ def peak_bytes(suite: str, case: Case, contender: Contender, options: Options) -
     peers = {} if ours else {name: path and str(path) for name, path in options.peers.items()}
     words = json.dumps({"suite": suite, "case": case.name, "contender": contender.name, **asdict(options), "peers": peers})
     command = [sys.executable, "-m", "benchmarks.memory", words]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | GIVE_BACK, capture_output=True, text=True, check=False)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(command, cwd=ROOT, env=plain | GIVE_BACK, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         raise RuntimeError(f"peak memory of {contender.name} in {case.name}: {reason}")

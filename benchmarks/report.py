@@ -102,11 +102,11 @@ def write_json(result: Result, folder: Path) -> Path:
 
 def file_stem(suite: str, device: str, threads: int, machine: dict[str, Any]) -> str:
     """``SUITE_DEVICE``, on a CPU with what differs from AVX-512, the C library's own settings and one thread:
-    ``SUITE_cpu_avx2_kept_2threads``."""
+    ``SUITE_cpu_avx2_malloc_2threads``."""
     if device != "cpu":
         return f"{suite}_{device}"
-    kept = "_kept" if "c_library" in machine else ""
-    return f"{suite}_{device}{name_of_instructions(machine)}{kept}" + (f"_{threads}threads" if threads != 1 else "")
+    malloc = "_malloc" if "c_library" in machine else ""
+    return f"{suite}_{device}{name_of_instructions(machine)}{malloc}" + (f"_{threads}threads" if threads != 1 else "")
 
 
 def as_table(result: Result, style: str = "simple") -> str:

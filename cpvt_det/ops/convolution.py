@@ -21,7 +21,7 @@ the buffer by oneDNN's AVX2 kernel, in channels last (``tests/upstream/strided_1
 first, with a stride of 1 after it, is the same sum."""
 BLOCK = 1 << 20  # numbers of a block of cells
 SMALL_PRODUCT = 1 << 25  # multiplications, below which torch's own way is the quicker one
-FEW_CELLS = 6400  # of a batch's output, below which oneDNN's AVX2 kernel makes the gradient of a 1x1 weight slower than MKL does
+FEW_CELLS = 6400  # of a batch's output, below which oneDNN makes the gradient of a 1x1 weight slower than MKL does
 
 
 class Conv2d(nn.Conv2d):
@@ -61,8 +61,8 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
 def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d, residual: Tensor) -> Tensor:
     """``residual + norm(convolution(x))``; ``residual`` is overwritten where no gradient is wanted.
 
-    In that case, which a frozen stage is in training too, by blocks of cells: a convolved block stays in the cache, and no further
-    map is made, whose new pages of memory take longer than the sum.
+    That is so in inference, and in a training's frozen stages. The sum is then made by blocks of cells: a convolved block stays in
+    the cache, and no further map is made, whose new pages of memory take longer than the sum.
 
     Args:
         convolution: convolution that pads with zeros.

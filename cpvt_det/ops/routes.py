@@ -32,7 +32,7 @@ ROUTES = {
 - ``hidden`` (``ops/feed_forward.py``): feed-forward networks by blocks of rows;
 - ``pointwise`` (``ops/convolution.py``): 1x1 convolutions by oneDNN;
 - ``rows`` (``ops/convolution.py``): gradients of weights as products of rows;
-- ``blocks`` (``ops/convolution.py``): residual sums by blocks of cells, in inference;
+- ``blocks`` (``ops/convolution.py``): residual sums by blocks of cells, where no gradient is wanted;
 - ``winograd`` (``ops/winograd.py``): 3x3 convolutions with fewer multiplications;
 - ``dropout`` (``ops/dropout.py``): dropout by a kernel of our own;
 - ``deformable`` (``ops/deformable_attention.py``): deformable attention by numba's kernel;
@@ -41,6 +41,8 @@ ROUTES = {
 """
 OWN = ("dropout", "deformable", "canvases", "openmp")
 """Ways that take nothing of oneDNN."""
+OF_WIDE_UNITS = ("avx512fp16", "avx512vp2intersect", "avxvnni")
+"""Instructions by LLVM's names that no processor with products of bf16 has whose AVX-512 runs in halves, laptops' aside."""
 SWITCH = "CPVT_DET_WITHOUT"
 
 
@@ -62,16 +64,17 @@ def is_on(route: str) -> bool:
 def instructions() -> str:
     """What torch calls its instruction set, but :data:`IN_HALVES` where AVX-512 runs on units of 256 bits, in two steps.
 
-    There it multiplies no faster than AVX2. The instructions tell such a processor: it has AVX-512's products of bf16, and none of
-    AVX-VNNI. The wide ones have both or neither, but for one of 2020 (Cooper Lake).
+    Such a processor is recognised by its instructions: it has AVX-512's products of bf16, and none of :data:`OF_WIDE_UNITS`, of
+    which wider ones have one at least. Two kinds are mistaken: Intel's Cooper Lake (2020) has full width, AMD's Zen 5 of laptops
+    has not.
     """
     own = torch.backends.cpu.get_cpu_capability()
     flags = _flags() if own.startswith("AVX512") else {}
-    return IN_HALVES if flags.get("avx512bf16") and not flags.get("avxvnni") else own
+    return IN_HALVES if flags.get("avx512bf16") and not any(map(flags.get, OF_WIDE_UNITS)) else own
 
 
 def _flags() -> dict[str, bool]:
-    """The processor's instructions by LLVM's names; none where numba, whose ways need them, is not there."""
+    """The processor's instructions by LLVM's names; empty where llvmlite, which comes with numba, cannot be imported."""
     try:
         from llvmlite.binding import get_host_cpu_features
     except (ImportError, OSError):

@@ -50,7 +50,7 @@ def test_settings_of_the_c_library_s_memory_are_in_the_record_and_its_name(monke
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
     found = machine.machine("cpu")
     assert found["c_library"] == {"MALLOC_MMAP_MAX_": "0"}
-    assert report.file_stem("model", "cpu", 2, {**AVX512, "c_library": found["c_library"]}) == "model_cpu_kept_2threads"
+    assert report.file_stem("model", "cpu", 2, {**AVX512, "c_library": found["c_library"]}) == "model_cpu_malloc_2threads"
 
 
 def test_instructions_are_those_of_torch_and_the_environment_that_limits_them(monkeypatch):

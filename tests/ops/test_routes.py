@@ -33,10 +33,12 @@ def forgotten():
     [
         ("AVX512", "", WIDE),
         ("AVX512", "avx512bf16 avxvnni", WIDE),
+        ("AVX512", "avx512bf16 avx512fp16", WIDE),
+        ("AVX512", "avx512bf16 avx512vp2intersect", WIDE),
         ("AVX512", "avxvnni", WIDE),
         ("AVX512", "avx512bf16", WIDE | NARROW),
         ("AVX2", "", NARROW),
-        ("AVX2", "avx512bf16 avxvnni", NARROW),
+        ("AVX2", "avx512bf16", NARROW),
         ("DEFAULT", "avx512bf16", EVERYWHERE),
     ],
 )
@@ -48,7 +50,7 @@ def test_instructions_choose(instructions, flags, taken, monkeypatch):
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="another kind of processor")
 def test_the_processor_s_flags_have_the_names_that_are_asked_for():
-    assert {"avx512bf16", "avxvnni"} <= routes._flags().keys()
+    assert {"avx512bf16", *routes.OF_WIDE_UNITS} <= routes._flags().keys()
     fewer = "import sys; sys.modules['llvmlite.binding'] = None; from cpvt_det.ops import routes; print(routes._flags())"
     ended = subprocess.run([sys.executable, "-c", fewer], capture_output=True, text=True, timeout=200)
     assert ended.stdout == "{}\n", ended.stderr
