@@ -45,8 +45,8 @@ def machine(device: str, load_average: float | None = None) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"system": f"{platform.system()} {platform.machine()}", "cpu": cpu_model(), "cores": os.cpu_count()}
     found |= instructions()
-    if kept := {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")}:
-        found["c_library"] = kept
+    if settings := {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")}:
+        found["c_library"] = settings
     found |= {"caches": _caches(), "memory_gib": round(_memory_bytes() / 2**30, 1)}
     if hasattr(os, "getloadavg"):
         found["load_average"] = round(os.getloadavg()[0], 2) if load_average is None else load_average

@@ -42,7 +42,7 @@ ROUTES = {
 OWN = ("dropout", "deformable", "canvases", "openmp")
 """Ways that take nothing of oneDNN."""
 OF_WIDE_UNITS = ("avx512fp16", "avx512vp2intersect", "avxvnni")
-"""Instructions by LLVM's names that no processor with products of bf16 has whose AVX-512 runs in halves, laptops' aside."""
+"""Instructions by LLVM's names. Of processors with AVX-512's products of bf16, those with units of full width have one at least."""
 SWITCH = "CPVT_DET_WITHOUT"
 
 
@@ -64,9 +64,8 @@ def is_on(route: str) -> bool:
 def instructions() -> str:
     """What torch calls its instruction set, but :data:`IN_HALVES` where AVX-512 runs on units of 256 bits, in two steps.
 
-    Such a processor is recognised by its instructions: it has AVX-512's products of bf16, and none of :data:`OF_WIDE_UNITS`, of
-    which wider ones have one at least. Two kinds are mistaken: Intel's Cooper Lake (2020) has full width, AMD's Zen 5 of laptops
-    has not.
+    Such a processor is recognised by its instructions: it has AVX-512's products of bf16, and none of :data:`OF_WIDE_UNITS`. Two
+    kinds are mistaken: Intel's Cooper Lake (2020) has full width, AMD's Zen 5 of laptops has not.
     """
     own = torch.backends.cpu.get_cpu_capability()
     flags = _flags() if own.startswith("AVX512") else {}

@@ -13,7 +13,7 @@ import torch
 
 import cpvt_det
 
-FLAGS = re.compile(r"avx2|fma|avx512\w*")
+FLAGS = re.compile(r"avx2|fma|avx_vnni|avx512\w*")
 """Instructions of /proc/cpuinfo that matter to products and convolutions."""
 LIMITING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that limit the instructions of torch, oneDNN and MKL."""

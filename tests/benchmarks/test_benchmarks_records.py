@@ -64,9 +64,9 @@ def test_instructions_are_those_of_torch_and_the_environment_that_limits_them(mo
 
 
 def test_flags_are_those_of_products(monkeypatch):
-    lines = ["model name\t: some", "flags\t\t: fpu fma sse4_2 avx avx2 avx512f avx512_bf16 aes"]
+    lines = ["model name\t: some", "flags\t\t: fpu fma sse4_2 avx avx2 avx_vnni avx512f avx512_bf16 aes"]
     monkeypatch.setattr(origin, "read_lines", lambda path: lines)
-    assert origin.instructions()["flags"] == "fma avx2 avx512f avx512_bf16"
+    assert origin.instructions()["flags"] == "fma avx2 avx_vnni avx512f avx512_bf16"
     lines[1] = "flags\t\t: fpu"
     assert origin.instructions()["flags"] == "none of avx2, fma, avx512"
     lines.pop()
