@@ -72,6 +72,7 @@ def instructions() -> str:
     return IN_HALVES if flags.get("avx512bf16") and not any(map(flags.get, OF_WIDE_UNITS)) else own
 
 
+@functools.cache
 def _flags() -> dict[str, bool]:
     """The processor's instructions by LLVM's names; empty where llvmlite, which comes with numba, cannot be imported."""
     try:

@@ -16,7 +16,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.ops import convolution as convolution_module
 from cpvt_det.ops import linear as linear_module
-from cpvt_det.ops import routes
+from cpvt_det.ops import routes, winograd
 from cpvt_det.ops.convolution import Conv2d, add_convolved, convolve
 from cpvt_det.ops.dropout import Dropout
 from cpvt_det.ops.linear import Linear, linear
@@ -30,7 +30,8 @@ def library(request, monkeypatch):
     monkeypatch.setattr(routes, "is_on", lambda route: route in request.param)
     for module in (linear_module, convolution_module):
         monkeypatch.setattr(module, "SMALL_PRODUCT", 0)
-    monkeypatch.setattr(linear_module, "SMALL", 0)
+    for module in (linear_module, winograd):
+        monkeypatch.setattr(module, "SMALL", 0)
     return request.param
 
 

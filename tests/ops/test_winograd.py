@@ -124,6 +124,7 @@ def test_nan_and_infinity_reach_the_output():
 )
 def test_other_convolutions_are_torch_s(form, monkeypatch):
     monkeypatch.setattr(routes, "is_on", lambda route: True)
+    monkeypatch.setattr(winograd, "SMALL", 0)
     x, weight = torch.ones(1, 64, 8, 8), torch.ones(64, 64, 3, 3)
     assert winograd.is_for(x, weight, (1, 1), (1, 1), (1, 1), 1)
     assert not winograd.is_for(x, weight, *form)
@@ -133,3 +134,12 @@ def test_other_convolutions_are_torch_s(form, monkeypatch):
     assert not winograd.is_for(x, torch.ones(16, 64, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     monkeypatch.setattr(winograd, "_kernels", lambda: None)  # numba is not there
     assert not winograd.is_for(x, weight, (1, 1), (1, 1), (1, 1), 1)
+
+
+@pytest.mark.parametrize(("instructions", "taken"), [(routes.IN_HALVES, [False, True]), ("AVX2", [True, True])])
+def test_small_maps_are_direct_where_avx512_runs_in_halves(instructions, taken, monkeypatch):
+    """64 channels, 86 x 86 cells: 2^28 multiplications and some more."""
+    monkeypatch.setattr(routes, "instructions", lambda: instructions)
+    weight = torch.ones(64, 64, 3, 3)
+    found = [winograd.is_for(torch.ones(1, 64, side, side), weight, (1, 1), (1, 1), (1, 1), 1) for side in (85, 86)]
+    assert found == taken
