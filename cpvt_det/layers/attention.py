@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
+from cpvt_det.layers.packing import Packing
 from cpvt_det.ops.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
 from cpvt_det.ops.dropout import dropout
 from cpvt_det.ops.linear import Linear, linear
@@ -54,6 +55,7 @@ class Attention(nn.Module):
         padding_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
         place: Place | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Attend. Pass the same object twice where two inputs are the same: it is projected in one product.
 
@@ -65,9 +67,10 @@ class Attention(nn.Module):
             attention_mask: float, of a shape that broadcasts to (B, M, Q, N), added to the scores; -inf hides a key from a query.
                 Each query needs one key.
             place: what a position encoding does here, of which the bias takes the place of ``attention_mask``.
+            packing: the inputs are packed, (1, T, C), and tokens of an image see each other alone; without a mask or ``place``.
 
         Returns:
-            (B, Q, C).
+            (B, Q, C); packed like the inputs.
 
         Raises:
             TypeError: an attention mask that is not float; the two meanings of a bool one are opposites.
@@ -81,12 +84,16 @@ class Attention(nn.Module):
         attend = None if padding_mask is None or not has_padding(padding_mask) else ~padding_mask[:, None, None, :]
         if attention_mask is not None:
             attend = attention_mask.to(q.dtype) if attend is None else attention_mask.to(q.dtype).where(attend, -math.inf)
+        images = [(q, k, v)] if packing is None else zip(*(packing.images(x, 2) for x in (q, k, v)), strict=True)
+        attended = [self._attend(*image, attend).transpose(1, 2) for image in images]  # (B, Q, M, C / M)
+        return self.out_proj((attended[0] if packing is None else torch.cat(attended, dim=1)).flatten(2))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None) -> Tensor:
+        """``scaled_dot_product_attention`` with the dropout of this layer."""
         probability = self.dropout if self.training else 0.0
         if probability and q.device.type == "cpu":  # torch's own is not fused either, and draws more slowly
-            attended = _attend(q, k, v, attend, probability)
-        else:
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attend, dropout_p=probability)
-        return self.out_proj(attended.transpose(1, 2).flatten(2))  # (B, M, Q, C / M) -> (B, Q, C)
+            return _attend(q, k, v, attend, probability)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attend, dropout_p=probability)
 
     def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> Sequence[Tensor]:
         """The projections 0 (of queries), 1 (of keys) and 2 (of values); those that share an input share a product."""
@@ -164,7 +171,9 @@ class DeformableAttention(nn.Module):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
 
-    def forward(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, levels: Levels) -> Tensor:
+    def forward(
+        self, queries: Tensor, reference_points: Tensor, tokens: Tensor, levels: Levels, packing: Packing | None = None
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -173,19 +182,24 @@ class DeformableAttention(nn.Module):
                 point, in halves of a P-th of the sides around a box.
             tokens: (B, N, C) float.
             levels: layout of the tokens; padded ones count as zeros.
+            packing: the first three are packed, (1, T, ...), queries being those of the tokens.
 
         Returns:
-            (B, Q, C).
+            (B, Q, C); packed like the inputs.
 
         Raises:
             TypeError: a mask that is not bool.
             ValueError: shapes that disagree.
         """
-        self._check(queries, reference_points, tokens, levels.padding_mask)
+        if packing is None:
+            self._check(queries, reference_points, tokens, levels.padding_mask)
         heads, num_levels, points = self.samples
         values = self.value_proj(tokens)
-        if has_padding(levels.padding_mask):
+        if packing is not None:
+            values = packing.unpack(values)
+        elif has_padding(levels.padding_mask):
             values = values.masked_fill(levels.padding_mask[..., None], 0)
+        values = values.unflatten(-1, (heads, -1))
         offsets = self.sampling_offsets(queries).unflatten(-1, (heads, -1))  # (B, Q, M, L * P * 2)
         weights = self.attention_weights(queries).unflatten(-1, (heads, num_levels * points)).softmax(-1)
         centers = self._at_points(reference_points[..., :2])
@@ -193,14 +207,13 @@ class DeformableAttention(nn.Module):
             units = self._at_points(1 / levels.sizes)
         else:
             units = self._at_points(reference_points[..., 2:] * (0.5 / points))
-        attended = ms_deform_attn(
-            values.unflatten(-1, (heads, -1)),
-            levels.shapes,
-            torch.addcmul(centers, offsets, units).unflatten(-1, (num_levels, points, 2)),
-            weights.unflatten(-1, (num_levels, points)),
-            self.implementation,
-        )
-        return self.output_proj(attended)
+        locations = torch.addcmul(centers, offsets, units).unflatten(-1, (num_levels, points, 2))
+        weights = weights.unflatten(-1, (num_levels, points))
+        images = [(values, locations, weights)]
+        if packing is not None:
+            images = zip(values.split(1), packing.images(locations), packing.images(weights), strict=True)
+        attended = [ms_deform_attn(value, levels.shapes, *points, self.implementation) for value, *points in images]
+        return self.output_proj(attended[0] if packing is None else torch.cat(attended, dim=1))
 
     def _at_points(self, x: Tensor) -> Tensor:
         """(..., L, 2) -> (..., 1, L * P * 2): of every point, for all heads, in rows that are quick to add and multiply."""

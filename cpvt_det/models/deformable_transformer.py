@@ -15,6 +15,8 @@ from cpvt_det import defaults
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.heads import Heads
+from cpvt_det.layers.packing import Packing
+from cpvt_det.models.packing import inject, packing_for
 from cpvt_det.models.queries import Queries
 from cpvt_det.models.transformer import Memory
 from cpvt_det.ops.dropout import Dropout
@@ -54,7 +56,9 @@ class DeformableEncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(channels)
         self.dropout = Dropout(dropout)
 
-    def forward(self, tokens: Tensor, positions: Tensor, reference_points: Tensor, levels: Levels) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, reference_points: Tensor, levels: Levels, packing: Packing | None = None
+    ) -> Tensor:
         """One layer.
 
         Args:
@@ -62,11 +66,12 @@ class DeformableEncoderLayer(nn.Module):
             positions: (B, N, C) float, added to the queries.
             reference_points: (B, N, L, 2) float.
             levels: layout of the tokens.
+            packing: the first three are packed, (1, T, ...).
 
         Returns:
-            (B, N, C).
+            (B, N, C); packed like the tokens.
         """
-        attended = self.self_attn(tokens + positions, reference_points, tokens, levels)
+        attended = self.self_attn(tokens + positions, reference_points, tokens, levels, packing=packing)
         tokens = self.norm1(self.dropout.add(tokens, attended))
         return self.norm2(self.dropout.add(tokens, self.dropout.feed_forward(self.linear1, self.linear2, tokens)))
 
@@ -95,15 +100,18 @@ class DeformableEncoder(nn.Module):
             position: encoding that acts on the tokens.
 
         Returns:
-            (B, N, C), the memory.
+            (B, N, C), the memory; what is at padded tokens means nothing.
         """
         reference_points = levels.to_level_coordinates(levels.centers())
         tokens = position.inject(tokens, levels.padding_mask, levels.shapes, -1)
+        packing = packing_for(self.layers, (DeformableEncoderLayer, DeformableAttention), tokens, levels.padding_mask, position)
+        if packing is not None:
+            tokens, positions, reference_points = map(packing.pack, (tokens, positions, reference_points))
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
-            tokens = run_layer(tokens, positions, reference_points, levels)
-            tokens = position.inject(tokens, levels.padding_mask, levels.shapes, index)
-        return tokens
+            tokens = run_layer(tokens, positions, reference_points, levels, packing)
+            tokens = inject(position, tokens, packing, levels.padding_mask, levels.shapes, index)
+        return tokens if packing is None else packing.unpack(tokens)
 
 
 class DeformableDecoderLayer(nn.Module):

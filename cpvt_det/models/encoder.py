@@ -14,6 +14,8 @@ from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.attention import Attention, Place
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.drop_path import DropPath
+from cpvt_det.layers.packing import Packing
+from cpvt_det.models.packing import inject, packing_for
 from cpvt_det.ops.dropout import Dropout
 from cpvt_det.ops.linear import Linear
 from cpvt_det.position.registry import PositionEncoding
@@ -66,7 +68,14 @@ class EncoderLayer(nn.Module):
         self.dropout = Dropout(dropout)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, tokens: Tensor, positions: Tensor | None, padding_mask: Tensor | None, place: Place | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        padding_mask: Tensor | None,
+        place: Place | None = None,
+        packing: Packing | None = None,
+    ) -> Tensor:
         """One layer.
 
         Args:
@@ -74,13 +83,14 @@ class EncoderLayer(nn.Module):
             positions: (B, N, C) float, added to queries and keys; ``None`` lets all three share one product.
             padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
             place: what a position encoding does inside the attention, as in :class:`Attention`.
+            packing: tokens and positions are packed, (1, T, C); without a mask or ``place``.
 
         Returns:
-            (B, N, C).
+            (B, N, C); packed like the tokens.
         """
         x = self.norm1(tokens) if self.pre_norm else tokens
         placed = x if positions is None else x + positions  # x itself, so that attention sees that its inputs are one
-        x = self.self_attn(placed, placed, x, padding_mask, None, place)
+        x = self.self_attn(placed, placed, x, padding_mask, None, place, packing=packing)
         tokens = self.dropout.add(tokens, self.drop_path(x))
         tokens = tokens if self.pre_norm else self.norm1(tokens)
 
@@ -143,15 +153,20 @@ class Encoder(nn.Module):
             position: encoding that acts on the tokens and inside the attention.
 
         Returns:
-            (B, N, C), the memory.
+            (B, N, C), the memory; what is at padded tokens means nothing.
         """
         tokens = position.inject(tokens, padding_mask, level_shapes, -1)
+        packing = packing_for(self.layers, (EncoderLayer, Attention), tokens, padding_mask, position)
+        keys_mask = padding_mask
+        if packing is not None:
+            tokens, positions = packing.pack(tokens), None if positions is None else packing.pack(positions)
+            keys_mask = None
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
-            place = place_in(position, padding_mask, level_shapes, index)
-            tokens = run_layer(tokens, positions, padding_mask, place)
-            tokens = position.inject(tokens, padding_mask, level_shapes, index)
-        return tokens if self.norm is None else self.norm(tokens)
+            tokens = run_layer(tokens, positions, keys_mask, place_in(position, padding_mask, level_shapes, index), packing)
+            tokens = inject(position, tokens, packing, padding_mask, level_shapes, index)
+        tokens = tokens if self.norm is None else self.norm(tokens)
+        return tokens if packing is None else packing.unpack(tokens)
 
 
 def place_in(position: PositionEncoding, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Place | None:

@@ -67,9 +67,7 @@ class Dropout(nn.Dropout):
 
 def _is_called_alone(layer: nn.Module) -> bool:
     """Whether a layer is ours, with a bias, and calls nothing else: no subclass, no wrapper, no hook."""
-    if type(layer) is not Linear or layer.bias is None:
-        return False
-    return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    return type(layer) is Linear and layer.bias is not None and not routes.is_watched(layer)
 
 
 class _KernelDropout(torch.autograd.Function):

@@ -24,6 +24,7 @@ ROUTES = {
     "dropout": ("",),
     "deformable": ("",),
     "canvases": ("",),
+    "packing": ("",),
     "openmp": ("",),
 }
 """Way -> the instruction sets that take it, as the beginning of what :func:`instructions` calls them.
@@ -37,9 +38,10 @@ ROUTES = {
 - ``dropout`` (``ops/dropout.py``): dropout by a kernel of our own;
 - ``deformable`` (``ops/deformable_attention.py``): deformable attention by numba's kernel;
 - ``canvases`` (``models/backbones/canvases.py``): images of a padded batch on canvases of their own;
+- ``packing`` (``layers/packing.py``): encoders leave padded tokens out;
 - ``openmp`` (``ops/numba_threads.py``): numba's kernels in torch's own threads, where these are GCC's OpenMP; else in a pool.
 """
-OWN = ("dropout", "deformable", "canvases", "openmp")
+OWN = ("dropout", "deformable", "canvases", "packing", "openmp")
 """Ways that take nothing of oneDNN."""
 OF_WIDE_UNITS = ("avx512fp16", "avx512vp2intersect", "avxvnni")
 """Instructions by LLVM's names. Of processors with AVX-512's products of bf16, those with units of full width have one at least."""
@@ -89,6 +91,11 @@ def is_plain(x: Tensor) -> bool:
         return False
     is_watched = torch.jit.is_tracing() or _get_current_dispatch_mode() is not None
     return not is_watched and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks see a module's calls or its gradients."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def takes(route: str, x: Tensor) -> bool:

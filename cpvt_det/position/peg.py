@@ -215,7 +215,7 @@ class PEGEncoding(PositionEncoding):
         self.additive = None if additive is None else additive(channels)
         self.pegs = nn.ModuleDict(
             {
-                "before" if position < 0 else str(position): nn.ModuleList(
+                _key(position): nn.ModuleList(
                     peg(channels, kernel_size, norm, mask_input, zero_init) for _ in range(1 if share_levels else num_levels)
                 )
                 for position in positions
@@ -226,10 +226,17 @@ class PEGEncoding(PositionEncoding):
         return None if self.additive is None else self.additive(features, padding_masks)
 
     def inject(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
-        key = "before" if layer < 0 else str(layer)
-        if key not in self.pegs:
+        if not self.acts_after(layer):
             return tokens
-        return encode_levels(self.pegs[key], tokens, padding_mask, level_shapes)
+        return encode_levels(self.pegs[_key(layer)], tokens, padding_mask, level_shapes)
+
+    def acts_after(self, layer: int) -> bool:
+        return _key(layer) in self.pegs
+
+    @property
+    def looks_at_padding(self) -> bool:
+        pegs = [part for part in self.pegs.modules() if hasattr(part, "mask_input")]
+        return not all(peg.mask_input for peg in pegs)
 
     def place(
         self, queries: Tensor, keys: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int
@@ -240,6 +247,11 @@ class PEGEncoding(PositionEncoding):
     @property
     def acts_in_attention(self) -> bool:
         return self.additive is not None and self.additive.acts_in_attention
+
+
+def _key(layer: int) -> str:
+    """The name of the PEGs that act after a layer."""
+    return "before" if layer < 0 else str(layer)
 
 
 register_position("peg")(PEGEncoding)

@@ -107,6 +107,16 @@ class PositionEncoding(nn.Module):
         """
         return queries, keys, None
 
+    def acts_after(self, layer: int) -> bool:
+        """Whether :meth:`inject` does anything after a layer; -1 is before the first."""
+        return type(self).inject is not PositionEncoding.inject
+
+    @property
+    def looks_at_padding(self) -> bool:
+        """Whether, in :meth:`inject`, what becomes of valid tokens depends on padded ones; otherwise an encoder need not compute
+        these. An encoding of your own that keeps them out may say ``False``."""
+        return type(self).inject is not PositionEncoding.inject
+
     @property
     def acts_in_attention(self) -> bool:
         """Whether :meth:`place` does anything; attention without products of queries and keys refuses such an encoding."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording what happens inside a detector, by hooks: the layers contain no code for it, and their results do not change.
+"""Recording what happens inside a detector, by hooks: the layers contain no code for it, and their results do not change, but by
+rounding where they leave padded tokens out otherwise: a layer with a hook gets the whole batch.
 
 Attention layers keep no attention weights, as fused kernels do not produce them; here they are computed from the layers' inputs.
 """

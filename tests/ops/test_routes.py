@@ -15,7 +15,7 @@ from cpvt_det.errors import ConfigError
 from cpvt_det.models.backbones.resnet import ResNetBackbone
 from cpvt_det.ops import deformable_attention, routes
 
-EVERYWHERE = {"blocks", "dropout", "deformable", "canvases", "openmp"}
+EVERYWHERE = {"blocks", "dropout", "deformable", "canvases", "packing", "openmp"}
 WIDE = {"linear", "hidden", "pointwise", *EVERYWHERE}
 NARROW = {"hidden", "pointwise", "rows", "winograd", *EVERYWHERE}
 

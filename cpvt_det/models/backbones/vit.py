@@ -189,7 +189,11 @@ class BesideTokens:
         self._position, self._count = position, count
         self._mask = padding_mask.flatten(1)
         self.level_shapes: list[Size] = [tuple(padding_mask.shape[1:])]
-        self.acts_in_attention = position.acts_in_attention
+        self.acts_in_attention, self.looks_at_padding = position.acts_in_attention, position.looks_at_padding
+
+    def acts_after(self, layer: int) -> bool:
+        """As :meth:`PositionEncoding.acts_after`."""
+        return self._position.acts_after(layer)
 
     def inject(self, tokens: Tensor, padding_mask: Tensor | None, level_shapes: Sequence[Size], layer: int) -> Tensor:
         """As :meth:`PositionEncoding.inject`."""

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of a padded batch without the padded ones, all images' in one row.
+
+But for attention, where nobody looks at padded tokens, an encoder's layers compute every token by itself. So what they make of
+the others does not depend on the padded ones, and these need not be computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of a batch that are not padded stand.
+
+    Attributes:
+        places: (T,) int64, ascending, among the B * N tokens of the batch.
+        counts: how many are of each of the B images; they sum to T.
+        shape: (B, N).
+    """
+
+    places: Tensor
+    counts: list[int]
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, padding_mask: Tensor) -> "Packing":
+        """The packing for a mask (B, N) bool, True = padded."""
+        valid = ~padding_mask
+        return cls(valid.flatten().nonzero()[:, 0], valid.sum(1).tolist(), tuple(padding_mask.shape))
+
+    def pack(self, whole: Tensor) -> Tensor:
+        """(B or 1, N, ...) -> (1, T, ...)."""
+        whole = whole.expand(self.shape[0], *whole.shape[1:])
+        return _Pack.apply(whole.flatten(0, 1), self.places)[None]
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """(1, T, ...) -> (B, N, ...), zero at padded tokens."""
+        return _Unpack.apply(packed[0], self.places, self.shape[0] * self.shape[1]).unflatten(0, self.shape)
+
+    def images(self, packed: Tensor, dim: int = 1) -> Sequence[Tensor]:
+        """A tensor with T tokens along ``dim`` -> one of each image's tokens."""
+        return packed.split(self.counts, dim)
+
+
+class _Pack(torch.autograd.Function):
+    """(R, ...) -> (T, ...), the rows at places."""
+
+    @staticmethod
+    def forward(ctx, rows, places):
+        ctx.save_for_backward(places)
+        ctx.count = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Unpack.apply(grad, *ctx.saved_tensors, ctx.count), None
+
+
+class _Unpack(torch.autograd.Function):
+    """(T, ...) -> (R, ...), the rows at places, and zeros between them."""
+
+    @staticmethod
+    def forward(ctx, rows, places, count):
+        ctx.save_for_backward(places)
+        return rows.new_zeros(count, *rows.shape[1:]).index_copy_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Pack.apply(grad, *ctx.saved_tensors), None, None
