@@ -212,7 +212,7 @@ class DeformableAttention(nn.Module):
         images = [(values, locations, weights)]
         if packing is not None:
             images = zip(values.split(1), packing.images(locations), packing.images(weights), strict=True)
-        attended = [ms_deform_attn(value, levels.shapes, *points, self.implementation) for value, *points in images]
+        attended = [ms_deform_attn(value, levels.shapes, *sampled, self.implementation) for value, *sampled in images]
         return self.output_proj(attended[0] if packing is None else torch.cat(attended, dim=1))
 
     def _at_points(self, x: Tensor) -> Tensor:
