@@ -27,7 +27,7 @@ Row = Sequence[str]
 
 PASSES = ("inference", "training step")
 MODELS = {
-    "AVX2": ("model_cpu_avx2",),
+    "AVX2": ("padded/model_cpu_avx2", "model_cpu_avx2"),
     "AVX-512": ("model_cpu",),
     "AVX-512, family 25": ("family_25/detr/model_cpu", "family_25/deformable/model_cpu"),
     "AVX-512, Intel": ("intel/model_cpu",),
