@@ -38,7 +38,7 @@ ROUTES = {
 - ``dropout`` (``ops/dropout.py``): dropout by a kernel of our own;
 - ``deformable`` (``ops/deformable_attention.py``): deformable attention by numba's kernel;
 - ``canvases`` (``models/backbones/canvases.py``): images of a padded batch on canvases of their own;
-- ``packing`` (``layers/packing.py``): encoders leave padded tokens out;
+- ``packing`` (``models/packing.py``): encoders leave padded tokens out;
 - ``openmp`` (``ops/numba_threads.py``): numba's kernels in torch's own threads, where these are GCC's OpenMP; else in a pool.
 """
 OWN = ("dropout", "deformable", "canvases", "packing", "openmp")

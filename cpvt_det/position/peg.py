@@ -212,6 +212,7 @@ class PEGEncoding(PositionEncoding):
             raise ValueError(
                 f"PEG positions must be different layers from -1 (before the first) to {num_layers - 1}, got {list(positions)}"
             )
+        self.mask_input = mask_input
         self.additive = None if additive is None else additive(channels)
         self.pegs = nn.ModuleDict(
             {
@@ -235,8 +236,7 @@ class PEGEncoding(PositionEncoding):
 
     @property
     def looks_at_padding(self) -> bool:
-        pegs = [part for part in self.pegs.modules() if hasattr(part, "mask_input")]
-        return not all(peg.mask_input for peg in pegs)
+        return not self.mask_input
 
     def place(
         self, queries: Tensor, keys: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int
