@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from cpvt_det.layers.packing import Packing
+from cpvt_det.models.backbones.vit import vision_transformer
 from cpvt_det.models.deformable_transformer import DeformableEncoder, DeformableEncoderLayer
 from cpvt_det.models.encoder import Encoder, EncoderLayer
 from cpvt_det.ops import routes
@@ -210,3 +211,17 @@ def test_dropout_of_attention_is_drawn_for_packed_tokens_too():
         drawn.append(encoder(tokens, None, levels.padding_mask, levels.shapes, PositionEncoding())[~levels.padding_mask])
     assert torch.equal(drawn[0], drawn[1])
     assert ((drawn[0] - drawn[2]).abs().amax(-1) > 1e-3).all()
+
+
+@pytest.mark.parametrize("name", ["deit", "cpvt"])
+def test_a_vision_transformer_with_a_class_token_packs_its_patches(monkeypatch, name):
+    torch.manual_seed(6)
+    backbone = vision_transformer(name, "tiny", embed_dim=24, depth=2, num_heads=3).double().eval()
+    mask = padding_mask_of([(96, 48), (64, 96)], (96, 96))
+    images = torch.randn(2, 3, 96, 96, dtype=torch.float64).masked_fill(mask[:, None], 0)
+    seen, packed = packings(monkeypatch), backbone.tokens(images, mask)
+    monkeypatch.setattr("cpvt_det.models.encoder.packing_for", lambda *_: None)
+    whole, valid = backbone.tokens(images, mask), ~mask[:, ::16, ::16].flatten(1)
+    assert [one.counts for one in seen] == [[6 * 3 + 1, 4 * 6 + 1]]
+    torch.testing.assert_close(packed[0], whole[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(packed[1][valid], whole[1][valid], rtol=0, atol=1e-11)
