@@ -85,7 +85,7 @@ def test_attention_between_patches_is_that_of_the_layer(backbone, encoding, num_
     layer = getattr(layer, "outer", layer)
     total = torch.zeros(HEIGHT * WIDTH, HEIGHT * WIDTH, dtype=torch.float64)
     for image in images:
-        tokens, _, _, place = arguments_of(layer, model.detector, image)
+        tokens, _, _, place = arguments_of(layer, model.detector, image)[:4]
         q, k, _ = F.linear(layer.norm1(tokens), layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias)[0].chunk(3, dim=-1)
         q, k = (x.unflatten(-1, (2, -1)).transpose(0, 1)[None] for x in (q, k))
         bias = torch.zeros(())
