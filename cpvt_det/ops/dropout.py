@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cpvt_det.ops import feed_forward as blocks
 from cpvt_det.ops import routes
-from cpvt_det.ops.linear import Linear
+from cpvt_det.ops.linear import Linear, linear
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MOST = 1 - 2**-17
@@ -32,12 +32,21 @@ def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool 
         residual: addend of the shape of ``x``, for a sum in one new tensor; ``None``: none.
     """
     assert not rectify or residual is None  # the output of a sum does not say where x was kept
-    is_plain = x.device.type == "cpu" and x.dtype in FLOATS and type(x) in (Tensor, nn.Parameter)
-    is_own = training and is_plain and 0 < probability < MOST and not torch.compiler.is_compiling()
-    if is_own and routes.is_on("dropout") and _kernel() is not None:
-        return _KernelDropout.apply(x, residual, probability, int(torch.randint(1 << 62, ())), rectify)
+    if training and _is_own(x, probability):
+        return _KernelDropout.apply(x, residual, probability, _seed(), rectify)
     dropped = F.dropout(F.relu(x) if rectify else x, probability, training)
     return dropped if residual is None else residual + dropped
+
+
+def _is_own(x: Tensor, probability: float) -> bool:
+    """Whether the kernel drops numbers of ``x``."""
+    is_plain = x.device.type == "cpu" and x.dtype in FLOATS and type(x) in (Tensor, nn.Parameter)
+    is_for_kernel = is_plain and 0 < probability < MOST and not torch.compiler.is_compiling()
+    return is_for_kernel and routes.is_on("dropout") and _kernel() is not None
+
+
+def _seed() -> int:
+    return int(torch.randint(1 << 62, ()))
 
 
 class Dropout(nn.Dropout):
@@ -54,15 +63,30 @@ class Dropout(nn.Dropout):
         return dropout(layer(x), self.p, self.training, rectify=True)
 
     def feed_forward(self, first: Linear, second: Linear, x: Tensor) -> Tensor:
-        """``second(F.dropout(F.relu(first(x))))``; by blocks where that is quicker and nothing is dropped."""
+        """``second(F.dropout(F.relu(first(x))))``; by blocks where that is quicker."""
+        if not (_is_called_alone(first) and _is_called_alone(second) and blocks.is_for(x, first.weight)):
+            return second(self.of_relu(first, x))
+        weights = first.weight, first.bias, second.weight, second.bias
         drops = self.training and self.p
-        if not drops and _is_called_alone(first) and _is_called_alone(second) and blocks.is_for(x, first.weight):
-            return blocks.feed_forward(x, first.weight, first.bias, second.weight, second.bias)
-        return second(self.of_relu(first, x))
+        if not drops and blocks.makes_twice(x, *weights):
+            return blocks.feed_forward(x, *weights)
+        with torch.no_grad():
+            hidden = linear(x, first.weight, first.bias, rectify=not drops)
+            scale = _drop_rectified(hidden, self.p) if drops else 1.0
+        return blocks.feed_forward(x, *weights, hidden, scale)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + F.dropout(x)``, in one new tensor; both are of one shape."""
         return dropout(x, self.p, self.training, residual=residual)
+
+
+def _drop_rectified(x: Tensor, probability: float) -> float:
+    """Dropout of the ReLU, in the memory of ``x``, which is on a CPU and needs no gradient; what is left was multiplied by."""
+    if _is_own(x, probability):
+        _kernel().drop(x, probability, _seed(), rectify=True, in_place=True)
+        return _kernel().keep_scale(probability)
+    F.dropout(x.relu_(), probability, inplace=True)
+    return 1 / (1 - probability) if probability < 1 else 0.0
 
 
 def _is_called_alone(layer: nn.Module) -> bool:

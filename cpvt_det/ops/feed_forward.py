@@ -3,7 +3,8 @@
 
 A tensor of 32 MB or more gets new pages of memory from the system each time, in both passes, which takes nearly as long as the
 product that fills them; a block's memory is there already, and stays near the processor. The backward pass makes a block's numbers
-once more, in less time than new pages would take, and needs nothing but the input to be kept.
+once more, in less time than new pages would take, and needs nothing but the input to be kept. Where the product takes longer than
+new pages, and where numbers are dropped, they are kept instead, and only their gradients are made by blocks.
 """
 
 import torch
@@ -18,35 +19,47 @@ BLOCK = 1 << 21  # numbers of a block
 
 
 def is_for(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``x`` (..., C) and the first layer's weight (C', C) make so many numbers that blocks of them are quicker.
+    """Whether ``x`` (..., C) and the first layer's weight (C', C) make so many numbers that blocks of them are quicker."""
+    return routes.takes("hidden", x) and x.numel() // x.shape[-1] * len(weight) >= LARGE
 
-    Where gradients are wanted, only with oneDNN's products: slower ones take longer than new pages.
+
+def makes_twice(*learned: Tensor) -> bool:
+    """Whether the numbers between the layers are made once more in the backward pass, or are not needed there.
+
+    Args:
+        learned: tensors that gradients may be wanted of.
     """
-    if not routes.takes("hidden", x) or x.numel() // x.shape[-1] * len(weight) < LARGE:
-        return False
-    return routes.is_on("linear") or not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    return routes.is_on("linear") or not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned))
 
 
-def feed_forward(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+def feed_forward(
+    x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, hidden: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     """``F.linear(F.relu(F.linear(x, weight1, bias1)), weight2, bias2)``, by blocks.
 
     Args:
         x: (..., C) float32.
         weight1, bias1: (C', C) and (C',).
         weight2, bias2: (C'', C') and (C'',).
+        hidden: (..., C'), the numbers between the layers, without gradient; those that are zero, by the ReLU or dropped, pass none
+            on. ``None``: they are made here.
+        scale: what numbers that are not zero were multiplied by.
 
     Returns:
         (..., C'').
     """
-    return _ByBlocks.apply(x, weight1, bias1, weight2, bias2)
+    return _ByBlocks.apply(x, weight1, bias1, weight2, bias2, hidden, scale)
 
 
 class _ByBlocks(torch.autograd.Function):
-    """:func:`feed_forward`; of its tensors the input and the weights are kept."""
+    """:func:`feed_forward`; of its tensors the input, the weights and ``hidden`` are kept."""
 
     @staticmethod
-    def forward(ctx, x, weight1, bias1, weight2, bias2):
-        ctx.save_for_backward(x, weight1, bias1, weight2)
+    def forward(ctx, x, weight1, bias1, weight2, bias2, hidden, scale):
+        ctx.save_for_backward(x, weight1, bias1, weight2, hidden)
+        ctx.scale = scale
+        if hidden is not None:
+            return linear(hidden, weight2, bias2)
         rows = x.reshape(-1, x.shape[-1])
         out = rows.new_empty(len(rows), len(weight2))
         for some, fed in zip(_blocks(rows, weight1), _blocks(out, weight1), strict=True):
@@ -56,15 +69,18 @@ class _ByBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight1, bias1, weight2 = ctx.saved_tensors
-        needs_x, *needs1, needs_weight2, needs_bias2 = ctx.needs_input_grad
+        x, weight1, bias1, weight2, kept = ctx.saved_tensors
+        needs_x, *needs1, needs_weight2, needs_bias2 = ctx.needs_input_grad[:5]
         rows, slopes = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         grad_x = torch.empty_like(rows) if needs_x else None
         sums: list[Tensor | None] = [None] * 4  # of the four weights and biases
-        of_rows = [None] * len(_blocks(rows, weight1)) if grad_x is None else _blocks(grad_x, weight1)
-        for some, slope, place in zip(_blocks(rows, weight1), _blocks(slopes, weight1), of_rows, strict=True):
-            hidden = linear(some, weight1, bias1, rectify=True)
-            on_hidden, *grads2 = _slopes(slope, hidden, weight2, [needs_x or any(needs1), needs_weight2, needs_bias2])
+        blocks = _blocks(rows, weight1)
+        of_rows = [None] * len(blocks) if grad_x is None else _blocks(grad_x, weight1)
+        of_hidden = [None] * len(blocks) if kept is None else _blocks(kept.reshape(len(rows), -1), weight1)
+        scaled = weight2 * ctx.scale
+        for some, slope, place, hidden in zip(blocks, _blocks(slopes, weight1), of_rows, of_hidden, strict=True):
+            hidden = linear(some, weight1, bias1, rectify=True) if hidden is None else hidden
+            on_hidden, *grads2 = _slopes(slope, hidden, scaled, [needs_x or any(needs1), needs_weight2, needs_bias2])
             on_rows, grads1 = None, [None, None]
             if on_hidden is not None:
                 torch.ops.aten.threshold_backward.grad_input(on_hidden, hidden, 0, grad_input=on_hidden)
@@ -72,7 +88,7 @@ class _ByBlocks(torch.autograd.Function):
             if on_rows is not None:
                 place.copy_(on_rows)
             sums = [_sum(total, value) for total, value in zip(sums, (*grads1, *grads2), strict=True)]
-        return None if grad_x is None else grad_x.view(x.shape), *sums
+        return None if grad_x is None else grad_x.view(x.shape), *sums, None, None
 
 
 def _sum(total: Tensor | None, value: Tensor | None) -> Tensor | None:
@@ -85,7 +101,10 @@ def _blocks(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def _slopes(grad: Tensor, x: Tensor, weight: Tensor, needs: list[bool]) -> list[Tensor | None]:
-    """The gradients of a linear layer's input (R, C), weight (C', C) and bias (C',) that are needed, by oneDNN (``linear.py``)."""
+    """The gradients of a linear layer's input (R, C), weight (C', C) and bias (C',) that are needed."""
+    if not routes.is_on("linear"):
+        makers = (lambda: grad @ weight, lambda: grad.T @ x, lambda: grad.sum(0))
+        return [make() if wanted else None for make, wanted in zip(makers, needs, strict=True)]
     grad, x = (rows.reshape(1, -1, 1, rows.shape[-1]).permute(0, 3, 1, 2) for rows in (grad, x))  # (R, C) -> (1, C, R, 1)
     shape = ([1, 1], [0, 0], [2, 2], False, [0, 0], 1)  # stride, padding, dilation, whether transposed, output padding, groups
     found = torch.ops.aten.convolution_backward(grad, x, weight[:, :, None, None], [len(weight)], *shape, needs)

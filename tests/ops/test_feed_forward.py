@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feed-forward networks by blocks of rows: the numbers and gradients of torch's layers, and nothing between them kept."""
+"""Feed-forward networks by blocks of rows: the numbers and gradients of torch's layers, and what of them is kept."""
 
 import copy
 
@@ -8,16 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cpvt_det.layers.checkpointing import recomputed
+from cpvt_det.ops import dropout as dropping
 from cpvt_det.ops import feed_forward as blocks
 from cpvt_det.ops import routes
 from cpvt_det.ops.dropout import Dropout
 from cpvt_det.ops.linear import Linear
 
+FAST, SLOW = ("hidden", "linear", "dropout"), ("hidden", "dropout")
+"""Ways of a processor whose products are quicker than new pages, and of another one."""
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
+
+@pytest.fixture(params=[FAST, SLOW], ids=["fast products", "slow products"], autouse=True)
+def small_blocks(request, monkeypatch):
     """The way on every processor: blocks of five rows of 24 numbers, from 100 numbers on."""
-    monkeypatch.setattr(routes, "is_on", lambda route: route in ("hidden", "linear"))
+    monkeypatch.setattr(routes, "is_on", lambda route: route in request.param)
     monkeypatch.setattr(blocks, "LARGE", 100)
     monkeypatch.setattr(blocks, "BLOCK", 5 * 24)
 
@@ -66,12 +71,64 @@ def test_a_view_is_fed_too():
     torch.testing.assert_close(Dropout(0.0).feed_forward(first, second, x), wanted)
 
 
-def test_the_input_and_weights_alone_are_kept():
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("own_kernel", [True, False])
+def test_dropped_numbers_are_torch_s_in_float64(probability, own_kernel, monkeypatch):
+    """What is dropped is what the layers one by one drop from the same seed; sums and gradients are then worked out in float64."""
+    if not own_kernel:
+        monkeypatch.setattr(dropping, "_kernel", lambda: None)
     first, second = layers()
-    x, kept = torch.randn(40, 8, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()) or tensor, lambda tensor: tensor):
-        Dropout(0.0).feed_forward(first, second, x)
-    assert set(kept) == {tensor.data_ptr() for tensor in (x, first.weight, first.bias, second.weight)}
+    x, dropout = torch.randn(2, 40, 8, requires_grad=True), Dropout(probability)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        factors = dropout.of_relu(first, x) / first(x).relu()  # 0 / 0 where the ReLU is zero
+    factors = factors.nan_to_num(0).double()
+    if 0 < probability < 1:
+        assert (factors[factors > 0] - 1 / (1 - probability)).abs().max() < 1e-4 and (factors == 0).any()
+    torch.manual_seed(1)
+    found = outcome(lambda x: dropout.feed_forward(first, second, x), x, first, second)
+    exact = [copy.deepcopy(layer).double() for layer in (first, second)]
+    wanted = outcome(lambda x: exact[1](exact[0](x).relu() * factors), x.detach().double().requires_grad_(), *exact)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape and one.dtype == torch.float32
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=3e-6 * float(other.detach().abs().max()))
+
+
+def kept_by(dropout):
+    """Sizes of what a feed-forward network keeps for its backward pass, each tensor once."""
+    first, second = layers()
+    x, kept = torch.randn(40, 8, requires_grad=True), {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.update({tensor.data_ptr(): tensor.shape}) or tensor, lambda tensor: tensor
+    ):
+        dropout.feed_forward(first, second, x)
+    return sorted(tuple(shape) for shape in kept.values())
+
+
+def test_the_numbers_between_are_kept_where_a_product_is_slow_or_some_are_dropped():
+    few, all_ = [(6, 24), (24,), (24, 8), (40, 8)], [(6, 24), (24,), (24, 8), (40, 8), (40, 24)]
+    is_fast = routes.is_on("linear")
+    assert kept_by(Dropout(0.0)) == (few if is_fast else all_)
+    assert kept_by(Dropout(0.5)) == all_
+
+
+def test_nothing_is_kept_of_an_answer(monkeypatch):
+    seen = []
+    monkeypatch.setattr(blocks, "feed_forward", lambda *arguments: seen.append(len(arguments)))
+    with torch.no_grad():
+        Dropout(0.5).eval().feed_forward(*layers(), torch.randn(40, 8))
+    assert seen == [5]
+
+
+def test_layers_made_again_drop_the_same():
+    """Recomputation in the backward pass (``MODEL.CHECKPOINTING``) draws from the same seed."""
+    first, second = layers()
+    x, found = torch.randn(40, 8, requires_grad=True), []
+    for run in (lambda call, x: call(x), recomputed):
+        torch.manual_seed(2)
+        found.append(outcome(lambda x, run=run: run(lambda x: Dropout(0.4).feed_forward(first, second, x), x), x, first, second))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 class Extended(Linear):
@@ -104,26 +161,16 @@ def test_a_layer_that_does_more_is_called():
     torch.testing.assert_close(dropout.feed_forward(first, second, x), second((product + 1).relu()))
 
 
-@pytest.mark.parametrize("case", ["few", "dropped", "bf16", "no bias"])
-def test_blocks_are_for_many_numbers_without_dropout_in_float32(case, monkeypatch):
+@pytest.mark.parametrize("case", ["few", "bf16", "no bias"])
+def test_blocks_are_for_many_numbers_in_float32(case, monkeypatch):
     monkeypatch.setattr(blocks, "feed_forward", lambda *_: pytest.fail("blocks"))
     first, second = layers()
     if case == "no bias":
         second.bias = None
-    dropout = Dropout(0.5 if case == "dropped" else 0.0)
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "bf16"):
-        dropout.feed_forward(first, second, torch.randn(4 if case == "few" else 40, 8))
+        Dropout(0.0).feed_forward(first, second, torch.randn(4 if case == "few" else 40, 8))
     with pytest.raises(pytest.fail.Exception, match="blocks"):
         Dropout(0.5).eval().feed_forward(*layers(), torch.randn(40, 8))
-
-
-def test_with_slower_products_blocks_are_for_answers_alone(monkeypatch):
-    monkeypatch.setattr(routes, "is_on", lambda route: route == "hidden")
-    monkeypatch.setattr(blocks, "feed_forward", lambda *_: pytest.fail("blocks"))
-    first, second = layers()
-    Dropout(0.0).feed_forward(first, second, torch.randn(40, 8))
-    with torch.no_grad(), pytest.raises(pytest.fail.Exception, match="blocks"):
-        Dropout(0.0).feed_forward(first, second, torch.randn(40, 8))
 
 
 def test_a_program_holds_the_plain_layers():
