@@ -33,6 +33,7 @@ RECORDS = {
         "studies/mechanisms/results/pairs",
         "benchmarks/results/quickstart_time_cpu_avx2.json",
         "benchmarks/results/family_25/quickstart_time_cpu_avx2.json",
+        "benchmarks/results/limited/quickstart_time_cpu_avx2.json",
     ],
     "docs/results.md": [
         "benchmarks/results/quickstart_time_cpu_avx2.json",
