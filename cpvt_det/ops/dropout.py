@@ -68,11 +68,12 @@ class Dropout(nn.Dropout):
             return second(self.of_relu(first, x))
         weights = first.weight, first.bias, second.weight, second.bias
         drops = self.training and self.p
-        if not drops and blocks.makes_twice(x, *weights):
+        if not drops and blocks.keeps_nothing(x, *weights):
             return blocks.feed_forward(x, *weights)
         with torch.no_grad():
-            hidden = linear(x, first.weight, first.bias, rectify=not drops)
-            scale = _drop_rectified(hidden, self.p) if drops else 1.0
+            hidden, scale = linear(x, first.weight, first.bias, rectify=not drops), 1.0
+            if drops:
+                hidden, scale = _dropped(hidden, self.p)
         return blocks.feed_forward(x, *weights, hidden, scale)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -80,13 +81,11 @@ class Dropout(nn.Dropout):
         return dropout(x, self.p, self.training, residual=residual)
 
 
-def _drop_rectified(x: Tensor, probability: float) -> float:
-    """Dropout of the ReLU, in the memory of ``x``, which is on a CPU and needs no gradient; what is left was multiplied by."""
+def _dropped(x: Tensor, probability: float) -> tuple[Tensor, float]:
+    """Dropout of the ReLU of ``x``, which is on a CPU, needs no gradient and is overwritten; and the factor of what is kept."""
     if _is_own(x, probability):
-        _kernel().drop(x, probability, _seed(), rectify=True, in_place=True)
-        return _kernel().keep_scale(probability)
-    F.dropout(x.relu_(), probability, inplace=True)
-    return 1 / (1 - probability) if probability < 1 else 0.0
+        return _kernel().drop(x, probability, _seed(), rectify=True, overwrite=True), _kernel().keep_scale(probability)
+    return F.dropout(x.relu_(), probability, inplace=True), 1 / (1 - probability) if probability < 1 else 0.0
 
 
 def _is_called_alone(layer: nn.Module) -> bool:

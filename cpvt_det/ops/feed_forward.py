@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two linear layers with a ReLU between them, by blocks of rows, so that the numbers between them are never all in memory.
+"""Two linear layers with a ReLU between them, by blocks of rows, so that the numbers between them, or their gradients at least,
+are never all in memory.
 
 A tensor of 32 MB or more gets new pages of memory from the system each time, in both passes, which takes nearly as long as the
 product that fills them; a block's memory is there already, and stays near the processor. The backward pass makes a block's numbers
@@ -23,8 +24,8 @@ def is_for(x: Tensor, weight: Tensor) -> bool:
     return routes.takes("hidden", x) and x.numel() // x.shape[-1] * len(weight) >= LARGE
 
 
-def makes_twice(*learned: Tensor) -> bool:
-    """Whether the numbers between the layers are made once more in the backward pass, or are not needed there.
+def keeps_nothing(*learned: Tensor) -> bool:
+    """Whether the numbers between the layers are not kept: they are made once more in the backward pass, or there is none.
 
     Args:
         learned: tensors that gradients may be wanted of.
@@ -35,7 +36,7 @@ def makes_twice(*learned: Tensor) -> bool:
 def feed_forward(
     x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor, hidden: Tensor | None = None, scale: float = 1.0
 ) -> Tensor:
-    """``F.linear(F.relu(F.linear(x, weight1, bias1)), weight2, bias2)``, by blocks.
+    """``F.linear(F.relu(F.linear(x, weight1, bias1)), weight2, bias2)``, by blocks; with ``hidden`` the backward pass alone.
 
     Args:
         x: (..., C) float32.

@@ -61,6 +61,7 @@ RECORDS = {
     "docs/speed.md": [
         "benchmarks/results/before_after.md",
         "benchmarks/results/before_after_cpu_avx2.md",
+        "benchmarks/results/model_cpu.json",
         "benchmarks/results/family_25/detr/model_cpu.json",
     ],
 }
