@@ -99,7 +99,7 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
             time.sleep(NEWS)
             raise
     except RuntimeError as error:
-        match = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error))
+        match = _words_of_torch(error)
         if match is None:
             raise
         dead = [int(pid) for pid in match[1].split(",")]
@@ -110,6 +110,15 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
         raise DeadWorkerError(
             f"a data worker (process {match[1]}) died {reading}; --resume continues from the last checkpoint"
         ) from error
+
+
+def _words_of_torch(error: BaseException | None) -> re.Match[str] | None:
+    """torch's words for workers that died; another error may cover them, such as that of a checkpoint which was being written."""
+    while error is not None:
+        if match := re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error)):
+            return match
+        error = error.__context__
+    return None
 
 
 class TrainBatches(Sampler[list[Draw]]):

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.error import URLError
 
 import numpy as np
@@ -23,7 +24,8 @@ from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of, write_chec
 from cpvt_det.cli.convert_weights import convert_weights
 from cpvt_det.config import get_cfg
 from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
-from cpvt_det.errors import UnknownNameError, WeightsError
+from cpvt_det.data.loader import dead_workers_named
+from cpvt_det.errors import DeadWorkerError, UnknownNameError, WeightsError
 from cpvt_det.files import atomic_file
 from cpvt_det.models import ResNetBackbone
 
@@ -219,6 +221,31 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
         write_checkpoint({"a": lambda: None}, path)  # does not pickle
     assert path.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["x.pth", "x.pth.sha256"]
+
+
+@pytest.mark.parametrize("covered", [False, True])
+def test_a_data_worker_that_dies_during_a_write_is_no_fault_of_the_file(covered, tmp_path, monkeypatch):
+    """torch raises its error for it wherever the main thread is; its writer then covers it with one of its own."""
+    path, dataset = (
+        tmp_path / "x.pth",
+        SimpleNamespace(at_work=torch.tensor([[1234, 0]]), records=[SimpleNamespace(file_name="a.png")]),
+    )
+    dataset.mapper = SimpleNamespace(mixes=False)
+    write_checkpoint({"a": torch.ones(1)}, path)
+    before = path.read_bytes()
+
+    def save(obj, file):
+        file.write(b"half")
+        try:
+            raise RuntimeError("DataLoader worker (pid 1234) is killed by signal: Killed. ")
+        finally:
+            if covered:
+                raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(DeadWorkerError, match=r"worker \(process 1234\) died while reading a\.png"), dead_workers_named(dataset):
+        write_checkpoint({"a": torch.zeros(1)}, path)
+    assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["x.pth", "x.pth.sha256"]
 
 
 def test_a_file_appears_only_when_it_is_whole(tmp_path):
