@@ -98,6 +98,8 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
         except (ConnectionError, EOFError):  # from the socket that transfers tensors, some moments before torch knows why
             time.sleep(NEWS)
             raise
+    except DeadWorkerError:  # named by a block inside this one, as evaluation's is by that of training
+        raise
     except RuntimeError as error:
         match = _words_of_torch(error)
         if match is None:
