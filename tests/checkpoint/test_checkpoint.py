@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.error import URLError
 
 import numpy as np
@@ -15,17 +14,14 @@ import pytest
 import safetensors.torch
 import torch
 import torchvision
-from click.testing import CliRunner
 
 from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_backbone_weights, load_weights, read_weights
 from cpvt_det.checkpoint.convert import CONVERSIONS, detect_source
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of, write_checkpoint
-from cpvt_det.cli.convert_weights import convert_weights
 from cpvt_det.config import get_cfg
 from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
-from cpvt_det.data.loader import dead_workers_named
-from cpvt_det.errors import DeadWorkerError, UnknownNameError, WeightsError
+from cpvt_det.errors import UnknownNameError, WeightsError
 from cpvt_det.files import atomic_file
 from cpvt_det.models import ResNetBackbone
 
@@ -221,31 +217,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
         write_checkpoint({"a": lambda: None}, path)  # does not pickle
     assert path.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["x.pth", "x.pth.sha256"]
-
-
-@pytest.mark.parametrize("covered", [False, True])
-def test_a_data_worker_that_dies_during_a_write_is_no_fault_of_the_file(covered, tmp_path, monkeypatch):
-    """torch raises its error for it wherever the main thread is; its writer then covers it with one of its own."""
-    path, dataset = (
-        tmp_path / "x.pth",
-        SimpleNamespace(at_work=torch.tensor([[1234, 0]]), records=[SimpleNamespace(file_name="a.png")]),
-    )
-    dataset.mapper = SimpleNamespace(mixes=False)
-    write_checkpoint({"a": torch.ones(1)}, path)
-    before = path.read_bytes()
-
-    def save(obj, file):
-        file.write(b"half")
-        try:
-            raise RuntimeError("DataLoader worker (pid 1234) is killed by signal: Killed. ")
-        finally:
-            if covered:
-                raise RuntimeError("unexpected pos 64 vs 0")
-
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(DeadWorkerError, match=r"worker \(process 1234\) died while reading a\.png"), dead_workers_named(dataset):
-        write_checkpoint({"a": torch.zeros(1)}, path)
-    assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["x.pth", "x.pth.sha256"]
 
 
 def test_a_file_appears_only_when_it_is_whole(tmp_path):
@@ -561,65 +532,3 @@ def test_coco_has_80_categories_of_90_ids():
     assert len(COCO_CLASSES) == 80
     for row, name in enumerate(COCO_ROWS.names):
         assert name == (f"unused_{row}" if names[row] in ("__background__", "N/A") else names[row])
-
-
-# The command
-
-
-def convert(*arguments):
-    return CliRunner().invoke(convert_weights, [str(argument) for argument in arguments])
-
-
-def test_the_command_writes_a_checkpoint_that_tells_its_classes(tmp_path):
-    official = detector(num_classes=91)
-    args = argparse.Namespace(lr=1e-4)
-    torch.save({"model": to_facebook(official.state_dict()), "args": args, "epoch": 3}, tmp_path / "official.pth")
-    result = convert(tmp_path / "official.pth", tmp_path / "ours.pth")
-    assert result.exit_code == 0, result.output
-    assert "of facebook_detr, 91 class rows" in result.output
-    written = torch.load(tmp_path / "ours.pth", weights_only=True)
-    assert same(written["model"], official.state_dict())
-    assert written["cpvt_det"]["classes"] == {"ids": list(COCO_ROWS.ids), "names": list(COCO_ROWS.names)}
-    model = detector(num_classes=91, seed=1)
-    assert not load_weights(model, tmp_path / "ours.pth").is_partial
-    assert same(model.state_dict(), official.state_dict())
-
-
-def test_the_command_takes_a_folder_and_writes_bare_safetensors(tmp_path):
-    model = detector()
-    folder = hf_folder(tmp_path / "hub", model, None)
-    result = convert(folder, tmp_path / "ours.safetensors", "--source", "hf_detr")
-    assert result.exit_code == 0, result.output
-    assert "of hf_detr, classes unknown" in result.output
-    written = safetensors.torch.load_file(tmp_path / "ours.safetensors")
-    assert same(dict(sorted(written.items())), dict(sorted(model.state_dict().items())))
-
-
-def test_the_command_says_what_it_cannot_do(tmp_path):
-    torch.save(detector().state_dict(), tmp_path / "ours.pth")
-    torch.save(to_facebook(detector().state_dict()), tmp_path / "theirs.pth")
-    cases = {
-        ("ours.pth", "out.pth"): "is not a cpvt_det checkpoint",
-        ("absent.pth", "out.pth"): "no weights file",
-        ("theirs.pth", "no/folder/out.pth"): "cannot write",
-        ("theirs.pth", "out.pth", "--source", "hf_detr"): r"theirs\.pth: the weights do not have the names of hf_detr",
-    }
-    for (source, output, *options), message in cases.items():
-        result = convert(tmp_path / source, tmp_path / output, *options)
-        assert isinstance(result.exception, WeightsError)
-        assert re.search(message, str(result.exception))
-    assert not (tmp_path / "out.pth").exists()
-
-
-def test_the_command_takes_the_average_out_of_a_run_with_one(tmp_path):
-    plain, averaged = detector(), detector(seed=1)
-    ema = {"n_averaged": torch.tensor(3), **{f"module.{name}": tensor for name, tensor in averaged.state_dict().items()}}
-    node = {"classes": {"ids": [1, 2, 3], "names": ["a", "b", "c"]}, "ema": ema}
-    torch.save({"model": plain.state_dict(), "cpvt_det": node}, tmp_path / "run.pth")
-    result = convert(tmp_path / "run.pth", tmp_path / "averaged.pth")
-    assert result.exit_code == 0, result.output
-    assert same(torch.load(tmp_path / "averaged.pth", weights_only=True)["model"], averaged.state_dict())
-
-
-def test_the_command_has_an_example_in_its_help():
-    assert "cpvt-det convert-weights detr-r50" in convert("--help").output

@@ -3,6 +3,7 @@
 
 import os
 import random
+import re
 import signal
 import threading
 from collections import Counter
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpvt_det.builders import build_test_loader, build_train_loader, load_splits, training_records
+from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.data.coco import load_coco
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, dead_workers_named, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
@@ -61,6 +63,37 @@ def test_a_worker_that_dies_while_it_hands_over_tensors_is_named(dataset, met):
     threading.Timer(0.2, os.kill, (int(dataset.at_work[0, 0]), signal.SIGKILL)).start()
     with pytest.raises(DeadWorkerError, match=r"a data worker \(process \d+\) died"), dead_workers_named(dataset):
         raise met
+
+
+@pytest.mark.parametrize("covered", [False, True])
+def test_a_worker_that_dies_while_a_checkpoint_is_written_is_named(dataset, covered, tmp_path, monkeypatch):
+    """torch raises its error for it wherever the main thread is; its writer then may cover it with one of its own."""
+    path, dataset.at_work = tmp_path / "run" / "x.pth", torch.tensor([[1234, 0]])
+    path.parent.mkdir()
+    write_checkpoint({"a": torch.ones(1)}, path)
+    before = path.read_bytes()
+
+    def save(obj, file):
+        file.write(b"half")
+        try:
+            raise RuntimeError("DataLoader worker (pid 1234) is killed by signal: Killed. ")
+        finally:
+            if covered:
+                raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(DeadWorkerError, match=r"worker \(process 1234\) died while reading \S+\.png"), dead_workers_named(dataset):
+        write_checkpoint({"a": torch.zeros(1)}, path)
+    assert path.read_bytes() == before and sorted(os.listdir(path.parent)) == ["x.pth", "x.pth.sha256"]
+
+
+def test_a_worker_is_named_by_the_inner_of_two_blocks(dataset):
+    """Evaluation is within the block of training, whose workers are others."""
+    inner = MappedDataset(dataset.records, dataset.mapper)
+    inner.at_work = torch.tensor([[1234, 1]])
+    named = re.escape(f"died while reading {dataset.records[1].file_name};")
+    with pytest.raises(DeadWorkerError, match=named), dead_workers_named(dataset), dead_workers_named(inner):
+        raise RuntimeError("DataLoader worker (pid(s) 1234) exited unexpectedly")
 
 
 def test_loader_continues_from_an_iteration(dataset):
