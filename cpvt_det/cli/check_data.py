@@ -65,7 +65,8 @@ def _check(cfg: CfgNode, decode: bool, every: bool, found: FolderData | None = N
     for dataset in {dataset.name: dataset for dataset in data.train + data.tests}.values():
         click.echo(dataset.describe())
     if found is not None:
-        _name_folder(data, found)
+        for issues in data.issues:
+            issues.source = found.source_of(issues.source)
         _look_at_split(data)
     _compare_with_weights(cfg, data)
     _note_near_duplicates(data, math.inf if every else EXAMPLES)
@@ -75,14 +76,6 @@ def _check(cfg: CfgNode, decode: bool, every: bool, found: FolderData | None = N
     bad = [issues for issues in data.issues if issues.has_errors(cfg.DATASETS.ON_BAD)]
     if bad:
         raise DataError(summary(bad))
-
-
-def _name_folder(data: CheckedData, found: FolderData) -> None:
-    """Head the faults of a split that was drawn with its folder: its files are gone when the command ends."""
-    for _, annotations, folder, *_ in found.register:
-        if annotations in found.written:
-            for issues in data.issues:
-                issues.source = issues.source.replace(annotations, folder)
 
 
 def _look_at_split(data: CheckedData) -> None:

@@ -11,7 +11,7 @@ import click
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
-from cpvt_det.data.find_images import find_files
+from cpvt_det.data.listing import few, find_files
 from cpvt_det.data.validation.issues import POLICIES
 from cpvt_det.errors import BadInputError, counted
 from cpvt_det.models import Classifier
@@ -63,7 +63,12 @@ def predict(
     """
     _require_usable(threshold, batch, overrides)
     output = output.expanduser()
-    paths = find_files(source, output)
+    paths, unreadable = find_files(source, output)
+    if unreadable:
+        click.echo(
+            f"left out: {counted(len(unreadable), 'image')} that cannot be read here, convert to JPEG or PNG: {few(unreadable)}",
+            err=True,
+        )
     trained = load_trained(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
     classifies = isinstance(trained.detector, Classifier)
     if classifies and threshold is not None:

@@ -1,2 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets: files -> samples."""
+"""Files -> samples."""
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cpvt_det.data.coco import CocoDataset
+
+
+def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: bool = False) -> "list[CocoDataset]":
+    """The data sets that ``cpvt-det train FOLDER`` would use: to train on, to validate on and, where there is one, to test on.
+
+    Args:
+        path: folder of images and annotations: COCO JSON, YOLO, Pascal VOC, CVAT's XML, or a registered format.
+        data_format: format to read where there are several.
+        new_split: draw a split, whatever the folder has.
+
+    Returns:
+        Data sets, each with ``name``, ``classes.names``, and ``records``, an image each, with ``file_name``, ``labels``, (G,) int64
+        indices into the names, and ``boxes_xyxy``, (G, 4) float32 in pixels. What was corrected is in ``issues.infos``.
+
+    Raises:
+        DataError: a folder without data sets, and images and boxes with faults.
+    """
+    import sys
+    import tempfile
+    from pathlib import Path
+
+    from cpvt_det.data.catalog import registered_datasets
+    from cpvt_det.data.folders.prepare import name_datasets
+    from cpvt_det.data.validation.check import check_data
+    from cpvt_det.data.validation.issues import require_no_errors
+
+    with tempfile.TemporaryDirectory() as drawn:
+        found = name_datasets(Path(path).expanduser(), Path(drawn), data_format, new_split)
+        train, *tests = registered_datasets(found.register)
+        data = check_data([train], tests, num_queries=sys.maxsize)
+        for issues in data.issues:
+            issues.source = found.source_of(issues.source)
+        require_no_errors(data.issues, "error")
+    return data.train + data.tests

@@ -15,12 +15,24 @@ import numpy as np
 
 from cpvt_det.data.columns import Columns, pack_names
 from cpvt_det.data.validation.issues import Issues
-from cpvt_det.data.validation.rules import LARGEST_AREA, LARGEST_ID, THIN, Fault, Id, Size, annotation_fault, clip_box, image_fault
+from cpvt_det.data.validation.rules import (
+    FAULT,
+    LARGEST_AREA,
+    LARGEST_ID,
+    THIN,
+    Fault,
+    Id,
+    Size,
+    annotation_fault,
+    clip_box,
+    image_fault,
+)
 
-KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source")
+KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source", FAULT)
 NUMBERS = frozenset((int, float))
 CROWD, NO_AREA, NO_CROWD, NO_ID = 1, 2, 4, 8  # flags of a box
 FILLED = "annotations without area or iscrowd, filled in"
+TWICE = "boxes that an image has twice, of one class, left out"
 
 
 class ImageTable:
@@ -45,7 +57,8 @@ class ImageTable:
         if fault is None:
             self._good.append((entry["id"], entry["file_name"], int(entry["height"]), int(entry["width"])))
         else:
-            self.issues.add_fault(fault[0], f"images[{self.number}]: {fault[1]}")
+            has_own = type(entry) is dict and FAULT in entry
+            self.issues.add_fault(fault[0], fault[1] if has_own else f"images[{self.number}]: {fault[1]}")
             if type(entry) is dict and type(entry.get("id")) is int:
                 self._faulty.add(entry["id"])
         self.number += 1
@@ -53,13 +66,14 @@ class ImageTable:
     @cached_property
     def kept(self) -> list[tuple[Id, str, int, int]]:
         """Id, file name, height and width of each image that counts; all entries have been added."""
-        if len({image_id for image_id, *_ in self._good}) == len(self._good):
-            return self._good
-        double = {image_id for image_id, count in Counter(image_id for image_id, *_ in self._good).items() if count > 1}
-        for image_id, name, *_ in self._good:
-            if image_id in double:
-                self.issues.add_fault("image ids that are not unique", f"image {image_id} ({name})")
-        return [image for image in self._good if image[0] not in double]
+        good = self._good
+        for at, heading in enumerate(("image ids that are not unique", "images that are listed more than once")):
+            if len({image[at] for image in good}) < len(good):
+                counts = Counter(image[at] for image in good)
+                for image_id, name, *_ in (image for image in good if counts[image[at]] > 1):
+                    self.issues.add_fault(heading, f"image {image_id} ({name})")
+                good = [image for image in good if counts[image[at]] == 1]
+        return good
 
     @cached_property
     def index_of(self) -> dict[Id, int]:
@@ -131,7 +145,7 @@ class AnnotationTable:
         counts = self._ask_rules(label_of)
         whole, real = self._tables()
         rows = np.flatnonzero(counts)
-        rows = rows[np.lexsort((whole[rows, 0], whole[rows, 1]))]
+        rows = self._without_copies(rows[np.lexsort((whole[rows, 0], whole[rows, 1]))], whole, real)
         ids, names, heights, widths = zip(*self.images.kept, strict=True) if self.images.kept else ((), (), (), ())
         packed, ends = pack_names(list(names))
         columns = {
@@ -151,6 +165,25 @@ class AnnotationTable:
             areas=real[rows, 4],
             **columns,
         )
+
+    def _without_copies(self, rows: np.ndarray, whole: np.ndarray, real: np.ndarray) -> np.ndarray:
+        """Rows without boxes that an image has a second time, of one class: only one of two could be found."""
+        columns = [whole[rows, 1], whole[rows, 2], whole[rows, 3] & CROWD, *(real[rows, side].view(np.int64) for side in range(4))]
+        hashes = np.zeros(len(rows), dtype=np.uint64)
+        for column in columns:
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + column.astype(np.uint64)
+        ordered = np.sort(hashes)
+        alike = np.flatnonzero(np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]]))
+        others = dict(self._others) if len(alike) else {}
+        seen, copies = set(), []
+        for at in alike.tolist():
+            key, number = tuple(int(column[at]) for column in columns), int(whole[rows[at], 0])
+            if key in seen:
+                copies.append(at)
+                ((_, entry),) = self._entries(whole[rows[at : at + 1]], real[rows[at : at + 1]])
+                self.issues.add_info(TWICE, _where(others.get(number, entry), number))
+            seen.add(key)
+        return np.delete(rows, copies)
 
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
         """(n, 5) int64 and (n, 5) float64 views of what was taken."""

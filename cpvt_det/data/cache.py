@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import PIL
 
 from cpvt_det.data.columns import Columns, load_columns, save_columns
 from cpvt_det.data.validation.issues import EXAMPLES, Group, Issues
@@ -73,12 +76,12 @@ class Source:
             DataError, OSError: files that are not there, as the reader will report.
         """
         if self.reader is None:
-            return _hash_of([self.path])[0] + _hash_of_code() if self.path.stat().st_size >= SMALL else ""
+            return _hash_of([self.path])[0] + hash_of_code() if self.path.stat().st_size >= SMALL else ""
         code = inspect.getsourcefile(self.reader) if self.files else None
         if code is None:
             return ""
         state, number = _hash_of(self.files(self.path, self.split))
-        return state + _hash_of_code(code) + self.reader.__qualname__ if number >= FEW else ""
+        return state + hash_of_code(code) + self.reader.__qualname__ if number >= FEW else ""
 
     def copy(self) -> list:
         """The difference of this copy of a JSON from others of the same size and time: its place and a hash of its content.
@@ -205,15 +208,12 @@ def _hash_of_content(path: Path) -> str:
 
 
 @cache
-def _hash_of_code(reader: str = "") -> str:
-    """A hash of the modules whose change may change what is kept.
+def hash_of_code(reader: str = "") -> str:
+    """A hash of all code that reads and checks data, and of the versions of what decodes images: a change may change what is kept.
 
     Args:
-        reader: module of another format than COCO's.
+        reader: module of a format of the user's.
     """
-    here = Path(__file__).parent
-    names = ["annotations.py", "cache.py", "coco.py", "columns.py", "json_stream.py", "validation/rules.py", "validation/issues.py"]
-    paths = [here / name for name in names]
-    if reader:
-        paths += [*sorted((here / "formats").glob("*.py")), here / "images.py", here / "find_images.py", Path(reader)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    paths = [*sorted(Path(__file__).parent.rglob("*.py")), *([Path(reader)] if reader else [])]
+    versions = f"{PIL.__version__} {metadata.version('torchvision')}".encode()
+    return hashlib.sha256(versions + b"".join(path.read_bytes() for path in paths)).hexdigest()

@@ -7,7 +7,8 @@ out of the records are also left out of the ground truth; ``data/validation/rule
 
 import hashlib
 import json
-from collections import Counter
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from cpvt_det.data.formats.reading import read_foreign
 from cpvt_det.data.formats.registry import find_format
 from cpvt_det.data.json_stream import NotAStreamError, entries
 from cpvt_det.data.records import ImageRecord, Records, blocks_of
+from cpvt_det.data.text import decode
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import Id, category_fault
 from cpvt_det.errors import DataError
@@ -176,7 +178,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DataError: a file that cannot be read, or that contains something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(decode(path.read_bytes()))
     except OSError as error:
         hint = "set their path in DATASETS.REGISTER, or for COCO itself in DETECTRON2_DATASETS"
         raise DataError(f"cannot read annotations {path}: {error.strerror}; {hint}") from error
@@ -208,7 +210,17 @@ def _read_categories(section: list, issues: Issues) -> list[dict]:
     for heading, key in (("category ids that are not unique", "id"), ("category names that are not unique", "name")):
         for value in _double(str(category[key]) for category in good):
             issues.add_error(heading, f"{key} {value}")
+    for names in _alike(str(category["name"]) for category in good):
+        issues.add_info("classes whose names look the same", ", ".join(map(repr, names)))
     return sorted(good, key=lambda category: category["id"])
+
+
+def _alike(names: Iterable[str]) -> list[list[str]]:
+    """Names that differ in blanks, case or Unicode form alone."""
+    found = defaultdict(list)
+    for name in names:
+        found["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
+    return [group for group in found.values() if len(set(group)) > 1]
 
 
 def _read(files: DatasetFiles, examples: float) -> Reading:
@@ -223,6 +235,8 @@ def _read(files: DatasetFiles, examples: float) -> Reading:
         issues = Issues("", examples)
         content = read_json(files.annotations) if files.is_coco else read_foreign(files)
         categories, images, annotations = _read_sections(content, files, issues)
+        for note in () if files.is_coco else content["notes"]:
+            issues.add_info(note["heading"], note["where"])
     good = _read_categories(categories, issues)
     class_ids = tuple(category["id"] for category in good)
     columns = annotations.columns({class_id: label for label, class_id in enumerate(class_ids)})
@@ -271,7 +285,8 @@ def _read_sections(content: dict[str, Any], files: DatasetFiles, issues: Issues)
 
 def _require_pixels(columns: Columns, issues: Issues) -> None:
     """Refuse boxes given as parts of the image's sides, a frequent mistake: a single one could be a box smaller than a pixel."""
-    boxes = columns.boxes_xywh
+    known = np.repeat(columns.sizes.max(1) > 1, np.diff(columns.starts))  # an image that cannot be read counts as 1 x 1
+    boxes = columns.boxes_xywh[known]
     if len(boxes) and (boxes[:, :2] + boxes[:, 2:]).max() <= 1:
         why = f"all {len(boxes)} are within [0, 1]; bbox must be [x, y, width, height] in pixels, not in parts of the image's sides"
         issues.add_error("boxes that are not in pixels", why)

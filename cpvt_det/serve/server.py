@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from cpvt_det.data.find_images import SUFFIXES
+from cpvt_det.data.listing import readable
 from cpvt_det.errors import BadInputError, first_line
 from cpvt_det.serve.model import Json, ServedModel
 from cpvt_det.visualize.page import build_page, hex_color
@@ -214,7 +214,7 @@ def _describe(models: Sequence[ServedModel], max_upload: int) -> Json:
         named = [{"id": key, "name": name, "color": hex_color(label)} for label, (key, name) in enumerate(classes)]
         described.append({"name": model.name, "threshold": predictor.threshold, "classes": named})
     levels = [hex_color(level) for level in range(MOST_LEVELS)]
-    return {"models": described, "levels": levels, "maxUpload": max_upload, "suffixes": SUFFIXES}
+    return {"models": described, "levels": levels, "maxUpload": max_upload, "suffixes": sorted(readable())}
 
 
 def _detections(model: ServedModel, content: bytes, name: str, with_pixels: bool) -> Json:

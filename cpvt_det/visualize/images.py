@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from cpvt_det.data.find_images import find_files
 from cpvt_det.data.images import read_image
+from cpvt_det.data.listing import find_files
 from cpvt_det.data.shapes.scene import ShapesSpec, draw_image
 from cpvt_det.structures import Size
 
@@ -32,7 +32,7 @@ def images_of_size(source: str, output: Path, size: Size) -> list[Tensor]:
         DataError: a source without images, or an image that cannot be read.
     """
     if source:
-        found = [read_image(str(path)) for path in find_files(source, output)[:MOST_READ]]
+        found = [read_image(str(path)) for path in find_files(source, output)[0][:MOST_READ]]
     else:
         rng = np.random.default_rng(0)
         found = [torch.from_numpy(draw_image(ShapesSpec(), rng)[0]).permute(2, 0, 1) for _ in range(DRAWN)]

@@ -182,11 +182,6 @@ def labels_without_images(mine):
         path.unlink()
 
 
-def one_label_without_image(mine):
-    layouts.write_labelimg_yolo(mine)
-    (mine / "c.png").unlink()
-
-
 def two_formats(mine):
     layouts.write_voc(mine)
     layouts.write_json_beside(mine)
@@ -204,7 +199,6 @@ BROKEN = {
         labels_without_images,
         "error: ../mine has annotations (5 files such as ../mine/obj_train_data/a.txt) but no images; put the images below",
     ),
-    "one label without its image": (one_label_without_image, "cannot read image ../mine/c.png: no such file"),
     "two formats": (two_formats, "annotations in several formats: coco (../mine/labels.json); voc (../mine/VOC, splits"),
     "a split that overlaps": (
         overlapping_split,

@@ -129,7 +129,7 @@ def voc(folder):
         (folder / f"Annotations/{number}.xml").write_text(f"<annotation>{objects}</annotation>")
     (folder / "ImageSets/Main/train.txt").write_text("0\n1\n2\n")
     places = ("Annotations/5.xml", "ImageSets/Main/train.txt", "JPEGImages/1.png")
-    return [folder / name for name in places], folder / "JPEGImages/2.jpg"
+    return [folder / name for name in places], folder / "JPEGImages/new.jpg"
 
 
 def classes(folder):

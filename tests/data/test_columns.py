@@ -109,8 +109,8 @@ def test_boxes_without_area_iscrowd_and_id_take_no_more_memory():
     images.add({"id": 1, "file_name": "a.png", "height": 50, "width": 50})
     table = annotations.AnnotationTable(images, issues)
     tracemalloc.start()
-    for _ in range(20_000):
-        table.add({"image_id": 1, "category_id": 1, "bbox": [1.5, 2.5, 10.0, 20.0]})
+    for number in range(20_000):
+        table.add({"image_id": 1, "category_id": 1, "bbox": [1.5 + number / 2**10, 2.5, 10.0, 20.0]})
     columns = table.columns({1: 0})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -175,7 +175,7 @@ def test_records_are_chosen_and_joined_without_reading_them(tmp_path):
 def records_of(tmp_path):
     """Records of all kinds of one data set: all, some, of two parts, and as a list; with images that have no box."""
     content = messy(1)
-    content["images"] += [{"id": 6000 + number, "file_name": "empty.png", "height": 9, "width": 8} for number in range(3)]
+    content["images"] += [{"id": 6000 + number, "file_name": f"empty{number}.png", "height": 9, "width": 8} for number in range(3)]
     records = read_coco(write(tmp_path / "a.json", content)).records
     assert not records.num_boxes[-3:].any()
     some = records.select(records.num_boxes != 9)

@@ -148,7 +148,7 @@ def test_annotation_ids_do_not_matter(tmp_path):
 
     def change(content):
         box = {"image_id": 1, "category_id": 3, "bbox": [1, 2, 3, 4]}
-        content["annotations"] = [{**box, "id": 0}, box, box]
+        content["annotations"] = [{**box, "id": 0}, {**box, "bbox": [2, 2, 3, 4]}, {**box, "bbox": [3, 2, 3, 4]}]
 
     assert [a["id"] for a in load_changed(tmp_path, change).ground_truth["annotations"]] == [1, 2, 3]
 

@@ -8,27 +8,25 @@ or XML files anywhere (Roboflow, LabelImg); CVAT's own XML; and formats register
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpvt_det.data.coco import read_json
-from cpvt_det.data.folders import loose
-from cpvt_det.data.folders.cvat import read_cvat_files, skipped_shapes
-from cpvt_det.data.folders.listing import Listing, split_named
+from cpvt_det.data.folders.coco_files import has_whole_ids, read_coco_files
+from cpvt_det.data.formats.cvat import read_cvat_files, skipped_shapes
 from cpvt_det.data.formats.registry import FORMAT_REGISTRY, Sections
-from cpvt_det.data.formats.voc import is_voc, parse_xml
-from cpvt_det.data.formats.yolo import missing_splits, yolo_splits
+from cpvt_det.data.formats.voc import is_voc_file
+from cpvt_det.data.formats.yolo import label_files, missing_splits, read_label_files, yolo_splits
+from cpvt_det.data.listing import Listing, few, split_named
+from cpvt_det.data.names import Names
+from cpvt_det.data.text import decode, read_xml
 from cpvt_det.errors import DataError, UnknownNameError
 
 Places = Mapping[str, tuple[str, str]]
 """Split -> the second and third entry of its triple in ``DATASETS.REGISTER``."""
-CHOSEN = {
-    "train": ("train", "training", "trainval"),
-    "val": ("val", "valid", "validation", "dev"),
-    "test": ("test", "testing"),
-}
-"""Split -> names of a format's own splits, the preferred one first."""
+PREFERRED = ("train", "training", "trainval", "val", "valid", "validation", "dev", "test", "testing")
+"""Names of a format's own splits, the preferred one of a split first."""
 NOT_BOXES = re.compile(r"caption|keypoint|panoptic|stuff|image_info")
 """Names of JSON files with other annotations than boxes, as COCO's own folder has them."""
 HEAD = 1 << 20
@@ -80,7 +78,7 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
             "the other"
         )
     if not found:
-        loose.require_annotations(listing)
+        raise DataError(_nothing(listing))
     return found[0]
 
 
@@ -98,9 +96,8 @@ def _own_layout(listing: Listing, name: str) -> Layout | None:
     below = [folder for folder in listing.folders if data_format.matches(folder)]
     below = [folder for folder in below if not any(other in folder.parents for other in below)]
     if len(below) > 1:
-        listed = ", ".join(map(str, below[:3]))
         raise DataError(
-            f"several folders in the format {name}: {listed}; name one of them instead of {listing.root}, or another --format"
+            f"several folders in the format {name}: {few(below)}; name one of them instead of {listing.root}, or another --format"
         )
     return _registered(name, below[0]) if below else None
 
@@ -109,69 +106,76 @@ def _registered(name: str, path: Path) -> Layout:
     """A path of a registered format, with its own splits where it has at least two."""
     data_format = FORMAT_REGISTRY.get(name)
     names = list(data_format.splits(path))
-    chosen = {split: next((known for known in order if known in names), None) for split, order in CHOSEN.items()}
-    places = {split: (str(path), known) for split, known in chosen.items() if known is not None}
-    whole = [known for _, known in places.values()] or names[:1] or [""]
+    order = sorted(names, key=lambda one: PREFERRED.index(one.lower()) if one.lower() in PREFERRED else len(PREFERRED))
+    chosen = {split: one for one in reversed(order) if (split := _split_of(one))}
     what = f"{path}, splits {', '.join(names)}" if names else str(path)
+    places = {split: (str(path), one) for split, one in chosen.items()}
+    splits = chosen or {"": (names or [""])[0]}
     return Layout(
         name,
         what,
-        places if "train" in places and len(places) > 1 else {},
-        lambda: _read_together([data_format.read(path, one) for one in whole]),
+        places if _can_be_used(places) else {},
+        lambda: _read_together({split: data_format.read(path, one) for split, one in splits.items()}),
     )
 
 
-def _read_together(contents: Sequence[Sections]) -> Sections:
+def _split_of(name: str) -> str:
+    """``train``, ``val`` or ``test`` of a format's own split."""
+    return {"trainval": "train", "dev": "val"}.get(name.lower(), split_named(name))
+
+
+def _can_be_used(splits: Mapping[str, object]) -> bool:
+    """Whether there are images to train on and others to validate on."""
+    return "train" in splits and ("val" in splits or "test" in splits)
+
+
+def _read_together(contents: Mapping[str, Sections]) -> Sections:
     """The splits of one data set as one; an image of several splits is taken once."""
-    together: Sections = {"images": [], "annotations": [], "categories": contents[0]["categories"]}
+    first = next(iter(contents.values()))
+    together: Sections = {"images": [], "annotations": [], "categories": first["categories"], "notes": []}
     ids: dict[str, int] = {}
-    for content in contents:
+    for split, content in contents.items():
         new_ids = {}
         for image in content["images"]:
             if image["file_name"] not in ids:
                 ids[image["file_name"]] = new_ids[image["id"]] = len(ids) + 1
-                together["images"].append(image | {"id": new_ids[image["id"]]})
+                together["images"].append(image | {"id": new_ids[image["id"]], "split": split})
         for annotation in content["annotations"]:
             if annotation["image_id"] in new_ids:
                 number = {"id": len(together["annotations"]) + 1, "image_id": new_ids[annotation["image_id"]]}
                 together["annotations"].append(annotation | number)
+        together["notes"] += [note for note in content.get("notes", ()) if note not in together["notes"][:1000]]
     return together
 
 
 def _coco(listing: Listing) -> Layout | None:
-    files = [path for path in listing.with_suffix(".json") if _contains(path, b'"images"', b'"annotations"', b'"categories"')]
+    files = [path for path in listing.with_suffix(".json") if _contains(path, '"images"', '"annotations"', '"categories"')]
     files = [path for path in files if not NOT_BOXES.search(path.name.lower())] or files
     if not files:
         return None
     by_split = defaultdict(list)
     for path in files:
         by_split[listing.split_of(path, with_name=True)].append(path)
-    for split, paths in by_split.items():
-        if len(paths) > 1:
-            listed = " and ".join(map(str, paths[:3]))
-            raise DataError(f"two COCO files for {split or 'all images'}: {listed}; keep one, or name the sets in a config")
-    of_split = {split: paths[0] for split, paths in by_split.items()}
-    what = ", ".join(map(str, files))
-    places = _coco_places(listing, of_split) if "train" in of_split and len(of_split) > 1 else {}
-    return Layout("coco", what, places, lambda: loose.read_coco_files(listing, files))
+    can_be_named = _can_be_used(by_split) and all(len(paths) == 1 for paths in by_split.values())
+    places = _coco_places(listing, {split: paths[0] for split, paths in by_split.items() if split}) if can_be_named else {}
+    return Layout("coco", _several(files), places, lambda: read_coco_files(listing, files))
 
 
 def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
-    """A JSON and an image folder for each split; none where the images have no folder in common, or where classes differ in
-    name or id."""
-    places, classes = {}, []
+    """A JSON and an image folder for each split; none where the images have no folder in common, where classes differ in name or
+    id, or where ids are no whole numbers."""
+    places, classes, found = {}, [], Names(listing.images, listing)
     for split, path in of_split.items():
         content = read_json(path)
-        names = [image["file_name"] for image in content.get("images") or () if isinstance(image, dict) and "file_name" in image]
-        roots = {_without_end(loose.image_named(listing, path, str(name)), str(name)) for name in names}
+        if not has_whole_ids(content):
+            return {}
+        names = [image["file_name"] for image in content.get("images") or ()]
+        roots = {_without_end(image, name) for name in names if (image := found.find(name, path))}
         if len(roots) != 1 or None in roots:
             return {}
         places[split] = (str(path), str(roots.pop()))
-        categories = [category for category in content.get("categories") or () if isinstance(category, dict)]
-        classes.append(sorted((str(category.get("id")), str(category.get("name"))) for category in categories))
-    if any(one != classes[0] for one in classes):
-        return {}
-    return places
+        classes.append(sorted((category["id"], str(category.get("name"))) for category in content.get("categories") or ()))
+    return places if all(one == classes[0] for one in classes) else {}
 
 
 def _without_end(path: Path, end: str) -> Path | None:
@@ -181,42 +185,38 @@ def _without_end(path: Path, end: str) -> Path | None:
 
 
 def _yolo(listing: Listing) -> Layout | None:
-    yamls = [path for path in listing.with_suffix(".yaml", ".yml") if _contains(path, b"names:", b"train:")]
+    yamls = [path for path in listing.with_suffix(".yaml", ".yml") if _contains(path, "names:", "train:")]
     yamls = [path for path in yamls if path.stem in ("data", "dataset")] or yamls
     if len(yamls) > 1:
-        raise DataError(
-            f"several YAML files look like YOLO's: {', '.join(map(str, yamls[:3]))}; keep one, or name the sets in a config"
-        )
+        raise DataError(f"several YAML files look like YOLO's: {few(yamls)}; keep one, or name the sets in a config")
     if yamls:
         missing, splits = missing_splits(yamls[0]), yolo_splits(yamls[0])
         if "train" in missing or not splits:
             raise DataError(next(iter(missing.values()), f"{yamls[0]} names no images: expected train: and val:"))
         return replace(_registered("yolo", yamls[0]), notes=[f"not read: {line}" for line in missing.values()])
-    labels = loose.label_files(listing)
+    labels = label_files(listing)
     lists = [path for path in listing.with_suffix(".txt") if split_named(path.stem) and path not in labels]
     notes = [f"not read: {path}; a data.yaml with train: and val: makes a split of such lists" for path in lists]
-    return Layout("yolo", _several(labels), {}, lambda: loose.read_label_files(listing, labels), notes) if labels else None
+    return Layout("yolo", _several(labels), {}, lambda: read_label_files(listing), notes) if labels else None
 
 
 def _voc(listing: Listing) -> Layout | None:
-    files = _xml_files(listing, b"<annotation>")
+    files = [path for path in listing.with_suffix(".xml") if is_voc_file(path)]
     if not files:
         return None
-    roots = {path.parent.parent for path in listing.with_suffix(".txt") if path.parent.name == "Main"}
-    roots = sorted(path.parent for path in roots if path.name == "ImageSets" and is_voc(path.parent))
+    lists = {path.parent for path in listing.with_suffix(".txt") if path.parts[-3:-1] == ("ImageSets", "Main")}
+    roots = sorted(folder.parent.parent for folder in lists)
     if len(roots) > 1:
-        raise DataError(f"several Pascal VOC folders: {', '.join(map(str, roots[:3]))}; name one of them instead of {listing.root}")
-    layout = _registered("voc", roots[0]) if roots else None
-    if layout is not None and layout.places:
-        return layout
-    return Layout("voc", _several(files), {}, lambda: loose.read_voc_files(listing, files))
+        raise DataError(f"several Pascal VOC folders: {few(roots)}; name one of them instead of {listing.root}")
+    layout = _registered("voc", roots[0] if roots and files[0].is_relative_to(roots[0]) else listing.root)
+    return layout if roots else replace(layout, what=_several(files))
 
 
 def _cvat(listing: Listing) -> Layout | None:
-    files = _xml_files(listing, b"<annotations>")
+    files = [path for path in listing.with_suffix(".xml") if _contains(path, "<annotations")]
     if not files:
         return None
-    trees = {path: parse_xml(path) for path in files}
+    trees = {path: read_xml(path) for path in files}
     return Layout("cvat", _several(files), {}, lambda: read_cvat_files(listing, trees), skipped_shapes(trees))
 
 
@@ -224,26 +224,27 @@ FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo":
 """Name of a format -> finder of its layout in a folder, ``None`` where it has none of it."""
 
 
-def _xml_files(listing: Listing, root: bytes) -> list[Path]:
-    return [path for path in listing.with_suffix(".xml") if re.search(root.replace(b">", rb"[\s>]"), _head(path))]
-
-
-def _contains(path: Path, *words: bytes) -> bool:
-    """Whether a file has all of these words; of a large one, whether its beginning has at least one and its end another."""
-    head = _head(path)
-    if len(head) < HEAD:
-        return all(word in head for word in words)
+def _contains(path: Path, *words: str) -> bool:
+    """Whether a file has all of these words; of a large one, whether its beginning and its end have two of them."""
+    size = path.stat().st_size
     with path.open("rb") as file:
-        file.seek(-HEAD, 2)
-        ends = head + file.read()
-    return sum(word in ends for word in words) > 1
+        ends = decode(file.read(HEAD), "replace")
+        if size > HEAD:
+            file.seek(max(HEAD, size - HEAD))
+            ends += decode(file.read(), "replace")
+    return sum(word in ends for word in words) >= (len(words) if size <= HEAD else min(2, len(words)))
 
 
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(HEAD)
+def _nothing(listing: Listing) -> str:
+    """The message for a folder in which nothing is recognised: what was found and what is known."""
+    known = (
+        "a COCO JSON, YOLO's data.yaml or text files, Pascal VOC's XML files, CVAT's XML, or a format of your own (--import MODULE)"
+    )
+    images = f"{len(listing.images)} images" if listing.images else "no images"
+    classes = "; for images in a folder of their class, train a classifier: --config-file quickstart/classifier.yaml"
+    hint = classes if len({path.parent for path in listing.images}) > 1 else ""
+    return f"{listing.root} has {images} and no annotations that are known; put {known} beside them{hint}"
 
 
-def _several(paths: Sequence[Path] | Iterable[Path]) -> str:
-    paths = list(paths)
+def _several(paths: Sequence[Path]) -> str:
     return str(paths[0]) if len(paths) == 1 else f"{len(paths)} files such as {paths[0]}"

@@ -14,14 +14,14 @@ from typing import Any
 
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.folders.layouts import FINDERS, find_layout
-from cpvt_det.data.folders.listing import Listing
 from cpvt_det.data.folders.split import divide
 from cpvt_det.data.formats.reading import complete
 from cpvt_det.data.formats.registry import Sections
+from cpvt_det.data.listing import SPLITS, Listing, few
+from cpvt_det.data.validation.rules import FAULT, annotation_fault, image_fault
 from cpvt_det.errors import DataError, counted
 from cpvt_det.files import write_json
 
-SPLITS = ("train", "val", "test")
 SEED = 0
 """Of the split: the same for every run, so that runs on one folder can be compared."""
 
@@ -39,6 +39,12 @@ class FolderData:
     register: list[list[str]]
     notes: list[str]
     written: list[str] = field(default_factory=list)
+
+    def source_of(self, source: str) -> str:
+        """The name of a data set and its file, with the folder in the place of a file of a split that was drawn."""
+        for _, annotations, folder in self.register:
+            source = source.replace(annotations, folder) if annotations in self.written else source
+        return source
 
     @property
     def train(self) -> str:
@@ -67,7 +73,8 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     listing = Listing(folder)
     layout = find_layout(listing, wanted)
     if not listing.images and layout.format in FINDERS:
-        raise DataError(f"{folder} has annotations ({layout.what}) but no images; put the images below {folder}, too")
+        unreadable = f"; {few(listing.unreadable)} cannot be read here: convert them to JPEG or PNG" if listing.unreadable else ""
+        raise DataError(f"{folder} has annotations ({layout.what}) but no images; put the images below {folder}, too{unreadable}")
     data = FolderData([], [f"{folder}: {layout.format}, {layout.what}", *layout.notes])
     name, places = folder.resolve().name or "data", dict(layout.places)
     if places and not new_split:
@@ -75,26 +82,45 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
         data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
         return _with_test_set(data)
     content = complete(layout.read())
+    found = _lines(content["notes"])
     if not content["annotations"]:
-        raise DataError(f"{folder}: {layout.format}, {layout.what}, and no image has an object; are these the right annotations?")
-    data.notes += _unused(listing, content)
+        why = "; ".join(["no image has an object; are these the right annotations?", *found])
+        raise DataError(f"{folder}: {layout.format}, {layout.what}, and {why}")
+    data.notes += [*found, *_unused(listing, content)]
     parts = _parts(listing, content, new_split, data.notes)
     for split, image_ids in parts.items():
         path = output / f"{split}.json"
         others = {image_id for other, ids in parts.items() if other != split for image_id in ids}
-        write_json(_part(content, set(image_ids), others, folder), path)
+        write_json(_as_faults(_part(content, set(image_ids), others, folder)), path)
         data.register.append([f"{name}_{split}", str(path), str(folder)])
         data.written.append(str(path))
     return _with_test_set(data)
 
 
+def _lines(notes: Iterable[Mapping[str, str]]) -> list[str]:
+    """A line for each kind of note, with its number and first example."""
+    places = defaultdict(list)
+    for note in notes:
+        places[note["heading"]].append(note["where"])
+    return [f"{heading}: {len(where)}, such as {where[0]}" for heading, where in places.items()]
+
+
 def _unused(listing: Listing, content: Sections) -> list[str]:
     """A line of the images that no annotation file names."""
-    used = {os.path.abspath(image["file_name"]) for image in content["images"]}
-    unused = [path for path in listing.images if os.path.abspath(path) not in used]
-    if not unused:
-        return []
-    return [f"{len(unused)} of {len(listing.images)} images have no annotations and are not used, such as {unused[0]}"]
+    used = {os.path.realpath(image["file_name"]) for image in content["images"]}
+    unused = [path for path in listing.images if os.path.realpath(path) not in used]
+    notes = (
+        [f"{len(unused)} of {len(listing.images)} images have no annotations and are not used, such as {unused[0]}"]
+        if unused
+        else []
+    )
+    unreadable = listing.unreadable
+    notes += (
+        [f"{counted(len(unreadable), 'image')} cannot be read here, such as {unreadable[0]}: convert to JPEG or PNG"]
+        if unreadable
+        else []
+    )
+    return notes
 
 
 def _with_test_set(data: FolderData) -> FolderData:
@@ -112,16 +138,16 @@ def _use_test_set(parts: dict[str, Any], notes: list[str]) -> None:
 
 
 def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str]) -> dict[str, Collection[int]]:
-    """The ids of the images of each split: by the names of folders, or drawn."""
+    """The ids of the images of each split: by their annotation files, by the names of folders, or drawn."""
     found: dict[str, list[int]] = defaultdict(list)
     for image in content["images"]:
-        found[listing.split_of(Path(image["file_name"]))].append(image["id"])
+        found[image.get("split") or listing.split_of(Path(image["file_name"]))].append(image["id"])
     if not new_split and "train" in found and ("val" in found or "test" in found):
         left_out = len(found.pop("", ()))
         notes += [f"left out, as in no folder of a split: {counted(left_out, 'image')}"] if left_out else []
         _use_test_set(found, notes)
         parts: dict[str, Collection[int]] = {split: found[split] for split in SPLITS if split in found}
-        how = "by names of folders"
+        how = "by names of files and folders"
     else:
         parts, how = divide(content, listing.root, SEED, notes), f"drawn by seed {SEED}, near-duplicates together"
     sizes = [f"{counted(len(image_ids), 'image')} for {split}" for split, image_ids in parts.items()]
@@ -132,12 +158,37 @@ def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str
 def _part(content: Sections, image_ids: set[int], others: set[int], folder: Path) -> Sections:
     """Some images with their annotations, and file names from the folder on; with annotations of images that do not exist, too, for
     the check of the data to report."""
-    images = [image for image in content["images"] if image["id"] in image_ids]
+    images = [
+        {**image, "file_name": os.path.relpath(image["file_name"], folder)}
+        for image in content["images"]
+        if image["id"] in image_ids
+    ]
     return {
-        "images": [image | {"file_name": os.path.relpath(image["file_name"], folder)} for image in images],
+        "images": images,
         "annotations": [box for box in content["annotations"] if box["image_id"] in image_ids or box["image_id"] not in others],
         "categories": content["categories"],
     }
+
+
+def _as_faults(content: Sections) -> Sections:
+    """The same sections, with a text in the place of what is wrong with an entry, as JSON has neither NaN nor infinity."""
+    categories = {category["id"] for category in content["categories"]}
+    sizes = {image["id"]: (1.0, 1.0) for image in content["images"]}
+    for image in content["images"]:
+        fault = image_fault(image)
+        if fault:
+            image.update(
+                {
+                    "height": None,
+                    "width": None,
+                    FAULT: [fault[0], fault[1] if FAULT in image else f"{image['file_name']}: {fault[1]}"],
+                }
+            )
+    for annotation in content["annotations"]:
+        fault = annotation_fault(annotation, sizes, categories)
+        if fault:
+            annotation.update({"bbox": None, "area": None, "iscrowd": None, FAULT: list(fault)})
+    return content
 
 
 def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:

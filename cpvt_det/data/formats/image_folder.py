@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cpvt_det.data.find_images import SUFFIXES
 from cpvt_det.data.formats.registry import Sections, register_format
+from cpvt_det.data.listing import is_image, walk
 from cpvt_det.errors import DataError
 
 logger = logging.getLogger("cpvt_det")
@@ -78,22 +78,11 @@ def _folders(path: Path) -> list[Path]:
 
 def _has_image(folder: Path) -> bool:
     with os.scandir(folder) as entries:
-        return any(_is_image(entry.name) for entry in entries)
-
-
-def _is_image(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith(".")
+        return any(is_image(entry.name) and not entry.name.startswith(".") for entry in entries)
 
 
 def _images(folder: Path) -> Iterator[str]:
     """Paths of the images in a folder and below it, by name."""
-    real = Path(os.path.realpath(folder))
-    seen = {real, *real.parents}  # a link to a parent would bring the images of other classes
-    for place, folders, files in os.walk(folder, followlinks=True):
-        targets = {name: Path(os.path.realpath(os.path.join(place, name))) for name in sorted(folders)}
-        folders.clear()
-        for name, target in targets.items():
-            if target not in seen:
-                seen.add(target)
-                folders.append(name)
-        yield from (os.path.join(place, name) for name in sorted(files) if _is_image(name))
+    parents = set(map(str, Path(os.path.realpath(folder)).parents))  # a link to one would bring the images of other classes
+    for place, files in walk(folder, parents):
+        yield from (os.path.join(place, name) for name in files if is_image(name))

@@ -11,7 +11,7 @@ from typing import Any
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.formats.registry import Sections, find_format
 from cpvt_det.data.images import file_threads, read_header
-from cpvt_det.data.validation.rules import LARGEST_SHARE
+from cpvt_det.data.validation.rules import FAULT, LARGEST_SHARE
 from cpvt_det.errors import DataError
 
 
@@ -39,14 +39,15 @@ def read_foreign(files: DatasetFiles) -> Sections:
 
 
 def complete(content: Sections) -> Sections:
-    """The same sections, with all sizes of images, and with boxes in pixels."""
+    """The same sections, with all sizes of images, with boxes in pixels, and with notes."""
+    content.setdefault("notes", [])
     _add_sizes(content["images"])
     _add_boxes(content)
     return content
 
 
 def _add_sizes(images: Iterable[dict[str, Any]]) -> None:
-    missing = [image for image in images if not image.get("height") or not image.get("width")]
+    missing = [image for image in images if FAULT not in image and not (image.get("height") and image.get("width"))]
     with file_threads() as pool:
         for image, (height, width) in zip(missing, pool.map(_size, (image["file_name"] for image in missing)), strict=True):
             image.update(height=height, width=width)
@@ -61,14 +62,15 @@ def _size(path: str) -> tuple[int, int]:
 
 
 def _add_boxes(content: dict[str, list[dict[str, Any]]]) -> None:
-    """Convert boxes relative to their image to pixels; those whose numbers are far from being shares stay as they are."""
-    size_of = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
+    """Convert boxes relative to their image to pixels; those whose numbers are far from being shares are faults."""
+    size_of = {image["id"]: (image.get("width", 1), image.get("height", 1)) for image in content["images"]}
     for annotation in content["annotations"]:
         relative = annotation.pop("relative_cxcywh", None)
-        if relative is None:
+        if relative is None or FAULT in annotation:
             continue
         if any(LARGEST_SHARE < abs(number) < math.inf for number in relative):
-            annotation["bbox"] = {"relative_cxcywh": relative}
+            why = f"{relative!r}; expected centre, width and height in [0, 1], not pixels"
+            annotation[FAULT] = ["boxes that are no shares of the image", why]
         else:
             (cx, cy, w, h), (width, height) = relative, size_of[annotation["image_id"]]
             annotation["bbox"] = [(cx - w / 2) * width, (cy - h / 2) * height, w * width, h * height]

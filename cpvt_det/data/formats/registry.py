@@ -9,7 +9,7 @@ from typing import Any
 from cpvt_det.registry import PartRegistry
 
 Sections = dict[str, list[dict[str, Any]]]
-"""COCO's ``images``, ``annotations`` and ``categories``."""
+"""COCO's ``images``, ``annotations`` and ``categories``; and ``notes`` of corrections, each with ``heading`` and ``where``."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class DataFormat:
         matches: whether a path, the second entry of a triple of ``DATASETS.REGISTER``, is a data set of this format.
         read: reader of a path and a split, the third entry. Images need ``id`` and ``file_name``, annotations ``id``,
             ``image_id``, ``category_id`` and ``bbox`` (xywh in pixels) or ``relative_cxcywh`` (in [0, 1]), categories ``id`` and
-            ``name``; sizes of images are optional. Faulty entries are passed on unchanged: the check of the data reports them.
+            ``name``; sizes of images are optional. Faulty entries are passed on unchanged, for the check of the data to report, or
+            with ``rules.FAULT``, a heading and a text in the words of the format. ``source`` of an annotation is its file and line.
         splits: names of the splits of such a path, for ``cpvt-det train FOLDER``; none for a path that is one set, which is read
             with the split "".
         files: paths of all files that ``read`` reads or whose existence it asks about, images too, in an order that does not

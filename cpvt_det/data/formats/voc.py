@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pascal VOC's format: one XML file per image.
 
-Box coordinates start at 1 and include the last pixel. Objects marked difficult are neither learned nor counted in evaluation, as in
-VOC's own evaluation: they become COCO's crowds. Source: the VOC 2012 development kit, section 10.
+Box coordinates start at 1 and include the last pixel; where any is 0, they are taken to start at 0 in the whole data set. Objects
+marked difficult are neither learned nor counted in evaluation, as in VOC's own evaluation: they become COCO's crowds. Source: the
+VOC 2012 development kit, section 10. Rotated boxes (roLabelImg) and polygons (LabelMe) become the upright boxes around them.
 """
 
+import math
+import re
+import unicodedata
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpvt_det.data.formats.lines import read_lines
 from cpvt_det.data.formats.registry import Sections, register_format
-from cpvt_det.data.formats.yolo import IMAGES
-from cpvt_det.errors import DataError, first_line
+from cpvt_det.data.formats.shapes import around_points, around_rotated
+from cpvt_det.data.listing import Listing
+from cpvt_det.data.names import Names, notes_of
+from cpvt_det.data.text import decode, read_lines, read_xml
+from cpvt_det.data.validation.rules import FAULT
+from cpvt_det.errors import DataError
+
+SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def voc_splits(folder: Path) -> list[str]:
@@ -27,11 +36,15 @@ def is_voc(path: Path) -> bool:
     return path.is_dir() and (next(path.glob("*.xml"), None) is not None or (path / "Annotations").is_dir())
 
 
+def is_voc_file(path: Path) -> bool:
+    """Whether an XML file has the root of Pascal VOC's."""
+    with path.open("rb") as file:
+        return re.search(r"<annotation[\s>]", decode(file.read(2**16), "replace")) is not None
+
+
 def voc_files(folder: Path, split: str) -> Iterator[Path]:
-    """What :func:`read_voc` reads: all XML files, images, and the lists of classes and of the split."""
-    yield from (folder / "classes.txt", folder / "ImageSets" / "Main" / f"{split}.txt")
-    for inside in _folders(folder):
-        yield from sorted(inside.iterdir())
+    """What :func:`read_voc` reads, and the rest of the folder."""
+    yield from Listing(folder).files
 
 
 @register_format("voc", matches=is_voc, splits=voc_splits, files=voc_files)
@@ -39,7 +52,7 @@ def read_voc(folder: Path, split: str) -> Sections:
     """Read a data set into COCO's sections.
 
     Args:
-        folder: a folder with ``Annotations/``, ``JPEGImages/`` and ``ImageSets/Main/``, or with XML files and images side by side.
+        folder: a folder with XML files and images, as ``Annotations/`` and ``JPEGImages/``, side by side, or in other folders.
         split: name of a file in ``ImageSets/Main`` without ``.txt``; empty for every XML file.
 
     Returns:
@@ -49,91 +62,131 @@ def read_voc(folder: Path, split: str) -> Sections:
     Raises:
         DataError: a file that cannot be read, or a split that does not exist.
     """
-    annotation_folder, image_folder = _folders(folder)
-    trees = {path.stem: parse_xml(path) for path in sorted(annotation_folder.glob("*.xml"))}
-    chosen: list[tuple[Path, ET.Element, Path]] = []
-    for stem in _stems(folder, split, trees):
-        tree = trees.get(stem)
-        if tree is None:
-            raise DataError(f"{folder}: split {split!r} contains {stem}, but there is no file {annotation_folder / stem}.xml")
-        chosen.append((annotation_folder / f"{stem}.xml", tree, _image(image_folder, stem, tree)))
-    return voc_sections(chosen, classes_of(folder, trees.values()))
+    listing = Listing(folder)
+    names = Names(listing.images, listing)
+    trees = {path: read_xml(path) for path in listing.with_suffix(".xml") if is_voc_file(path)}
+    files = Names(list(trees), listing)
+    chosen = _split(folder, split, files) if split else list(trees)
+    written = {path: _file_name(path, tree) for path, tree in trees.items()}
+    image_of = names.pair(list(trees), written)
+    images = [{"file_name": str(image_of[path])} if path in image_of else names.entry(written[path], path) for path in chosen]
+    sections = _sections([(path, trees[path]) for path in chosen], images, _classes(folder, trees.values()), _first(trees.values()))
+    sections["notes"] += [*files.notes(), *names.notes()]
+    return sections
 
 
-def voc_sections(chosen: Iterable[tuple[Path, ET.Element, Path]], names: Mapping[str, int]) -> Sections:
-    """COCO's sections of XML files, each with its content and its image; ``names`` has the category id of each class."""
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
-    for image_id, (path, tree, image) in enumerate(chosen, start=1):
-        height, width = (_number(tree.findtext(f"size/{side}")) for side in ("height", "width"))
-        images.append({"id": image_id, "file_name": str(image), "height": height, "width": width})
-        for number, element in enumerate(tree.iter("object"), start=1):
-            name = element.findtext("name", "").strip()
-            annotation = {"id": len(annotations) + 1, "image_id": image_id, "bbox": _box(element)}
-            annotation |= {"category_id": names.get(name, name), "iscrowd": int(element.findtext("difficult", "0").strip() == "1")}
-            annotations.append(annotation | {"source": f"{path}, object {number} ({name!r})"})
-    categories = [{"id": number, "name": name} for name, number in names.items()]
-    return {"images": images, "annotations": annotations, "categories": categories}
+def _sections(
+    chosen: Sequence[tuple[Path, ET.Element]], images: Sequence[dict[str, Any]], names: Mapping[str, int], first: int
+) -> Sections:
+    """COCO's sections of XML files.
 
-
-def parse_xml(path: Path) -> ET.Element:
-    """The root of an XML file.
-
-    Raises:
-        DataError: a file that is not XML.
+    Args:
+        chosen: XML files and their roots.
+        images: entries of their images, without id and size.
+        names: category id of each class.
+        first: coordinate of the first pixel.
     """
-    try:
-        return ET.parse(path).getroot()
-    except (ET.ParseError, OSError, ValueError) as error:
-        raise DataError(f"{path} is not XML: {first_line(error)}") from error
+    annotations: list[dict[str, Any]] = []
+    difficult, swapped = [], []
+    for image_id, (path, tree) in enumerate(chosen, start=1):
+        sides = {side: _number(tree.findtext(f"size/{side}")) for side in ("height", "width")}
+        images[image_id - 1].update({"id": image_id, **sides})
+        for number, element in enumerate(tree.iter("object"), start=1):
+            name = _name(element)
+            source = f"{path}, object {number} ({name!r})"
+            annotation = {"id": len(annotations) + 1, "image_id": image_id, "category_id": names.get(name, -1), "source": source}
+            annotation |= {"iscrowd": int(element.findtext("difficult", "0").strip() == "1"), **_box(element, first)}
+            if name not in names:
+                annotation[FAULT] = ["objects of unknown classes", f"<name> is {name!r}" + "; classes.txt lacks it" * bool(name)]
+            difficult += [source] * annotation["iscrowd"]
+            swapped += [source] * annotation.pop("swapped", False)
+            annotations.append(annotation)
+    notes = notes_of("objects marked difficult, neither learned nor counted in evaluation", difficult)
+    notes += notes_of("boxes whose minimum is above their maximum, sorted", swapped)
+    notes += notes_of("coordinates that start at 0, as one of them is 0", [chosen[0][0].parent] if chosen and not first else [])
+    categories = [{"id": number, "name": name} for name, number in names.items()]
+    return {"images": list(images), "annotations": annotations, "categories": categories, "notes": notes}
 
 
-def classes_of(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
+def _name(element: ET.Element) -> str:
+    """The class of an object, in one Unicode form, as two forms look the same."""
+    return unicodedata.normalize("NFC", element.findtext("name", "").strip())
+
+
+def _file_name(path: Path, tree: ET.Element) -> str:
+    """The image that an XML file names, or else its own name, which no image has."""
+    return tree.findtext("filename", "").strip() or path.stem
+
+
+def _classes(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
     """Category ids, from 1, by class name: of ``classes.txt`` in the folder, or else of the XML files, in alphabetical order."""
     listed = folder / "classes.txt"
     if listed.is_file():
-        names = read_lines(listed)
+        names = [unicodedata.normalize("NFC", name) for name in read_lines(listed)]
     else:
-        names = sorted({element.findtext("name", "").strip() for tree in trees for element in tree.iter("object")})
+        names = sorted({_name(element) for tree in trees for element in tree.iter("object")} - {""})
     return {name: number for number, name in enumerate(names, start=1)}
 
 
-def _folders(folder: Path) -> list[Path]:
-    """The folder of the XML files, and that of the images."""
-    return [folder / name if (folder / name).is_dir() else folder for name in ("Annotations", "JPEGImages")]
+def _first(trees: Iterable[ET.Element]) -> int:
+    """The coordinate of the first pixel: 1, unless a box is at 0."""
+    starts = (box.findtext(side) for tree in trees for box in tree.iter("bndbox") for side in ("xmin", "ymin"))
+    return 0 if any(_number(start) == 0 for start in starts) else 1
 
 
-def _stems(folder: Path, split: str, trees: dict[str, ET.Element]) -> list[str]:
-    if not split:
-        return list(trees)
+def _split(folder: Path, split: str, names: Names) -> list[Path]:
+    """The XML files of a split, in its order."""
     path = folder / "ImageSets" / "Main" / f"{split}.txt"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.txt"))) or "none"
         raise DataError(f"{folder} has no split {split!r}: there is no file {path}; known: {known}, and '' for every XML file")
-    return [line.split()[0] for line in read_lines(path)]
+    return list(dict.fromkeys(_listed(folder, path, line, names) for line in read_lines(path)))
 
 
-def _image(folder: Path, stem: str, tree: ET.Element) -> Path:
-    """The file that the XML names, or else an image with the name of the XML."""
-    named = folder / Path(tree.findtext("filename", "").strip().replace("\\", "/")).name
-    if named.is_file():
-        return named
-    return next((path for path in sorted(folder.glob(f"{stem}.*")) if path.suffix.lower() in IMAGES), folder / f"{stem}.jpg")
+def _listed(folder: Path, path: Path, line: str, names: Names) -> Path:
+    """The XML file of a line: an image's name, in quotes or not, and perhaps VOC's 1, 0 or -1 behind it."""
+    whole = line[1:-1].strip() if line[:1] == line[-1:] == '"' else line
+    for loosely in (False, True):
+        for name in (whole, re.sub(r"\s+-?[01]$", "", whole).strip('"')):
+            found = names.find(name, path, loosely)
+            if found is not None:
+                return found
+    raise DataError(f"{path} contains {whole!r}, but no XML file below {folder} is called so")
 
 
-def _box(element: ET.Element) -> Any:
-    """COCO's box, counted from 0; the words of the file where one is not a number, for the rules to report."""
-    words = [element.findtext(f"bndbox/{side}") for side in ("xmin", "ymin", "xmax", "ymax")]
-    corners = [_number(word) for word in words]
-    if any(corner is None for corner in corners):
-        return words
-    x1, y1, x2, y2 = corners
-    return [x1 - 1, y1 - 1, x2 - x1 + 1, y2 - y1 + 1]
+def _box(element: ET.Element, first: int) -> dict[str, Any]:
+    """COCO's box of an object, counted from 0, or its fault."""
+    box, rotated, polygon = (element.find(tag) for tag in ("bndbox", "robndbox", "polygon"))
+    try:
+        if box is not None:
+            x0, y0, x1, y1 = (_required(box, side) for side in SIDES)
+            if x1 < x0 or y1 < y0:
+                (x0, x1), (y0, y1) = sorted((x0, x1)), sorted((y0, y1))
+                return {"bbox": [x0 - first, y0 - first, x1 - x0 + first, y1 - y0 + first], "swapped": True}
+            return {"bbox": [x0 - first, y0 - first, x1 - x0 + first, y1 - y0 + first]}
+        if rotated is not None:
+            return {"bbox": around_rotated(*(_required(rotated, tag) for tag in ("cx", "cy", "w", "h", "angle")))}
+        if polygon is not None:
+            numbers = [(point.tag, _required(polygon, point)) for point in polygon.iter() if re.fullmatch(r"[xy]\d*", point.tag)]
+            return {"bbox": around_points(*([number for tag, number in numbers if tag[0] == axis] for axis in "xy"))}
+    except ValueError as error:
+        return {FAULT: ["boxes that are not numbers", str(error)]}
+    return {FAULT: ["objects without a box", "it has no <bndbox>, <robndbox> or <polygon>"]}
+
+
+def _required(parent: ET.Element, part: str | ET.Element) -> float:
+    tag, text = (part, parent.findtext(part)) if isinstance(part, str) else (part.tag, part.text)
+    number = _number(text)
+    if number is None:
+        raise ValueError(f"<{tag}> in <{parent.tag}> " + ("is missing" if text is None else f"is {text.strip()!r}, not a number"))
+    return number
 
 
 def _number(word: str | None) -> float | None:
     try:
         value = float(word or "")
     except ValueError:
+        return None
+    if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else value

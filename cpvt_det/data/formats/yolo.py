@@ -1,24 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YOLO's format: a YAML file with class names and splits, and one text file of boxes per image.
+"""YOLO's format: one text file of boxes per image, and a YAML file with class names and splits, or no such file.
 
 A line of text is ``class cx cy w h``, or the polygon ``class x1 y1 x2 y2 x3 y3 ...``; all but the class relative to the image.
-Source: the format of Ultralytics and Roboflow.
+Where the YAML file has ``kpt_shape``, numbers of keypoints follow the box. Source: the format of Ultralytics and Roboflow.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cpvt_det.data.formats.lines import numbered_lines, read_lines
 from cpvt_det.data.formats.registry import Sections, register_format
-from cpvt_det.errors import DataError, first_line
+from cpvt_det.data.listing import IMAGES, SPLITS, Listing
+from cpvt_det.data.names import Names, notes_of
+from cpvt_det.data.text import decode, numbered_lines, read_lines, read_text
+from cpvt_det.data.validation.rules import FAULT
+from cpvt_det.errors import DataError, counted, first_line
 
-IMAGES = {".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"}
-LABELS = {"Images": "Labels", "IMAGES": "LABELS"}
-SPLITS = {"val": ("val", "valid", "validation")}
+KEYS = {"val": ("val", "valid", "validation")}
+"""Split -> its keys in a YAML file, where there are several."""
+NAME_FILES = ("classes.txt", "obj.names", "labels.txt", "names.txt", "_darknet.labels")
+"""Files with a class name per line, in the order of the numbers in YOLO's text files; further ones end in ``.names``."""
+MOST_CLASSES = 10_000
+"""Classes without names that a folder of text files may have."""
+LINE = "class cx cy w h"
+CORNERS = (8, 10)
+"""Numbers of polygons of four points, open and closed: tools write boxes, also rotated ones, in this way."""
+AT_LEAST = 5
+"""Lines that show by the number of their numbers whether these are keypoints."""
 
 
 def find_yolo(path: Path) -> Path | None:
@@ -37,7 +50,7 @@ def yolo_splits(path: Path) -> list[str]:
     """
     path = find_yolo(path) or path
     content, found = _read_yaml(path), []
-    for split in ("train", "val", "test"):
+    for split in SPLITS:
         with contextlib.suppress(DataError):
             found += [split] if _places(content, split, path) else []
     return found
@@ -50,8 +63,8 @@ def missing_splits(path: Path) -> dict[str, str]:
         DataError: a file that cannot be read.
     """
     content, found = _read_yaml(path), {}
-    for split in ("train", "val", "test"):
-        if any(content.get(name) for name in SPLITS.get(split, (split,))):
+    for split in SPLITS:
+        if any(content.get(name) for name in KEYS.get(split, (split,))):
             try:
                 _places(content, split, path)
             except DataError as error:
@@ -60,14 +73,11 @@ def missing_splits(path: Path) -> dict[str, str]:
 
 
 def yolo_files(path: Path, split: str) -> Iterator[Path]:
-    """What :func:`read_yolo` reads: the YAML file, lists of images, images, and the text file of each."""
+    """What :func:`read_yolo` reads: the YAML file, and all files of the data set."""
     path = find_yolo(path) or path
     yield path
-    for place in _places(_read_yaml(path), split, path):
-        yield place
-        for image in _images(place):
-            yield image
-            yield _label_file(image)
+    content = _read_yaml(path)
+    yield from _listing(content, _places(content, split, path), path).files
 
 
 @register_format("yolo", matches=lambda path: find_yolo(path) is not None, splits=yolo_splits, files=yolo_files)
@@ -87,67 +97,215 @@ def read_yolo(path: Path, split: str) -> Sections:
     """
     path = find_yolo(path) or path
     content = _read_yaml(path)
-    images = [image for place in _places(content, split, path) for image in _images(place)]
+    places = _places(content, split, path)
+    listing = _listing(content, places, path)
+    names = Names(listing.images, listing)
+    images = {image["file_name"]: image for place in places for image in _images(place, names)}
     if not images:
         raise DataError(f"{path}: split {split!r} has no images")
-    annotations = yolo_annotations([_label_file(image) for image in images])
-    return yolo_sections(images, annotations, _names(content, path))
+    return _sections(list(images.values()), names, split, _keypoints(content, path), _class_names(content, path))
 
 
-def yolo_annotations(labels: Iterable[Path | None]) -> list[dict[str, Any]]:
-    """COCO's annotations of images 1, 2, ... from their text files; one that is ``None`` or does not exist has none.
+def label_files(listing: Listing) -> list[Path]:
+    """The text files of a folder that have the name of an image and lines like YOLO's, or such lines alone."""
+    pairs = Names(listing.images, listing).pair(_texts(listing))
+    return [path for path in pairs or _texts(listing) if _is_like_labels(path, strictly=not pairs)]
+
+
+def read_label_files(listing: Listing) -> Sections:
+    """YOLO's text files without a YAML file. An image without a text file has no objects; ids and classes as in :func:`read_yolo`,
+    where no file has the classes' names they are called by their numbers.
 
     Raises:
-        DataError: a text file that cannot be read.
+        DataError: a file that cannot be read; files with other names of classes.
     """
+    listed = _listed_names(listing)
+    images = [{"file_name": str(path)} for path in listing.images]
+    return _sections(images, Names(listing.images, listing), "", None, dict(enumerate(listed)) if listed else None)
+
+
+def _texts(listing: Listing) -> list[Path]:
+    return [path for path in listing.with_suffix(".txt") if path.name.lower() not in NAME_FILES]
+
+
+def _is_like_labels(path: Path, strictly: bool) -> bool:
+    """Whether the first line begins with five numbers, whatever is between them; or strictly, with four of them in [0, 1]."""
+    with path.open("rb") as file:
+        start = decode(file.read(400), "replace").lstrip()
+    words = re.split(r"[\s,;]+", start)[:5]
+    if len(words) < 5 or not all(re.fullmatch(r"[+-]?(\d+\.?\d*(e[+-]?\d+)?|\.\d+|nan|inf)", word, re.I) for word in words):
+        return False
+    return not strictly or all(0 <= float(word) <= 1 for word in words[1:])
+
+
+def _sections(
+    images: list[dict[str, Any]], names: Names, split: str, keypoints: int | None, classes: Mapping[int, str] | None
+) -> Sections:
+    """COCO's sections of images, whose text files are looked for.
+
+    Args:
+        images: entries of the images of the split, without ids.
+        names: all images of the data set.
+        split: name of the split; empty: all.
+        keypoints: number of numbers behind a box; ``None``: not known.
+        classes: name of each class; ``None``: they are called by their numbers.
+    """
+    texts = _texts(names.listing)
+    label_of = {str(image): label for label, image in names.pair(texts).items()}
+    of_split = [path for path in texts if not split or names.listing.split_of(path) in (split, "" if split == "train" else split)]
+    orphans = sorted(path for path in set(of_split) - set(label_of.values()) if _is_like_labels(path, strictly=True))
+    notes = [*names.notes(), *notes_of("label files that belong to no image", orphans)]
+    if not split and names.listing.unreadable:
+        notes += notes_of("images that cannot be read here, left out; convert them to JPEG or PNG", names.listing.unreadable)
+    alone = (image["file_name"] for image in images if image["file_name"] not in label_of)
+    notes += notes_of("images without a label file, which are taken to show no object", alone)
     annotations: list[dict[str, Any]] = []
-    for image_id, label in enumerate(labels, start=1):
-        for number, annotation in read_labels(label) if label else ():
-            annotation |= {"id": len(annotations) + 1, "image_id": image_id, "source": f"{label}, line {number}"}
-            annotations.append(annotation)
-    return annotations
-
-
-def yolo_sections(images: Iterable[Path], annotations: list[dict[str, Any]], names: Mapping[int, str]) -> Sections:
-    """COCO's sections of images 1, 2, ..., their annotations, and the name of each class."""
+    for image_id, image in enumerate(images, start=1):
+        label = label_of.get(image["file_name"])
+        for number, line in numbered_lines(label) if label else ():
+            annotation = {"id": len(annotations) + 1, "image_id": image_id, "source": f"{label}, line {number}"}
+            annotations.append(annotation | _parse(line.split(), keypoints or 0))
+    if keypoints is None:
+        _refuse_ambiguous(annotations)
+    if classes is None:
+        classes = _numbers_as_names(annotations)
+        notes += notes_of(
+            "classes without names, called by their numbers; write the names into classes.txt", [", ".join(classes.values())]
+        )
+    for annotation in annotations:
+        number = annotation["category_id"]
+        if number not in classes and FAULT not in annotation:
+            annotation[FAULT] = ["classes that have no name", f"class {number}; there are {len(classes)} names, counted from 0"]
+        annotation.pop("numbers", None)
     return {
-        "images": [{"id": number, "file_name": str(image)} for number, image in enumerate(images, start=1)],
+        "images": [{"id": number, **image} for number, image in enumerate(images, start=1)],
         "annotations": annotations,
-        "categories": [{"id": number, "name": name} for number, name in names.items()],
+        "categories": [{"id": number, "name": name} for number, name in classes.items()],
+        "notes": notes,
     }
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _parse(words: Sequence[str], keypoints: int) -> dict[str, Any]:
+    """Class and box of a line, or its fault; ``numbers``: how many there are behind the class, of a polygon."""
+    said = " ".join(words)[:100]
+    if any(sign in said for sign in ",;"):
+        return _fault("lines with commas", f"{said!r}; write {LINE} with blanks between the numbers, and points in them")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        number, *numbers = map(float, words)
+    except ValueError:
+        return _fault("lines that are not numbers", f"{said!r}; expected {LINE}")
+    if not all(map(math.isfinite, (number, *numbers))):
+        return _fault("lines with numbers that are not finite", f"{said!r}; expected {LINE}")
+    if number % 1 or number < 0:
+        return _fault("classes that are not whole numbers", f"{said!r}; expected {LINE}, with a class of 0, 1, 2, ...")
+    category, count = {"category_id": int(number)}, len(numbers)
+    if count == 4 or (keypoints and count == 4 + keypoints):
+        return category | {"relative_cxcywh": numbers[:4]}
+    if keypoints or count < 6 or count % 2:
+        known = f"{LINE}{f' and {keypoints} numbers of keypoints' if keypoints else ''}"
+        more = "" if keypoints or count < 5 else "; a confidence has to be removed, keypoints need kpt_shape in data.yaml"
+        return category | _fault("lines of another length", f"{counted(count, 'number')} after the class; expected {known}{more}")
+    xs, ys = numbers[0::2], numbers[1::2]
+    centre = [(min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2]
+    box = {"relative_cxcywh": [*centre, max(xs) - min(xs), max(ys) - min(ys)]}
+    return category | box | {"numbers": count, "last": words[-1]}
+
+
+def _fault(heading: str, detail: str) -> dict[str, Any]:
+    return {"category_id": -1, FAULT: [heading, detail]}
+
+
+def _refuse_ambiguous(annotations: Sequence[dict[str, Any]]) -> None:
+    """Mark lines that look like polygons, but are of boxes and further numbers, as faulty.
+
+    Tracks end in the number of the track, which is no share of a side; and the polygons of a data set have different numbers of
+    points, other than lists of keypoints.
+    """
+    polygons = [annotation for annotation in annotations if "numbers" in annotation]
+    triangles = [annotation for annotation in polygons if annotation["numbers"] == 6]
+    counts = {annotation["numbers"] for annotation in polygons}
+    if triangles and all(annotation["last"].isdecimal() for annotation in triangles):
+        for annotation in triangles:
+            why = f"6 numbers after the class, the last one whole: a box with confidence and track? Write {LINE}"
+            annotation[FAULT] = ["lines of another length", why]
+    elif len(counts) == 1 and min(counts) > max(CORNERS) and len(polygons) == len(annotations) >= AT_LEAST:
+        for annotation in polygons:
+            why = (
+                f"all lines have {annotation['numbers']} numbers after the class: keypoints behind a box, or polygons? Write "
+                "kpt_shape: [KEYPOINTS, 2 or 3] into data.yaml; for polygons, kpt_shape: [0, 2]"
+            )
+            annotation[FAULT] = ["lines that may be keypoints", why]
+
+
+def _numbers_as_names(annotations: Sequence[dict[str, Any]]) -> dict[int, str]:
+    """A name for each class up to the largest number.
+
+    Raises:
+        DataError: a number so large that it is no class.
+    """
+    last = max(annotations, key=lambda annotation: annotation["category_id"], default={"category_id": 0})
+    if last["category_id"] >= MOST_CLASSES:
+        raise DataError(
+            f"{last['source']}: class {last['category_id']}, but no file has the names of the classes, which are counted from 0; "
+            f"correct it, or write the names into a {NAME_FILES[0]}, a line each"
+        )
+    return {number: str(number) for number in range(max(last["category_id"], 0) + 1)}
+
+
+def _listed_names(listing: Listing) -> list[str]:
+    """The names of the classes in files of their own, empty without one.
+
+    Raises:
+        DataError: files that contradict each other.
+    """
+    files = [path for path in listing.files if path.name.lower() in NAME_FILES or path.suffix.lower() == ".names"]
+    contents = [read_lines(path) for path in files]
+    other = next((number for number, names in enumerate(contents) if names != contents[0]), None)
+    if other is not None:
+        raise DataError(f"{files[0]} and {files[other]} have other names of classes, or another order; keep the one that is right")
+    return contents[0] if contents else []
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The content, all values as they are written: YAML 1.1 would make False of the class ``no``, and 8 of ``010``."""
+    try:
+        content = yaml.load(read_text(path), yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError) as error:
         raise DataError(f"{path} is not YAML: {first_line(error)}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} is not a YOLO data set: expected keys train, val and names, got a {type(content).__name__}")
-    return content
+        kind = {list: "list"}.get(type(content), "single value")
+        raise DataError(f"{path} is not a YOLO data set: expected keys train, val and names, got a {kind}")
+    return {key: None if value in ("", "~", "null") else value for key, value in content.items()}
 
 
-def _names(content: dict[str, Any], path: Path) -> dict[int, str]:
+def _class_names(content: Mapping[str, Any], path: Path) -> dict[int, str]:
     names = content.get("names")
     names = dict(enumerate(names)) if isinstance(names, list) else names
-    if not isinstance(names, dict) or not names or not all(type(number) is int for number in names):
+    if not isinstance(names, dict) or not names or not all(str(number).isdecimal() for number in names):
         raise DataError(f"{path}: names must be a list of class names, or a mapping of numbers to class names, got {names!r}")
-    return {number: str(name) for number, name in sorted(names.items())}
+    return {int(number): str(name) for number, name in sorted(names.items(), key=lambda item: int(item[0]))}
 
 
-def _places(content: dict[str, Any], split: str, path: Path) -> list[Path]:
-    """Folders and text files with the images of a split; paths are relative to ``path:`` in the file, or else to the file."""
-    found = next((content[name] for name in SPLITS.get(split, (split,)) if content.get(name)), None)
+def _keypoints(content: Mapping[str, Any], path: Path) -> int | None:
+    """How many numbers of keypoints follow a box."""
+    shape = content.get("kpt_shape")
+    if shape is None:
+        return None
+    if not isinstance(shape, list) or len(shape) != 2 or not all(str(number).isdecimal() for number in shape):
+        raise DataError(f"{path}: kpt_shape must be [number of keypoints, 2 or 3], got {shape!r}")
+    return int(shape[0]) * int(shape[1])
+
+
+def _places(content: Mapping[str, Any], split: str, path: Path) -> list[Path]:
+    """Folders, text files and images of a split; paths are relative to ``path:`` in the file, or else to the file."""
+    found = next((content[name] for name in KEYS.get(split, (split,)) if content.get(name)), None)
     if found is None:
         known = [key for key in ("train", "val", "valid", "test") if content.get(key)]
         raise DataError(f"{path} has no split {split!r}; known: {', '.join(known) or 'none'}")
-    root = path.parent / str(content.get("path") or "")
-    root = root if root.is_dir() else path.parent  # `path:` may be of the machine that the file was written on
-    places = []
+    root, places = _root(content, path), []
     for place in map(str, found if isinstance(found, list) else [found]):
-        tried = [root / place, *(path.parent / end for end in _ends(place))]
+        ends = _ends(place)
+        tried = [root / place, *(base / end for base in dict.fromkeys((root, path.parent)) for end in ends)]
         there = next((candidate for candidate in tried if candidate.exists()), None)
         if there is None:
             raise DataError(
@@ -155,6 +313,11 @@ def _places(content: dict[str, Any], split: str, path: Path) -> list[Path]:
             )
         places.append(there)
     return places
+
+
+def _root(content: Mapping[str, Any], path: Path) -> Path:
+    root = path.parent / str(content.get("path") or "").replace("\\", "/")
+    return root if root.is_dir() else path.parent  # `path:` may be of the machine that the file was written on
 
 
 def _ends(place: str) -> list[Path]:
@@ -167,43 +330,19 @@ def _ends(place: str) -> list[Path]:
     return [Path(*parts[start:]) for start in range(count)]
 
 
-def _images(place: Path) -> list[Path]:
-    if place.is_dir():
-        return sorted(file for file in place.rglob("*") if file.suffix.lower() in IMAGES)
-    return [place.parent / line for line in read_lines(place)]
+def _listing(content: Mapping[str, Any], places: Sequence[Path], path: Path) -> Listing:
+    """The files of a data set: below its folder, and around images elsewhere."""
+    root, others = _root(content, path), []
+    real = root.resolve()
+    for place in (place for place in places if place.is_dir() and real not in (place.resolve(), *place.resolve().parents)):
+        around = [folder for folder in (place, *place.parents) if folder.name.lower() == "images"]
+        others.append(around[0].parent if around else place)
+    return Listing(root, *others)
 
 
-def _label_file(image: Path) -> Path:
-    """The text file of an image: the last folder ``images`` in its path becomes ``labels``, both in whatever case."""
-    folders = list(image.parent.parts)
-    for number in reversed(range(len(folders))):
-        if folders[number].lower() == "images":
-            name = LABELS.get(folders[number], "labels")
-            folders[number] = name if name == "labels" or Path(*folders[:number], name).is_dir() else "labels"
-            break
-    return Path(*folders, f"{image.stem}.txt")
-
-
-def read_labels(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Number and content of each line; a line that is not a box has its words as ``bbox``, for the rules to report.
-
-    Raises:
-        DataError: a file that cannot be read; one that does not exist has no lines.
-    """
-    lines = numbered_lines(path) if path.exists() else []
-    return [(number, _annotation(line.split())) for number, line in lines]
-
-
-def _annotation(words: list[str]) -> dict[str, Any]:
-    category_id = int(words[0]) if words[0].isdecimal() else words[0]
-    try:
-        numbers = [float(word) for word in words[1:]]
-    except ValueError:
-        return {"category_id": category_id, "bbox": words[1:]}
-    if len(numbers) == 4:
-        return {"category_id": category_id, "relative_cxcywh": numbers}
-    if len(numbers) < 6 or len(numbers) % 2:
-        return {"category_id": category_id, "bbox": numbers}
-    xs, ys = numbers[0::2], numbers[1::2]
-    centre = [(min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2]
-    return {"category_id": category_id, "relative_cxcywh": [*centre, max(xs) - min(xs), max(ys) - min(ys)]}
+def _images(place: Path, names: Names) -> Iterator[dict[str, Any]]:
+    """Entries of the images in a folder, of a list, or of one image."""
+    if place.is_dir() or place.suffix.lower() in IMAGES:
+        yield from ({"file_name": str(path)} for path in (names.listing.below(place) if place.is_dir() else [place]))
+    else:
+        yield from (names.entry(line, place) for line in read_lines(place))

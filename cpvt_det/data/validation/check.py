@@ -228,10 +228,10 @@ def _fault(size: Sequence[int], found: Seen) -> Fault | None:
     header, said = found.header, (size[1], size[0])
     if (header.width, header.height) == said:
         return None
-    detail = f"{found.path} has {header.width} x {header.height} pixels, but {said[0]} x {said[1]} in the JSON"
+    detail = f"{found.path} has {header.width} x {header.height} pixels, but {said[0]} x {said[1]} in the annotations"
     if header.swaps_sides and said == (header.height, header.width):
-        detail += f"; EXIF orientation {header.orientation} turns it, and the JSON contains the size before turning"
-    return "images whose size differs from the JSON", detail
+        detail += f"; EXIF orientation {header.orientation} turns it, and the annotations contain the size before turning"
+    return "images whose size differs from the annotations", detail
 
 
 def _note_conversions(image_id: Id, path: str, found: Seen, issues: Issues) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpvt_det.data.cache import TICK
+from cpvt_det.data.cache import TICK, hash_of_code
 from cpvt_det.data.records import Records
 from cpvt_det.data.shards import INDEX, open_shards, split_at_shards
 from cpvt_det.data.storage import is_url
@@ -113,7 +113,5 @@ def _hash(records: Records) -> str:
         found = open_shards(shards)
         for array in (found.keys, found.shard_of, found.starts, found.sizes, found.lengths):
             digest.update(array)
-    here = Path(__file__).parent
-    for name in ("check.py", "kept.py", "../images.py"):
-        digest.update((here / name).read_bytes())
+    digest.update(hash_of_code().encode())
     return digest.hexdigest()[:32]

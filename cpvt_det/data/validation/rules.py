@@ -16,6 +16,8 @@ Id = int
 Size = tuple[float, float]
 """(height, width) in pixels."""
 
+FAULT = "fault of cpvt_det"
+"""Key of an entry whose reader found a fault, with heading and detail in the words of its format."""
 WITHOUT_AREA = "boxes without area, left out"
 OUTSIDE = "boxes outside the image, left out"
 CLIPPED = "boxes partly outside the image, clipped"
@@ -43,6 +45,8 @@ def category_fault(category: Any) -> Fault | None:
 
 def image_fault(image: Any) -> Fault | None:
     """The fault of an entry of ``images``, if any."""
+    if type(image) is dict and FAULT in image:
+        return tuple(image[FAULT])
     missing = _missing(image, ("id", "file_name", "height", "width"))
     if missing:
         return missing
@@ -66,6 +70,8 @@ def annotation_fault(annotation: Any, sizes: Mapping[Id, Size], categories: Cont
     """
     if type(annotation) is not dict:
         return "annotations that are not objects", repr(annotation)[:80]
+    if FAULT in annotation:
+        return tuple(annotation[FAULT])
     for key, known, section in (("image_id", sizes, "images"), ("category_id", categories, "categories")):
         value = annotation.get(key)
         if type(value) is not int or value not in known:
@@ -74,9 +80,6 @@ def annotation_fault(annotation: Any, sizes: Mapping[Id, Size], categories: Cont
             return f"annotations of unknown {section}", f"{key} {value!r}, {why}{text}"
     box = annotation.get("bbox")
     if type(box) is not list or len(box) != 4 or not all(type(side) in (int, float) for side in box):
-        if type(box) is dict and "relative_cxcywh" in box:
-            shares = f"{box['relative_cxcywh']!r}; expected centre, width and height in [0, 1], not pixels"
-            return "boxes that are no shares of the image", shares
         return "boxes that are not four numbers", f"bbox {box!r}; expected [x, y, width, height] in pixels"
     if not all(map(is_number, box)):
         return "boxes that are not finite", f"bbox {box!r}"

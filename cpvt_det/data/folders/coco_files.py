@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""COCO JSONs of a folder, one or several, wherever their images are -> one data set in COCO's sections."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cpvt_det.data.coco import read_json
+from cpvt_det.data.formats.registry import Sections
+from cpvt_det.data.listing import Listing
+from cpvt_det.data.names import Names
+from cpvt_det.data.validation.rules import FAULT, category_fault
+from cpvt_det.errors import DataError
+
+
+def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
+    """COCO JSONs as one data set: classes by their names, with the ids of the first file that has them; images wherever they are.
+
+    The split that a file's path names is its images' ``split``.
+
+    Raises:
+        DataError: an entry that is no object of JSON, a category that cannot be used, an image in two files of one split.
+    """
+    content: Sections = {"images": [], "annotations": [], "categories": []}
+    names, ids = Names(listing.images, listing), {}
+    file_of: dict[tuple[str, str], Path] = {}
+    for path in files:
+        read = read_json(path)
+        new_ids = _add_images(content, _objects(read, path, "images"), path, names)
+        for image in content["images"][-len(new_ids) :] if new_ids else ():
+            other = file_of.setdefault((image["split"], image["file_name"]), path)
+            if other != path:
+                raise DataError(f"{image['file_name']} is in {other} and in {path}; keep one, or name the sets in a config")
+        categories = _add_categories(ids, _objects(read, path, "categories"), path)
+        _add_annotations(content, _objects(read, path, "annotations"), path, new_ids, categories)
+    content["categories"] = [{"id": number, "name": name} for name, number in ids.items()]
+    content["notes"] = names.notes()
+    return content
+
+
+def has_whole_ids(read: dict[str, Any]) -> bool:
+    """Whether all ids of a COCO JSON are whole numbers, and all images have names."""
+    images, categories, boxes = (read.get(section) or () for section in ("images", "categories", "annotations"))
+    keys = ((images, ("id",)), (categories, ("id",)), (boxes, ("image_id", "category_id")))
+    whole = all(type(one) is dict and type(one.get(key)) is int for entries, names in keys for one in entries for key in names)
+    return whole and all(isinstance(image.get("file_name"), str) for image in images)
+
+
+def _add_images(content: Sections, images: Sequence[dict[str, Any]], path: Path, names: Names) -> dict[str, int]:
+    """Old id -> new id; an id that is not unique stays so."""
+    new_ids: dict[str, int] = {}
+    for number, image in enumerate(images):
+        url = image.get("coco_url")  # LVIS has nothing else
+        written = image.get("file_name", url.rpartition("/")[2] if isinstance(url, str) else None)
+        new_id = new_ids.setdefault(str(_whole(image.get("id"))), len(content["images"]) + 1)
+        entry = {"id": new_id, "split": names.listing.split_of(path, with_name=True)}
+        entry |= {side: image[side] for side in ("height", "width") if side in image}
+        if isinstance(written, str):
+            entry |= names.entry(written, path)
+        else:
+            why = f"{path}: images[{number}] (id {image.get('id')!r}) has file_name {written!r}"
+            entry |= {"file_name": str(written), FAULT: ["file names that are not text", why]}
+        content["images"].append(entry)
+    return new_ids
+
+
+def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], path: Path) -> dict[int, int]:
+    """Old id -> new id, of the category with that name."""
+    new_ids = {}
+    for number, category in enumerate({"id": None} | category for category in categories):
+        category["id"] = _whole(category["id"])
+        fault = category_fault(category)
+        if fault:
+            raise DataError(f"{path}: {fault[0]}: categories[{number}]: {fault[1]}")
+        taken, name = set(ids.values()), str(category["name"])
+        old = category["id"]
+        new_ids[old] = ids.setdefault(name, old if old not in taken else max(taken) + 1)
+    return new_ids
+
+
+def _add_annotations(
+    content: Sections, annotations: Sequence[dict[str, Any]], path: Path, image_ids: dict[str, int], category_ids: dict[int, int]
+) -> None:
+    for number, annotation in enumerate(annotations):
+        old, image_id, category_id = (annotation.get(key) for key in ("id", "image_id", "category_id"))
+        entry = {key: annotation[key] for key in ("bbox", "area", "iscrowd") if key in annotation}
+        entry["id"] = len(content["annotations"]) + 1
+        entry["source"] = f"{path}: annotations[{number}] (id {old!r}, image {image_id!r})"
+        entry["image_id"] = image_ids.get(str(_whole(image_id)), -1)
+        whole = _whole(category_id)
+        entry["category_id"] = category_ids.get(whole, -1) if type(whole) is int else -1
+        for key, value, section in (("image_id", image_id, "images"), ("category_id", category_id, "categories")):
+            if entry[key] == -1:
+                text = "; it is text, not a number" if isinstance(value, str) else ""
+                entry[FAULT] = [f"annotations of unknown {section}", f"{key} {value!r}, which is not an id in {section}{text}"]
+        content["annotations"].append(entry)
+
+
+def _whole(value: Any) -> Any:
+    """A number such as 1.0, which pandas writes and pycocotools takes for 1, as a whole one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _objects(read: dict[str, Any], path: Path, section: str) -> list[dict[str, Any]]:
+    values = read.get(section)
+    for number, value in enumerate(values if isinstance(values, list) else ()):
+        if not isinstance(value, dict):
+            raise DataError(f"{path}: {section}[{number}] is not an object but {value!r}; correct or remove it")
+    return values if isinstance(values, list) else []

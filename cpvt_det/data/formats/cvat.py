@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CVAT's own XML -> COCO's sections. Source: CVAT's manual, "CVAT for image"."""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cpvt_det.data.formats.registry import Sections
+from cpvt_det.data.formats.shapes import around_corners, around_ellipse, around_points
+from cpvt_det.data.listing import Listing
+from cpvt_det.data.names import Names
+from cpvt_det.data.validation.rules import FAULT
+from cpvt_det.errors import DataError
+
+SHAPES: dict[str, tuple[Sequence[str], Callable[[Sequence[float], float], list[float]]]] = {
+    "box": (("xtl", "ytl", "xbr", "ybr"), lambda numbers, angle: around_corners(*numbers, angle)),
+    "polygon": (("points",), lambda numbers, angle: around_points(numbers[::2], numbers[1::2])),
+    "ellipse": (("cx", "cy", "rx", "ry"), lambda numbers, angle: around_ellipse(*numbers, angle)),
+    "mask": (("left", "top", "width", "height"), lambda numbers, angle: list(numbers)),
+}
+"""Shape of CVAT that is read -> the attributes with its numbers, and what makes COCO's box of these and of an angle in radians."""
+
+
+def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Sections:
+    """CVAT's own XML ("CVAT for images"): of each shape in :data:`SHAPES` the upright box around it, in pixels.
+
+    Args:
+        listing: the files of the folder.
+        trees: file -> its content.
+
+    Raises:
+        DataError: CVAT's XML of a video, which has tracks in place of images.
+    """
+    content: Sections = {"images": [], "annotations": [], "categories": [], "notes": []}
+    labels: list[str] = []
+    images = Names(listing.images, listing)
+    for path, tree in trees.items():
+        if tree.find("track") is not None:
+            raise DataError(f'{path} is of a video ("CVAT for video"): export the task as "CVAT for images" or as COCO')
+        labels += [label.text.strip() for label in tree.iterfind("meta//label/name") if label.text]
+        for image in tree.iterfind("image"):
+            _add_image(content, image, path, images.entry(image.get("name", ""), path))
+    names = list(dict.fromkeys([*labels, *(annotation["category_id"] for annotation in content["annotations"])]))
+    for annotation in content["annotations"]:
+        annotation["category_id"] = names.index(annotation["category_id"]) + 1
+    content["categories"] = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
+    content["notes"] = images.notes()
+    return content
+
+
+def skipped_shapes(trees: Mapping[Path, ET.Element]) -> list[str]:
+    """A line for each kind of shape in CVAT's XML that has no box: points, polylines, skeletons."""
+    shapes = (shape for tree in trees.values() for image in tree.iterfind("image") for shape in image if shape.get("label"))
+    counts = Counter(shape.tag for shape in shapes if shape.tag not in (*SHAPES, "tag"))  # a tag is of the whole image
+    return [f"not read: {number} annotations of the kind {tag!r}, which have no box" for tag, number in sorted(counts.items())]
+
+
+def _add_image(content: Sections, element: ET.Element, path: Path, entry: dict[str, Any]) -> None:
+    image_id = len(content["images"]) + 1
+    content["images"].append({"id": image_id, **entry})
+    shapes = [shape for tag in SHAPES for shape in element.iterfind(tag)]
+    for number, shape in enumerate(shapes, start=1):
+        name, source = shape.get("label", "").strip(), f"{path}, image {element.get('name')!r}, shape {number}"
+        annotation = {"id": len(content["annotations"]) + 1, "image_id": image_id, "category_id": name, "source": source}
+        content["annotations"].append(annotation | _box(shape))
+
+
+def _box(shape: ET.Element) -> dict[str, Any]:
+    """COCO's box of a shape, or its fault."""
+    attributes, box_around = SHAPES[shape.tag]
+    words = [word for name in attributes for word in re.split("[,;]", shape.get(name, ""))]
+    try:
+        box = box_around([float(word) for word in words], math.radians(float(shape.get("rotation", 0.0))))
+        if all(map(math.isfinite, box)):
+            return {"bbox": box}
+    except (ValueError, TypeError):
+        pass
+    said = " ".join(f'{name}="{shape.get(name, "")}"' for name in attributes)[:100]
+    return {FAULT: ["shapes whose numbers cannot be read", f"<{shape.tag} {said}>"]}

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes that annotation tools draw -> the upright boxes around them, xywh in pixels."""
+
+import math
+from collections.abc import Sequence
+
+
+def around_corners(x0: float, y0: float, x1: float, y1: float, angle: float) -> list[float]:
+    """The box around opposite corners of a rectangle that is turned by an angle, in radians, about its middle."""
+    if not angle:
+        return [min(x0, x1), min(y0, y1), abs(x1 - x0), abs(y1 - y0)]
+    return around_rotated((x0 + x1) / 2, (y0 + y1) / 2, abs(x1 - x0), abs(y1 - y0), angle)
+
+
+def around_rotated(cx: float, cy: float, w: float, h: float, angle: float) -> list[float]:
+    """The box around a rectangle that is turned by an angle, in radians, about its middle."""
+    sine, cosine = abs(math.sin(angle)), abs(math.cos(angle))
+    return _around_middle(cx, cy, w * cosine + h * sine, w * sine + h * cosine)
+
+
+def around_ellipse(cx: float, cy: float, rx: float, ry: float, angle: float) -> list[float]:
+    """The box around an ellipse of two half axes that is turned by an angle, in radians, about its middle."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    return _around_middle(cx, cy, 2 * math.hypot(rx * cosine, ry * sine), 2 * math.hypot(rx * sine, ry * cosine))
+
+
+def around_points(xs: Sequence[float], ys: Sequence[float]) -> list[float]:
+    """The box around points."""
+    return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
+
+
+def _around_middle(x: float, y: float, width: float, height: float) -> list[float]:
+    return [x - width / 2, y - height / 2, width, height]

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files below a folder, read once: which are images, which are hidden, which splits their names speak of."""
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache, cached_property
+from pathlib import Path
+
+from PIL import Image
+
+from cpvt_det.errors import DataError
+
+IMAGES = frozenset(
+    (".apng", ".avif", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".jp2", ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg", ".jpx")
+    + (".mpo", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp")
+    + (".arw", ".cr2", ".cr3", ".dng", ".heic", ".heif", ".hif", ".jxl", ".nef", ".orf", ".raf", ".rw2")
+)
+"""Suffixes of photographs. Which of them can be read is asked of Pillow, whose plugins may add to it."""
+NOT_THE_USERS = frozenset(("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"))
+"""Folders that systems add: with copies and thumbnails of what the user has."""
+SPLITS = ("train", "val", "test")
+SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+SPLIT_NAMES |= {"testing": "test"}
+"""Words in the names of files and folders -> splits."""
+
+
+@cache
+def readable() -> frozenset[str]:
+    """The suffixes of ``IMAGES`` that Pillow can read here; AVIF and JPEG 2000 depend on how it was built."""
+    return IMAGES & Image.registered_extensions().keys()
+
+
+def is_image(name: str) -> bool:
+    """Whether a file can be read as an image, by its suffix."""
+    return os.path.splitext(name)[1].lower() in readable()
+
+
+def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those below it, each with the names of its files, by name; hidden ones and ``NOT_THE_USERS`` are left out.
+
+    Args:
+        top: the folder.
+        seen: real paths of folders that are not entered, such as those that a link leads to again; those of this walk are added.
+    """
+    for folder, names, files in os.walk(top, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            names.clear()
+            continue
+        seen.add(real)
+        names[:] = sorted(name for name in names if not name.startswith(".") and name not in NOT_THE_USERS)
+        yield folder, sorted(name for name in files if not name.startswith("."))
+
+
+class Listing:
+    """All files below folders; hidden ones and those of ``NOT_THE_USERS`` are left out.
+
+    Args:
+        root: the folder.
+        others: further folders.
+
+    Attributes:
+        files: paths that begin with one of the folders, in alphabetical order.
+
+    Raises:
+        DataError: no such folder.
+    """
+
+    def __init__(self, root: Path, *others: Path):
+        if not root.is_dir():
+            config = f"; for a config: --config-file {root}" if root.suffix in (".yaml", ".yml") else ""
+            raise DataError(f"there is no folder {root}" if not root.exists() else f"{root} is not a folder{config}")
+        self.root = root
+        self._tops = (root, *others)
+        seen: set[str] = set()
+        self.files = sorted(Path(folder, name) for top in self._tops for folder, names in walk(top, seen) for name in names)
+
+    @cached_property
+    def folders(self) -> list[Path]:
+        """The folders below the root that hold files, at any depth."""
+        direct = {path.parent for path in self.files}
+        return sorted({folder for deepest in direct for folder in (deepest, *deepest.parents) if self.root in folder.parents})
+
+    def with_suffix(self, *suffixes: str) -> list[Path]:
+        """Files by suffix, in whatever case."""
+        return [path for path in self.files if path.suffix.lower() in suffixes]
+
+    @cached_property
+    def images(self) -> list[Path]:
+        """The image files that can be read, by suffix."""
+        return self.with_suffix(*readable())
+
+    @cached_property
+    def unreadable(self) -> list[Path]:
+        """The image files that cannot be read, by suffix."""
+        return self.with_suffix(*(IMAGES - readable()))
+
+    def below(self, folder: Path) -> list[Path]:
+        """The images in a folder and below it, in whatever way its path is written."""
+        tops = {os.path.join(find(folder), "") for find in (os.path.abspath, os.path.realpath)}
+        inside = {}
+        for parent in {path.parent for path in self.images}:
+            inside[parent] = any(
+                os.path.join(find(parent), "").startswith(tuple(tops)) for find in (os.path.abspath, os.path.realpath)
+            )
+        return [path for path in self.images if inside[path.parent]]
+
+    def parts_of(self, path: Path) -> tuple[str, ...]:
+        """The names on the way from the root, or another folder of the listing, to a file or folder; none where it is outside."""
+        for top in self._tops:
+            if path.is_relative_to(top):
+                return path.parts[len(top.parts) :]
+        parts = Path(os.path.relpath(os.path.realpath(path), os.path.realpath(self.root))).parts
+        return () if parts[:1] == (os.pardir,) else parts
+
+    def split_of(self, path: Path, with_name: bool = False) -> str:
+        """``train``, ``val`` or ``test`` by the nearest folder below the root whose name contains such a word; else empty.
+
+        Args:
+            path: a file.
+            with_name: look at the file's own name first.
+        """
+        parts = self.parts_of(path)
+        words = map(split_named, reversed(parts if with_name else parts[:-1]))
+        return next((word for word in words if word), "")
+
+
+@cache
+def split_named(name: str) -> str:
+    """The split that a name contains as a word: ``instances_train2017.json`` -> ``train``, ``obj_valid_data`` -> ``val``."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "")
+
+
+def few(paths: Iterable[object]) -> str:
+    """The first three of some things, for a message."""
+    paths = list(map(str, paths))
+    return ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+
+
+def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
+    """Find image files by path, folder or glob.
+
+    Args:
+        source: a file; a folder, for all images in it and below it; or a glob, in which ``**`` matches any depth.
+        output: folder below which no file is taken: it may contain pictures of an earlier call.
+
+    Returns:
+        At least one path, sorted; and those of a folder that are photographs in a format that cannot be read here.
+
+    Raises:
+        DataError: no image was found.
+    """
+    path, unreadable = Path(source).expanduser(), []
+    if os.path.isfile(path):  # unlike Path.is_file, no error for a name that no file can have
+        return [path], []
+    if os.path.isdir(path):
+        listing = Listing(path)
+        found, unreadable = listing.images, listing.unreadable
+        why = f"there is no image in the folder {path} or below it (suffixes: {', '.join(sorted(readable()))})"
+        why += f"; {few(unreadable)} cannot be read here: convert them to JPEG or PNG" if unreadable else ""
+    else:
+        found = [file for name in glob.glob(_without_folders(str(path)), recursive=True) if (file := Path(name)).is_file()]
+        why = f"nothing matches {source}" if glob.has_magic(source) else f"there is no file or folder {source}"
+    found, unreadable = (
+        sorted(file for file in some if output.resolve() not in file.resolve().parents) for some in (found, unreadable)
+    )
+    if not found:
+        raise DataError(why)
+    return found, unreadable
+
+
+def _without_folders(pattern: str) -> str:
+    """A glob in which the brackets of folders that exist are no pattern: ``trip [2024]/*.jpg``."""
+    parts = Path(pattern).parts
+    fixed = next((end for end in range(len(parts), 0, -1) if os.path.isdir(Path(*parts[:end]))), 0)
+    return str(Path(glob.escape(str(Path(*parts[:fixed]))) if fixed else "", *parts[fixed:]))

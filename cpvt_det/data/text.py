@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text files as editors and tools write them: one decoder for labels, lists, names, YAML, XML and JSON.
+
+A byte order mark decides about the encoding, then XML's declaration; all else is UTF-8, 16 or 32, which the zero bytes tell apart,
+as in JSON's standard.
+"""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from cpvt_det.errors import DataError, first_line
+
+DECLARED = re.compile(rb"""^\s*<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)["']""")
+LARGER = {"gb2312": "gb18030", "gbk": "gb18030", "x-gbk": "gb18030"}
+"""Encoding -> one that contains it, and that files of this name are often in. Source: the WHATWG's encoding standard."""
+
+
+def decode(content: bytes, errors: str = "strict") -> str:
+    """The text of a file's bytes, or of its beginning.
+
+    Args:
+        content: the bytes.
+        errors: treatment of bytes that are not of the encoding, as of :meth:`bytes.decode`.
+
+    Raises:
+        UnicodeDecodeError: bytes that are not of the encoding.
+        LookupError: XML that declares an unknown encoding.
+    """
+    encoding, declared = json.detect_encoding(content), DECLARED.match(content)
+    if encoding == "utf-8" and declared:
+        encoding = declared[1].decode().lower()
+    return content.decode(LARGER.get(encoding, encoding), errors)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        DataError: a file that cannot be read, or whose encoding is not known.
+    """
+    try:
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, LookupError) as error:
+        raise DataError(f"cannot read {path}: {first_line(error)}; save it as UTF-8") from error
+
+
+def numbered_lines(path: Path) -> list[tuple[int, str]]:
+    """The number, from 1, and the text of each line that is not blank, without the blanks around it.
+
+    Raises:
+        DataError: a file that cannot be read, or whose encoding is not known.
+    """
+    lines = re.split(r"\r\n|\r|\n", read_text(path))
+    return [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def read_lines(path: Path) -> list[str]:
+    """The text of each line that is not blank, as :func:`numbered_lines`."""
+    return [line for _, line in numbered_lines(path)]
+
+
+def read_xml(path: Path) -> ET.Element:
+    """The root of an XML file.
+
+    Raises:
+        DataError: a file that cannot be read, whose encoding is not known, or that is not XML.
+    """
+    try:
+        return ET.fromstring(read_text(path))
+    except (ET.ParseError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} is not XML: {first_line(error)}") from error
