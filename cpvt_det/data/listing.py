@@ -12,11 +12,25 @@ from PIL import Image
 
 from cpvt_det.errors import DataError
 
-IMAGES = frozenset(
-    (".apng", ".avif", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".jp2", ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg", ".jpx")
-    + (".mpo", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp")
-    + (".arw", ".cr2", ".cr3", ".dng", ".heic", ".heif", ".hif", ".jxl", ".nef", ".orf", ".raf", ".rw2")
-)
+IMAGES = {
+    ".apng",
+    ".avif",
+    ".bmp",
+    ".dib",
+    ".gif",
+    ".j2c",
+    ".j2k",
+    ".jfif",
+    ".jp2",
+    ".jpc",
+    ".jpe",
+    ".jpeg",
+    ".jpf",
+    ".jpg",
+    ".jpx",
+}
+IMAGES |= {".mpo", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"}
+IMAGES |= {".arw", ".cr2", ".cr3", ".dng", ".heic", ".heif", ".hif", ".jxl", ".nef", ".orf", ".raf", ".rw2"}
 """Suffixes of photographs. Which of them can be read is asked of Pillow, whose plugins may add to it."""
 NOT_THE_USERS = frozenset(("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"))
 """Folders that systems add: with copies and thumbnails of what the user has."""
@@ -29,7 +43,7 @@ SPLIT_NAMES |= {"testing": "test"}
 @cache
 def readable() -> frozenset[str]:
     """The suffixes of ``IMAGES`` that Pillow can read here; AVIF and JPEG 2000 depend on how it was built."""
-    return IMAGES & Image.registered_extensions().keys()
+    return frozenset(IMAGES & Image.registered_extensions().keys())
 
 
 def is_image(name: str) -> bool:

@@ -20,9 +20,8 @@ from cpvt_det.data.listing import IMAGES, Listing
 from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError
 
-KINDS = frozenset(
-    "image images img imgs jpegimages jpg png label labels annotation annotations annots xml xmls txt txts bbox bboxes".split()  # noqa: SIM905
-)
+KINDS = {"image", "images", "img", "imgs", "jpegimages", "jpg", "png", "label", "labels", "annotation", "annotations", "annots"}
+KINDS |= {"xml", "xmls", "txt", "txts", "bbox", "bboxes"}
 """Names of folders that tell what kind of files is in them, not which images these are of."""
 
 

@@ -17,12 +17,8 @@ LARGER = {"gb2312": "gb18030", "gbk": "gb18030", "x-gbk": "gb18030"}
 """Encoding -> one that contains it, and that files of this name are often in. Source: the WHATWG's encoding standard."""
 
 
-def decode(content: bytes, errors: str = "strict") -> str:
-    """The text of a file's bytes, or of its beginning.
-
-    Args:
-        content: the bytes.
-        errors: treatment of bytes that are not of the encoding, as of :meth:`bytes.decode`.
+def decode(content: bytes) -> str:
+    """The text of a file's bytes.
 
     Raises:
         UnicodeDecodeError: bytes that are not of the encoding.
@@ -31,7 +27,16 @@ def decode(content: bytes, errors: str = "strict") -> str:
     encoding, declared = json.detect_encoding(content), DECLARED.match(content)
     if encoding == "utf-8" and declared:
         encoding = declared[1].decode().lower()
-    return content.decode(LARGER.get(encoding, encoding), errors)
+    return content.decode(LARGER.get(encoding, encoding))
+
+
+def ends_of(path: Path, size: int) -> str:
+    """The beginning and the end of a file, so many bytes of each, to recognise it by the words in them."""
+    with path.open("rb") as file:
+        content = file.read(size)
+        file.seek(max(size, path.stat().st_size - size))
+        content += file.read()
+    return content.decode(json.detect_encoding(content), "replace")
 
 
 def read_text(path: Path) -> str:

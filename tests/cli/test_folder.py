@@ -224,8 +224,9 @@ def test_a_broken_folder_ends_with_a_sentence(kind, command, here):
 def test_what_the_sentences_advise_helps(here):
     overlapping_split(here.parent / "overlap")
     two_formats(here.parent / "two")
-    one_label_without_image(here.parent / "missing")
-    for words in (["../overlap", "--new-split"], ["../two", "--format", "coco"], ["../missing", "DATASETS.ON_BAD", "drop"]):
+    layouts.write_labelimg_yolo(here.parent / "damaged")
+    (here.parent / "damaged/c.png").write_bytes(b"no image")
+    for words in (["../overlap", "--new-split"], ["../two", "--format", "coco"], ["../damaged", "DATASETS.ON_BAD", "drop"]):
         result = call("check-data", *words)
         assert result.exit_code == 0, result.output
 

@@ -171,21 +171,14 @@ def test_xml_beside_images_and_a_list_of_classes_will_do(tmp_path):
         ),
         ("-1 0.5 0.5 0.1 0.1", "classes that are not whole numbers", "041.txt, line 1: '-1 0.5 0.5 0.1 0.1'; expected class cx cy"),
         ("0 0.5 0.5", "lines of another length", "041.txt, line 1: 2 numbers after the class; expected class cx cy w h"),
-        (
-            "0 0.5 0.5 0.1 0.1 0.9",
-            "lines of another length",
-            "5 numbers after the class; expected class cx cy w h; a confidence has",
-        ),
-        (
-            "0 0.5 0.5 0.1 0.1 0.9 7",
-            "lines of another length",
-            "6 numbers after the class, the last one whole: a box with confidence",
-        ),
+        ("0 0.5 0.5 0.5 0.5 0.5", "lines of another length", "5 numbers after the class; expected class cx cy w h"),
+        ("0 0.5 0.1 0.1 0.9 0.5", "lines of another length", "5 numbers after the class; expected class cx cy w h"),
+        ("0 0.5 0.5 0.1 0.1 9 7", "lines of another length", "6 numbers after the class; expected class cx cy w h"),
+        ("0 0.5 0.5 0.1 0.1 0.9 0.7 1", "lines of another length", "7 numbers after the class; ...; keypoints need kpt_shape in"),
         ("0 left top 1 1", "lines that are not numbers", "041.txt, line 1: '0 left top 1 1'; expected class cx cy w h"),
-        ("0 nan 0.5 0.1 0.1", "lines with numbers that are not finite", "041.txt, line 1"),
-        ("0 0.5 inf 0.1 0.1", "lines with numbers that are not finite", "041.txt, line 1"),
-        ("0,0.5,0.5,0.1,0.1", "lines with commas", "041.txt, line 1: '0,0.5,0.5,0.1,0.1'; write class cx cy w h with blanks"),
-        ("0 0,5 0,5 0,1 0,1", "lines with commas", "write class cx cy w h with blanks between the numbers, and points in them"),
+        ("0 nan 0.5 0.1 0.1", "lines that are not numbers", "041.txt, line 1"),
+        ("0 0.5 inf 0.1 0.1", "lines that are not numbers", "041.txt, line 1"),
+        ("0,5,5,1,1", "lines that are not numbers", "041.txt, line 1: '0,5,5,1,1'; expected class cx cy w h"),
         ("0 30 22.5 20 12", "boxes that are no shares of the image", "041.txt, line 1: [30.0, 22.5, 20.0, 12.0]; expected centre"),
         ("0 0.5 0.5 2.1 0.1", "boxes that are no shares of the image", "041.txt, line 1"),
     ],
@@ -195,7 +188,7 @@ def test_faults_are_found_by_file_and_line(tmp_path, line, heading, detail):
     (folder / "labels/train/041.txt").write_text(line)
     found = read_coco(DatasetFiles("foreign", folder, split="train")).issues.faults
     assert list(found) == [heading]
-    assert detail in found[heading].examples[0]
+    assert all(part in found[heading].examples[0] for part in detail.split("..."))
 
 
 def test_what_cannot_be_read_says_why(tmp_path):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ``tests/whole/test_fuzz.py`` with as many inputs a test as asked for, and counts those that were tried.
+"""Runs ``tests/whole/test_fuzz.py``, or another file beside it, with as many inputs a test as asked for, and counts them.
 
 As in::
 
     PYTHONPATH=tests python -m faults.fuzz 1500
+    PYTHONPATH=tests python -m faults.fuzz 10000 test_random_folders.py
 """
 
 import os
@@ -12,13 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-FILE = Path(__file__).resolve().parents[1] / "whole" / "test_fuzz.py"
+FOLDER = Path(__file__).resolve().parents[1] / "whole"
 OUTCOMES = re.compile(r"- (\d+) passing\D+(\d+) failing")
 
 
-def fuzz(examples: int) -> str:
+def fuzz(examples: int, file: str) -> str:
     """The counts, and what pytest says of a test that failed."""
-    words = [sys.executable, "-m", "pytest", str(FILE), "-q", "--hypothesis-show-statistics"]
+    words = [sys.executable, "-m", "pytest", str(FOLDER / file), "-q", "--hypothesis-show-statistics"]
     environment = {**os.environ, "CPVT_FUZZ_EXAMPLES": str(examples)}
     told = subprocess.run(words, env=environment, capture_output=True, text=True).stdout
     found = [tuple(map(int, match)) for match in OUTCOMES.findall(told)]
@@ -27,4 +28,4 @@ def fuzz(examples: int) -> str:
 
 
 if __name__ == "__main__":
-    print(fuzz(int(sys.argv[1])))
+    print(fuzz(int(sys.argv[1]), *(sys.argv[2:3] or ["test_fuzz.py"])))

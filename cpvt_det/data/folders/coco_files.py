@@ -64,7 +64,7 @@ def _add_images(content: Sections, images: Sequence[dict[str, Any]], path: Path,
     return new_ids
 
 
-def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], path: Path) -> dict[int, int]:
+def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], path: Path) -> dict[str, int]:
     """Old id -> new id, of the category with that name."""
     new_ids = {}
     for number, category in enumerate({"id": None} | category for category in categories):
@@ -74,31 +74,32 @@ def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], p
             raise DataError(f"{path}: {fault[0]}: categories[{number}]: {fault[1]}")
         taken, name = set(ids.values()), str(category["name"])
         old = category["id"]
-        new_ids[old] = ids.setdefault(name, old if old not in taken else max(taken) + 1)
+        new_ids[str(old)] = ids.setdefault(name, old if old not in taken else max(taken) + 1)
     return new_ids
 
 
 def _add_annotations(
-    content: Sections, annotations: Sequence[dict[str, Any]], path: Path, image_ids: dict[str, int], category_ids: dict[int, int]
+    content: Sections, annotations: Sequence[dict[str, Any]], path: Path, image_ids: dict[str, int], category_ids: dict[str, int]
 ) -> None:
     for number, annotation in enumerate(annotations):
         old, image_id, category_id = (annotation.get(key) for key in ("id", "image_id", "category_id"))
         entry = {key: annotation[key] for key in ("bbox", "area", "iscrowd") if key in annotation}
         entry["id"] = len(content["annotations"]) + 1
         entry["source"] = f"{path}: annotations[{number}] (id {old!r}, image {image_id!r})"
-        entry["image_id"] = image_ids.get(str(_whole(image_id)), -1)
-        whole = _whole(category_id)
-        entry["category_id"] = category_ids.get(whole, -1) if type(whole) is int else -1
-        for key, value, section in (("image_id", image_id, "images"), ("category_id", category_id, "categories")):
+        for key, value, known, section in (
+            ("image_id", image_id, image_ids, "images"),
+            ("category_id", category_id, category_ids, "categories"),
+        ):
+            entry[key] = known.get(str(_whole(value)), -1)
             if entry[key] == -1:
-                text = "; it is text, not a number" if isinstance(value, str) else ""
-                entry[FAULT] = [f"annotations of unknown {section}", f"{key} {value!r}, which is not an id in {section}{text}"]
+                entry[FAULT] = [f"annotations of unknown {section}", f"{key} {value!r}, which is not an id in {section}"]
         content["annotations"].append(entry)
 
 
 def _whole(value: Any) -> Any:
-    """A number such as 1.0, which pandas writes and pycocotools takes for 1, as a whole one."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """An id such as 1.0, which pandas writes and pycocotools takes for 1, or "1", as a whole number."""
+    is_whole = value.isdecimal() if isinstance(value, str) else isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value
 
 
 def _objects(read: dict[str, Any], path: Path, section: str) -> list[dict[str, Any]]:

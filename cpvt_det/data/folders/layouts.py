@@ -20,7 +20,7 @@ from cpvt_det.data.formats.voc import is_voc_file
 from cpvt_det.data.formats.yolo import label_files, missing_splits, read_label_files, yolo_splits
 from cpvt_det.data.listing import Listing, few, split_named
 from cpvt_det.data.names import Names
-from cpvt_det.data.text import decode, read_xml
+from cpvt_det.data.text import ends_of, read_xml
 from cpvt_det.errors import DataError, UnknownNameError
 
 Places = Mapping[str, tuple[str, str]]
@@ -30,7 +30,7 @@ PREFERRED = ("train", "training", "trainval", "val", "valid", "validation", "dev
 NOT_BOXES = re.compile(r"caption|keypoint|panoptic|stuff|image_info")
 """Names of JSON files with other annotations than boxes, as COCO's own folder has them."""
 HEAD = 1 << 20
-"""Bytes of a file that are looked at to recognise it."""
+"""Bytes of the beginning and of the end of a file that are looked at to recognise it."""
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,8 @@ FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo":
 
 def _contains(path: Path, *words: str) -> bool:
     """Whether a file has all of these words; of a large one, whether its beginning and its end have two of them."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        ends = decode(file.read(HEAD), "replace")
-        if size > HEAD:
-            file.seek(max(HEAD, size - HEAD))
-            ends += decode(file.read(), "replace")
-    return sum(word in ends for word in words) >= (len(words) if size <= HEAD else min(2, len(words)))
+    ends, is_whole = ends_of(path, HEAD), path.stat().st_size <= 2 * HEAD
+    return sum(word in ends for word in words) >= (len(words) if is_whole else min(2, len(words)))
 
 
 def _nothing(listing: Listing) -> str:

@@ -18,7 +18,7 @@ from cpvt_det.data.formats.registry import Sections, register_format
 from cpvt_det.data.formats.shapes import around_points, around_rotated
 from cpvt_det.data.listing import Listing
 from cpvt_det.data.names import Names, notes_of
-from cpvt_det.data.text import decode, read_lines, read_xml
+from cpvt_det.data.text import ends_of, read_lines, read_xml
 from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError
 
@@ -38,8 +38,7 @@ def is_voc(path: Path) -> bool:
 
 def is_voc_file(path: Path) -> bool:
     """Whether an XML file has the root of Pascal VOC's."""
-    with path.open("rb") as file:
-        return re.search(r"<annotation[\s>]", decode(file.read(2**16), "replace")) is not None
+    return re.search(r"<annotation[\s>]", ends_of(path, 2**16)) is not None
 
 
 def voc_files(folder: Path, split: str) -> Iterator[Path]:

@@ -17,7 +17,7 @@ import yaml
 from cpvt_det.data.formats.registry import Sections, register_format
 from cpvt_det.data.listing import IMAGES, SPLITS, Listing
 from cpvt_det.data.names import Names, notes_of
-from cpvt_det.data.text import decode, numbered_lines, read_lines, read_text
+from cpvt_det.data.text import ends_of, numbered_lines, read_lines, read_text
 from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError, counted, first_line
 
@@ -130,9 +130,7 @@ def _texts(listing: Listing) -> list[Path]:
 
 def _is_like_labels(path: Path, strictly: bool) -> bool:
     """Whether the first line begins with five numbers, whatever is between them; or strictly, with four of them in [0, 1]."""
-    with path.open("rb") as file:
-        start = decode(file.read(400), "replace").lstrip()
-    words = re.split(r"[\s,;]+", start)[:5]
+    words = re.split(r"[\s,;]+", ends_of(path, 400).lstrip())[:5]
     if len(words) < 5 or not all(re.fullmatch(r"[+-]?(\d+\.?\d*(e[+-]?\d+)?|\.\d+|nan|inf)", word, re.I) for word in words):
         return False
     return not strictly or all(0 <= float(word) <= 1 for word in words[1:])
@@ -164,9 +162,8 @@ def _sections(
         label = label_of.get(image["file_name"])
         for number, line in numbered_lines(label) if label else ():
             annotation = {"id": len(annotations) + 1, "image_id": image_id, "source": f"{label}, line {number}"}
-            annotations.append(annotation | _parse(line.split(), keypoints or 0))
-    if keypoints is None:
-        _refuse_ambiguous(annotations)
+            annotations.append(annotation | _parse(line, keypoints or 0))
+    notes += _settle(annotations, is_known=keypoints is not None)
     if classes is None:
         classes = _numbers_as_names(annotations)
         notes += notes_of(
@@ -176,6 +173,7 @@ def _sections(
         number = annotation["category_id"]
         if number not in classes and FAULT not in annotation:
             annotation[FAULT] = ["classes that have no name", f"class {number}; there are {len(classes)} names, counted from 0"]
+        annotation.pop("count", None)
         annotation.pop("numbers", None)
     return {
         "images": [{"id": number, **image} for number, image in enumerate(images, start=1)],
@@ -185,56 +183,81 @@ def _sections(
     }
 
 
-def _parse(words: Sequence[str], keypoints: int) -> dict[str, Any]:
-    """Class and box of a line, or its fault; ``numbers``: how many there are behind the class, of a polygon."""
-    said = " ".join(words)[:100]
-    if any(sign in said for sign in ",;"):
-        return _fault("lines with commas", f"{said!r}; write {LINE} with blanks between the numbers, and points in them")
-    try:
-        number, *numbers = map(float, words)
-    except ValueError:
-        return _fault("lines that are not numbers", f"{said!r}; expected {LINE}")
+def _parse(line: str, keypoints: int) -> dict[str, Any]:
+    """Class and box of a line, or its fault; ``count`` and ``numbers``, the first six, of a line that could be something else."""
+    said, number, *numbers = repr(line[:100]), *_numbers(line)
     if not all(map(math.isfinite, (number, *numbers))):
-        return _fault("lines with numbers that are not finite", f"{said!r}; expected {LINE}")
+        return _fault("lines that are not numbers", f"{said}; expected {LINE}")
     if number % 1 or number < 0:
-        return _fault("classes that are not whole numbers", f"{said!r}; expected {LINE}, with a class of 0, 1, 2, ...")
-    category, count = {"category_id": int(number)}, len(numbers)
+        return _fault("classes that are not whole numbers", f"{said}; expected {LINE}, with a class of 0, 1, 2, ...")
+    found, count = {"category_id": int(number)}, len(numbers)
     if count == 4 or (keypoints and count == 4 + keypoints):
-        return category | {"relative_cxcywh": numbers[:4]}
+        return found | {"relative_cxcywh": numbers[:4]}
+    found |= {"count": count, "numbers": numbers[:6]}
+    if count == 5 and not keypoints:
+        return found
     if keypoints or count < 6 or count % 2:
         known = f"{LINE}{f' and {keypoints} numbers of keypoints' if keypoints else ''}"
-        more = "" if keypoints or count < 5 else "; a confidence has to be removed, keypoints need kpt_shape in data.yaml"
-        return category | _fault("lines of another length", f"{counted(count, 'number')} after the class; expected {known}{more}")
+        more = "" if keypoints or count < 5 else "; keypoints need kpt_shape in data.yaml"
+        return _fault("lines of another length", f"{counted(count, 'number')} after the class; expected {known}{more}")
     xs, ys = numbers[0::2], numbers[1::2]
     centre = [(min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2]
-    box = {"relative_cxcywh": [*centre, max(xs) - min(xs), max(ys) - min(ys)]}
-    return category | box | {"numbers": count, "last": words[-1]}
+    return found | {"relative_cxcywh": [*centre, max(xs) - min(xs), max(ys) - min(ys)]}
+
+
+def _numbers(line: str) -> list[float]:
+    """The numbers of a line; a single NaN where it has something else. Commas are between them, or in the place of points."""
+    words = re.split(r"[\s,;]+", line) if "." in line else line.replace(",", ".").split()
+    try:
+        return [float(word) for word in words if word]
+    except ValueError:
+        return [math.nan]
 
 
 def _fault(heading: str, detail: str) -> dict[str, Any]:
     return {"category_id": -1, FAULT: [heading, detail]}
 
 
-def _refuse_ambiguous(annotations: Sequence[dict[str, Any]]) -> None:
-    """Mark lines that look like polygons, but are of boxes and further numbers, as faulty.
+def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> list[dict[str, str]]:
+    """Decide what lines are that could be several things; returns notes.
 
-    Tracks end in the number of the track, which is no share of a side; and the polygons of a data set have different numbers of
-    points, other than lists of keypoints.
+    A confidence, and a track, which is a whole number, may stand behind a box: where the first four numbers are boxes inside their
+    images in all such lines, and four others are not. The polygons of a data set have different numbers of points, other than lists
+    of keypoints.
+
+    Args:
+        annotations: all annotations; those that cannot be decided become faults.
+        is_known: whether the data set says how many keypoints there are.
     """
-    polygons = [annotation for annotation in annotations if "numbers" in annotation]
-    triangles = [annotation for annotation in polygons if annotation["numbers"] == 6]
-    counts = {annotation["numbers"] for annotation in polygons}
-    if triangles and all(annotation["last"].isdecimal() for annotation in triangles):
-        for annotation in triangles:
-            why = f"6 numbers after the class, the last one whole: a box with confidence and track? Write {LINE}"
-            annotation[FAULT] = ["lines of another length", why]
-    elif len(counts) == 1 and min(counts) > max(CORNERS) and len(polygons) == len(annotations) >= AT_LEAST:
-        for annotation in polygons:
+    notes = []
+    of_count = {count: [box for box in annotations if box.get("count") == count] for count in (5, 6)}
+    if not all(box["numbers"][-1] % 1 == 0 for box in of_count[6]):
+        del of_count[6]  # triangles
+    for count, lines in of_count.items():
+        by_start = [all(_is_box(box["numbers"][start : start + 4]) for box in lines) for start in (0, 1)]
+        if by_start == [True, False] and all(0 <= box["numbers"][4] <= 1 for box in lines):
+            what = "a confidence" if count == 5 else "a confidence and a track"
+            notes += notes_of(f"boxes with {what} behind them, which is not read", (box["source"] for box in lines))
+            for box in lines:
+                box["relative_cxcywh"] = box["numbers"][:4]
+        else:
+            for box in lines:
+                box[FAULT] = ["lines of another length", f"{count} numbers after the class; expected {LINE}"]
+    polygons = [box for box in annotations if box.get("count", 0) > max(CORNERS)]
+    if not is_known and len(polygons) == len(annotations) >= AT_LEAST and len({box["count"] for box in polygons}) == 1:
+        for box in polygons:
             why = (
-                f"all lines have {annotation['numbers']} numbers after the class: keypoints behind a box, or polygons? Write "
+                f"all lines have {box['count']} numbers after the class: keypoints behind a box, or polygons? Write "
                 "kpt_shape: [KEYPOINTS, 2 or 3] into data.yaml; for polygons, kpt_shape: [0, 2]"
             )
-            annotation[FAULT] = ["lines that may be keypoints", why]
+            box[FAULT] = ["lines that may be keypoints", why]
+    return notes
+
+
+def _is_box(numbers: Sequence[float]) -> bool:
+    """Whether numbers are cx, cy, w and h of a box in its image, with a hundredth more on each side."""
+    (cx, cy, w, h), low, high = numbers, -0.01, 1.01
+    return w > 0 and h > 0 and low <= min(cx - w / 2, cy - h / 2) and max(cx + w / 2, cy + h / 2) <= high
 
 
 def _numbers_as_names(annotations: Sequence[dict[str, Any]]) -> dict[int, str]:
