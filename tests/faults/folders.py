@@ -443,7 +443,7 @@ QUIRKS = [
             )
         ),
         touches=("names", "label suffix", "suffix"),
-        guard=names("tried = [(name, not is_stem), (name, is_stem),", "tried = [(name, not is_stem),"),
+        guard=names("(name, is_stem), *([", "*(["),
     ),
     Quirk(
         "YOLO: a label file without image",
@@ -494,11 +494,15 @@ QUIRKS = [
         guard=listing('if not name.startswith(".") and name not in NOT_THE_USERS)', 'if not name.startswith("."))'),
     ),
     *(
-        Quirk(f"images in {end}", KINDS, each(partial(suffix, end)), touches=("suffix",), guard=listing(f' "{end}",', ""))
-        for end in (".jfif", ".gif", ".jp2", ".avif", ".webp", ".tga")
+        Quirk(f"images in {end}", KINDS, each(partial(suffix, end)), touches=("suffix",), guard=listing(f'"{end}"', '"."'))
+        for end in (".jfif", ".gif", ".jp2", ".avif", ".webp", ".tga", ".tif")
     ),
     Quirk(
-        "half of the images in .jfif", KINDS, each(partial(suffix, ".jfif"), 2), touches=("suffix",), guard=listing(' ".jfif",', "")
+        "half of the images in .jfif",
+        KINDS,
+        each(partial(suffix, ".jfif"), 2),
+        touches=("suffix",),
+        guard=listing('".jfif"', '"."'),
     ),
     Quirk(
         "images in .PNG",
@@ -670,7 +674,7 @@ QUIRKS = [
         ("voc lists",),
         listed("{stem}.png"),
         touches=("lists",),
-        guard=names("tried += [(start, False)] if suffix.lower() in IMAGES else []", "pass"),
+        guard=names("*([(start, False)] if suffix.lower() in IMAGES else [])", ""),
     ),
     Quirk(
         "VOC: lists called Train and Validation",
@@ -870,14 +874,14 @@ QUIRKS = [
         lambda odd: [setattr(p, "written", f"{p.stem}.jpeg") for p in odd.pictures],
         "names found with another suffix: ",
         touches=("written",),
-        guard=names("tried += [(start, False)] if suffix.lower() in IMAGES else []", "pass"),
+        guard=names("*([(start, False)] if suffix.lower() in IMAGES else [])", ""),
     ),
     Quirk(
         "COCO: file names without suffix",
         (*COCO, "cvat"),
         lambda odd: [setattr(p, "written", p.stem) for p in odd.pictures],
         touches=("written",),
-        guard=names("tried = [(name, not is_stem), (name, is_stem)]", "tried = [(name, not is_stem)]"),
+        guard=names("(name, is_stem), *([", "*(["),
     ),
     Quirk(
         "COCO: coco_url in the place of file names",
@@ -904,7 +908,7 @@ QUIRKS = [
         ("images",),
         (
             names("if path is not None:\n            return {", "if True:\n            return {"),
-            text_of("validation/check.py", '"missing" if found.is_missing else', '"there" if found.is_missing else'),
+            text_of("validation/check.py", '"are missing" if found.is_missing else', '"are there" if found.is_missing else'),
         ),
     ),
     Quirk(

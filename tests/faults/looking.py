@@ -158,7 +158,7 @@ CASES = [
         "show position: a folder without images",
         position("--input", "{folder}/empty"),
         "there is no image in the folder",
-        guard=Cut("data/find_images.py", "if not found:", "if False:"),
+        guard=Cut("data/listing.py", "if not found:", "if False:"),
     ),
     Case(
         "show data: no data set to train on",
