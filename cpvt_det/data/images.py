@@ -4,8 +4,10 @@
 ``images/1.jpg`` is a file, ``shards/{000000..000011}.tar/1.jpg`` a member of one of twelve tar files, and ``https://host/images/1.jpg``
 is read by fsspec, as any other URL that it knows, tar files too.
 
-All images become 8-bit RGB, turned according to EXIF. Of 16 bits the high byte is kept, transparency is dropped, and pixels
-without a fixed range (floats, 32-bit integers) are refused.
+All images become 8-bit RGB, turned as Pillow's ``ImageOps.exif_transpose`` turns them: by EXIF data, by those that
+ImageMagick writes into the text of a PNG, or by XMP; damaged EXIF data turn nothing. Of 16 bits the high byte is kept,
+transparency is dropped. Pixels without a fixed range (floats, 32-bit integers) are refused, and so are more pixels than
+Pillow's limit, which :data:`LIMIT` replaces.
 """
 
 import contextlib
@@ -13,6 +15,8 @@ import errno
 import io
 import os
 import re
+import struct
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +27,7 @@ from PIL import ExifTags, Image
 
 from cpvt_det.data.shards import TAR, open_shards, split_at_shards
 from cpvt_det.data.storage import URL, fetch, is_url
-from cpvt_det.errors import DataError, MissingFileError, UnreachableError, first_line
+from cpvt_det.errors import ConfigError, DataError, MissingFileError, UnreachableError, first_line
 
 if TYPE_CHECKING:  # headers are read without torch and torchvision, whose import takes seconds
     from torch import Tensor
@@ -31,25 +35,24 @@ if TYPE_CHECKING:  # headers are read without torch and torchvision, whose impor
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 # The mark at the end of a complete file; padding may follow it.
 END_MARK = {JPEG: b"\xff\xd9", PNG: b"IEND"}
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+FLIPS = {1: (), 2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
+"""EXIF orientation -> flipped dimensions of (3, H, W); from 5 on, after height and width have changed places."""
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
-EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
+NO_RANGE = ("I", "F")  # 32-bit integers, floats
 WIDTH, LENGTH, PHOTOMETRIC = 256, 257, 262  # tags of TIFF
 NOT_A_MATTER_OF_TIME = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 WHITE_IS_ZERO = 0  # a value of PHOTOMETRIC; Pillow honours it for 8-bit images only
+CHUNKS_OF_ORIENTATION = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of PNG
+LIMIT = "CPVT_DET_MAX_PIXELS"
+"""Environment variable: largest number of pixels of an image, in place of Pillow's limit of 178,956,970."""
+SILENT = re.compile(r"(PIL|torchvision)\.")
+"""Modules whose warnings, such as of damaged EXIF data, say nothing that a reader of images has to know."""
 
 
 @contextlib.contextmanager
 def file_threads() -> Iterator[ThreadPoolExecutor]:
     """Threads that read image files; more than there are cores, as they wait for the disk."""
+    _set_up_decoders()
     Image.init()  # fills Pillow's list of formats, which several threads would otherwise fill at the same time
     with ThreadPoolExecutor(16) as pool:
         yield pool
@@ -129,7 +132,9 @@ def read_header(path: str, content: bytes | None = None) -> ImageHeader:
     try:
         with file, Image.open(file) as image:
             _require_known_range(image)
-            orientation = _orientation(image, kind)
+            if kind == PNG and _has_text_behind_pixels(file):
+                image.load()
+            orientation = _orientation(image)
             tags: Any = getattr(image, "tag_v2", {})  # TIFF's stored size: Pillow's may be turned, depending on its version
             stored = tags.get(WIDTH, image.width), tags.get(LENGTH, image.height)
             width, height = stored if orientation < 5 else stored[::-1]
@@ -155,13 +160,12 @@ def read_image(path: str, content: bytes | None = None) -> "Tensor":
 
     file, kind = _open(path, content)
     try:
-        with file:
-            if kind == JPEG:  # JPEG only: a damaged byte in a PNG can crash torchvision 0.29 with a segmentation fault
-                # not by its path, which torchvision would map: a mount that goes then ends the process
-                source = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-                return decode_image(source, ImageReadMode.RGB, apply_exif_orientation=True)
-            with Image.open(file) as image:
-                return _to_rgb(image, kind)
+        with file, Image.open(file) as image:
+            if kind != JPEG:  # JPEG only: a damaged byte in a PNG can crash torchvision 0.29 with a segmentation fault
+                return _to_rgb(image)
+            file.seek(0)  # not by its path, which torchvision would map: a mount that goes then ends the process
+            source = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+            return _turn(decode_image(source, ImageReadMode.RGB), _orientation(image))  # torchvision knows no XMP
     except Exception as error:
         raise _cannot_read(path, error) from error
 
@@ -170,31 +174,54 @@ def read_pillow(image: Image.Image) -> "Tensor":
     """The pixels of a PIL image, equal to those that :func:`read_image` returns for its file; JPEGs may differ in the last bit.
 
     Returns:
-        (3, H, W) uint8, turned according to the EXIF data that the image still has.
+        (3, H, W) uint8, turned according to the EXIF and XMP data that the image still has.
 
     Raises:
         DataError: an image that cannot be decoded; pixels without a fixed range; no pixels.
     """
     if 0 in image.size:
         raise DataError(f"the image has no pixels: its size is {image.width} x {image.height}")
+    _set_up_decoders()
     try:
-        return _to_rgb(image, {"JPEG": JPEG, "PNG": PNG}.get(str(image.format)))
+        return _to_rgb(image)
     except DataError:
         raise
     except Exception as error:
         raise DataError(f"the image cannot be decoded: {first_line(error)}") from error
 
 
-def _to_rgb(image: Image.Image, kind: bytes | None) -> "Tensor":
-    """(3, H, W) uint8 pixels of an image that Pillow opened; ``kind`` is the second result of :func:`_open`."""
+def _to_rgb(image: Image.Image) -> "Tensor":
+    """(3, H, W) uint8 pixels of an image that Pillow opened, turned."""
     import torch
 
     _require_known_range(image)
-    orientation = _orientation(image, kind)
-    shown = _to_eight_bits(image).convert("RGB")
-    if orientation in TURNS and image.format != "TIFF":  # Pillow turns TIFF itself
-        shown = shown.transpose(TURNS[orientation])
-    return torch.from_numpy(np.array(shown)).permute(2, 0, 1).contiguous()
+    image.load()  # first: it finds what a PNG says of its orientation behind its pixels, and it turns a TIFF
+    pixels = torch.from_numpy(np.array(_to_eight_bits(image).convert("RGB"))).permute(2, 0, 1)  # (H, W, 3) -> (3, H, W)
+    return _turn(pixels, _orientation(image)).contiguous()
+
+
+def _turn(pixels: "Tensor", orientation: int) -> "Tensor":
+    """Turn (3, H, W) pixels; from orientation 5 on they become (3, W, H)."""
+    if orientation == 1:
+        return pixels
+    return (pixels.mT if orientation >= 5 else pixels).flip(FLIPS[orientation])
+
+
+def _set_up_decoders() -> None:
+    """Let Pillow and torchvision read without a warning, which ``-W error`` would make an error, and up to our limit of pixels.
+
+    Not by ``catch_warnings``, which threads cannot share; and not once, as others, such as pytest, put theirs before it.
+
+    Raises:
+        ConfigError: a limit that is no number of pixels.
+    """
+    if warnings.filters[:1] != [("ignore", None, Warning, SILENT, 0)]:
+        warnings.filterwarnings("ignore", module=SILENT.pattern)
+    limit = os.environ.get(LIMIT)
+    if limit is not None:
+        if not (limit.isascii() and limit.isdecimal() and int(limit)):
+            raise ConfigError(f"{LIMIT} in the environment is {limit!r}; set it to a number of pixels, such as 400000000")
+        Image.MAX_IMAGE_PIXELS = (int(limit) + 1) // 2  # Pillow refuses more than twice as many
 
 
 def _open(path: str, content: bytes | None = None) -> tuple[BinaryIO, bytes | None]:
@@ -203,6 +230,7 @@ def _open(path: str, content: bytes | None = None) -> tuple[BinaryIO, bytes | No
     Raises:
         DataError: an empty file, or one that cannot be opened.
     """
+    _set_up_decoders()
     file = open_image(path) if content is None else io.BytesIO(content)
     try:
         start = file.read(len(PNG))
@@ -220,12 +248,14 @@ def _cannot_read(path: str, error: Exception) -> DataError:
     """The error for any error of a decoder: they have no common base, Pillow raises ``SyntaxError`` among others."""
     reason = re.sub(r"^.*\.cpp:\d+, ", "", first_line(error))  # torchvision's text begins with a line of its source
     why = "it is not an image, or its format is unknown" if isinstance(error, Image.UnidentifiedImageError) else reason
+    if isinstance(error, Image.DecompressionBombError):
+        why = f"{reason.rstrip('.')}; if you trust it, set {LIMIT} in the environment to as many pixels"
     kind = UnreachableError if isinstance(error, OSError) and error.errno else DataError  # Pillow's own have no number
     return kind(f"cannot read image {path}: {why}")
 
 
 def _require_known_range(image: Image.Image) -> None:
-    if image.mode not in (*SIXTEEN_BITS, *EIGHT_BITS) and not _is_wide_portable(image):
+    if image.mode in NO_RANGE and not _is_wide_portable(image):
         raise DataError(
             f"pixels of mode {image.mode} have no fixed range and cannot be converted to 8-bit RGB; save it with 8 or 16 bits"
         )
@@ -245,15 +275,30 @@ def _to_eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(255 - high if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else high)
 
 
-def _orientation(image: Image.Image, kind: bytes | None) -> int:
-    """The EXIF orientation of an image that is not decoded yet."""
-    if kind is None:
-        exif = image.getexif()
-    else:  # not getexif, which decodes a PNG, and reads XMP in a JPEG, unlike torchvision
-        exif = Image.Exif()
-        exif.load(image.info.get("exif", b""))
-    value = exif.get(ExifTags.Base.Orientation, 1)
-    return value if value in range(1, 9) else 1
+def _orientation(image: Image.Image) -> int:
+    """The orientation of an image as Pillow finds it, in EXIF data or XMP; 1 where EXIF data are damaged.
+
+    Of a PNG that is not decoded it finds what stands before the pixels only, and of a TIFF that is decoded nothing.
+    """
+    try:
+        value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)  # not a PNG's own, which decodes it
+    except Exception:  # ``SyntaxError`` and ``struct.error`` among others
+        return 1
+    return value if value in FLIPS else 1
+
+
+def _has_text_behind_pixels(file: BinaryIO) -> bool:
+    """Whether a PNG has text or EXIF data behind its pixels, as ExifTool writes them."""
+    here, is_behind = file.tell(), False
+    file.seek(len(PNG))
+    while len(head := file.read(8)) == 8:
+        length, name = struct.unpack(">I4s", head)
+        if is_behind and name in CHUNKS_OF_ORIENTATION:
+            break
+        is_behind |= name == b"IDAT"
+        file.seek(length + 4, os.SEEK_CUR)  # the chunk and its checksum
+    file.seek(here)
+    return len(head) == 8
 
 
 def _tail(file: BinaryIO, length: int = 1024) -> bytes:

@@ -21,6 +21,8 @@ from cpvt_det.predict.classes import ClassPredictor
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.predictor import Predictor
 
+LONGEST_JPEG = 65_500  # pixels a side, libjpeg's limit
+
 
 @dataclass
 class Found:
@@ -128,7 +130,9 @@ def predict_files(
             total.add(file.name, everything, len(found))
             picture = output / "pictures" / pictures[file.name]
             picture.parent.mkdir(parents=True, exist_ok=True)
-            found.draw().save(picture, quality=92)
+            drawn = found.draw()
+            drawn.thumbnail((LONGEST_JPEG, LONGEST_JPEG))  # only where it is larger
+            drawn.save(picture, quality=92)
             results += found.to_coco(file.image_id)
             done.append(file)
     _write_coco(predictor.classes, done, results, output)

@@ -11,9 +11,9 @@ from torchvision.transforms import v2
 
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.data.coco import ImageRecord
-from cpvt_det.data.images import read_image
+from cpvt_det.data.images import read_header, read_image, read_pillow
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
-from cpvt_det.errors import DataError
+from cpvt_det.errors import ConfigError, DataError
 
 evaluation_transform.__test__ = False  # no test, whatever pytest thinks of its name
 
@@ -64,6 +64,49 @@ def test_cmyk_is_ink_on_white_paper(tmp_path, inks, expected, suffix):
     image = read_image(str(tmp_path / f"a.{suffix}"))
     assert tuple(image.shape) == (3, 8, 16)
     np.testing.assert_allclose(image[:, 3, 5], expected, atol=3 if suffix == "jpg" else 1)
+
+
+@pytest.mark.parametrize("mode", ["HSV", "LAB"])
+def test_other_colour_spaces_become_rgb(tmp_path, mode):
+    """By hand: full hue, saturation and value of HSV are red; a lightness of 50 % without colour, which is 128, is grey 119."""
+    picture = Image.new(mode, (5, 4), {"HSV": (0, 255, 255), "LAB": (128, 128, 128)}[mode])
+    expected = {"HSV": (255, 0, 0), "LAB": (119, 119, 119)}[mode]
+    np.testing.assert_allclose(read_pillow(picture)[:, 2, 3], expected, atol=1)
+    if mode == "LAB":
+        picture.save(tmp_path / "a.tif")
+        assert read_header(str(tmp_path / "a.tif")).mode == "LAB"
+        np.testing.assert_allclose(read_image(str(tmp_path / "a.tif"))[:, 2, 3], expected, atol=1)
+
+
+def test_a_limit_of_pixels_is_of_all_formats_and_can_be_raised(tmp_path, monkeypatch):
+    """Pillow warns of half its limit and refuses more; a JPEG, which torchvision decodes, is no exception."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
+    for name in ("a.jpg", "a.png"):
+        path = str(tmp_path / name)
+        Image.new("RGB", (20, 10), "red").save(path)
+        for read in (read_header, read_image):
+            with pytest.raises(DataError) as caught:
+                read(path)
+            assert str(caught.value) == (
+                f"cannot read image {path}: Image size (200 pixels) exceeds limit of 100 pixels, could be decompression bomb DOS "
+                "attack; if you trust it, set CPVT_DET_MAX_PIXELS in the environment to as many pixels"
+            )
+        with monkeypatch.context() as raised:
+            raised.setattr(Image, "MAX_IMAGE_PIXELS", 50)
+            raised.setenv("CPVT_DET_MAX_PIXELS", "198")
+            with pytest.raises(DataError, match="exceeds limit of 198 pixels"):
+                read_image(path)
+            raised.setenv("CPVT_DET_MAX_PIXELS", "200")
+            assert read_header(path).width == read_image(path).shape[2] == 20
+
+
+@pytest.mark.parametrize("limit", ["", "0", "-1", "4e8", "none", "٣"])
+def test_a_limit_that_is_no_number_of_pixels_is_refused(tmp_path, monkeypatch, limit):
+    monkeypatch.setenv("CPVT_DET_MAX_PIXELS", limit)
+    Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
+    for read in (read_header, read_image):
+        with pytest.raises(ConfigError, match=r"CPVT_DET_MAX_PIXELS in the environment is '.*'; set it to a number of pixels, "):
+            read(str(tmp_path / "a.png"))
 
 
 @pytest.mark.parametrize("suffix", ["png", "tiff"])

@@ -3,14 +3,17 @@
 
 The check before a run reads headers, and decodes a file only where its end seems
 cut off; `check-data --decode` decodes all. Damage that a decoder tolerates, for example inside the scan of a JPEG, is not found.
-Images are read as 8-bit RGB, turned as EXIF says, and boxes are taken as drawn on the turned image: where EXIF swaps the sides
-and the JSON does not, the sizes differ, which is an error; where it turns by 180 degrees, sizes do not show it, so such images
-are counted. Transparency is dropped, 16 bits keep their high byte.
+Images are read as 8-bit RGB, turned as Pillow turns them, by EXIF data or XMP, and boxes are taken as drawn on the turned image:
+where that swaps the sides and the JSON does not, the sizes differ, which is an error; where it turns by 180 degrees, sizes do not
+show it, so such images are counted. Damaged EXIF data turn nothing. Transparency is dropped, 16 bits keep their high byte.
 """
 
+import struct
 import subprocess
 import sys
 import unicodedata
+import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +22,12 @@ from PIL import Image, ImageOps
 from tiny import overrides
 
 from faults.case import Case, Cut, Ending
-from faults.drawn import DataCase, Drawn, draw, read_pixels
+from faults.configs import NEVER
+from faults.drawn import DataCase, Drawn, call_on, draw, read_pixels
 
 ORIENTATION = 0x0112
 LAST_BITS = 4  # two decoders of the same JPEG
+HALF_EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12"  # of which Pillow warns
 
 
 def picture(mode: str = "RGB", size: tuple[int, int] = (60, 40)) -> Image.Image:
@@ -42,6 +47,10 @@ def wide(dtype, scale: float = 1028) -> Image.Image:
 def image(mode: str = "RGB", name: str = "a.png", size: tuple[int, int] = (60, 40), **options):
     """A picture of a mode in place of the first."""
     return lambda drawn: drawn.replace_image(1, picture(mode, size), name, **options)
+
+
+def lab(drawn: Drawn) -> None:
+    drawn.replace_image(1, picture().convert("LAB"), "a.tif")
 
 
 def pixels(dtype, name: str, scale: float = 1028):
@@ -78,6 +87,33 @@ def turned(orientation: int, swap: bool):
             entry["width"], entry["height"] = entry["height"], entry["width"]
 
     return make
+
+
+def turned_by_text(behind: bool):
+    """A PNG that is turned by 180 degrees, as text before or behind its pixels says: EXIF data in hexadecimal digits."""
+
+    def make(drawn: Drawn) -> None:
+        exif = Image.Exif()
+        exif[ORIENTATION] = 3
+        text = b"Raw profile type exif\0\nexif\n36\n" + exif.tobytes().hex().encode()
+        chunk = struct.pack(">I", len(text)) + b"tEXt" + text + struct.pack(">I", zlib.crc32(b"tEXt" + text))
+        data = drawn.path(1).read_bytes()
+        start = data.index(b"IEND" if behind else b"IDAT") - 4
+        drawn.path(1).write_bytes(data[:start] + chunk + data[start:])
+
+    return make
+
+
+def without_a_warning(make: Callable[[Drawn], object]):
+    """Check a data set, of which no decoder warns."""
+
+    def run(folder: Path) -> Ending:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            ending = call_on(draw(folder / "data", make), "check-data", "--decode")
+        return Ending("a warning", str(warned[0].message)) if warned else ending
+
+    return run
 
 
 def portable(drawn: Drawn) -> None:
@@ -167,10 +203,12 @@ REPORTED = check(  # an image that cannot be read is passed over
 ENDS = check("if decode or not header.is_whole:", "if decode:")
 DECODED = check("if decode or not header.is_whole:", "if not header.is_whole:")
 SIZES = check("if (header.width, header.height) == said:", "if True:")
-TURNS = decoder("apply_exif_orientation=True", "apply_exif_orientation=False")
+TURNS = decoder("    if orientation == 1:", "    if True:")
 CONVERTED = decoder('_to_eight_bits(image).convert("RGB")', 'Image.new("RGB", image.size)')  # all pixels zeroed
+BEHIND = decoder("if kind == PNG and _has_text_behind_pixels(file):", "if False:")
+PLACES = decoder("Image.Image.getexif(image).get(", "Image.Exif().get(")  # no place is looked at
 HIGH_BYTE = decoder("if image.mode not in SIXTEEN_BITS and not _is_wide_portable(image):", "if True:")
-KNOWN_RANGE = decoder("if image.mode not in (*SIXTEEN_BITS, *EIGHT_BITS) and not _is_wide_portable(image):", "if False:")
+KNOWN_RANGE = decoder("if image.mode in NO_RANGE and not _is_wide_portable(image):", "if False:")
 ONE_PIXEL = Cut("data/validation/rules.py", "1 <= value <= LARGEST_SIDE", "2 <= value <= LARGEST_SIDE")
 
 CASES = [
@@ -221,6 +259,34 @@ CASES = [
     DataCase("EXIF swaps the sides, the JSON too", turned(6, swap=True), TURNED, 0, guard=TURNS, then=shows(by_pillow, LAST_BITS)),
     DataCase("EXIF turns by 180 degrees", turned(3, swap=False), TURNED, 0, guard=TURNS, then=shows(by_pillow, LAST_BITS)),
     DataCase(
+        "JPEG that XMP turns",
+        image(name="a.jpg", xmp=b'<x tiff:Orientation="3"/>'),
+        TURNED,
+        0,
+        guard=PLACES,
+        then=shows(by_pillow, LAST_BITS),
+    ),
+    DataCase("PNG that ImageMagick's text turns", turned_by_text(behind=False), TURNED, 0, guard=PLACES, then=shows(by_pillow)),
+    DataCase("PNG that text behind its pixels turns", turned_by_text(behind=True), TURNED, 0, guard=BEHIND, then=shows(by_pillow)),
+    *(
+        Case(
+            f"{format} with {damage}",
+            without_a_warning(image(name=f"a.{format.lower()}", **options, exif=exif)),
+            FINE,
+            0,
+            guard=guard,
+        )
+        for format, options in (("JPEG", {"dpi": (72, 72)}), ("PNG", {}), ("WebP", {}))
+        for damage, exif, guard in (
+            (
+                "garbage for EXIF data",
+                b"Exif\0\0" + b"7" * 20,
+                decoder("    except Exception:  # ``SyntaxError``", f"    {NEVER}  #"),
+            ),
+            ("half of its EXIF data", HALF_EXIF, decoder("    if warnings.filters[:1] != ", "    if False and ")),
+        )
+    ),
+    DataCase(
         "grey", image("L"), "images of mode L, converted to RGB: ...image 1: .../images/a.png", 0, guard=CONVERTED, then=noise("L")
     ),
     DataCase("grey with transparency", image("LA"), "images of mode LA, converted to RGB: 1", 0, guard=CONVERTED, then=noise("LA")),
@@ -230,9 +296,10 @@ CASES = [
         image("CMYK", "a.jpg"),
         "images of mode CMYK, converted to RGB: 1",
         0,
-        guard=decoder("decode_image(source, ImageReadMode.RGB,", "decode_image(source, ImageReadMode.UNCHANGED,"),
+        guard=decoder("decode_image(source, ImageReadMode.RGB)", "decode_image(source, ImageReadMode.UNCHANGED)"),
         then=shows(by_pillow, LAST_BITS),
     ),
+    DataCase("LAB", lab, "images of mode LAB, converted to RGB: 1", 0, guard=CONVERTED, then=shows(by_pillow)),
     DataCase("palette", image("P"), "images of mode P, converted to RGB: 1", 0, guard=CONVERTED, then=noise("P")),
     DataCase("1 bit", image("1"), "images of mode 1, converted to RGB: 1", 0, guard=CONVERTED, then=noise("1")),
     DataCase(
@@ -278,10 +345,11 @@ CASES = [
     DataCase(
         "20,000 x 20,000 image",
         lambda d: d.replace_image(1, Image.new("1", (20_000, 20_000)), "a.png"),
-        f"{CANNOT}a.png: Image size (400000000 pixels) exceeds limit",
+        f"{CANNOT}a.png: Image size (400000000 pixels) exceeds limit of 178956970 pixels, ...; if you trust it, set "
+        "CPVT_DET_MAX_PIXELS in the environment to as many pixels",
         guard=decoder(
-            "        with file, Image.open(file) as image:",
-            "        Image.MAX_IMAGE_PIXELS = None\n        with file, Image.open(file) as image:",
+            "    limit = os.environ.get(LIMIT)\n",
+            "    limit, Image.MAX_IMAGE_PIXELS = None, None\n",
         ),
     ),
     DataCase(

@@ -134,6 +134,15 @@ def test_the_best_score_is_named_and_what_to_do_where_nothing_passes(run, photos
     assert passing.stdout.endswith(named) and "No score" not in passing.stderr
 
 
+def test_a_picture_fits_into_a_jpeg(run, tmp_path):
+    """A strip of 5 x 70,000 pixels, which is not enlarged: JPEG has no side above 65,500."""
+    Image.new("RGB", (70_000, 5), "red").save(tmp_path / "strip.png")
+    result = predict(run, tmp_path / "strip.png", tmp_path / "out", "INPUT.MAX_SIZE_TEST", 64)
+    assert result.exit_code == 0, result.output
+    with Image.open(tmp_path / "out/pictures/strip.jpg") as picture:
+        assert picture.size == (65_500, 5)
+
+
 def test_batches_do_not_change_what_is_found(run, photos, tmp_path):
     for batch in (1, 3):
         assert predict(run, photos, tmp_path / str(batch), "--batch", batch, "--threshold", 0).exit_code == 0
