@@ -27,7 +27,7 @@ INSTALL = [
     "click>=8.1",  # the command line
     "tqdm",
     "tabulate",
-    "matplotlib>=3.8",  # training curves
+    "matplotlib>=3.8",  # training curves; the font of pictures
     "tensorboard>=2.14",
     "safetensors>=0.4",
 ]

@@ -5,11 +5,13 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpvt_det.errors import BadInputError, DataError, first_line
+from cpvt_det.visualize.fonts import families
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +44,12 @@ def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        for text in figure.findobj(lambda artist: hasattr(artist, "get_text")):
+            if not text.get_text().isascii():
+                text.set_fontfamily(families(text.get_text()))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from")  # the warning of ``families`` says what to do
+            figure.savefig(path)
     except (ValueError, OSError) as error:
         raise BadInputError(f"cannot write {os.fspath(path)}: {first_line(error)}") from error
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from cpvt_det.structures import Detections, Size
+from cpvt_det.visualize.fonts import Text, load_font
 
 MIN_SIDE = 384  # pixels: images with a smaller short side are enlarged, so that labels fit in them
 MAX_SIDE = 2048  # pixels: limit of the long side of an enlarged image
@@ -138,15 +139,14 @@ def draw_objects(
         picture = _to_picture(image).resize((max(1, round(image.shape[2] * scale)), height), Image.Resampling.LANCZOS)
         font_size = max(15, height // 30)
     line = max(2, min(picture.size) // 200)
-    font = ImageFont.load_default(font_size)
     boxes = [_corners(box, scale, picture.size) for box in objects.boxes_xyxy.tolist()]
     draw = ImageDraw.Draw(picture)
     for box, label in zip(boxes, objects.labels.tolist(), strict=True):
         draw.rectangle(box, outline=class_color(label), width=line)
     taken: list[Corners] = []
     for box, label, score in zip(boxes, objects.labels.tolist(), objects.scores.tolist(), strict=True):
-        text = f"{class_names[label]} {score:.2f}" if scored else class_names[label]
-        _draw_label(draw, text, box, class_color(label), font, picture.size, taken)
+        text = Text(f"{class_names[label]} {score:.2f}" if scored else class_names[label], font_size)
+        _draw_label(draw, text, box, class_color(label), picture.size, taken)
     return picture
 
 
@@ -237,16 +237,10 @@ def _corners(box_xyxy: list[float], scale: float, size: tuple[int, int]) -> Corn
 
 
 def _draw_label(
-    draw: ImageDraw.ImageDraw,
-    text: str,
-    box: Corners,
-    color: Color,
-    font: ImageFont.FreeTypeFont,
-    size: tuple[int, int],
-    taken: list[Corners],
+    draw: ImageDraw.ImageDraw, text: Text, box: Corners, color: Color, size: tuple[int, int], taken: list[Corners]
 ) -> None:
     """Write a label on the box's colour, at a corner of the box where it covers no other label, if there is one."""
-    left, top, right, bottom = (round(value) for value in draw.textbbox((0, 0), text, font=font))
+    left, top, right, bottom = text.box
     width, height = right - left + 6, bottom - top + 6
     candidates = []
     for y in (box[1] - height, box[1], box[3] - height + 1, box[3] + 1):
@@ -257,7 +251,7 @@ def _draw_label(
     taken.append(place)
     bright = 0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2] > 128
     draw.rectangle(place, fill=color)
-    draw.text((place[0] + 3 - left, place[1] + 3 - top), text, fill="black" if bright else "white", font=font)
+    text.draw(draw, place[0] + 3 - left, place[1] + 3 - top, "black" if bright else "white")
 
 
 def _overlap(one: Corners, other: Corners) -> bool:
@@ -265,11 +259,11 @@ def _overlap(one: Corners, other: Corners) -> bool:
 
 
 def _with_title(picture: Image.Image, title: str) -> Image.Image:
-    font = ImageFont.load_default(max(16, min(picture.size) // 30))
-    strip = round(1.6 * font.size)
+    size = max(16, min(picture.size) // 30)
+    strip, (ascent, descent) = round(1.6 * size), load_font(None, size).getmetrics()
     canvas = Image.new("RGB", (picture.width, picture.height + strip), "white")
     canvas.paste(picture, (0, strip))
-    ImageDraw.Draw(canvas).text((4, strip // 2), title, fill="black", font=font, anchor="lm")
+    Text(title, size).draw(ImageDraw.Draw(canvas), 4, (strip + ascent - descent) // 2, "black")
     return canvas
 
 
