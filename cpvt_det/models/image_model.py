@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.models.parts import belongs_to_part, freeze
+from cpvt_det.ops.convolution import guard_strided_1x1
 from cpvt_det.structures import PaddedBatch, require_bool
 
 
@@ -32,6 +33,7 @@ class ImageModel(nn.Module):
         super().__init__()
         require_contract(backbone, "backbone", "strides", "channels", "size_divisibility")
         self.backbone = backbone.to(memory_format=torch.channels_last)  # faster on a CPU
+        guard_strided_1x1(self.backbone)  # which in this layout spoil memory, of timm, detectron2 or the user
         self.frozen: tuple[str, ...] = ()
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean)[:, None, None], persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std)[:, None, None], persistent=False)

@@ -64,7 +64,24 @@ SKIPPED = Cut(
     "solver/bad_steps.py", "bad = ~grad_norm.isfinite() | (self.in_a_row >= self.limit)", "bad = torch.zeros_like(grad_norm).bool()"
 )
 
+LARGE = {"INPUT__MIN_SIZE_TRAIN": (128,), "INPUT__MAX_SIZE_TRAIN": 256, "SOLVER__MAX_ITER": 6}
+OF_TIMM = {f"MODEL__BACKBONE__{key}": value for key, value in {"NAME": "timm/repvgg_a0", "MASK_PADDING": False}.items()}
+
 CASES = [
+    Case(
+        "a narrow ResNet, whose strided 1x1 convolution oneDNN lets write past its memory",
+        train(**LARGE, MODEL__BACKBONE__WIDTH=4),
+        "Final checkpoint",
+        0,
+        guard=Cut("ops/convolution.py", "    if _needs_guard(convolution):\n        x, stride", "    if False:\n        x, stride"),
+    ),
+    Case(
+        "the same in a network of timm, of the 3 channels of an image",
+        train(**LARGE, **OF_TIMM),
+        "Final checkpoint",
+        0,
+        guard=Cut("models/image_model.py", "guard_strided_1x1(self.backbone)", "pass"),
+    ),
     Case(
         "a batch that memory cannot hold, on a CPU",
         little_memory(100_000),
