@@ -2,6 +2,7 @@
 """The command ``cpvt-det``: one file for each subcommand, imported when it is called, so that help is quick."""
 
 import importlib
+import io
 import signal
 import sys
 import traceback
@@ -94,6 +95,9 @@ def report_errors(command: Callable) -> Callable:
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # names of files may have any bytes
         try:
             return command(*args, **kwargs)
         except (click.ClickException, click.exceptions.Exit, click.Abort):

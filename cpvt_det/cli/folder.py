@@ -208,7 +208,7 @@ def _write(path: Path, text: str) -> None:
     with output_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
-            file.write(text.encode())
+            file.write(text.encode(errors="backslashreplace"))  # names of files may have any bytes
 
 
 def folder_config(

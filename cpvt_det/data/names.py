@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from cpvt_det.data.listing import IMAGES, Listing
 from cpvt_det.data.validation.rules import FAULT
@@ -89,6 +89,7 @@ class Names:
             DataError: several files that it could be.
         """
         name = re.sub(r"^.*[?&]d=", "", written).replace("\\", "/")  # Label Studio's /data/local-files/?d=PATH
+        name = urlsplit(name).path if "://" in name else name
         *folders, last = [part for part in name.split("/") if part not in ("", ".", "..")] or [""]
         for base in (self._bases.get(source, source.parent), source.parent, self.listing.root):
             if (path := base / name) in self._known:

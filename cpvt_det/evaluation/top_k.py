@@ -136,7 +136,7 @@ def write_confusion(counts: np.ndarray, names: Sequence[str], path: Path) -> Non
     writer.writerow(["true class \\ found as", *names])
     writer.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
     with atomic_file(path) as file:
-        file.write(text.getvalue().encode())
+        file.write(text.getvalue().encode(errors="backslashreplace"))
 
 
 def most_confused(counts: np.ndarray, names: Sequence[str], most: int = LISTED) -> list[tuple[str, str, int]]:

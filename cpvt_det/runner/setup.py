@@ -205,7 +205,7 @@ def _start_log(path: Path) -> None:
     stop_log()
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    file = logging.FileHandler(path, encoding="utf-8")
+    file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     screen = logging.StreamHandler(sys.stderr)
     screen.setFormatter(logging.Formatter("%(message)s"))

@@ -58,4 +58,4 @@ def write_class_report(
     save_figure(confusion_figure(counts, names), folder / "confusion.png")
     pairs = tabulate(most_confused(counts, names), ("class", "found as", "images"), tablefmt="github", disable_numparse=True)
     parts = ["# Evaluation", format_accuracies(figures), "## Classes that are confused most", pairs, "![confusion](confusion.png)"]
-    (folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8", errors="backslashreplace")

@@ -66,7 +66,7 @@ def write_report(
     content = _content(dataset, curves, matrix, worst, threshold)
     content["best_score"] = max((result["score"] for result in results), default=None)
     write_json(content, folder / "report.json", indent=2)
-    (folder / "report.md").write_text(_page(content, figures, curves, drawn), encoding="utf-8")
+    (folder / "report.md").write_text(_page(content, figures, curves, drawn), encoding="utf-8", errors="backslashreplace")
     write_report_page(dataset, images, curves, figures, folder / "report.html", threshold)
 
 

@@ -75,7 +75,7 @@ def write_report_page(
         entry["src"] = embed_image(read_image(records[image.image_id].file_name), left / len(shown))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
-        file.write(build_page("report.html", content).encode())
+        file.write(build_page("report.html", content).encode(errors="backslashreplace"))
 
 
 def step_of(score: float) -> int:

@@ -7,6 +7,7 @@ one to three of these oddities: each is read as it was meant, or refused by a me
 each time; `PYTHONPATH=tests python -m faults.fuzz 10000 test_random_folders.py` tries more.
 """
 
+import os
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,11 @@ def list_in_yaml(odd: OddFolder) -> None:
         odd.entries[split] = "".join(f"\n  - {picture.image}" for picture in odd.pictures if picture.split == split)
 
 
+def names_in(name: str, odd: OddFolder) -> None:
+    odd.name_file = name.partition(",")[0]
+    odd.extra |= {"obj.data": f"classes = 2\nnames = /home/ann/{odd.name_file}\n".encode()} if "obj.data" in name else {}
+
+
 def named(*names: str, text: str = "") -> Callable[[OddFolder], None]:
     def change(odd: OddFolder) -> None:
         odd.classes = list(names)
@@ -242,7 +248,7 @@ text = partial(text_of, "text.py")
 table = partial(text_of, "annotations.py")
 
 LENGTH = yolo("if keypoints or count < 6 or count % 2:", "if False:")
-MATCHED = names("return self._pair(labels, written, self._agreement) or", "return")
+MATCHED = names("return self._pair(labels, written, self._agreement) or self._pair(", "return {} and self._pair(")
 TAIL = names("candidates = [path for path in self._called(number, last) if", "candidates = [path for path in () if")
 HIDDEN = listing('if not name.startswith(".") and name not in NOT_THE_USERS)\n', "if name not in NOT_THE_USERS)\n")
 CODER = text(
@@ -312,14 +318,14 @@ QUIRKS = [
         YOLO,
         put(line=lambda label, *box: " ".join([f"{label}.0", *map(str, box)])),
         touches=("line",),
-        guard=yolo("if number % 1 or number < 0:", "if not words[0].isdecimal():"),
+        guard=yolo("return [float(word) for word in words if word]", "return [int(words[0]), *map(float, words[1:])]"),
     ),
     Quirk(
         "YOLO: numbers as numpy.savetxt writes them",
         YOLO,
         put(line=lambda *numbers: " ".join(f"{n:.18e}" for n in numbers)),
         touches=("line",),
-        guard=yolo("if number % 1 or number < 0:", "if not words[0].isdecimal():"),
+        guard=yolo("return [float(word) for word in words if word]", "return [int(words[0]), *map(float, words[1:])]"),
     ),
     Quirk(
         "YOLO: commas between the numbers",
@@ -443,7 +449,10 @@ QUIRKS = [
             )
         ),
         touches=("names", "label suffix", "suffix"),
-        guard=names("(name, is_stem), *([", "*(["),
+        guard=names(
+            "tried = [(name, not is_stem), (name, is_stem), *([(start, False)] if suffix.lower() in IMAGES else [])]",
+            "tried = [(name, not is_stem)]",
+        ),
     ),
     Quirk(
         "YOLO: a label file without image",
@@ -460,6 +469,14 @@ QUIRKS = [
         "images without a label file, which are taken to show no object: 1",
         touches=("boxes",),
         guard=yolo('alone = (image["file_name"] for image in images if', 'alone = (image["file_name"] for image in () if'),
+    ),
+    Quirk(
+        "names of bytes that are not UTF-8, as unzip leaves them",
+        YOLO,
+        lambda odd: [rename(odd, os.fsdecode(b"\xd5\xd5") + "{}"), without_label(odd)],
+        "images without a label file, which are taken to show no object: 1",
+        touches=("names", "boxes"),
+        guard=Cut("cli/__init__.py", 'stream.reconfigure(errors="backslashreplace")', "pass"),
     ),
     Quirk(
         "names with blanks and brackets",
@@ -513,11 +530,12 @@ QUIRKS = [
     ),
     # names of classes
     *(
-        Quirk(f"YOLO: class names in {name}", ("yolo flat",), put(name_file=name), touches=("name file",), guard=guard)
+        Quirk(f"YOLO: class names in {name}", ("yolo flat",), partial(names_in, name), touches=("name file",), guard=guard)
         for name, guard in (
             ("_darknet.labels", yolo(', "_darknet.labels")', ")")),
             ("pets.names", yolo('or path.suffix.lower() == ".names"]', "]")),
             ("obj.names", yolo('or path.suffix.lower() == ".names"]', 'and path.suffix.lower() != ".names"]')),
+            ("cat.txt, which obj.data names", yolo("read_text(path), re.M)", '"", re.M)')),
             ("Classes.txt", yolo("if path.name.lower() in NAME_FILES or", "if path.name in NAME_FILES or")),
         )
     ),
@@ -554,8 +572,8 @@ QUIRKS = [
             ("labels", YOLO, CODER),
             ("names", ("yolo flat",), CODER),
             ("lists", ("voc lists",), CODER),
-            ("yaml", ("yolo",), CODER),
-            ("xml", (*VOC, "cvat"), CODER),
+            ("yaml", ("yolo",), "PyYAML skips it"),
+            ("xml", (*VOC, "cvat"), "expat skips it"),
             ("json", COCO, (CODER, text_of("json_stream.py", 'encoding="utf-8-sig"', 'encoding="utf-8"'))),
         )
     ),
@@ -578,7 +596,7 @@ QUIRKS = [
             guard=guard,
         )
         for encoding, declared, words, guard in (
-            ("utf-8", "utf8", ("Käfer", "Mücke"), DECLARED),
+            ("utf-8", "utf8", ("Käfer", "Mücke"), text("ET.fromstring(read_text(path))", "ET.fromstring(path.read_bytes())")),
             ("gbk", "gbk", ("猫", "狗"), DECLARED),
             ("gbk", "gb2312", ("镕", "狗"), text("LARGER.get(encoding, encoding)", "encoding")),
             ("cp1252", "windows-1252", ("Käfer", "Mücke"), DECLARED),
@@ -639,14 +657,17 @@ QUIRKS = [
         ("voc lists",),
         lambda odd: [rename(odd, "my photo {}"), listed("{stem}")(odd)],
         touches=("names", "lists"),
-        guard=voc("for name in (whole, re.sub", "for name in (whole.split()[0], re.sub"),
+        guard=voc(r"""for name in (whole, re.sub(r"\s+-?[01]$", "", whole).strip('"')):""", "for name in (whole.split()[0],):"),
     ),
     Quirk(
         "VOC: quotes around listed names",
         ("voc lists",),
         lambda odd: [rename(odd, "my photo {}"), listed('"{stem}"')(odd)],
         touches=("names", "lists"),
-        guard=voc("whole = line[1:-1].strip() if line[:1] == line[-1:] == '\"' else line", "whole = line"),
+        guard=(
+            voc("whole = line[1:-1].strip() if line[:1] == line[-1:] == '\"' else line", "whole = line"),
+            voc("""whole).strip('"')):""", "whole)):"),
+        ),
     ),
     Quirk(
         "VOC: a number behind listed names",
@@ -666,6 +687,7 @@ QUIRKS = [
         "VOC: listed names of another case",
         ("voc lists",),
         put(listed=lambda picture: picture.stem.upper()),
+        "names found in other upper or lower case: ",
         touches=("lists",),
         guard=form("in other upper or lower case", "_lower, _lower"),
     ),
@@ -680,7 +702,7 @@ QUIRKS = [
         "VOC: lists called Train and Validation",
         ("voc lists",),
         put(lists={"train": "Train.txt", "val": "Validation.txt"}),
-        "voc, ...splits Train, Validation",
+        "splits Train, Validation..._train: 5 images",
         touches=("lists",),
         guard=text_of(
             "folders/layouts.py", 'return {"trainval": "train", "dev": "val"}.get(name.lower(), split_named(name))', "return name"
@@ -838,9 +860,10 @@ QUIRKS = [
             guard=guard,
         )
         for text, guard in (
-            ("/data/local-files/?d=pets/{}", names('re.sub(r"^.*[?&]d=", "", written)', "written")),
+            ("/data/local-files/?d={}", names('re.sub(r"^.*[?&]d=", "", written)', "written")),
             ("..\\..\\media\\upload\\4\\{}", names('.replace("\\\\", "/")  # Label', "  # Label")),
             ("/home/ann/pets/{}", TAIL),
+            ("https://host/pets/{}?token=1", names('name = urlsplit(name).path if "://" in name else name', "pass")),
             ("ab12cd34-{}", form("with the prefix of an upload", "_unprefixed, _joined")),
         )
     ),

@@ -91,6 +91,8 @@ def _sections(
         sides = {side: _number(tree.findtext(f"size/{side}")) for side in ("height", "width")}
         images[image_id - 1].update({"id": image_id, **sides})
         for number, element in enumerate(tree.iter("object"), start=1):
+            if element.findtext("deleted") == "1":  # LabelMe's
+                continue
             name = _name(element)
             source = f"{path}, object {number} ({name!r})"
             annotation = {"id": len(annotations) + 1, "image_id": image_id, "category_id": names.get(name, -1), "source": source}

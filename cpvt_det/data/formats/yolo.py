@@ -150,11 +150,14 @@ def _sections(
     """
     texts = _texts(names.listing)
     label_of = {str(image): label for label, image in names.pair(texts).items()}
-    of_split = [path for path in texts if not split or names.listing.split_of(path) in (split, "" if split == "train" else split)]
-    orphans = sorted(path for path in set(of_split) - set(label_of.values()) if _is_like_labels(path, strictly=True))
+    ours = (split, "") if split == "train" else (split,)  # what is in no folder of a split is told once
+    orphans, unreadable = (
+        [path for path in paths if not split or names.listing.split_of(path) in ours]
+        for paths in (sorted(set(texts) - set(label_of.values())), names.listing.unreadable)
+    )
+    orphans = [path for path in orphans if _is_like_labels(path, strictly=True)]
     notes = [*names.notes(), *notes_of("label files that belong to no image", orphans)]
-    if not split and names.listing.unreadable:
-        notes += notes_of("images that cannot be read here, left out; convert them to JPEG or PNG", names.listing.unreadable)
+    notes += notes_of("images that cannot be read here, left out; convert them to JPEG or PNG", unreadable)
     alone = (image["file_name"] for image in images if image["file_name"] not in label_of)
     notes += notes_of("images without a label file, which are taken to show no object", alone)
     annotations: list[dict[str, Any]] = []
@@ -282,6 +285,10 @@ def _listed_names(listing: Listing) -> list[str]:
         DataError: files that contradict each other.
     """
     files = [path for path in listing.files if path.name.lower() in NAME_FILES or path.suffix.lower() == ".names"]
+    for path in listing.with_suffix(".data"):  # darknet's
+        written = re.search(r"^\s*names\s*=\s*(.+?)\s*$", read_text(path), re.M)
+        named = Names(listing.files, listing).find(written[1], path) if written else None
+        files += [named] if named and named not in files else []
     contents = [read_lines(path) for path in files]
     other = next((number for number, names in enumerate(contents) if names != contents[0]), None)
     if other is not None:
