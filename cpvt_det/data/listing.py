@@ -124,8 +124,8 @@ class Listing:
     def parts_of(self, path: Path) -> tuple[str, ...]:
         """The names on the way from the root, or another folder of the listing, to a file or folder; none where it is outside."""
         for top in self._tops:
-            if path.is_relative_to(top):
-                return path.parts[len(top.parts) :]
+            if path.is_relative_to(top) and os.pardir not in (parts := path.parts[len(top.parts) :]):
+                return parts
         parts = Path(os.path.relpath(os.path.realpath(path), os.path.realpath(self.root))).parts
         return () if parts[:1] == (os.pardir,) else parts
 

@@ -44,9 +44,11 @@ def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Secti
         labels += [label.text.strip() for label in tree.iterfind("meta//label/name") if label.text]
         for image in tree.iterfind("image"):
             _add_image(content, image, path, images.entry(image.get("name", ""), path))
-    names = list(dict.fromkeys([*labels, *(annotation["category_id"] for annotation in content["annotations"])]))
+    names = list(
+        dict.fromkeys([*labels, *(annotation["category_id"] for annotation in content["annotations"] if FAULT not in annotation)])
+    )
     for annotation in content["annotations"]:
-        annotation["category_id"] = names.index(annotation["category_id"]) + 1
+        annotation["category_id"] = -1 if FAULT in annotation else names.index(annotation["category_id"]) + 1
     content["categories"] = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
     content["notes"] = images.notes()
     return content
@@ -66,7 +68,8 @@ def _add_image(content: Sections, element: ET.Element, path: Path, entry: dict[s
     for number, shape in enumerate(shapes, start=1):
         name, source = shape.get("label", "").strip(), f"{path}, image {element.get('name')!r}, shape {number}"
         annotation = {"id": len(content["annotations"]) + 1, "image_id": image_id, "category_id": name, "source": source}
-        content["annotations"].append(annotation | _box(shape))
+        annotation |= _box(shape) if name else {FAULT: ["shapes without a label", f"<{shape.tag}> has no label"]}
+        content["annotations"].append(annotation)
 
 
 def _box(shape: ET.Element) -> dict[str, Any]:
