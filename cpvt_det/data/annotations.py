@@ -30,6 +30,7 @@ from cpvt_det.data.validation.rules import (
 
 KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source", FAULT)
 NUMBERS = frozenset((int, float))
+FACTOR = 0x9E3779B97F4A7C15  # odd, and its bits are mixed: 2^64 over the golden ratio
 CROWD, NO_AREA, NO_CROWD, NO_ID = 1, 2, 4, 8  # flags of a box
 FILLED = "annotations without area or iscrowd, filled in"
 TWICE = "boxes that an image has twice, of one class, left out"
@@ -171,7 +172,7 @@ class AnnotationTable:
         columns = [whole[rows, 1], whole[rows, 2], whole[rows, 3] & CROWD, *(real[rows, side].view(np.int64) for side in range(4))]
         hashes = np.zeros(len(rows), dtype=np.uint64)
         for column in columns:
-            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + column.astype(np.uint64)
+            hashes = hashes * np.uint64(FACTOR) + column.astype(np.uint64)
         ordered = np.sort(hashes)
         alike = np.flatnonzero(np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]]))
         others = dict(self._others) if len(alike) else {}

@@ -119,7 +119,8 @@ class Names:
         why += "".join(
             f"; {path} cannot be read here: convert it to JPEG or PNG" for path in self.listing.unreadable if path.stem == stem
         )
-        return {"file_name": written, FAULT: ["image files that are missing", why]}
+        split = self.listing.split_of(source, with_name=True)
+        return {"file_name": written, "split": split, FAULT: ["image files that are missing", why]}
 
     def pair(self, labels: Sequence[Path], written: Mapping[Path, str] = MappingProxyType({})) -> dict[Path, Path]:
         """The file of each label file, by their names without suffix, each file at most once.

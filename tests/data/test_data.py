@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from cpvt_det.builders import load_splits, load_tests, set_classes, training_records
+from cpvt_det.data import annotations
 from cpvt_det.data.catalog import DatasetFiles, builtin_datasets, find_datasets
 from cpvt_det.data.coco import ImageRecord, load_coco, require_same_classes
 from cpvt_det.data.mapper import Mapper, train_transform
@@ -151,6 +152,25 @@ def test_annotation_ids_do_not_matter(tmp_path):
         content["annotations"] = [{**box, "id": 0}, {**box, "bbox": [2, 2, 3, 4]}, {**box, "bbox": [3, 2, 3, 4]}]
 
     assert [a["id"] for a in load_changed(tmp_path, change).ground_truth["annotations"]] == [1, 2, 3]
+
+
+def test_a_box_that_an_image_has_twice_is_there_once(tmp_path, monkeypatch):
+    """In training and in evaluation; of another class, of another image, as a crowd or a hair wider it is another one."""
+
+    def change(content):
+        content["categories"].append({"id": 7, "name": "mite"})
+        box = {"image_id": 1, "category_id": 3, "bbox": [1, 2, 3, 4], "area": 12, "iscrowd": 0}
+        others = [{"bbox": [1, 2, 3, 4.000001]}, {"category_id": 7}, {"iscrowd": 1}, {"bbox": [2, 1, 3, 4]}, {"area": 11}]
+        content["annotations"] = [{**box, **other, "id": number} for number, other in enumerate([{}, *others, {}])]
+
+    for factor in (0x9E3779B97F4A7C15, 0):  # with 0 nearly all hashes are alike
+        monkeypatch.setattr(annotations, "FACTOR", factor)
+        dataset = load_changed(tmp_path, change)
+        assert len(dataset.ground_truth["annotations"]) == 5
+        assert dataset.issues.infos["boxes that an image has twice, of one class, left out"].examples == [
+            "annotations[5] (id 5, image 1)",
+            "annotations[6] (id 6, image 1)",
+        ]
 
 
 def test_byte_order_mark_is_no_fault(tmp_path):

@@ -4,12 +4,16 @@
 import json
 import os
 import shutil
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from cpvt_det.cli import main
+from cpvt_det.data import read_folder
 from cpvt_det.data.catalog import find_datasets
 from cpvt_det.data.coco import load_coco
 from cpvt_det.data.folders.layouts import find_layout
@@ -494,3 +498,96 @@ def test_a_third_set_is_named_and_left_for_the_end(tmp_path):
     found = name_datasets(tmp_path / "mine", tmp_path / "out")
     assert len(found.register) == 3
     assert "mine_test is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST mine_test" in found.notes
+
+
+def test_a_folder_is_read_in_python_as_the_commands_read_it(tmp_path):
+    write_roboflow_yolo(tmp_path / "mine")
+    train, val = read_folder(tmp_path / "mine")
+    assert (train.name, val.name, train.classes.names) == ("mine_train", "mine_val", tuple(NAMES))
+    assert boxes_of([train, val]) == BOXES
+    drawn = read_folder(str(tmp_path / "mine"), data_format="yolo", new_split=True)
+    assert boxes_of(drawn) == BOXES and [len(data.records) for data in drawn] != [len(train.records), len(val.records)]
+    write(tmp_path / "mine/train/labels/a.txt", "0 0.5 0.5 0.1\n")
+    with pytest.raises(DataError, match=r"mine_train \(.*data.yaml\): lines of another length: .*a.txt, line 1: 3 numbers after"):
+        read_folder(tmp_path / "mine")
+    with pytest.raises(DataError, match=rf"mine_\w+ \({tmp_path}/mine\): lines of another length"):  # no file that was drawn
+        read_folder(tmp_path / "mine", new_split=True)
+    with pytest.raises(DataError, match="there is no folder"):
+        read_folder(tmp_path / "yours")
+
+
+def test_the_absolute_path_of_its_own_folder_in_a_yaml_file(tmp_path, monkeypatch):
+    """Also where the folder is given as a relative one, and where a split has to be drawn."""
+    write_roboflow_yolo(tmp_path / "mine")
+    for yaml in (
+        f"path: {tmp_path}/mine\ntrain: train/images\nval: valid/images\n",
+        f"train: {tmp_path}/mine/train/images\nval: {tmp_path}/mine/valid/images\n",
+        f"path: {tmp_path}/mine\ntrain: [train/images, valid/images]\n",
+    ):
+        write(tmp_path / "mine/data.yaml", f"{yaml}names: [cat, dog]\n")
+        monkeypatch.chdir(tmp_path)
+        for folder in (Path("mine"), Path("mine/../mine"), tmp_path / "mine"):
+            assert boxes_of(read_folder(folder)) == boxes_of(read_folder(folder, new_split=True)) == BOXES
+
+
+def test_images_of_a_yaml_file_may_be_outside_its_folder(tmp_path):
+    write_cvat_ultralytics(tmp_path / "pictures")
+    (tmp_path / "pictures/data.yaml").unlink()
+    write(tmp_path / "mine/data.yaml", "path: ../pictures\ntrain: images/train\nval: images/val\nnames: [cat, dog]\n")
+    assert boxes_of(read_folder(tmp_path / "mine")) == BOXES
+    write(tmp_path / "mine/data.yaml", "train: ../pictures/images/train\nval: ../pictures/images/val\nnames: [cat, dog]\n")
+    assert boxes_of(read_folder(tmp_path / "mine")) == BOXES
+
+
+@pytest.mark.parametrize("kind", ["yaml", "flat", "voc", "coco"])
+def test_photographs_that_cannot_be_read_are_named(kind, tmp_path):
+    folder = tmp_path / "mine"
+    {"yaml": write_roboflow_yolo, "flat": write_labelimg_yolo, "voc": write_roboflow_voc, "coco": write_json_beside}[kind](folder)
+    (image,) = folder.rglob("b.png")
+    os.rename(image, image.with_suffix(".heic"))
+    if kind in ("voc", "coco"):
+        with pytest.raises(DataError, match=r"image files that are missing: .*b.heic cannot be read here: convert it"):
+            read_folder(folder)
+        return
+    done = CliRunner().invoke(main, ["check-data", str(folder)])
+    assert done.exit_code == 0
+    assert "images that cannot be read here, left out; convert them to JPEG or PNG: 1" in done.output and "b.heic" in done.output
+    assert "label files that belong to no image: 1" in done.output
+
+
+def test_a_json_for_each_image_is_one_data_set(tmp_path):
+    both(tmp_path / "mine", "images/{name}.png", lambda split, name: [(f"annotations/{name}.json", coco([name]))])
+    assert boxes_of(read_folder(tmp_path / "mine")) == BOXES
+
+
+def test_jsons_keep_their_split_where_the_images_are_in_one_folder(tmp_path):
+    """Also where names have to be looked for, so that no config could name them."""
+    both(tmp_path / "mine", "images/{name}.png", lambda split, name: ())
+    for split, names in (("train", TRAIN), ("val", VAL)):
+        content = coco(names, "gone/").replace(".png", ".jpg")
+        write(tmp_path / f"mine/{split}.json", content)
+    train, val = read_folder(tmp_path / "mine")
+    assert boxes_of([train]).keys() == set(TRAIN) and boxes_of([val]).keys() == set(VAL)
+    assert (
+        "split by names of files and folders: 4 images for train, 2 images for val"
+        in name_datasets(tmp_path / "mine", tmp_path).notes
+    )
+
+
+def test_names_of_classes_that_look_the_same_are_one_class_or_noted(tmp_path):
+    forms = {name: unicodedata.normalize("NFC" if name in "ab" else "NFD", "caf\u00e9") for name in TRAIN + VAL}
+    both(tmp_path / "mine", "{name}.png", lambda split, name: [(f"{name}.xml", voc(name).replace("cat", forms[name]))])
+    assert len(set(forms.values())) == 2 and read_folder(tmp_path / "mine")[0].classes.names == ("caf\u00e9", "dog")
+    both(tmp_path / "other", "{name}.png", lambda split, name: ())
+    content = json.loads(coco(TRAIN + VAL))
+    content["categories"][0]["name"] = "Dog "
+    write(tmp_path / "other/all.json", json.dumps(content))
+    done = CliRunner().invoke(main, ["check-data", str(tmp_path / "other")])
+    assert "classes whose names look the same: 1\n    'Dog ', 'dog'" in done.output
+
+
+def test_what_labelme_has_deleted_is_left_out(tmp_path):
+    both(tmp_path / "mine", "{name}.png", lambda split, name: [(f"{name}.xml", voc(name))])
+    path = tmp_path / "mine/a.xml"
+    write(path, path.read_text().replace("<object><name>dog", "<object><deleted>1</deleted><name>dog"))
+    assert boxes_of(read_folder(tmp_path / "mine"))["a"] == BOXES["a"][:1]

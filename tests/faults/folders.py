@@ -87,10 +87,16 @@ def rename(odd: OddFolder, stem: str, label: Callable[[str], str] = str, written
     """Other names for the pictures: of their files, of their label files, and in the annotations."""
     for picture in odd.pictures:
         new = stem.format(picture.stem)
-        picture.image = picture.image.replace(picture.stem, new)
-        picture.label = picture.label.replace(picture.stem, label(new))
-        picture.written = picture.written.replace(picture.stem, written(new))
+        picture.image = with_stem(picture, picture.image, new)
+        picture.label = with_stem(picture, picture.label, label(new))
+        picture.written = with_stem(picture, picture.written, written(new))
         picture.stem = new
+
+
+def with_stem(picture, name: str, new: str) -> str:
+    """Another stem in a name, whose suffix stays: p2 is in .jp2, too."""
+    start, dot, end = name.rpartition(".") if "." in name[-6:] else (name, "", "")
+    return start.replace(picture.stem, new) + dot + end
 
 
 def each(change: Callable[[OddFolder, object], object], every: int = 1) -> Callable[[OddFolder], None]:
@@ -132,10 +138,8 @@ def number_names(odd: OddFolder) -> None:
     """shot, shot 1, shot 2, ..., as copies on a desktop are called."""
     for number, picture in enumerate(odd.pictures):
         new = "shot" if not number else f"shot {number}"
-        picture.image, picture.label, picture.written = (
-            part.replace(picture.stem, new) for part in (picture.image, picture.label, picture.written)
-        )
-        picture.stem = new
+        picture.image, picture.label = (with_stem(picture, name, new) for name in (picture.image, picture.label))
+        picture.written, picture.stem = with_stem(picture, picture.written, new), new
 
 
 def of_macos(odd: OddFolder) -> None:

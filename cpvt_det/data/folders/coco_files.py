@@ -53,13 +53,13 @@ def _add_images(content: Sections, images: Sequence[dict[str, Any]], path: Path,
         url = image.get("coco_url")  # LVIS has nothing else
         written = image.get("file_name", url.rpartition("/")[2] if isinstance(url, str) else None)
         new_id = new_ids.setdefault(str(_whole(image.get("id"))), len(content["images"]) + 1)
-        entry = {"id": new_id, "split": names.listing.split_of(path, with_name=True)}
-        entry |= {side: image[side] for side in ("height", "width") if side in image}
+        entry = {"id": new_id, **{side: image[side] for side in ("height", "width") if side in image}}
         if isinstance(written, str):
             entry |= names.entry(written, path)
         else:
             why = f"{path}: images[{number}] (id {image.get('id')!r}) has file_name {written!r}"
             entry |= {"file_name": str(written), FAULT: ["file names that are not text", why]}
+        entry["split"] = names.listing.split_of(path, with_name=True)
         content["images"].append(entry)
     return new_ids
 

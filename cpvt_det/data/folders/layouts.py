@@ -139,7 +139,7 @@ def _read_together(contents: Mapping[str, Sections]) -> Sections:
         for image in content["images"]:
             if image["file_name"] not in ids:
                 ids[image["file_name"]] = new_ids[image["id"]] = len(ids) + 1
-                together["images"].append(image | {"id": new_ids[image["id"]], "split": split})
+                together["images"].append(image | {"id": new_ids[image["id"]], "split": split or image.get("split", "")})
         for annotation in content["annotations"]:
             if annotation["image_id"] in new_ids:
                 number = {"id": len(together["annotations"]) + 1, "image_id": new_ids[annotation["image_id"]]}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.folders.layouts import FINDERS, find_layout
+from cpvt_det.data.folders.layouts import find_layout
 from cpvt_det.data.folders.split import divide
 from cpvt_det.data.formats.reading import complete
 from cpvt_det.data.formats.registry import Sections
@@ -72,9 +72,6 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     """
     listing = Listing(folder)
     layout = find_layout(listing, wanted)
-    if not listing.images and layout.format in FINDERS:
-        unreadable = f"; {few(listing.unreadable)} cannot be read here: convert them to JPEG or PNG" if listing.unreadable else ""
-        raise DataError(f"{folder} has annotations ({layout.what}) but no images; put the images below {folder}, too{unreadable}")
     data = FolderData([], [f"{folder}: {layout.format}, {layout.what}", *layout.notes])
     name, places = folder.resolve().name or "data", dict(layout.places)
     if places and not new_split:
@@ -82,6 +79,9 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
         data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
         return _with_test_set(data)
     content = complete(layout.read())
+    if all(FAULT in image for image in content["images"]):
+        unreadable = f"; {few(listing.unreadable)} cannot be read here: convert them to JPEG or PNG" if listing.unreadable else ""
+        raise DataError(f"{folder} has annotations ({layout.what}) but no images; put the images below {folder}, too{unreadable}")
     found = _lines(content["notes"])
     if not content["annotations"]:
         why = "; ".join(["no image has an object; are these the right annotations?", *found])
@@ -90,8 +90,7 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     parts = _parts(listing, content, new_split, data.notes)
     for split, image_ids in parts.items():
         path = output / f"{split}.json"
-        others = {image_id for other, ids in parts.items() if other != split for image_id in ids}
-        write_json(_as_faults(_part(content, set(image_ids), others, folder)), path)
+        write_json(_as_faults(_part(content, set(image_ids), folder)), path)
         data.register.append([f"{name}_{split}", str(path), str(folder)])
         data.written.append(str(path))
     return _with_test_set(data)
@@ -155,9 +154,10 @@ def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str
     return parts
 
 
-def _part(content: Sections, image_ids: set[int], others: set[int], folder: Path) -> Sections:
+def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
     """Some images with their annotations, and file names from the folder on; with annotations of images that do not exist, too, for
     the check of the data to report."""
+    others = {image["id"] for image in content["images"]} - image_ids
     images = [
         {**image, "file_name": os.path.relpath(image["file_name"], folder)}
         for image in content["images"]

@@ -109,7 +109,8 @@ def read_yolo(path: Path, split: str) -> Sections:
 def label_files(listing: Listing) -> list[Path]:
     """The text files of a folder that have the name of an image and lines like YOLO's, or such lines alone."""
     pairs = Names(listing.images, listing).pair(_texts(listing))
-    return [path for path in pairs or _texts(listing) if _is_like_labels(path, strictly=not pairs)]
+    alike = [path for path in pairs or _texts(listing) if _is_like_labels(path, strictly=not pairs)]
+    return list(pairs) if alike and pairs else alike
 
 
 def read_label_files(listing: Listing) -> Sections:
