@@ -180,6 +180,21 @@ CONVERSIONS: dict[str, Conversion] = {
     ),
 }
 """Name of a source -> its table; the only place to change for a new source."""
+OTHERS = {
+    "DAB-DETR": r"\.ref_anchor_head\.",
+    "Conditional DETR": r"q(uery)?_?content_proj\.",
+    "Anchor DETR": r"(^|\.)adapt_pos2d\.",
+    "RT-DETR, D-FINE or DEIM": r"(^|\.)enc_score_head\.",
+    "LW-DETR or RF-DETR": r"(^|\.)enc_out_class_embed\.\d",
+    "Grounding DINO": r"\.fusion_layers?\.",
+    "YOLOS": r"(^|\.)(detection_tokens|det_token)$",
+    "MaskFormer or Mask2Former": r"(^|\.)(pixel_level_module|sem_seg_head)\.",
+    "R-CNN": r"^roi_heads\.",
+    "RetinaNet, FCOS or SSD": r"^head\.(classification_head|cls_subnet)\.",
+    "MMDetection": r"^bbox_head\.",
+    "YOLO": r"^\d+\.(conv|cv\d)\.",
+}
+"""Architecture that is not ours -> pattern of names that neither ours nor known sources have; the first that fits counts."""
 
 
 def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -219,8 +234,14 @@ def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
     """The source whose names these weights have; ``None`` for our names and unknown names.
 
     Raises:
-        WeightsError: names of several sources.
+        WeightsError: names of several sources, or of another architecture.
     """
+    for architecture, marker in OTHERS.items():
+        if name := next((name for name in state_dict if re.search(marker, name)), None):
+            raise WeightsError(
+                f"weights of {architecture}, by their name {name}, and no model here is one; give weights of DETR, "
+                "Deformable-DETR, DAB-Deformable-DETR or DINO"
+            )
     found = [source for source, conversion in CONVERSIONS.items() if conversion.is_source_of(state_dict)]
     if len(found) > 1:
         raise WeightsError(f"the weights mix the names of {' and '.join(found)}")

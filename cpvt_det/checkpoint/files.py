@@ -19,6 +19,10 @@ from cpvt_det.files import atomic_file
 
 UNPACKED = 10  # largest ratio of unpacked size to file size; weights hardly compress
 SLACK = 1 << 20  # bytes that are allowed beyond it
+WRAPPERS = ("module.", "model.", "net.", "detector.")
+"""Prefixes of all names of a model in a wrapper: torch's for several GPUs and for averages, and usual ones of Lightning."""
+INSIDE = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts of names, anywhere, that torch gives to what is compiled, sharded or checkpointed."""
 
 
 def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
@@ -109,7 +113,8 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, T
         where: name of the checkpoint in error messages.
 
     Returns:
-        Names -> tensors, without the prefix ``module.`` that wrappers for several GPUs add.
+        Names -> tensors, without what wrappers add: ``module.`` of several GPUs, ``_orig_mod.`` of ``torch.compile``, ``model.`` of
+        Lightning, whose other parts, such as a criterion, are left out.
 
     Raises:
         WeightsError: an object that is not a dict of tensors.
@@ -121,16 +126,23 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, T
     found = next((checkpoint[key] for key in ("model", "state_dict") if isinstance(checkpoint.get(key), dict)), checkpoint)
     node = checkpoint.get("cpvt_det")
     if isinstance(node, dict) and isinstance(node.get("ema"), dict):  # SOLVER.EMA: these weights were evaluated
-        found = {key: value for key, value in node["ema"].items() if key != "n_averaged"}
+        found = node["ema"]
     strange = [key for key, value in found.items() if not isinstance(key, str) or not isinstance(value, Tensor)]
     if strange or not found:
         keys = ", ".join(map(str, list(strange)[:5])) or "empty"
         raise WeightsError(
             f"{where} contains no dict of tensors by name, neither under 'model' or 'state_dict' nor as a whole (its keys: {keys})"
         )
-    if all(key.startswith("module.") for key in found):
-        return {key.removeprefix("module."): value for key, value in found.items()}
-    return dict(found)
+    return _unwrapped(found, is_of_lightning="pytorch-lightning_version" in checkpoint)
+
+
+def _unwrapped(state_dict: dict[str, Tensor], is_of_lightning: bool) -> dict[str, Tensor]:
+    names = {key: INSIDE.sub("", key) for key in state_dict if key != "n_averaged"}  # a counter of torch's averages
+    if is_of_lightning:
+        names = {key: name for key, name in names.items() if name.startswith(WRAPPERS)} or names
+    while prefix := next((one for one in WRAPPERS if names and all(name.startswith(one) for name in names.values())), ""):
+        names = {key: name.removeprefix(prefix) for key, name in names.items()}
+    return {name: state_dict[key] for key, name in names.items()}
 
 
 def not_finite(state_dict: dict[str, Tensor]) -> str:

@@ -14,9 +14,10 @@ from cpvt_det.builders.detector import build_detector
 from cpvt_det.builders.kept import load_cfg
 from cpvt_det.builders.outputs import build_device
 from cpvt_det.builders.unused import forgive_kept
+from cpvt_det.checkpoint.convert import CONVERSIONS
 from cpvt_det.checkpoint.initial import require_shapes
 from cpvt_det.checkpoint.load import load_weights
-from cpvt_det.checkpoint.weights import Weights, read_weights
+from cpvt_det.checkpoint.weights import CLASS_HEAD, Weights, read_weights
 from cpvt_det.config import get_cfg, merge_checked, merge_overrides, parse_config
 from cpvt_det.data.coco import Classes
 from cpvt_det.errors import UnknownNameError, WeightsError
@@ -66,6 +67,11 @@ def load_trained(
         merge_overrides(cfg, overrides)
         forgive_kept(cfg, f"the config in {weights.origin}", overrides)
     cfg.MODEL.DEVICE = "auto" if device is None else str(device)
+    if not any(CLASS_HEAD.search(name) for name in weights.state_dict):
+        raise WeightsError(
+            f"{path} has no class head under a known name, so it is no model of cpvt_det or of {', '.join(CONVERSIONS)}; its first "
+            f"tensor is {next(iter(weights.state_dict))}"
+        )
     if weights.classes is None:
         raise WeightsError(
             f"{path} does not contain the names of its classes; make a model folder with a classes.json (docs/use.md)"

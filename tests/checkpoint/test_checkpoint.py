@@ -14,6 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 import torchvision
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_backbone_weights, load_weights, read_weights
@@ -193,6 +195,15 @@ def test_weights_are_found_in_every_usual_layout():
     wrapped = {f"module.{name}": tensor for name, tensor in weights.items()}
     for checkpoint in (weights, {"model": weights}, {"state_dict": weights, "epoch": 1}, {"model": wrapped}, wrapped):
         assert same(state_dict_of(checkpoint), weights)
+    averaged = {"n_averaged": torch.tensor(3), **wrapped}
+    compiled = {"model": {"module._orig_mod.a": weights["a"], "module.b": weights["b"]}}
+    sharded = {"_fsdp_wrapped_module.a": weights["a"], "_fsdp_wrapped_module._checkpoint_wrapped_module.b": weights["b"]}
+    for checkpoint in (averaged, compiled, sharded):
+        assert same(state_dict_of(checkpoint), weights)
+    lightning = {f"model._orig_mod.{name}": tensor for name, tensor in weights.items()} | {"criterion.empty_weight": torch.ones(3)}
+    assert same(state_dict_of({"state_dict": lightning, "pytorch-lightning_version": "2.5.0"}), weights)
+    assert len(state_dict_of({"state_dict": lightning})) == 3
+    assert list(state_dict_of({"state_dict": {"a": weights["a"]}, "pytorch-lightning_version": "2.5.0"})) == ["a"]
     assert list(state_dict_of({"module.a": torch.ones(1), "b": torch.ones(1)})) == ["module.a", "b"]
 
 
@@ -281,6 +292,35 @@ def test_conversion_refuses_what_it_does_not_know():
         convert_state_dict(theirs, "hf_detr")
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("transformer.decoder.layers.0.sa_qcontent_proj.weight", "Conditional DETR"),
+        ("model.decoder.layers.0.self_attn.q_content_proj.weight", "Conditional DETR"),  # transformers 5
+        ("transformer.decoder.layers.0.attentions.0.query_content_proj.weight", "Conditional DETR"),  # detrex
+        ("transformer.decoder.ref_anchor_head.layers.0.weight", "DAB-DETR"),
+        ("transformer.adapt_pos2d.0.weight", "Anchor DETR"),
+        ("decoder.enc_score_head.weight", "RT-DETR, D-FINE or DEIM"),
+        ("transformer.enc_out_class_embed.0.weight", "LW-DETR or RF-DETR"),
+        ("transformer.encoder.fusion_layers.0.gamma_v", "Grounding DINO"),
+        ("vit.embeddings.detection_tokens", "YOLOS"),
+        ("model.pixel_level_module.decoder.level_embed", "MaskFormer or Mask2Former"),
+        ("roi_heads.box_predictor.cls_score.weight", "R-CNN"),
+        ("head.classification_head.cls_logits.weight", "RetinaNet, FCOS or SSD"),
+        ("bbox_head.fc_cls.weight", "MMDetection"),
+        ("0.conv.weight", "YOLO"),
+    ],
+)
+def test_weights_of_other_architectures_are_refused_by_name(name, architecture):
+    """The names are those of their public code; around them stand names that theirs and DETR's have in common."""
+    weights = {**to_facebook(detector().state_dict()), name: torch.ones(1)}
+    said = f"the given weights: weights of {architecture}, by their name {name}, and no model here is one; give weights of DETR, "
+    with pytest.raises(WeightsError, match=re.escape(said)):
+        load_weights(detector(), weights)
+    with pytest.raises(WeightsError, match=re.escape(said)):
+        read_weights(weights, "facebook_detr")
+
+
 # Loading
 
 
@@ -293,6 +333,18 @@ def test_own_checkpoints_load_whole(tmp_path):
     assert len(report.loaded) == len(first.state_dict())
     assert str(report) == f"{len(report.loaded)} tensors loaded"
     assert report.table() == "every tensor loaded"
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, AveragedModel, lambda model: nn.ModuleDict({"model": model})])
+def test_weights_of_a_wrapped_model_load_whole(wrap):
+    """And its backbone is compiled too; nothing runs, so nothing is compiled."""
+    first, second = detector(), detector(seed=1)
+    own = first.state_dict()
+    first.backbone = torch.compile(first.backbone)
+    wrapped = wrap(first).state_dict()
+    assert own.keys().isdisjoint(wrapped) and any("backbone._orig_mod." in name for name in wrapped)
+    assert not load_weights(second, wrapped).is_partial
+    assert same(second.state_dict(), own)
 
 
 @pytest.mark.parametrize("layout", FOREIGN)

@@ -282,6 +282,21 @@ CASES = [
         guard=Cut("checkpoint/load.py", "if not report.loaded:", "if False:"),
     ),
     Case(
+        "weights of a compiled model",
+        weights(change_weights(lambda w: {f"_orig_mod.{name}": tensor for name, tensor in w.items()}), name="other.pth"),
+        "other.pth: ... tensors loaded",
+        0,
+        guard=files('INSIDE.sub("", key)', "key"),
+    ),
+    Case(
+        "weights of Conditional DETR",
+        weights(
+            change_weights(lambda w: {**w, "transformer.decoder.layers.0.sa_qcontent_proj.weight": torch.ones(1)}), name="other.pth"
+        ),
+        "other.pth: weights of Conditional DETR, by their name transformer.decoder.layers.0.sa_qcontent_proj.weight, and no model",
+        guard=Cut("checkpoint/convert.py", "for architecture, marker in OTHERS.items():", "for architecture, marker in ():"),
+    ),
+    Case(
         "weights with a NaN to start from",
         after_run(change_weights(spoil), MODEL__WEIGHTS="OUT/other.pth", OUTPUT_DIR="OUT/new"),
         "other.pth contains numbers that are not finite, in class_embed.bias; training cannot start from it",

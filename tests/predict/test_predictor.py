@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image, ImageOps
 from test_checkpoint import checkpoint_of, detector, to_facebook
 from tiny import DETECTORS, overrides
@@ -356,6 +357,20 @@ def test_keys_of_training_that_are_gone_do_not_matter(detr, predictor, tmp_path)
 def test_weights_that_do_not_fit_are_refused(detr, without_config, words, said):
     with pytest.raises((ConfigError, WeightsError), match=said):
         Predictor.from_checkpoint(without_config, config_file=str(detr.folder / "config.yaml"), overrides=words)
+
+
+def test_a_compiled_checkpoint_is_used_as_it_is(detr, predictor, tmp_path):
+    checkpoint = torch.load(detr.weights, weights_only=True)
+    averaged = checkpoint["cpvt_det"].pop("ema")  # with their counter
+    checkpoint["model"] = {f"_orig_mod.{name}": tensor for name, tensor in averaged.items() if name != "n_averaged"}
+    torch.save(checkpoint, tmp_path / "compiled.pth")
+    assert same(Predictor.from_checkpoint(tmp_path / "compiled.pth", "cpu")(detr.image(7)), predictor(detr.image(7)))
+
+
+def test_weights_without_a_class_head_are_no_detector(tmp_path):
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "resnet.pth")
+    with pytest.raises(WeightsError, match=r"resnet\.pth has no class head under a known name.*its first tensor is conv1\.weight"):
+        Predictor.from_checkpoint(tmp_path / "resnet.pth", config_file="coco/detr_r50_sine_50ep.yaml")
 
 
 def test_weights_of_another_project_need_a_config_and_classes(tmp_path):
