@@ -109,6 +109,12 @@ class RunState:
             )
         for change in changed_keys(state["config"], self.config, inapplicable_keys):
             logger.warning("The config of the resumed run has changed: %s", change)
+            if change.startswith("SOLVER.IMS_PER_BATCH "):
+                logger.warning(
+                    "Iterations are counted, not images: with another SOLVER.IMS_PER_BATCH the run goes on at the same iteration, "
+                    "but with other images, at another rate, and for another number of epochs in all. SOLVER.ACCUMULATE saves "
+                    "memory without that"
+                )
         before = state.get("data", self.data)  # older checkpoints do not contain it
         if before != self.data:
             logger.warning(

@@ -28,7 +28,7 @@ from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import step_means
 from cpvt_det.runner.progress import LossWatch, RunEvaluations, none_yet
-from cpvt_det.runner.train import is_due
+from cpvt_det.runner.train import is_due, require_rest
 from cpvt_det.solver.step import TrainStep, wrap_for_processes
 from cpvt_det.tasks.registry import Results, flatten
 
@@ -149,9 +149,11 @@ class Trainer(DefaultTrainer):
         """Go on from the last checkpoint, or else load the initial weights.
 
         Raises:
+            ConfigError: a run that has more iterations than the config asks for.
             WeightsError: as :meth:`RunCheckpointer.begin` and :func:`cpvt_det.checkpoint.initial.load_initial_weights`.
         """
         self.start_iter = self.checkpointer.begin(resume)
+        require_rest(self.cfg, self.start_iter, self.length)
         if self.start_iter == 0:
             load_initial_weights(self.cfg, self.model, self.state.classes)
         self._trainer.step.seed = self.state.seed
@@ -191,6 +193,8 @@ class Trainer(DefaultTrainer):
             if self.tests and 0 < self.start_iter < self.max_iter and due:
                 missed = self._test_and_keep_best(self.start_iter - 1)  # the checkpoint is older than its evaluation
                 self.storage.put_scalars(**flatten(missed), smoothing_hint=False)
+            elif not self.tests and self.start_iter == self.max_iter:
+                self.guard.save_final(self.start_iter - 1)
             while self.iter < self.max_iter:
                 if self.run_callbacks.is_over and self.iter > 0:  # a new run takes one step
                     self.iter -= 1  # the last step that was taken, which hooks look at

@@ -17,6 +17,7 @@ from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.data.coco import Classes
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.validation.check import log_data
+from cpvt_det.errors import ConfigError
 from cpvt_det.runner.advice import log_advice, log_next_steps
 from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun, build_callbacks
 from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate
@@ -118,9 +119,11 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
                     guard.save_final(iteration)
                 return results
 
-            # A checkpoint is older than its evaluation.
+            # A checkpoint is older than its evaluation, and than the final one.
             if tests and start > 0 and (is_due(start - 1, length) or run_callbacks.is_over):
                 results = evaluate_after(start - 1)
+            elif start == length.max_iter:
+                guard.save_final(start - 1)
             for iteration, samples in zip(range(start, length.max_iter), writer.timed(loader), strict=False):
                 if run_callbacks.is_over and iteration > 0:  # a new run takes one step, so that there is something to evaluate
                     break
@@ -177,9 +180,13 @@ def begin(cfg: CfgNode, resume: bool, checkpointer: RunCheckpointer, trainer: Tr
 
     Returns:
         The first iteration.
+
+    Raises:
+        ConfigError: a run that has more iterations than the config asks for.
     """
     state: RunState = checkpointer.checkpointables["cpvt_det"]
     start = checkpointer.begin(resume)
+    require_rest(cfg, start, length)
     record_agents(Path(checkpointer.save_dir), state.run_id)
     if start == 0:
         load_initial_weights(cfg, checkpointer.model, state.classes)
@@ -187,6 +194,27 @@ def begin(cfg: CfgNode, resume: bool, checkpointer: RunCheckpointer, trainer: Tr
     write_config(cfg)
     logger.info("Seed %d: iterations %d to %d of %s", state.seed, start, length.max_iter, describe_model(checkpointer.model))
     return start
+
+
+def require_rest(cfg: CfgNode, start: int, length: TrainingSchedule) -> None:
+    """Refuse to resume a run that has more iterations than the config asks for; one that has as many is evaluated again.
+
+    Args:
+        cfg: config of the run.
+        start: iterations that the run has.
+        length: schedule of the run.
+
+    Raises:
+        ConfigError: such a run.
+    """
+    if start > length.max_iter:
+        by_epochs = cfg.SOLVER.EPOCHS > 0
+        key, batch = ("SOLVER.EPOCHS", ", or a smaller SOLVER.IMS_PER_BATCH,") if by_epochs else ("SOLVER.MAX_ITER", "")
+        raise ConfigError(
+            f"the run to resume in {cfg.OUTPUT_DIR} has {start} iterations already, and the config asks for {length.max_iter} "
+            f"({length.arithmetic}): nothing is left to train. A larger {key}{batch} trains longer, --eval-only --resume evaluates "
+            "what there is, and another OUTPUT_DIR starts a new run"
+        )
 
 
 def is_due(iteration: int, length: TrainingSchedule) -> bool:

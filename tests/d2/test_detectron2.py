@@ -159,6 +159,17 @@ def test_a_run_of_one_runner_resumes_in_the_other(runs, first, second):
     assert_same_run(whole, part)
 
 
+def test_a_run_that_is_longer_than_asked_for_is_not_resumed(runs):
+    """And one that was killed after its last numbered checkpoint gets its final one."""
+    folder = runs("builtin", "run", DATASETS__TEST=())
+    with pytest.raises(ConfigError, match="has 6 iterations already, and the config asks for 5"):
+        runs("detectron2", "run", resume=True, SOLVER__MAX_ITER=5)
+    (folder / "model_final.pth").unlink()
+    (folder / "last_checkpoint").write_text("model_0000005.pth")
+    runs("detectron2", "run", resume=True, DATASETS__TEST=())
+    assert (folder / "model_final.pth").is_file() and (folder / "last_checkpoint").read_text() == "model_final.pth"
+
+
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_evaluation_gives_the_figures_of_the_other_runner(runs, detector):
     weights = str(runs("builtin", "run", **DETECTORS[detector]) / "model_final.pth")

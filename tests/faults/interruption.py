@@ -22,6 +22,7 @@ image or a data worker; in the middle of a step, as it was before it.
 """
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ from unittest import mock
 
 from cpvt_det.solver.step import TrainStep
 from faults.case import Case, Cut, Ending
-from faults.checkpoints import SHORT, after_run, nothing
+from faults.checkpoints import FINAL, SHORT, after_run, nothing
 from faults.drawn import call_on, draw
 
 
@@ -84,7 +85,22 @@ def without_metrics(folder: Path) -> Ending:
     return after_run(lambda out: (out / "metrics.json").unlink(), "--resume")(folder)
 
 
+def without_the_final_one(folder: Path) -> Ending:
+    """As of a run that was killed after its last step, before the final checkpoint."""
+
+    def unlink(out: Path) -> None:
+        (out / FINAL).unlink()
+        (out / "last_checkpoint").write_text("model_0000001.pth")
+
+    ending = after_run(unlink, "--resume")(folder)
+    named = re.search(r"Final checkpoint[^:]*: (\S+\.pth)", ending.text)
+    assert named and Path(named[1]).is_file(), f"names a checkpoint that does not exist: {ending.text}"
+    return ending
+
+
 OBEYED = Cut("runner/train.py", "guard.obey_signals()\n", "pass\n")
+
+SHORTER = Cut("runner/train.py", "if start > length.max_iter:", "if False:")
 
 CASES = [
     Case(
@@ -120,6 +136,36 @@ CASES = [
         "The config of the resumed run has changed: SOLVER.BASE_LR was 0.0001, is 0.001",
         0,
         guard=Cut("checkpoint/checkpointer.py", 'logger.warning("The config of the resumed run has changed: %s", change)', "pass"),
+    ),
+    Case(
+        "--resume with fewer iterations than the run has",
+        after_run(nothing, "--resume", SOLVER__MAX_ITER=1),
+        "has 2 iterations already, and the config asks for 1 (SOLVER.MAX_ITER = 1 iterations of 2 images / 4 images = 0.5 epochs): "
+        "nothing is left to train. A larger SOLVER.MAX_ITER trains longer, --eval-only --resume evaluates",
+        guard=SHORTER,
+    ),
+    Case(
+        "--resume with a larger batch, which makes the epochs shorter",
+        after_run(nothing, "--resume", SOLVER__EPOCHS=1, SOLVER__IMS_PER_BATCH=4),
+        "Iterations are counted, not images...has 2 iterations already, and the config asks for 1 (1 epochs x 4 images / 4 images "
+        "per iteration = 1 iterations...): nothing is left to train. A larger SOLVER.EPOCHS, or a smaller SOLVER.IMS_PER_BATCH, "
+        "trains longer",
+        guard=SHORTER,
+    ),
+    Case(
+        "--resume with a smaller batch",
+        after_run(nothing, "--resume", SOLVER__MAX_ITER=3, SOLVER__IMS_PER_BATCH=1),
+        "SOLVER.IMS_PER_BATCH was 2, is 1...Iterations are counted, not images: with another SOLVER.IMS_PER_BATCH the run goes on "
+        "at the same iteration, but with other images, at another rate, and for another number of epochs in all",
+        0,
+        guard=Cut("checkpoint/checkpointer.py", 'if change.startswith("SOLVER.IMS_PER_BATCH "):', "if False:"),
+    ),
+    Case(
+        "--resume of a run killed between its last step and its final checkpoint",
+        without_the_final_one,
+        "Final checkpoint (nothing was evaluated): ",
+        0,
+        guard=Cut("runner/train.py", "            elif start == length.max_iter:\n", "            elif False:\n"),
     ),
     Case(
         "--resume with another width",

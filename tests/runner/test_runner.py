@@ -177,6 +177,29 @@ def test_a_finished_run_resumed_is_evaluated_again(train):
     assert (folder / "results.json").read_text() == results
 
 
+def test_a_run_that_is_longer_than_asked_for_is_not_resumed(train):
+    """Neither trained, nor evaluated, nor changed: its config and checkpoints stay those of the run."""
+    folder = train("run", DATASETS__TEST=())
+    kept = {
+        path: path.read_bytes() for path in folder.iterdir() if path.suffix in (".yaml", ".pth") or path.name == "last_checkpoint"
+    }
+    with pytest.raises(ConfigError, match=r"has 6 iterations already, and the config asks for 5 \(SOLVER.MAX_ITER = 5 iterations"):
+        train("run", resume=True, SOLVER__MAX_ITER=5)
+    with pytest.raises(ConfigError, match=r"asks for 2 \(2 epochs x 5 images / 4 images per iteration"):
+        train("run", resume=True, SOLVER__EPOCHS=2, SOLVER__IMS_PER_BATCH=4)
+    assert kept == {path: path.read_bytes() for path in kept}
+
+
+def test_a_finished_run_without_its_final_checkpoint_gets_it(train):
+    """It was killed after its last numbered one."""
+    folder = train("run", DATASETS__TEST=())
+    before = weights_of(folder / "model_final.pth")
+    (folder / "model_final.pth").unlink()
+    (folder / "last_checkpoint").write_text("model_0000005.pth")
+    train("run", resume=True, DATASETS__TEST=())
+    torch.testing.assert_close(weights_of(folder / "model_final.pth")["model"], before["model"], rtol=0, atol=0)
+
+
 def test_resume_in_an_empty_folder_starts_and_says_so(train):
     folder = train("fresh", resume=True, SOLVER__MAX_ITER=1, DATASETS__TEST=())
     assert "Nothing to resume" in (folder / "log.txt").read_text()
