@@ -38,7 +38,7 @@ def get_cfg() -> CfgNode:
     cfg.TEST.EVAL_PERIOD = 0  # iterations between evaluations; 0: evaluate only at the end
     cfg.TEST.EVAL_EPOCHS = 0.0  # epochs between evaluations; above 0, and with SOLVER.EPOCHS, EVAL_PERIOD is computed from it
     cfg.TEST.IMS_PER_BATCH = 1  # evaluation batch size over all processes; every process takes at least one image
-    cfg.TEST.DETECTIONS_PER_IMAGE = 100  # maximum number of detections per image
+    cfg.TEST.DETECTIONS_PER_IMAGE = 100  # largest number of detections of an image; at least that of objects
     cfg.TEST.NMS = 1.0  # of two detections of a class above this IoU the worse gets the score 0; 1: no NMS
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference
     cfg.TEST.BEST_FIGURE = ""  # figure that decides which checkpoint is the best, as AP50 or AP-cat; empty: the task's main one, AP

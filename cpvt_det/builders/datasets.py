@@ -43,7 +43,8 @@ def check_datasets(
         raise UnknownNameError("DATASETS.ON_BAD", cfg.DATASETS.ON_BAD, POLICIES)
     train, tests = ([] if split not in splits else _find(cfg, split) for split in ("TRAIN", "TEST"))
     cache = Path(cfg.DATASETS.CACHE) if cfg.DATASETS.CACHE else None
-    data = check_data(train, tests, cfg.MODEL.DETR.NUM_OBJECT_QUERIES, decode, examples, look, cache)
+    limits = cfg.MODEL.DETR.NUM_OBJECT_QUERIES, cfg.TEST.DETECTIONS_PER_IMAGE
+    data = check_data(train, tests, limits[0], decode, examples, look, cache, limits[1])
     for dataset in (data.train + data.tests)[:1]:
         try:
             set_classes(cfg, dataset.classes)

@@ -230,7 +230,7 @@ def folder_config(
     found = name_datasets(folder, output, data_format, new_split)
     cfg = get_cfg()
     cfg.DATASETS.REGISTER, cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = found.register, (found.train,), (found.val,)
-    cfg.MODEL.DETR.NUM_OBJECT_QUERIES = ENOUGH
+    cfg.MODEL.DETR.NUM_OBJECT_QUERIES = cfg.TEST.DETECTIONS_PER_IMAGE = ENOUGH
     merge_overrides(cfg, overrides)
     return cfg, found
 

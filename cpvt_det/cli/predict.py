@@ -94,6 +94,12 @@ def predict(
     )
     if found.best is not None and not found.detections:
         click.echo("No score is as high, so pictures have no boxes; --threshold sets a lower one", err=True)
+    if found.full and threshold > 0:
+        click.echo(
+            f"All {found.limit} detections pass the threshold in {counted(len(found.full), 'image')}, such as {found.full[0]}: "
+            f"there may be more objects. TEST.DETECTIONS_PER_IMAGE {2 * found.limit} gives more, as far as the model has queries",
+            err=True,
+        )
 
 
 def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from cpvt_det import distributed
 from cpvt_det.data.records import Records
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.checks import check_classes, checked_arrays
-from cpvt_det.evaluation.ground_truth import ground_truth_of
+from cpvt_det.evaluation.ground_truth import COUNTED, ground_truth_of
 from cpvt_det.evaluation.matching import pair_images
 from cpvt_det.evaluation.precision_recall import class_curve, pooled_curve
 from cpvt_det.evaluation.thresholds import Thresholds
@@ -68,11 +68,15 @@ class CocoEvaluator:
         class_ids: the category id in the file of each of the K classes.
         class_names: the name of each of the K classes.
         backend: "faster_coco_eval", or "pycocotools", which computes the same metrics more slowly.
-        max_detections: largest number of detections per class and image that count, best first; COCO uses 100.
+        max_detections: largest number of detections per class and image that count, best first. ``None``: 100, as COCO; all of them
+            where an image of the ground truth has more than 100 objects of a class.
 
     Raises:
         ValueError: ids and names that do not form pairs, or ground truth with other ids.
         UnknownNameError: a backend that does not exist.
+
+    Attributes:
+        max_detections: the number; ``None``: all count.
     """
 
     def __init__(
@@ -81,18 +85,20 @@ class CocoEvaluator:
         class_ids: Sequence[int],
         class_names: Sequence[str],
         backend: str = "faster_coco_eval",
-        max_detections: int = 100,
+        max_detections: int | None = None,
     ):
         if backend not in BACKENDS:
             raise UnknownNameError("evaluator", backend, BACKENDS)
-        if max_detections < 1:
+        if max_detections is not None and max_detections < 1:
             raise ValueError(f"max_detections must be at least 1, got {max_detections}")
         check_classes(class_ids, class_names)
         self.class_ids = [int(class_id) for class_id in class_ids]
         self.class_names = list(class_names)
         self.backend = backend
-        self.max_detections = [limit for limit in (1, 10) if limit < max_detections] + [max_detections]
         self._ground_truth = ground_truth_of(ground_truth, self.class_ids)
+        self.max_detections = max_detections or self._ground_truth.counted
+        limits = [limit for limit in (1, 10) if self.max_detections is None or limit < self.max_detections]
+        self._limits = limits + ([COUNTED, None] if self.max_detections is None else [self.max_detections])
         self._image_ids = self._ground_truth.image_ids.tolist()
         self._known = frozenset(self._image_ids)
         self._found: dict[int, Found] = {}
@@ -152,11 +158,12 @@ class CocoEvaluator:
 
         Returns:
             ``{"bbox": metrics}`` in percent: "AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100" (the
-            limits of AR follow ``max_detections``), "ARs", "ARm", "ARl" and "AP-<class name>" of each class. A metric
-            is NaN if there is no ground truth for it, and 0 if there is ground truth but no detection.
+            limits of AR follow ``max_detections``; where all detections count, there is "ARall" too), "ARs", "ARm", "ARl" and
+            "AP-<class name>" of each class. A metric is NaN if there is no ground truth for it, and 0 if there is ground truth but
+            no detection.
         """
         precision, recall = self._match_classes(range(len(self.class_ids)), self._columns())
-        return {"bbox": _figures(precision, recall, self.class_names, self.max_detections)}
+        return {"bbox": _figures(precision, recall, self.class_names, self._limits)}
 
     def evaluate_together(self) -> dict[str, dict[str, float]]:
         """The same figures of the detections that process 0 has, with the classes divided among the processes, which all call it.
@@ -174,12 +181,12 @@ class CocoEvaluator:
             return {}
         order = np.argsort([label for share in shares for label in share])
         precision, recall = (np.concatenate(parts, axis=-3)[..., order, :, :] for parts in zip(*matched, strict=True))
-        return {"bbox": _figures(precision, recall, self.class_names, self.max_detections)}
+        return {"bbox": _figures(precision, recall, self.class_names, self._limits)}
 
     def _match_classes(self, labels: Sequence[int], columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """What ``_match`` returns of some classes and their detections; of no class nothing."""
         if not labels:
-            return np.zeros((10, 101, 0, 4, len(self.max_detections))), np.zeros((10, 0, 4, len(self.max_detections)))
+            return np.zeros((10, 101, 0, 4, len(self._limits))), np.zeros((10, 0, 4, len(self._limits)))
         with no_garbage_collection():
             detected = [
                 {"id": n, "image_id": i, "category_id": c, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, "score": score}
@@ -188,14 +195,16 @@ class CocoEvaluator:
             class_ids = [self.class_ids[label] for label in labels]
             sections = {"images": [{"id": i} for i in self._image_ids], "categories": [{"id": i} for i in class_ids]}
             annotations = self._ground_truth.annotations(self.class_ids, labels)
-            precision, recall = _match(self.backend, sections, annotations, detected, self.max_detections)
+            most = np.unique(columns[0], return_counts=True)[1].max(initial=0)  # of an image, so of a class in it no more
+            limits = [max(COUNTED + 1, int(most)) if limit is None else limit for limit in self._limits]
+            precision, recall = _match(self.backend, sections, annotations, detected, limits)
         order = np.argsort(np.argsort(class_ids))  # the backends have the classes by rising id
         return precision[:, :, order], recall[:, order]
 
     def thresholds(self) -> Thresholds:
         """The score thresholds of the highest F1, of each class and of all together."""
         with no_garbage_collection():
-            images = pair_images(self._ground_truth, self.coco_results(), self.class_ids)
+            images = pair_images(self._ground_truth, self.coco_results(), self.class_ids, self.max_detections)
             curves = [class_curve(images, label) for label in range(len(self.class_ids))]
             overall, *classes = (curve.best() for curve in (pooled_curve(curves), *curves))
         return Thresholds(overall and overall.threshold, tuple(best and best.threshold for best in classes))
@@ -267,7 +276,7 @@ def _match(
     return np.asarray(evaluation.eval["precision"]), np.asarray(evaluation.eval["recall"])
 
 
-def _figures(precision: np.ndarray, recall: np.ndarray, class_names: list[str], max_detections: list[int]) -> dict[str, float]:
+def _figures(precision: np.ndarray, recall: np.ndarray, class_names: list[str], limits: Sequence[int | None]) -> dict[str, float]:
     """The metrics of ``CocoEvaluator.evaluate`` from the arrays of ``_match``, classes by label."""
 
     def mean(values: np.ndarray) -> float:
@@ -277,7 +286,7 @@ def _figures(precision: np.ndarray, recall: np.ndarray, class_names: list[str], 
     figures = {"AP": mean(precision[..., 0, -1])}
     figures |= {f"AP{50 + 5 * i}": mean(precision[i, ..., 0, -1]) for i in (0, 5)}
     figures |= {f"AP{suffix}": mean(precision[..., a, -1]) for a, suffix in enumerate(AREA_SUFFIXES, start=1)}
-    figures |= {f"AR{limit}": mean(recall[..., 0, m]) for m, limit in enumerate(max_detections)}
+    figures |= {f"AR{limit or 'all'}": mean(recall[..., 0, m]) for m, limit in enumerate(limits)}
     figures |= {f"AR{suffix}": mean(recall[..., a, -1]) for a, suffix in enumerate(AREA_SUFFIXES, start=1)}
     figures |= {f"AP-{name}": mean(precision[:, :, label, 0, -1]) for label, name in enumerate(class_names)}
     return figures

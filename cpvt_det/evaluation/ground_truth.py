@@ -3,11 +3,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from cpvt_det.data.records import Objects, Records
+
+COUNTED = 100
+"""Detections per class and image that count, the best ones, as in COCO. Where an image has more objects of a class, all count."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,18 @@ class GroundTruth:
 
     image_ids: np.ndarray
     objects: Objects
+
+    @cached_property
+    def most_of_a_class(self) -> int:
+        """The largest number of objects of a class in an image, without crowds."""
+        labels = self.objects.labels.astype(np.int64)
+        pairs = (self.objects.image_of * (labels.max(initial=0) + 1) + labels)[~self.objects.crowds]
+        return int(np.unique(pairs, return_counts=True)[1].max(initial=0))
+
+    @property
+    def counted(self) -> int | None:
+        """:data:`COUNTED`; ``None`` where all detections count."""
+        return COUNTED if self.most_of_a_class <= COUNTED else None
 
     def annotations(self, class_ids: Sequence[int], labels: Sequence[int]) -> list[dict[str, Any]]:
         """Objects as COCO's annotations, with ids from 1: 0 means "no match".

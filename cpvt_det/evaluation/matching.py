@@ -6,14 +6,14 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from pycocotools import mask
 
-from cpvt_det.evaluation.ground_truth import GroundTruth
+from cpvt_det.evaluation.ground_truth import COUNTED, GroundTruth
 
 IOU = 0.5
 """Smallest IoU of a detection and the object that it may be matched to."""
@@ -31,6 +31,7 @@ class ScoredImage:
         found: (n, 4) float64 array, boxes of the detections, by falling score.
         found_labels: (n,) int array in [0, K).
         scores: (n,) float64 array.
+        counted: number of detections of a class that count, the best ones; ``None``: all.
     """
 
     image_id: int
@@ -40,26 +41,27 @@ class ScoredImage:
     found: np.ndarray
     found_labels: np.ndarray
     scores: np.ndarray
+    counted: int | None = COUNTED
 
     @cached_property
     def labels(self) -> frozenset[int]:
         """The classes of its objects and detections."""
         return frozenset((*self.object_labels.tolist(), *self.found_labels.tolist()))
 
-    def of_class(self, label: int, limit: int = 100) -> "ScoredImage":
-        """The image with the objects of one class and its best detections, as many as COCO counts per image."""
-        objects, found = self.object_labels == label, np.flatnonzero(self.found_labels == label)[:limit]
+    def of_class(self, label: int) -> "ScoredImage":
+        """The image with the objects of one class and its best detections, as many as count."""
+        objects, found = self.object_labels == label, np.flatnonzero(self.found_labels == label)[: self.counted]
         return ScoredImage(
             self.image_id,
             *(values[objects] for values in (self.objects, self.object_labels, self.crowd)),
             *(values[found] for values in (self.found, self.found_labels, self.scores)),
+            self.counted,
         )
 
     def above(self, threshold: float) -> "ScoredImage":
         """The image without detections of lower scores."""
         kept = int((self.scores >= threshold).sum())
-        found = (values[:kept] for values in (self.found, self.found_labels, self.scores))
-        return ScoredImage(self.image_id, self.objects, self.object_labels, self.crowd, *found)
+        return replace(self, found=self.found[:kept], found_labels=self.found_labels[:kept], scores=self.scores[:kept])
 
     def match(self, iou: float = IOU) -> np.ndarray:
         """(n,) int array: index of each detection's object, which may be a crowd, or -1.
@@ -85,13 +87,16 @@ class ScoredImage:
         return matched
 
 
-def pair_images(ground_truth: GroundTruth, results: Sequence[dict[str, Any]], class_ids: Sequence[int]) -> list[ScoredImage]:
+def pair_images(
+    ground_truth: GroundTruth, results: Sequence[dict[str, Any]], class_ids: Sequence[int], counted: int | None = None
+) -> list[ScoredImage]:
     """Collect the objects and detections of each image.
 
     Args:
         ground_truth: objects of the images.
         results: detections in COCO's results format.
         class_ids: the category id of each label.
+        counted: number of detections per class and image that count; ``None``: that of the ground truth.
 
     Returns:
         One entry per image of the ground truth, by rising id.
@@ -108,5 +113,6 @@ def pair_images(ground_truth: GroundTruth, results: Sequence[dict[str, Any]], cl
         here = here[np.argsort(-here[:, 5], kind="stable")]
         rows = slice(starts[index], starts[index + 1])
         there = (objects.boxes_xywh[rows], objects.labels[rows].astype(int), objects.crowds[rows])
-        images.append(ScoredImage(int(ids[index]), *there, np.ascontiguousarray(here[:, :4]), here[:, 4].astype(int), here[:, 5]))
+        detected = (np.ascontiguousarray(here[:, :4]), here[:, 4].astype(int), here[:, 5])
+        images.append(ScoredImage(int(ids[index]), *there, *detected, counted or ground_truth.counted))
     return images

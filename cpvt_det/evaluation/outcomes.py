@@ -10,7 +10,7 @@ from cpvt_det.evaluation.matching import IOU, ScoredImage
 NOTHING = -1
 """In place of an object: a false detection."""
 IGNORED = -2
-"""In place of an object: a detection in a crowd, or beyond those that COCO counts per class and image."""
+"""In place of an object: a detection in a crowd, or beyond those that count per class and image."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Curve:
 
 
 def class_curve(images: Sequence[ScoredImage], label: int, iou: float = IOU) -> Curve:
-    """The curve of one class; at most 100 detections per image count."""
+    """The curve of one class, of the detections that count."""
     scores, right, num_objects = [np.zeros(0)], [np.zeros(0, dtype=bool)], 0
     for image in (image.of_class(label) for image in images if label in image.labels):
         matched = image.match(iou)

@@ -5,7 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,12 +33,16 @@ class Found:
         detections: number of detections that passed the threshold.
         best: highest score of all detections; ``None`` if there are none.
         best_name: class of that detection, and name of its image.
+        full: names of the images all of whose detections passed it, so that there may be more objects.
+        limit: number of detections of the first of these.
     """
 
     images: int = 0
     detections: int = 0
     best: float | None = None
     best_name: str = ""
+    full: list[str] = field(default_factory=list)
+    limit: int = 0
 
     def add(self, name: str, found: ImageDetections, passed: int) -> None:
         """Count an image, of which ``passed`` detections passed the threshold."""
@@ -46,6 +50,9 @@ class Found:
         self.detections += passed
         if len(found) and (self.best is None or found.scores[0] > self.best):
             self.best, self.best_name = found.scores[0].item(), f"{found.names[0]} in {name}"
+        if passed and passed == int((found.scores > 0).sum()):  # a copy that was suppressed has a score of 0
+            self.full.append(name)
+            self.limit = self.limit or len(found)
 
 
 @dataclass

@@ -40,7 +40,7 @@ MOST_QUERIES = 600
 MOST_PAIRS = 100
 """Pairs of denoising queries for an image, as in DINO; none where an image has more objects."""
 DETECTIONS = 100
-"""Of an image, as many as COCO's AP counts of a class; more are kept where there may be more objects."""
+"""Of an image, the default of the config; more are kept where there may be more objects."""
 EVALUATIONS = 5
 EVALUATION_SHARE = 0.1
 """Largest share of the budget for evaluations before the last one."""
@@ -137,7 +137,7 @@ def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> D
     areas = [(record.boxes_xyxy[:, 2:] - record.boxes_xyxy[:, :2]).prod(1) for record in train]
     sides = np.concatenate([np.sqrt(area) / short for area, short in zip(areas, shorts, strict=True)])
     tenth, quarter = np.percentile(sides, (10, 25)).tolist()
-    most = max(len(record.labels) for record in train)
+    most = max(len(record.labels) for record in (*train, *val))
     elongation = float(np.percentile(longs / shorts, 95))
     return DataFacts(len(train), len(val), most, (tenth, quarter), int(np.median(shorts)), elongation)
 
@@ -269,7 +269,7 @@ def _queries(data: DataFacts) -> list[Choice]:
         pairs = min(MOST_PAIRS, number)
         choices.append(Choice("MODEL.QUERIES.DENOISING", pairs, "objects with noise teach the decoder, whatever is matched"))
     if 11 * data.most_objects > 10 * DETECTIONS:
-        choices.append(Choice("TEST.DETECTIONS_PER_IMAGE", number, f"{why}; AP counts {DETECTIONS} of a class, as COCO's does"))
+        choices.append(Choice("TEST.DETECTIONS_PER_IMAGE", number, why))
     return choices
 
 

@@ -94,7 +94,18 @@ class DetectionTask:
 
     def build_evaluator(self, dataset: CocoDataset) -> "CocoEvaluator":
         """The evaluator of a test set; the first key of what it returns is the group of :attr:`main_figure`."""
-        return builders.build_evaluator(self.cfg, dataset)
+        from cpvt_det.evaluation.ground_truth import COUNTED
+
+        evaluator = builders.build_evaluator(self.cfg, dataset)
+        if evaluator.max_detections is None:
+            logger.info(
+                "%s: an image has more than %d objects of a class, so all detections count, not the best %d per class and image as "
+                "on COCO; AR100 has that limit",
+                dataset.name,
+                COUNTED,
+                COUNTED,
+            )
+        return evaluator
 
     def baseline(self, records: Sequence[ImageRecord], dataset: CocoDataset) -> dict[str, float]:
         """AP and AP50 of the constant box, :func:`cpvt_det.evaluation.constant.constant_detections`, on a test set."""

@@ -16,6 +16,11 @@ from pycocotools.cocoeval import COCOeval
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table, write_results
+from cpvt_det.evaluation.confusion import worst_images
+from cpvt_det.evaluation.ground_truth import ground_truth_of
+from cpvt_det.evaluation.matching import pair_images
+from cpvt_det.evaluation.outcomes import outcomes
+from cpvt_det.evaluation.precision_recall import class_curve
 from cpvt_det.files import write_json
 from cpvt_det.structures import Detections
 
@@ -216,6 +221,60 @@ def test_detections_beyond_max_detections_do_not_count(backend):
         assert_figures(evaluator.evaluate()["bbox"], {"AP-dog": expected})
 
 
+def crowded(objects: int = 250, others: int = 3) -> tuple[dict, Detections]:
+    """An image with so many cats in a grid, and a few dogs, and a detection of each, the scores from 0.9 down to 0.1."""
+    corners = [(10 * (number % 20), 10 * (number // 20)) for number in range(objects + others)]
+    labels = [0] * objects + [1] * others
+    annotations = [
+        {"id": number, "image_id": 42, "category_id": CLASS_IDS[label], "bbox": [x, y, 8, 9]}
+        for number, (label, (x, y)) in enumerate(zip(labels, corners, strict=True))
+    ]
+    scores = np.linspace(0.9, 0.1, len(corners))
+    found = [(label, score, x, y, x + 8, y + 9) for label, score, (x, y) in zip(labels, scores, corners, strict=True)]
+    return {**scene(), "annotations": annotations}, detections(*found)
+
+
+@both_backends
+def test_all_detections_count_where_an_image_has_more_objects_of_a_class_than_coco_counts(backend):
+    """AR100 keeps COCO's limit: 100 of the 250 cats. The threshold is the lowest score, so that nothing right is hidden."""
+    ground_truth, found = crowded()
+    evaluator = evaluator_of(ground_truth, backend=backend)
+    evaluator.add(42, found)
+    figures = evaluator.evaluate()["bbox"]
+    assert list(figures)[6:-6] == ["AR1", "AR10", "AR100", "ARall"]
+    assert_figures(figures, {"AP": 100.0, "AP-cat": 100.0, "AP50": 100.0, "ARall": 100.0, "AR100": 100 * (100 / 250 + 1) / 2})
+    thresholds = evaluator.thresholds()
+    assert thresholds.classes[0] == pytest.approx(float(found.scores[249])) and thresholds.overall == float(found.scores[-1])
+    assert int((found.scores >= thresholds.overall).sum()) == 253
+    other, image = pair_images(ground_truth_of(ground_truth, CLASS_IDS), evaluator.coco_results(), CLASS_IDS)  # by rising id
+    curve = class_curve([image, other], 0)
+    assert curve.average_precision() == pytest.approx(1) and len(curve.scores) == 250
+    assert (outcomes(image).found_at >= 0).all() and not worst_images([image], 0.0, 1)
+
+
+@both_backends
+@pytest.mark.parametrize("objects", [100, 101])
+def test_with_100_detections_the_figures_are_coco_s_whatever_the_objects(backend, objects):
+    """Bit for bit; and with more detections too, where no image has more than 100 objects of a class."""
+    ground_truth, found = crowded(objects)
+    figures = []
+    for kept, limit in ((100, None), (100, 100), (len(found.scores), None), (len(found.scores), 100)):
+        evaluator = evaluator_of(ground_truth, backend=backend, max_detections=limit)
+        evaluator.add(42, Detections(found.boxes_xyxy[-kept:], found.scores[-kept:], found.labels[-kept:]))
+        figures.append(evaluator.evaluate()["bbox"])
+        assert (figures[-1].pop("ARall", None) is None) == (objects == 100 or limit == 100)
+    assert figures[0] == pytest.approx(figures[1], abs=0, rel=0, nan_ok=True)
+    same = figures[2] == pytest.approx(figures[3], abs=0, rel=0, nan_ok=True)
+    assert same == (objects == 100)
+
+
+def test_crowds_are_no_objects_that_make_all_detections_count():
+    ground_truth, _ = crowded(101)
+    assert evaluator_of(ground_truth).max_detections is None
+    ground_truth["annotations"][0]["iscrowd"] = 1
+    assert evaluator_of(ground_truth).max_detections == 100
+
+
 def test_results_are_in_coco_format_with_the_ids_of_the_file():
     evaluator = evaluator_of(scene())
     evaluator.add(np.int64(5), detections((2, 0.25, 1, 2, 11, 22)))
@@ -253,9 +312,10 @@ def test_evaluating_changes_neither_ground_truth_nor_results_and_prints_nothing(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
-def test_classes_divided_among_processes_give_what_one_process_gives(processes, backend, monkeypatch):
+@pytest.mark.parametrize("make", [lambda: random_world(4), lambda: (crowded()[0], {42: crowded()[1]})], ids=["random", "crowded"])
+def test_classes_divided_among_processes_give_what_one_process_gives(make, processes, backend, monkeypatch):
     """Bit for bit, with more processes than classes too; each gets the detections of its own classes."""
-    ground_truth, found = random_world(4)
+    ground_truth, found = make()
     evaluator, others = evaluator_of(ground_truth, backend=backend), evaluator_of(ground_truth, backend=backend)
     for image_id, of_image in found.items():
         evaluator.add(image_id, of_image)

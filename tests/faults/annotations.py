@@ -95,6 +95,16 @@ def many_boxes(drawn: Drawn) -> None:
     drawn.content["annotations"] += extra
 
 
+def many_boxes_for(**words: object) -> Callable[[Drawn], None]:
+    """:func:`many_boxes`, in a run of these settings."""
+
+    def make(drawn: Drawn) -> None:
+        many_boxes(drawn)
+        drawn.words.update(words)
+
+    return make
+
+
 def renumber(drawn: Drawn) -> None:
     new = {3: 0, 7: 1000}
     for category in drawn.content["categories"]:
@@ -230,6 +240,7 @@ FINITE = rule("if not all(map(is_number, box)):")
 KNOWN = rule("if type(value) is not int or value not in known:")
 NUMBER = rule("if value is not None and not is_number(value):")
 AREA = rule("if area is not None and not 0 <= area <= LARGEST_AREA:")
+MANY_NOTED = Cut("data/validation/check.py", "(counts > min(num_queries, num_detections))", "(counts < 0)")
 ANY_OBJECT = Cut(
     "data/validation/check.py",
     "if split and not any(dataset.records.num_boxes.any() for dataset in split):",
@@ -434,7 +445,23 @@ CASES = [
         "images with more boxes than queries, so that some boxes cannot be learned: 1\n"
         "    image 2: .../images/2.png has 11 boxes, there are 6 queries",
         0,
-        guard=Cut("data/validation/check.py", "(counts > num_queries)", "(counts < 0)"),
+        guard=MANY_NOTED,
+    ),
+    DataCase(
+        "more boxes than detections",
+        many_boxes_for(MODEL__DETR__NUM_OBJECT_QUERIES=20, TEST__DETECTIONS_PER_IMAGE=10),
+        "images with more boxes than detections, so that some boxes cannot be found: 1\n"
+        "    image 2: .../images/2.png has 11 boxes, there are 20 queries and 10 detections",
+        0,
+        guard=MANY_NOTED,
+    ),
+    DataCase(
+        "more boxes in a validation image than queries",
+        many_boxes_for(DATASETS__TRAIN=()),
+        "images with more boxes than detections, so that some boxes cannot be found: 1\n"
+        "    image 2: .../images/2.png has 11 boxes, there are 6 queries and 100 detections",
+        0,
+        guard=MANY_NOTED,
     ),
     DataCase(
         "no annotation in the whole split",

@@ -2,8 +2,9 @@
 """Evaluation and numbers of objects.
 
 Of the trainings below every step is taken, and the figures that they print and write are those that pycocotools gives for the
-detections that they wrote. Where our detectors cannot produce a fault, because a sigmoid bounds their boxes and there are always as
-many detections as asked for, the row is a call of `CocoEvaluator` in Python, as by a detector of your own.
+detections that they wrote; but where an image has more than 100 objects of a class, all detections count. Where our detectors
+cannot produce a fault, because a sigmoid bounds their boxes and there are always as many detections as asked for, the row is a call
+of `CocoEvaluator` in Python, as by a detector of your own.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from pycocotools.coco import COCO
@@ -21,7 +23,10 @@ from torch import Tensor
 
 from cpvt_det.data.coco import load_coco
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table
+from cpvt_det.evaluation.ground_truth import ground_truth_of
+from cpvt_det.predict import Predictor
 from cpvt_det.structures import Detections
+from cpvt_det.tasks.detection import DetectionTask
 from faults.case import Case, Cut, Ending
 from faults.drawn import Drawn, call_on, draw
 
@@ -122,6 +127,38 @@ def figures_hold(drawn: Drawn, out: Path, text: str) -> None:
         assert row in [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()], (row, text)
 
 
+def many_found(folder: Path) -> Ending:
+    """A detector that finds every object, 120 of a class in each image: figures, threshold, report, and what predict shows."""
+    drawn = draw(folder / "data", crowd)
+    truth = ground_truth_of(load_coco(drawn.files).records, [3, 7]).objects
+    boxes = torch.tensor(truth.boxes_xywh[:120]).float()
+    scores = torch.linspace(0.9, 0.2, 120)
+    found = Detections(torch.cat((boxes[:, :2], boxes[:, :2] + boxes[:, 2:]), 1), scores, torch.zeros(120, dtype=torch.long))
+    more = {"MODEL__DETR__NUM_OBJECT_QUERIES": 130, "TEST__DETECTIONS_PER_IMAGE": 130, "SOLVER__MAX_ITER": 1, "TEST__REPORT": True}
+    with mock.patch.object(DetectionTask, "infer", lambda self, detector, samples: [found] * len(samples)):
+        ending = call_on(drawn, "train", **more)
+    if ending.code:
+        return ending
+    figures = json.loads((folder / "out/results.json").read_text())["bbox"]
+    assert all(math.isclose(figures[name], 100) for name in ("AP", "AP50", "ARall")), figures
+    assert math.isclose(figures["AR100"], 100 * 100 / 120), figures
+    (cell, _) = json.loads((folder / "out/report/report.json").read_text())["classes"]
+    assert math.isclose(cell["AP50"], 100) and cell["objects"] == 480, cell
+    threshold = Predictor.from_checkpoint(folder / "out/model_best.pth", "cpu").threshold
+    shown = int((scores >= threshold).sum())
+    assert shown == 120, f"at the threshold of the best F1, {threshold}, {shown} of 120 are shown"
+    return ending
+
+
+def crowd(drawn: Drawn) -> None:
+    """The same 120 objects of a class in each image."""
+    boxes = [(image_id, [3 * (number % 12), 3 * (number // 12), 3, 3]) for image_id in (1, 2, 3, 4) for number in range(120)]
+    drawn.content["annotations"] = [
+        {"id": number, "image_id": image_id, "category_id": 3, "bbox": box, "area": 9, "iscrowd": 0}
+        for number, (image_id, box) in enumerate(boxes, start=1)
+    ]
+
+
 def objects_in(*image_ids: int):
     """Leave the objects of these images only."""
 
@@ -194,6 +231,13 @@ CASES = [
         TABLE,
         0,
         Cut("losses/criterion.py", "total_boxes = total_boxes.clamp(min=1)", "pass"),
+    ),
+    Case(
+        "120 objects of a class an image, all found",
+        many_found,
+        "an image has more than 100 objects of a class, so all detections count, not the best 100 per class and image as on COCO",
+        0,
+        Cut("evaluation/ground_truth.py", "return COUNTED if self.most_of_a_class <= COUNTED else None", "return COUNTED"),
     ),
     Case("one object an image", train(one_object), TABLE, 0, "one object goes the way of several"),
     Case(

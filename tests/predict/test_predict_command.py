@@ -187,6 +187,15 @@ def test_keys_change_the_model(run, photos, tmp_path):
     assert {len(rows) for rows in written(tmp_path / "out").values()} == {2}
 
 
+def test_where_all_detections_pass_there_may_be_more_and_it_says_so(run, photos, tmp_path):
+    few = predict(run, photos, tmp_path / "few", "--threshold", 0.001, "TEST.DETECTIONS_PER_IMAGE", 2)
+    assert few.exit_code == 0
+    assert "All 2 detections pass the threshold in 5 images, such as " in few.stderr
+    assert "there may be more objects. TEST.DETECTIONS_PER_IMAGE 4 gives more, as far as the model has queries" in few.stderr
+    for words in (("--threshold", 0), ("--threshold", 1)):
+        assert "there may be more" not in predict(run, photos, tmp_path / "out", *words).stderr
+
+
 def test_a_model_folder_predicts(run, photos, tmp_path):
     Predictor.from_checkpoint(run.weights, device="cpu").save(tmp_path / "model")
     assert predict(run, photos, tmp_path / "one").exit_code == 0

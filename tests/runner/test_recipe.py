@@ -52,6 +52,7 @@ def test_facts_of_two_images_by_hand():
     empty = ImageRecord("c", 3, 50, 50, boxes[:0], np.array([], int))
     facts = describe_data([tall, wide, empty], [wide])
     assert (facts.images, facts.val_images, facts.most_objects, facts.short_side) == (3, 1, 2, 50)
+    assert describe_data([wide], [tall]).most_objects == 2  # in a validation image
     np.testing.assert_allclose(facts.sides, np.percentile([0.2, 0.1, 0.2], (10, 25)), rtol=1e-6)
     assert facts.elongation == pytest.approx(np.percentile([2, 1.2, 1], 95))
 
