@@ -28,25 +28,18 @@ def entries(path: Path, sections: Collection[str]) -> Iterator[tuple[str, Any]]:
         OSError: a file that cannot be read.
     """
     with path.open(encoding="utf-8-sig") as file:
-        text = _Text(file)
-        text.require("{")
-        names = set()
-        while text.peek() != "}":
+        text, names = _Text(file), set()
+        for _ in text.parts("{", "}"):
             name = text.value()
             if not isinstance(name, str) or name in names:
                 raise NotAStreamError(f"{name!r} twice, or no name")
             names.add(name)
             text.require(":")
             if name in sections:
-                for entry in text.values():
-                    yield name, entry
+                for _ in text.parts("[", "]"):
+                    yield name, text.value()
             else:
                 text.value()
-            if text.peek() != "}":
-                text.require(",")
-                if text.peek() == "}":
-                    raise NotAStreamError("a comma before the end")
-        text.require("}")
         if text.peek():
             raise NotAStreamError("more than one value")
 
@@ -88,18 +81,16 @@ class _Text:
                 self.at = end
                 return value
 
-    def values(self) -> Iterator[Any]:
-        """Go past one list, value by value."""
-        self.require("[")
-        if self.peek() == "]":
-            self.at += 1
-            return
-        while True:
-            yield self.value()
-            if self.peek() == "]":
-                self.at += 1
-                return
-            self.require(",")
+    def parts(self, first: str, last: str) -> Iterator[None]:
+        """Go past one list or object between two brackets; the caller goes past each part of it."""
+        self.require(first)
+        while self.peek() != last:
+            yield
+            if self.peek() != last:
+                self.require(",")
+                if self.peek() == last:
+                    raise NotAStreamError("a comma before the end")
+        self.require(last)
 
     def _read(self) -> bool:
         """Move the window on, without what was gone past; whether there was more."""
