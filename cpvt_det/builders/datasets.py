@@ -4,7 +4,8 @@
 Without torch: ``cpvt-det check-data`` would wait longer for its import than for all the rest.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from cpvt_det.data.validation.check import CheckedData, LookAtImages, check_data
 from cpvt_det.data.validation.image_classes import check_image_classes
 from cpvt_det.data.validation.issues import EXAMPLES, POLICIES
 from cpvt_det.errors import ConfigError, UnknownNameError
+
+logger = logging.getLogger("cpvt_det")
+TOO_MANY = "images with more boxes than queries, so that some boxes cannot be learned"
+TOO_FEW = "images with more boxes than detections, so that some boxes cannot be found"
 
 
 def check_datasets(
@@ -43,8 +48,9 @@ def check_datasets(
         raise UnknownNameError("DATASETS.ON_BAD", cfg.DATASETS.ON_BAD, POLICIES)
     train, tests = ([] if split not in splits else _find(cfg, split) for split in ("TRAIN", "TEST"))
     cache = Path(cfg.DATASETS.CACHE) if cfg.DATASETS.CACHE else None
-    limits = cfg.MODEL.DETR.NUM_OBJECT_QUERIES, cfg.TEST.DETECTIONS_PER_IMAGE
-    data = check_data(train, tests, limits[0], decode, examples, look, cache, limits[1])
+    data = check_data(train, tests, decode, examples, look, cache)
+    for dataset in {dataset.name: dataset for dataset in data.train + data.tests}.values():
+        _note_many_boxes(dataset, cfg, dataset in data.train)
     for dataset in (data.train + data.tests)[:1]:
         try:
             set_classes(cfg, dataset.classes)
@@ -56,6 +62,29 @@ def check_datasets(
 def check_class_datasets(cfg: CfgNode, *args: Any, **options: Any) -> CheckedData:
     """:func:`check_datasets` of images that have one class each; arguments, result and errors are its own."""
     return check_image_classes(check_datasets(cfg, *args, **options))
+
+
+def log_data(datasets: Iterable[CocoDataset]) -> None:
+    """Log a line per data set, and a warning where not all of its boxes can be learned, or found."""
+    queries = "MODEL.DETR.NUM_OBJECT_QUERIES"
+    for dataset in datasets:
+        logger.info(dataset.describe())
+        for kind, keys in ((TOO_MANY, queries), (TOO_FEW, f"TEST.DETECTIONS_PER_IMAGE, and {queries} where it is lower")):
+            if found := dataset.issues.infos.get(kind):
+                logger.warning("%s: %s: %d; raise %s", dataset.name, kind, found.count, keys)
+
+
+def _note_many_boxes(dataset: CocoDataset, cfg: CfgNode, is_trained: bool) -> None:
+    """Name images of which not all boxes can be learned, or else found."""
+    num_queries, num_detections = cfg.MODEL.DETR.NUM_OBJECT_QUERIES, cfg.TEST.DETECTIONS_PER_IMAGE
+    counts = dataset.records.num_boxes
+    for index in (counts > min(num_queries, num_detections)).nonzero()[0].tolist():
+        image_id, path = int(dataset.records.image_ids[index]), dataset.records.path(index)
+        where = f"image {image_id}: {path} has {counts[index]} boxes, there are {num_queries} queries"
+        if is_trained and counts[index] > num_queries:
+            dataset.issues.add_info(TOO_MANY, where)
+        else:
+            dataset.issues.add_info(TOO_FEW, f"{where} and {num_detections} detections")
 
 
 def _find(cfg: CfgNode, split: str) -> list[DatasetFiles]:

@@ -3,7 +3,6 @@
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import click
@@ -43,7 +42,7 @@ def pack(dataset: str, shards: Path, overrides: tuple[str, ...], config_file: st
     (files,) = find_datasets([dataset], load_cfg(config_file, list(overrides)).DATASETS.REGISTER)
     if shards.exists() and any(shards.iterdir()):
         raise ConfigError(f"{shards} is not empty; write the tar files into a new folder")
-    data = check_data([files], (), num_queries=sys.maxsize)
+    data = check_data([files], ())
     require_no_errors(data.issues, "error")
     records = data.train[0].records
     names = [records.columns.name(index) for index in records.indices.tolist()]

@@ -11,12 +11,12 @@ from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
 from cpvt_det import builders, distributed
+from cpvt_det.builders.datasets import log_data
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import describe_classes, find_registered
 from cpvt_det.d2.trainer import Trainer, build_detector
-from cpvt_det.data.validation.check import log_data
 from cpvt_det.runner.advice import log_advice, log_next_steps
 from cpvt_det.runner.callbacks import Callback, build_callbacks
 from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate

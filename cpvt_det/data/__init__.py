@@ -23,7 +23,6 @@ def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: 
     Raises:
         DataError: a folder without data sets, and images and boxes with faults.
     """
-    import sys
     import tempfile
     from pathlib import Path
 
@@ -35,7 +34,7 @@ def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: 
     with tempfile.TemporaryDirectory() as drawn:
         found = name_datasets(Path(path).expanduser(), Path(drawn), data_format, new_split)
         train, *tests = registered_datasets(found.register)
-        data = check_data([train], tests, num_queries=sys.maxsize)
+        data = check_data([train], tests)
         for issues in data.issues:
             issues.source = found.source_of(issues.source)
         require_no_errors(data.issues, "error")

@@ -240,7 +240,7 @@ FINITE = rule("if not all(map(is_number, box)):")
 KNOWN = rule("if type(value) is not int or value not in known:")
 NUMBER = rule("if value is not None and not is_number(value):")
 AREA = rule("if area is not None and not 0 <= area <= LARGEST_AREA:")
-MANY_NOTED = Cut("data/validation/check.py", "(counts > min(num_queries, num_detections))", "(counts < 0)")
+MANY_NOTED = Cut("builders/datasets.py", "(counts > min(num_queries, num_detections))", "(counts < 0)")
 ANY_OBJECT = Cut(
     "data/validation/check.py",
     "if split and not any(dataset.records.num_boxes.any() for dataset in split):",

@@ -5,7 +5,6 @@ The checks of an entry are in ``data/validation/rules.py``, those of an image fi
 """
 
 import itertools
-import logging
 import os
 import sys
 import unicodedata
@@ -25,13 +24,10 @@ from cpvt_det.data.validation.issues import EXAMPLES, Issues
 from cpvt_det.data.validation.rules import Fault, Id
 from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
-logger = logging.getLogger("cpvt_det")
 PATIENCE = 30.0
 """Seconds for which a data set is waited for, in all, whose mount or server does not answer."""
 NOT_TRIED = f"not tried, as no image could be read for {PATIENCE:.0f} seconds"
 AT_ONCE = 4096  # images that wait for a thread
-TOO_MANY = "images with more boxes than queries, so that some boxes cannot be learned"
-TOO_FEW = "images with more boxes than detections, so that some boxes cannot be found"
 
 
 @dataclass
@@ -147,23 +143,19 @@ def look_at_files(paths: Iterable[str], root: str, number: int, decode: bool = F
 def check_data(
     train: Sequence[DatasetFiles],
     tests: Sequence[DatasetFiles],
-    num_queries: int,
     decode: bool = False,
     examples: float = EXAMPLES,
     look: LookAtImages = look_at_images,
     cache: Path | None = None,
-    num_detections: int = sys.maxsize,
 ) -> CheckedData:
     """Read and check data sets.
 
     Args:
         train, tests: files of each data set; a data set may be in both.
-        num_queries: number of queries of the detector.
         decode: decode every image, which also finds damage behind the header.
         examples: largest number of examples kept of each kind of issue.
         look: what looks at the image files of a data set; in a run of several processes, each at a part of them.
         cache: folder for what was read of large annotation files; ``None`` for none.
-        num_detections: largest number of detections of an image.
     """
     together = Issues("", examples)
     read: dict[str, CocoDataset] = {}
@@ -178,20 +170,7 @@ def check_data(
     data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), issues=[])
     data.issues = [*(dataset.issues for dataset in read.values()), together]
     _compare(data, together)
-    trained = {dataset.name for dataset in data.train}
-    for dataset in read.values():
-        _note_many_boxes(dataset, num_queries, num_detections, dataset.name in trained)
     return data
-
-
-def log_data(datasets: Iterable[CocoDataset]) -> None:
-    """Log a line per data set, and a warning where not all of its boxes can be learned, or found."""
-    queries = "MODEL.DETR.NUM_OBJECT_QUERIES"
-    for dataset in datasets:
-        logger.info(dataset.describe())
-        for kind, keys in ((TOO_MANY, queries), (TOO_FEW, f"TEST.DETECTIONS_PER_IMAGE, and {queries} where it is lower")):
-            if found := dataset.issues.infos.get(kind):
-                logger.warning("%s: %s: %d; raise %s", dataset.name, kind, found.count, keys)
 
 
 def _look(path: str, root: str, decode: bool, patience: Patience) -> Seen:
@@ -261,15 +240,3 @@ def _compare(data: CheckedData, together: Issues) -> None:
             require_same_classes(first.classes, other.classes, f"data sets {first.name} and {other.name}")
         except DataError as error:
             together.add_error("classes", str(error))
-
-
-def _note_many_boxes(dataset: CocoDataset, num_queries: int, num_detections: int, is_trained: bool) -> None:
-    """Name images of which not all boxes can be learned, or else found."""
-    counts = dataset.records.num_boxes
-    for index in (counts > min(num_queries, num_detections)).nonzero()[0].tolist():
-        image_id, path = int(dataset.records.image_ids[index]), dataset.records.path(index)
-        where = f"image {image_id}: {path} has {counts[index]} boxes, there are {num_queries} queries"
-        if is_trained and counts[index] > num_queries:
-            dataset.issues.add_info(TOO_MANY, where)
-        else:
-            dataset.issues.add_info(TOO_FEW, f"{where} and {num_detections} detections")
