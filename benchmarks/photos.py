@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.records import ImageRecord
 
 HEIGHT, WIDTH = 480, 640
 QUALITY = 90

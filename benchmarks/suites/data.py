@@ -26,8 +26,8 @@ from benchmarks.peers import detectron2_data, official_detr
 from benchmarks.photos import HEIGHT, WIDTH, draw_photos
 from benchmarks.suites import Options
 from cpvt_det.boxes import xyxy_to_cxcywh
-from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.mapper import Mapper, train_transform
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.structures import PaddedBatch
 
 TITLE = "From JPEG to batch"

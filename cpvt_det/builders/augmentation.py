@@ -15,7 +15,7 @@ from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, AugmentationStep, 
 from cpvt_det.data.augmentation.single import GROUPS
 from cpvt_det.data.augmentation.step import as_scene, augmentation_errors
 from cpvt_det.data.mapper import other_generators_seeded
-from cpvt_det.data.records import ImageRecord, sizes_of
+from cpvt_det.data.records import Records
 from cpvt_det.errors import ConfigError, config_errors
 
 logger = logging.getLogger("cpvt_det")
@@ -51,7 +51,7 @@ def closing_epoch(cfg: CfgNode, steps: Sequence[AugmentationStep], num_images: i
     return math.floor(epochs - last) if last else math.inf
 
 
-def check_augmentations(cfg: CfgNode, records: Sequence[ImageRecord]) -> None:
+def check_augmentations(cfg: CfgNode, records: Records) -> None:
     """Try the augmentations, each with probability 1, on a black image of the narrowest one's size, with and without its boxes.
 
     Each is tried on what all before it make of the image, and on what it is where all that chance can leave out were left out.
@@ -65,7 +65,7 @@ def check_augmentations(cfg: CfgNode, records: Sequence[ImageRecord]) -> None:
         logger.warning("INPUT.CLOSE_EPOCHS %g is as long as the run: no images are mixed", cfg.INPUT.CLOSE_EPOCHS)
     if not entries or not records:
         return
-    record = records[int(sizes_of(records).min(axis=1).argmin())]
+    record = records[int(records.sizes.min(axis=1).argmin())]
     image = torch.zeros(3, record.height, record.width, dtype=torch.uint8)
     with torch.random.fork_rng(devices=[]), other_generators_seeded():
         for end in (None, 0):

@@ -15,7 +15,7 @@ from cpvt_det.builders.outputs import build_device, build_postprocessor
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
-from cpvt_det.data.records import ImageRecord, Records, join, sizes_of
+from cpvt_det.data.records import ImageRecord, Records, join
 from cpvt_det.data.shards import open_shards, split_at_shards
 from cpvt_det.data.validation.check import CheckedData, Looked, look_at_images
 from cpvt_det.data.validation.issues import require_no_errors
@@ -94,7 +94,7 @@ def _open_index(records: Records) -> None:
             open_shards(shards)
 
 
-def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> TrainLoader:
+def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> TrainLoader:
     """Augmented batches of this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
@@ -115,7 +115,7 @@ def build_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) 
         mapper = Mapper(transform, True, steps, records)
         closing = closing_epoch(cfg, steps, len(records)), mapper.without_mixing()
         dataset = MappedDataset(records, mapper, seed, closing, loader.PATIENCE)
-        height, width = sizes_of(records).T
+        height, width = records.sizes.T
         batches = TrainBatches(
             len(records),
             cfg.SOLVER.IMS_PER_BATCH,

@@ -13,7 +13,7 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
 from cpvt_det.data.coco import Classes, CocoDataset
-from cpvt_det.data.records import ImageRecord, join
+from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import CheckedData, LookAtImages, check_data, look_at_images
 from cpvt_det.data.validation.image_classes import check_image_classes
 from cpvt_det.data.validation.issues import EXAMPLES, POLICIES
@@ -119,7 +119,7 @@ def set_classes(cfg: CfgNode, classes: Classes, source: str = "the data") -> Non
     cfg.MODEL.NUM_CLASSES = len(classes)
 
 
-def training_records(cfg: CfgNode, datasets: list[CocoDataset]) -> Sequence[ImageRecord]:
+def training_records(cfg: CfgNode, datasets: list[CocoDataset]) -> Records:
     """The images to train on; without those without objects under ``DATALOADER.FILTER_EMPTY_ANNOTATIONS``."""
     if not cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
         return join([dataset.records for dataset in datasets])

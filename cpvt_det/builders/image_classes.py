@@ -12,8 +12,9 @@ from cpvt_det.builders.datasets import check_class_datasets, require_names
 from cpvt_det.builders.detector import is_classifier
 from cpvt_det.builders.outputs import build_device
 from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
-from cpvt_det.data.coco import CocoDataset, ImageRecord
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import ConfigError, config_errors
 from cpvt_det.losses.image_classes import ClassCriterion
 from cpvt_det.solver.classify import BatchMixing

@@ -45,7 +45,7 @@ def pack(dataset: str, shards: Path, overrides: tuple[str, ...], config_file: st
     data = check_data([files], ())
     require_no_errors(data.issues, "error")
     records = data.train[0].records
-    names = [records.columns.name(index) for index in records.indices.tolist()]
+    names = [records.name(index) for index in range(len(records))]
     try:
         shards.mkdir(parents=True, exist_ok=True)
         if files.is_coco:

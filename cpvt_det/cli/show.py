@@ -17,9 +17,9 @@ from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.show_options import output_option, read_size, weights_config_option
 from cpvt_det.cli.show_patches import features, patches, pixels
 from cpvt_det.cli.train import RUN_CONTEXT
-from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import Sample
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import BadInputError, config_errors
 from cpvt_det.models import Detector
 from cpvt_det.models.denoising import ContrastiveDenoising

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of COCO's ``images`` and ``annotations`` -> columns, each entry checked by ``data/validation/rules.py``.
+"""Entries of COCO's ``images`` and ``annotations`` -> a table, each entry checked by ``data/validation/rules.py``.
 
 Nearly all boxes are plain: with nothing to report but, maybe, that area or iscrowd is missing. They are recognised in one
 expression, and only their numbers are kept; every rule is asked of the others alone.
 """
 
-from array import array
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cpvt_det.data.columns import Columns, pack_names
+from cpvt_det.data.table import BOX, IMAGE, Table
 from cpvt_det.data.validation.issues import Issues
 from cpvt_det.data.validation.rules import (
     FAULT,
@@ -31,6 +31,11 @@ from cpvt_det.data.validation.rules import (
 KEYS = ("id", "image_id", "category_id", "bbox", "area", "iscrowd", "source", FAULT)
 NUMBERS = frozenset((int, float))
 FACTOR = 0x9E3779B97F4A7C15  # odd, and its bits are mixed: 2^64 over the golden ratio
+ROW = np.dtype(
+    [("number", "i8"), ("image", "i4"), ("category", "i8"), ("flags", "i1"), ("id", "i8"), ("xywh", "f8", 4), ("area", "f8")]
+)
+"""A box that was taken: its position in the file, the index of its image, the id of its category, ``CROWD`` or the like, its id."""
+PACKED = struct.Struct("=qiqbq5d")
 CROWD, NO_AREA, NO_CROWD, NO_ID = 1, 2, 4, 8  # flags of a box
 FILLED = "annotations without area or iscrowd, filled in"
 TWICE = "boxes that an image has twice, of one class, left out"
@@ -104,8 +109,7 @@ class AnnotationTable:
         self.images = images
         self.issues = issues
         self.number = 0
-        self._whole = array("q")  # five per box: number, index of the image, category id, flags, id
-        self._real = array("d")  # five per box: xywh, area
+        self._taken = bytearray()  # of ``ROW``
         self._others: list[tuple[int, Any]] = []
 
     def add(self, entry: Any) -> None:
@@ -131,90 +135,80 @@ class AnnotationTable:
         except (LookupError, TypeError, ValueError, OverflowError):
             is_plain = False
         if is_plain:
-            self._whole.extend((self.number, self.images.index_of[image_id], category_id, flags | crowd, own))
-            self._real.extend((x, y, w, h, w * h if flags & NO_AREA else area))
+            area = w * h if flags & NO_AREA else area
+            self._taken += PACKED.pack(
+                self.number, self.images.index_of[image_id], category_id, flags | crowd, own, x, y, w, h, area
+            )
         else:
             self._others.append((self.number, {key: entry[key] for key in KEYS if key in entry} if type(entry) is dict else entry))
         self.number += 1
 
-    def columns(self, label_of: dict[Id, int]) -> Columns:
-        """Images and boxes as columns; the table is empty afterwards.
+    def table(self, label_of: dict[Id, int]) -> Table:
+        """All images and boxes that count.
 
         Args:
             label_of: label of each category id.
         """
-        counts = self._ask_rules(label_of)
-        whole, real = self._tables()
-        rows = np.flatnonzero(counts)
-        rows = self._without_copies(rows[np.lexsort((whole[rows, 0], whole[rows, 1]))], whole, real)
-        ids, names, heights, widths = zip(*self.images.kept, strict=True) if self.images.kept else ((), (), (), ())
-        packed, ends = pack_names(list(names))
-        columns = {
-            "starts": np.searchsorted(whole[rows, 1], np.arange(len(ids) + 1)),
-            "labels": _labels(whole[rows, 2], label_of)[1],
-            "crowds": (whole[rows, 3] & CROWD).astype(bool),
-            "numbers": whole[rows, 0],
-        }
-        del whole
-        self._whole = array("q")  # half of the memory, before the boxes are copied
-        return Columns(
-            image_ids=np.array(ids, dtype=np.int64),
-            sizes=np.array((heights, widths), dtype=np.int32).T.copy(),
-            names=packed,
-            name_ends=ends,
-            boxes_xywh=real[rows, :4],
-            areas=real[rows, 4],
-            **columns,
-        )
+        is_good = self._ask_rules(label_of)
+        taken = np.frombuffer(self._taken, ROW)
+        rows = np.flatnonzero(is_good)
+        rows = self._without_copies(rows[np.lexsort((taken["number"][rows], taken["image"][rows]))], taken)
+        boxes, images = np.empty(len(rows), BOX), np.zeros(len(self.images.kept), IMAGE)
+        for side in range(4):  # one after the other takes less memory
+            boxes["xywh"][:, side] = taken["xywh"][rows, side]
+        boxes["area"], boxes["number"] = taken["area"][rows], taken["number"][rows]
+        boxes["label"] = _labels(taken["category"][rows], label_of)[1]
+        boxes["crowd"] = taken["flags"][rows] & CROWD
+        ids, names, images["height"], images["width"] = zip(*self.images.kept, strict=True) if len(images) else ((),) * 4
+        names = [name.encode("utf-8", "surrogatepass") for name in names]
+        images["id"], images["name_size"] = ids, list(map(len, names))
+        images["name"] = np.cumsum(images["name_size"], dtype=np.int64) - images["name_size"]
+        images["count"] = np.bincount(taken["image"][rows], minlength=len(images))
+        images["to_learn"] = np.bincount(taken["image"][rows][~boxes["crowd"]], minlength=len(images))
+        images["first"] = np.cumsum(images["count"], dtype=np.int64) - images["count"]
+        return Table(images, np.frombuffer(b"".join(names), dtype=np.uint8), boxes)
 
-    def _without_copies(self, rows: np.ndarray, whole: np.ndarray, real: np.ndarray) -> np.ndarray:
+    def _without_copies(self, rows: np.ndarray, taken: np.ndarray) -> np.ndarray:
         """Rows without boxes that an image has a second time, of one class: only one of two could be found."""
-        columns = [whole[rows, 1], whole[rows, 2], whole[rows, 3] & CROWD, *(real[rows, side].view(np.int64) for side in range(4))]
         hashes = np.zeros(len(rows), dtype=np.uint64)
-        for column in columns:
-            hashes = hashes * np.uint64(FACTOR) + column.astype(np.uint64)
+        for column in (taken["image"], taken["category"], *taken["xywh"].view(np.int64).T):
+            hashes = hashes * np.uint64(FACTOR) + column[rows].astype(np.uint64)
         ordered = np.sort(hashes)
         alike = np.flatnonzero(np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]]))
         others = dict(self._others) if len(alike) else {}
         seen, copies = set(), []
         for at in alike.tolist():
-            key, number = tuple(int(column[at]) for column in columns), int(whole[rows[at], 0])
+            row = taken[rows[at : at + 1]]
+            key = *row[["image", "category"]].item(), row["flags"].item() & CROWD, row["xywh"].tobytes()
             if key in seen:
                 copies.append(at)
-                ((_, entry),) = self._entries(whole[rows[at : at + 1]], real[rows[at : at + 1]])
+                ((number, entry),) = self._entries(row)
                 self.issues.add_info(TWICE, _where(others.get(number, entry), number))
             seen.add(key)
         return np.delete(rows, copies)
 
-    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """(n, 5) int64 and (n, 5) float64 views of what was taken."""
-        if not self._whole:
-            return np.empty((0, 5), np.int64), np.empty((0, 5))
-        return np.frombuffer(self._whole, np.int64).reshape(-1, 5), np.frombuffer(self._real).reshape(-1, 5)
-
-    def _shares_id(self, whole: np.ndarray) -> np.ndarray:
+    def _shares_id(self, taken: np.ndarray) -> np.ndarray:
         """(n,) bool: whether another annotation has the id of a plain one."""
         others = [entry.get("id") for _, entry in self._others if type(entry) is dict]
         others = [one for one in others if type(one) is int and -LARGEST_ID <= one <= LARGEST_ID]
-        has_id = whole[:, 3] & NO_ID == 0
-        ids = np.sort(whole[has_id, 4])
+        has_id = taken["flags"] & NO_ID == 0
+        ids = np.sort(taken["id"][has_id])
         several = np.concatenate([ids[1:][ids[1:] == ids[:-1]], np.array(others, dtype=np.int64)])
-        return has_id & np.isin(whole[:, 4], several)
+        return has_id & np.isin(taken["id"], several)
 
     def _ask_rules(self, label_of: dict[Id, int]) -> np.ndarray:
-        """Ask every rule of the annotations that are not plain, in the order of the file, and add those that count to the tables.
+        """Ask every rule of the annotations that are not plain, in the order of the file, and take those that count.
 
         Returns:
-            (n,) bool, the rows of the tables that count.
+            (n,) bool, the rows of what was taken that count.
         """
-        whole, real = self._tables()
-        is_plain = _labels(whole[:, 2], label_of)[0] & ~self._shares_id(whole)
-        filled = np.flatnonzero(is_plain & (whole[:, 3] & (NO_AREA | NO_CROWD) > 0))
+        taken = np.frombuffer(self._taken, ROW)
+        is_plain = _labels(taken["category"], label_of)[0] & ~self._shares_id(taken)
+        filled = np.flatnonzero(is_plain & (taken["flags"] & (NO_AREA | NO_CROWD) > 0))
         is_plain[filled[: self.issues.most]] = False  # for the examples; the others are counted
-        found = [*self._others, *self._entries(whole[~is_plain], real[~is_plain])]
-        del whole, real  # arrays with views cannot grow
+        found = [*self._others, *self._entries(taken[~is_plain])]
+        del taken  # what has a view cannot grow
         seen: set[int | str] = set()
-        before = len(self._real)
         for number, entry in sorted(found, key=lambda one: one[0]):
             fault = _repeated_id(entry, seen) or annotation_fault(entry, self.images.sizes, label_of)
             if not fault:
@@ -226,19 +220,19 @@ class AnnotationTable:
         counted = np.count_nonzero(is_plain[filled])
         if counted:
             self.issues.count_info(FILLED, counted)
-        return np.concatenate([is_plain, np.ones((len(self._real) - before) // 5, dtype=bool)])
+        return np.pad(is_plain, (0, len(self._taken) // PACKED.size - len(is_plain)), constant_values=True)
 
-    def _entries(self, whole: np.ndarray, real: np.ndarray) -> Iterator[tuple[int, dict]]:
+    def _entries(self, taken: np.ndarray) -> Iterator[tuple[int, dict]]:
         """Number and entry of each row."""
         image_ids = [image_id for image_id, *_ in self.images.kept]
-        for (number, image, category_id, flags, own), (*box, area) in zip(whole.tolist(), real.tolist(), strict=True):
-            entry = {"image_id": image_ids[image], "category_id": category_id, "bbox": box}
+        for number, image, category_id, flags, own, box, area in taken.tolist():
+            entry = {"image_id": image_ids[image], "category_id": category_id, "bbox": box.tolist()}
             entry |= {} if flags & NO_ID else {"id": own}
             entry |= {} if flags & NO_AREA else {"area": area}
             yield number, entry | ({} if flags & NO_CROWD else {"iscrowd": flags & CROWD})
 
     def _add_clean(self, entry: dict, number: int) -> None:
-        """Add an annotation without faults to the tables, unless its box has no area or is outside the image."""
+        """Take an annotation without faults, unless its box has no area or is outside the image."""
         size = self.images.sizes[entry["image_id"]]
         box, why = clip_box(entry["bbox"], size)
         if why is not None:
@@ -252,8 +246,8 @@ class AnnotationTable:
             self.issues.add_info(FILLED, _where(entry, number))
         box_area = box[2] * box[3]
         area = box_area if area is None else float(area) if why is None else min(area, box_area)
-        self._whole.extend((number, self.images.index_of[entry["image_id"]], entry["category_id"], int(crowd or 0), 0))
-        self._real.extend((*box, area))
+        image = self.images.index_of[entry["image_id"]]
+        self._taken += PACKED.pack(number, image, entry["category_id"], int(crowd or 0), 0, *box, area)
 
 
 def _labels(category_ids: np.ndarray, label_of: dict[Id, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -8,16 +8,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import PIL
 
-from cpvt_det.data.columns import Columns, load_columns, save_columns
-from cpvt_det.data.validation.issues import EXAMPLES, Group, Issues
+from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.formats.registry import find_format
+from cpvt_det.data.table import Table, load_table, save_table
 from cpvt_det.errors import DataError
 from cpvt_det.files import atomic_file
 
@@ -32,70 +32,7 @@ FEW = 10_000  # files; fewer are read in a second
 TICK = 2.0  # seconds, the coarsest time of a file system: a file may change twice within it and keep its times
 
 
-@dataclass
-class Reading:
-    """What an annotation file contains.
-
-    Attributes:
-        columns: images and boxes that count.
-        class_ids, class_names: categories by rising id.
-        issues: what the checks found.
-    """
-
-    columns: Columns
-    class_ids: tuple[int, ...]
-    class_names: tuple[str, ...]
-    issues: Issues
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a data set is read from.
-
-    Attributes:
-        path: annotation file, or path of another format.
-        split: split of another format.
-        reader: function that reads another format, and ``files``, a function that names the files that it reads, both of path and
-            split; ``None`` of a COCO JSON, and ``files`` of a format that does not name them, which is not kept.
-    """
-
-    path: Path
-    split: str = ""
-    reader: Callable[[Path, str], Any] | None = None
-    files: Callable[[Path, str], Iterable[str | Path]] | None = None
-
-    @property
-    def name(self) -> str:
-        """A text that other sources do not have."""
-        return f"{self.path.resolve()}" if self.reader is None else f"{self.path.resolve()}\0{self.path}\0{self.split}"
-
-    def state(self) -> str:
-        """A hash of names, sizes and times of the files, and of the code that reads them; empty where keeping gains nothing.
-
-        Raises:
-            DataError, OSError: files that are not there, as the reader will report.
-        """
-        if self.reader is None:
-            return _hash_of([self.path])[0] + hash_of_code() if self.path.stat().st_size >= SMALL else ""
-        code = inspect.getsourcefile(self.reader) if self.files else None
-        if code is None:
-            return ""
-        state, number = _hash_of(self.files(self.path, self.split))
-        return state + hash_of_code(code) + self.reader.__qualname__ if number >= FEW else ""
-
-    def copy(self) -> list:
-        """The difference of this copy of a JSON from others of the same size and time: its place and a hash of its content.
-
-        Empty for other formats: names, sizes and times of their many files have to do.
-        """
-        return [] if self.reader else [_place_of(self.path), _hash_of_content(self.path)]
-
-    def is_copy(self, copy: list) -> bool:
-        """Whether the source is what :meth:`copy` was of; its content is looked at only where its place is not the same."""
-        return not copy or _place_of(self.path) == copy[0] != [] or _hash_of_content(self.path) == copy[1]
-
-
-def read_once(source: Source, examples: float, folder: Path, read: Callable[[], Reading]) -> Reading:
+def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], Table]) -> Table:
     """Read a data set, or map what an earlier run kept of it.
 
     The kept file is named by hashes of the source: of its path, and of size and time of its files and of the code that reads them.
@@ -103,54 +40,65 @@ def read_once(source: Source, examples: float, folder: Path, read: Callable[[], 
     source are removed, but for those that a process has mapped. A folder that cannot be written to costs only time.
 
     Args:
-        source: what is read.
-        examples: largest number of examples kept of each kind of issue; another number than the usual one is not kept.
+        files: files of the data set.
         folder: place of the kept files; created if missing.
-        read: reader of the source.
+        read: reader of the files.
 
     Returns:
-        What ``read`` returns; its columns mapped from the kept file, if there is one.
+        What ``read`` returns; mapped from the kept file, if there is one.
     """
     try:
-        state = source.state() if examples == EXAMPLES else ""
+        state = _state(files)
     except (DataError, OSError):
         state = ""  # the reader reports it
     if not state:
-        return read()
-    kept, reading = folder.expanduser() / f"{_short(source.name)}-{_short(state)}.columns", None
+        return read(files)
+    path = files.annotations
+    name = f"{path.resolve()}" if files.is_coco else f"{path.resolve()}\0{path}\0{files.split}"
+    kept, table = folder.expanduser() / f"{_short(name)}-{_short(state)}.columns", None
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with _only_maker(kept):
             with contextlib.suppress(FileNotFoundError, ValueError):  # not there, damaged, or of another copy
-                return _load(kept, source)
+                return _load(kept, files)
             for unfinished in kept.parent.glob(f".{kept.name}.*.tmp"):  # of a maker that was killed
                 unfinished.unlink()
-            copy = source.copy()  # before it is read, so that no change in between is missed
-            reading = read()
-            _keep(reading, copy, kept)
+            # before it is read, so that no change in between is missed; names, sizes and times of many files have to do
+            copy = [_place_of(path), _hash_of_content(path)] if files.is_coco else []
+            table = read(files)
+            with atomic_file(kept) as file:
+                save_table(replace(table, about={**table.about, "copy": copy}), file)
             _remove_earlier(kept)
-            return _load(kept, source)
+            return _load(kept, files)
     except OSError as error:
         logger.warning("Annotations are not kept in %s, and take longer to read: %s", kept.parent, error)
-        return reading or read()
+        return table or read(files)
 
 
-def _keep(reading: Reading, copy: list, path: Path) -> None:
-    found = {name: getattr(reading.issues, name) for name in ("errors", "faults", "infos")}
-    groups = {name: {heading: asdict(group) for heading, group in kind.items()} for name, kind in found.items()}
-    about = {"class_ids": reading.class_ids, "class_names": reading.class_names, "issues": groups, "copy": copy}
-    with atomic_file(path) as file:
-        save_columns(reading.columns, about, file)
+def _state(files: DatasetFiles) -> str:
+    """A hash of names, sizes and times of the files, and of the code that reads them; empty where keeping gains nothing.
+
+    Raises:
+        DataError, OSError: files that are not there, as the reader will report.
+    """
+    data_format = find_format(files.annotations)
+    if data_format is None:
+        is_large = files.annotations.stat().st_size >= SMALL
+        return _hash_of([files.annotations])[0] + hash_of_code() if is_large else ""
+    code = inspect.getsourcefile(data_format.read) if data_format.files else None
+    if code is None:
+        return ""
+    state, number = _hash_of(data_format.files(files.annotations, files.split))
+    return state + hash_of_code(code) + data_format.read.__qualname__ if number >= FEW else ""
 
 
-def _load(path: Path, source: Source) -> Reading:
-    columns, about = load_columns(path)
-    if not source.is_copy(about["copy"]):
-        raise ValueError(f"{path} is of another copy of {source.path}")
-    issues = Issues()
-    for name, groups in about["issues"].items():
-        setattr(issues, name, {heading: Group(**group) for heading, group in groups.items()})
-    return Reading(columns, tuple(about["class_ids"]), tuple(about["class_names"]), issues)
+def _load(kept: Path, files: DatasetFiles) -> Table:
+    """What was kept, if it is of this copy of the file: its content is looked at only where its place is not the same."""
+    table, path = load_table(kept), files.annotations
+    place, content = table.about["copy"] or ([], "")
+    if content and not _place_of(path) == place != [] and _hash_of_content(path) != content:
+        raise ValueError(f"{kept} is of another copy of {path}")
+    return table
 
 
 @contextlib.contextmanager

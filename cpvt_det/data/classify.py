@@ -12,9 +12,9 @@ from torch import Tensor
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
-from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import Sample
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.structures import Targets
 
 MAGNITUDES = 31

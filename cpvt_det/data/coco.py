@@ -9,21 +9,21 @@ import hashlib
 import json
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cpvt_det.data.annotations import AnnotationTable, ImageTable
-from cpvt_det.data.cache import Reading, Source, read_once
+from cpvt_det.data.cache import read_once
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.columns import Columns
 from cpvt_det.data.formats.reading import read_foreign
-from cpvt_det.data.formats.registry import find_format
 from cpvt_det.data.json_stream import NotAStreamError, entries
-from cpvt_det.data.records import ImageRecord, Records, blocks_of
+from cpvt_det.data.records import Records
+from cpvt_det.data.table import Table
 from cpvt_det.data.text import decode
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import Id, category_fault
@@ -68,23 +68,22 @@ class CocoDataset:
     @property
     def ground_truth(self) -> dict[str, Any]:
         """A COCO dict of the boxes that count, crowds included, with ``area`` and ``iscrowd`` filled in; made at every access."""
-        records, objects = self.records, self.records.objects
+        records, (image_of, boxes) = self.records, self.records.boxes()
         ids, sizes = records.image_ids.tolist(), records.sizes.tolist()
         images = [
-            {"id": image_id, "file_name": records.columns.name(at), "height": height, "width": width}
-            for at, image_id, (height, width) in zip(records.indices.tolist(), ids, sizes, strict=True)
+            {"id": image_id, "file_name": records.name(index), "height": height, "width": width}
+            for index, (image_id, (height, width)) in enumerate(zip(ids, sizes, strict=True))
         ]
-        rows = zip(*(column.tolist() for column in vars(objects).values()), strict=True)
         annotations = [
             {
                 "image_id": ids[image],
                 "category_id": self.classes.ids[label],
-                "bbox": box,
+                "bbox": box.tolist(),
                 "area": area,
                 "iscrowd": int(crowd),
                 "id": number + 1,  # COCO's evaluation takes id 0 for "unmatched"
             }
-            for image, box, area, label, crowd, number in rows
+            for image, (box, area, number, label, crowd) in zip(image_of.tolist(), boxes.tolist(), strict=True)
         ]
         categories = [{"id": i, "name": name} for i, name in zip(self.classes.ids, self.classes.names, strict=True)]
         return {"images": images, "annotations": annotations, "categories": categories}
@@ -96,23 +95,23 @@ class CocoDataset:
         images = f"{len(counts)} images, {int((counts == 0).sum())} of them without objects"
         return f"{self.name}: {images}, {int(counts.sum())} boxes, {len(self.classes)} classes{found}"
 
-    def leave_out(self, image_ids: Container[Id]) -> None:
+    def leave_out(self, image_ids: Iterable[Id]) -> None:
         """Remove images and their boxes."""
-        self.records = self.records.without(image_ids)
+        self.records = self.records.select(~np.isin(self.records.image_ids, list(image_ids)))
 
 
-def describe_records(records: Sequence[ImageRecord]) -> dict[str, Any]:
+def describe_records(records: Records) -> dict[str, Any]:
     """The number of images that a run is trained on, and a hash of them in their order that does not depend on file paths."""
-    if isinstance(records, Records) and records.kept is None and records.columns.sha256:
-        return {"images": len(records), "sha256": records.columns.sha256}
-    return {"images": len(records), "sha256": _digest(records)}
+    table, *others = (table for table, _ in records.parts)
+    is_whole = len(records) == len(table.images) and not others
+    return {"images": len(records), "sha256": (is_whole and table.about.get("sha256")) or _digest(records)}
 
 
-def _digest(records: Sequence[ImageRecord]) -> str:
+def _digest(records: Records) -> str:
     digest = hashlib.sha256()
-    for block in blocks_of(records):
-        ends = np.cumsum(np.bincount(block.image_of, minlength=len(block.image_ids))).tolist()
-        boxes, labels = block.boxes_xyxy.tobytes(), block.labels.tobytes()  # 16 and 8 bytes per box
+    for block in records.blocks():
+        ends = np.cumsum(block.num_boxes).tolist()
+        boxes, labels = (values.tobytes() for values in block.boxes_to_learn()[1:])  # 16 and 8 bytes per box
         rows = zip(block.image_ids.tolist(), block.sizes.tolist(), [0, *ends], ends, strict=False)
         for image_id, (height, width), start, end in rows:
             digest.update(f"{image_id} {height} {width}".encode() + boxes[16 * start : 16 * end] + labels[8 * start : 8 * end])
@@ -140,19 +139,17 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
         files: files of the data set; for COCO JSON, the images are not opened.
         examples: largest number of examples kept of each kind of issue.
         cache: folder for what was read of large data sets, as in :func:`cpvt_det.data.cache.read_once`; ``None`` for none.
+            Another number of examples than the usual one is not kept.
 
     Raises:
         DataError: a file that is missing or of unknown format.
     """
     with no_garbage_collection():
-        if cache is not None:
-            reading = read_once(_source(files), examples, cache, lambda: _with_digest(_read(files, examples)))
-        else:
-            reading = _read(files, examples)
-    issues = Issues(f"{files.name} ({files.annotations})", examples)
-    issues.errors, issues.faults, issues.infos = reading.issues.errors, reading.issues.faults, reading.issues.infos
-    classes = Classes(reading.class_ids, reading.class_names)
-    return CocoDataset(files.name, classes, Records(reading.columns, files.image_root), issues)
+        table = _read(files, examples) if cache is None or examples != EXAMPLES else read_once(files, cache, _read_all)
+    about = table.about
+    issues = Issues.from_json(about["issues"], f"{files.name} ({files.annotations})", examples)
+    classes = Classes(tuple(about["class_ids"]), tuple(about["class_names"]))
+    return CocoDataset(files.name, classes, Records([(table, files.image_root)]), issues)
 
 
 def require_same_classes(first: Classes, second: Classes, what: str) -> None:
@@ -193,13 +190,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _section(content: dict[str, Any], name: str, files: DatasetFiles) -> list:
-    section = content.get(name)
-    if not isinstance(section, list) or not section:
-        raise DataError(f"{files.annotations} is not COCO: it has no {name!r}")
-    return section
-
-
 def _read_categories(section: list, issues: Issues) -> list[dict]:
     """Categories without faults, by rising id. A fault here is an error: it would make the boxes of the category meaningless."""
     faults = ((number, category_fault(category)) for number, category in enumerate(section))
@@ -223,43 +213,49 @@ def _alike(names: Iterable[str]) -> list[list[str]]:
     return [group for group in found.values() if len(set(group)) > 1]
 
 
-def _read(files: DatasetFiles, examples: float) -> Reading:
+def _read_all(files: DatasetFiles) -> Table:
+    """A data set with the hash of its records, which takes as long as mapping them many times."""
+    table = _read(files, EXAMPLES)
+    table.about["sha256"] = _digest(Records([(table, Path())]))
+    return table
+
+
+def _read(files: DatasetFiles, examples: float) -> Table:
     issues = Issues("", examples)
     try:
         if not files.is_coco:
             raise NotAStreamError("sections in memory")
-        categories, images, annotations = _read_stream(files.annotations, issues)
+        categories, images, annotations = _take(partial(entries, files.annotations), issues)
         if not (categories and images.number):
             raise NotAStreamError("not COCO")
     except (NotAStreamError, OSError):  # the whole is needed, if only to say what is wrong
         issues = Issues("", examples)
         content = read_json(files.annotations) if files.is_coco else read_foreign(files)
-        categories, images, annotations = _read_sections(content, files, issues)
+        for name in ("categories", "images"):
+            section = content.get(name)
+            if not isinstance(section, list) or not section:
+                raise DataError(f"{files.annotations} is not COCO: it has no {name!r}") from None
+        categories, images, annotations = _take(lambda names: ((name, one) for name in names for one in content[name]), issues)
         for note in () if files.is_coco else content["notes"]:
             issues.add_info(note["heading"], note["where"])
     good = _read_categories(categories, issues)
-    class_ids = tuple(category["id"] for category in good)
-    columns = annotations.columns({class_id: label for label, class_id in enumerate(class_ids)})
-    _require_pixels(columns, issues)
-    return Reading(columns, class_ids, tuple(str(category["name"]) for category in good), issues)
+    table = annotations.table({category["id"]: label for label, category in enumerate(good)})
+    _require_pixels(table, issues)
+    names = [str(category["name"]) for category in good]
+    table.about.update(class_ids=[category["id"] for category in good], class_names=names, issues=issues.to_json())
+    return table
 
 
-def _source(files: DatasetFiles) -> Source:
-    data_format = find_format(files.annotations)
-    return Source(files.annotations, files.split, *((data_format.read, data_format.files) if data_format else ()))
+def _take(read: Callable[[Collection[str]], Iterable[tuple[str, Any]]], issues: Issues) -> tuple[list, ImageTable, AnnotationTable]:
+    """Categories, images and annotations, which are read twice if the annotations come before the images.
 
-
-def _with_digest(reading: Reading) -> Reading:
-    columns = replace(reading.columns, sha256=_digest(Records(reading.columns, Path())))
-    return replace(reading, columns=columns)
-
-
-def _read_stream(path: Path, issues: Issues) -> tuple[list, ImageTable, AnnotationTable]:
-    """Categories, images and annotations of a COCO JSON, which is read twice if it has the annotations before the images."""
-    categories, images = [], ImageTable(issues)
+    Args:
+        read: section and entry of all entries of some sections.
+        issues: place for what is found.
+    """
+    categories, images, too_early = [], ImageTable(issues), False
     annotations = AnnotationTable(images, issues)
-    too_early = False
-    for section, entry in entries(path, SECTIONS):
+    for section, entry in read(SECTIONS):
         if section == "categories":
             categories.append(entry)
         elif section == "images":
@@ -268,25 +264,16 @@ def _read_stream(path: Path, issues: Issues) -> tuple[list, ImageTable, Annotati
             annotations.add(entry)
         else:
             too_early = True
-    for _, entry in entries(path, ("annotations",)) if too_early else ():
+    for _, entry in read(("annotations",)) if too_early else ():
         annotations.add(entry)
     return categories, images, annotations
 
 
-def _read_sections(content: dict[str, Any], files: DatasetFiles, issues: Issues) -> tuple[list, ImageTable, AnnotationTable]:
-    categories, images = _section(content, "categories", files), ImageTable(issues)
-    for entry in _section(content, "images", files):
-        images.add(entry)
-    annotations = AnnotationTable(images, issues)
-    for entry in content["annotations"]:
-        annotations.add(entry)
-    return categories, images, annotations
-
-
-def _require_pixels(columns: Columns, issues: Issues) -> None:
+def _require_pixels(table: Table, issues: Issues) -> None:
     """Refuse boxes given as parts of the image's sides, a frequent mistake: a single one could be a box smaller than a pixel."""
-    known = np.repeat(columns.sizes.max(1) > 1, np.diff(columns.starts))  # an image that cannot be read counts as 1 x 1
-    boxes = columns.boxes_xywh[known]
+    # an image that cannot be read counts as 1 x 1
+    known = np.repeat(np.maximum(table.images["height"], table.images["width"]) > 1, table.images["count"])
+    boxes = table.boxes["xywh"][known]
     if len(boxes) and (boxes[:, :2] + boxes[:, 2:]).max() <= 1:
         why = f"all {len(boxes)} are within [0, 1]; bbox must be [x, y, width, height] in pixels, not in parts of the image's sides"
         issues.add_error("boxes that are not in pixels", why)

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.mapper import Mapper, Sample
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.data.storage import patiently
 from cpvt_det.errors import DeadWorkerError, UnreachableError
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images with their boxes to learn, one after the other, read from columns when they are asked for."""
+"""Images with their boxes to learn, one after the other, read from tables when they are asked for."""
 
 import bisect
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from cpvt_det.data.columns import Columns
+from cpvt_det.data.table import Table
 
 
 @dataclass
@@ -32,91 +32,59 @@ class ImageRecord:
     labels: np.ndarray
 
 
-@dataclass(frozen=True)
-class Objects:
-    """The boxes of images, crowds included, image by image.
-
-    Attributes:
-        image_of: (A,) int64, index of the image of each box.
-        boxes_xywh: (A, 4) float64, in pixels.
-        areas: (A,) float64, in square pixels.
-        labels: (A,) integers in [0, K).
-        crowds: (A,) bool.
-        numbers: (A,) int64, position of each box in the file.
-    """
-
-    image_of: np.ndarray
-    boxes_xywh: np.ndarray
-    areas: np.ndarray
-    labels: np.ndarray
-    crowds: np.ndarray
-    numbers: np.ndarray
-
-
-@dataclass(frozen=True)
-class Block:
-    """Neighbouring images, and their boxes to learn.
-
-    Attributes:
-        image_ids: (n,) int64, ids of the images.
-        sizes: (n, 2) integers, height and width of the images in pixels.
-        image_of: (G,) int64 in [0, n), index of the image of each box; rising.
-        boxes_xyxy: (G, 4) float32, in pixels.
-        labels: (G,) int64 in [0, K).
-    """
-
-    image_ids: np.ndarray
-    sizes: np.ndarray
-    image_of: np.ndarray
-    boxes_xyxy: np.ndarray
-    labels: np.ndarray
-
-
 class Records(Sequence[ImageRecord]):
-    """Some or all images of columns.
+    """Some or all images of one or several tables, in their order.
 
     Args:
-        columns: the arrays.
-        root: folder, tar files or URL that file names are relative to.
-        kept: (n,) indices of the images, in rising order; ``None`` for all.
-        corrected: paths by index of the image, where they are not ``root / name``.
+        parts: tables, each with the folder, tar files or URL that its file names are relative to.
+        rows: (n,) rising indices of the images, counted through all tables; ``None`` for all.
+        corrected: paths by such index, where they are not ``root / name``.
     """
 
-    def __init__(self, columns: Columns, root: Path | str, kept: np.ndarray | None = None, corrected: dict[int, str] | None = None):
-        self.columns = columns
-        self.root = root
-        self.kept = kept
+    def __init__(
+        self,
+        parts: Sequence[tuple[Table, Path | str]],
+        rows: Sequence[int] | np.ndarray | None = None,
+        corrected: dict[int, str] | None = None,
+    ):
+        self.parts = list(parts)
+        self.ends = list(itertools.accumulate(len(table.images) for table, _ in parts))
+        self.rows = range(self.ends[-1]) if rows is None else rows
         self.corrected = corrected if corrected is not None else {}
-        self._at: Sequence[int] = range(len(columns.image_ids)) if kept is None else kept  # index in the columns of each image
 
     def __len__(self) -> int:
-        return len(self._at)
+        return len(self.rows)
 
-    def __getitem__(self, index: int | slice) -> ImageRecord | list[ImageRecord]:
+    def __getitem__(self, index: int | slice) -> "ImageRecord | Records":
         if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        columns, at = self.columns, int(self._at[index])
-        rows = slice(columns.starts[at], columns.starts[at + 1])
-        boxes, labels, crowds = columns.boxes_xywh[rows], columns.labels[rows], columns.crowds[rows]
-        if crowds.any():
-            boxes, labels = boxes[~crowds], labels[~crowds]
-        boxes_xyxy = boxes.astype(np.float64)  # a copy
-        boxes_xyxy[:, 2:] += boxes_xyxy[:, :2]
-        height, width = columns.sizes[at].tolist()
-        image_id, boxes, labels = int(columns.image_ids[at]), boxes_xyxy.astype(np.float32), labels.astype(np.int64)
+            return Records(self.parts, self.rows[index], self.corrected)
+        table, _, at = self._place(index)
+        image_id, _, first, _, count, _, height, width = table.images[at].item()
+        _, boxes, labels = _to_learn(table.boxes[first : first + count])
         return ImageRecord(self.path(index), image_id, height, width, boxes, labels)
+
+    def _place(self, index: int) -> tuple[Table, Path | str, int]:
+        """Table of an image, what its names are relative to, and its index there."""
+        row = int(self.rows[index])
+        part = bisect.bisect_right(self.ends, row)
+        return *self.parts[part], row - (self.ends[part - 1] if part else 0)
+
+    def name(self, index: int) -> str:
+        """File name of an image in the data."""
+        table, _, at = self._place(index)
+        return table.name(at)
 
     def path(self, index: int) -> str:
         """Path of an image."""
-        at = int(self._at[index])
-        if at in self.corrected:
-            return self.corrected[at]
-        name = self.columns.name(at)
-        return f"{self.root}/{name}" if isinstance(self.root, str) else str(self.root / name)
+        row = int(self.rows[index])
+        if row in self.corrected:
+            return self.corrected[row]
+        table, root, at = self._place(index)
+        return f"{root}/{table.name(at)}" if isinstance(root, str) else str(root / table.name(at))
 
     def set_path(self, index: int, path: str) -> None:
         """Correct the path of an image."""
-        self.corrected[int(self._at[index])] = path
+        self.corrected[int(self.rows[index])] = path
 
     @property
     def paths(self) -> Iterator[str]:
@@ -124,126 +92,84 @@ class Records(Sequence[ImageRecord]):
         return map(self.path, range(len(self)))
 
     @property
-    def indices(self) -> np.ndarray:
-        """(n,) indices of the images in the columns."""
-        return np.arange(len(self)) if self.kept is None else self.kept
+    def table(self) -> Table:
+        """The table of images that are of one data set."""
+        ((table, _),) = self.parts
+        return table
+
+    @property
+    def root(self) -> Path | str:
+        """Folder, tar files or URL of images that are of one data set."""
+        ((_, root),) = self.parts
+        return root
 
     @property
     def image_ids(self) -> np.ndarray:
         """(n,) int64, ids of the images."""
-        return self._of(self.columns.image_ids)
+        return self._column("id")
 
     @property
     def sizes(self) -> np.ndarray:
         """(n, 2) int32, height and width of the images in pixels."""
-        return self._of(self.columns.sizes)
+        return np.stack((self._column("height"), self._column("width")), axis=1)
 
     @property
     def num_boxes(self) -> np.ndarray:
         """(n,) int64, number of boxes to learn in each image."""
-        columns = self.columns
-        crowds = columns.starts.searchsorted(np.flatnonzero(columns.crowds), "right") - 1  # image of each; no array of all boxes
-        return self._of(np.diff(columns.starts) - np.bincount(crowds, minlength=len(columns.image_ids)))
+        return self._column("to_learn").astype(np.int64)
 
-    @property
-    def objects(self) -> Objects:
-        """The boxes of the images, crowds included."""
-        columns, counts = self.columns, np.diff(self.columns.starts)
-        tables = (columns.boxes_xywh, columns.areas, columns.labels, columns.crowds, columns.numbers)
-        if self.kept is None:
-            return Objects(np.repeat(np.arange(len(counts)), counts), *tables)
-        counts = counts[self.kept]
-        rows = np.arange(counts.sum()) + np.repeat(columns.starts[self.kept] - np.cumsum(counts) + counts, counts)
-        return Objects(np.repeat(np.arange(len(self)), counts), *(table[rows] for table in tables))
+    def _column(self, name: str) -> np.ndarray:
+        return np.concatenate([table.images[name] for table, _ in self.parts])[self.rows]
 
-    def block(self, start: int, end: int) -> Block:
-        """The images from one index up to another."""
-        part = Records(self.columns, self.root, self.indices[start:end])
-        objects = part.objects
-        boxes, rows = objects.boxes_xywh, ~objects.crowds
-        boxes_xyxy = np.concatenate([boxes[rows, :2], boxes[rows, :2] + boxes[rows, 2:]], axis=1).astype(np.float32)
-        return Block(part.image_ids, part.sizes, objects.image_of[rows], boxes_xyxy, objects.labels[rows].astype(np.int64))
+    def boxes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Boxes of images that are of one data set, crowds included, image by image.
+
+        Returns:
+            (A,) int64, rising: index of the image of each box; and (A,) of ``BOX``.
+        """
+        counts = self._column("count")
+        image_of = np.repeat(np.arange(len(self)), counts)
+        at = np.arange(len(image_of)) + np.repeat(self._column("first") - np.cumsum(counts) + counts, counts)
+        return image_of, self.table.boxes[at]
+
+    def boxes_to_learn(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Boxes of images that are of one data set, without crowds, image by image.
+
+        Returns:
+            (G,) int64, rising: index of the image of each box; (G, 4) float32, xyxy in pixels; (G,) int64, labels in [0, K).
+        """
+        image_of, boxes = self.boxes()
+        is_taken, *others = _to_learn(boxes)
+        return image_of[is_taken], *others
+
+    def blocks(self, images: int = 2**14) -> Iterator["Records"]:
+        """All images, in parts of one data set each, and so small that the boxes of one take little memory."""
+        bounds = np.searchsorted(self.rows, [0, *self.ends])
+        for part, before, start, end in zip(self.parts, [0, *self.ends], bounds, bounds[1:], strict=False):
+            for at in range(start, end, images):
+                yield Records([part], np.asarray(self.rows[at : min(at + images, end)]) - before)
 
     def select(self, chosen: np.ndarray) -> "Records":
         """The images where ``chosen``, (n,) bool, is True."""
-        if chosen.all():
-            return self
-        kept = np.flatnonzero(chosen) if self.kept is None else self.kept[chosen]
-        return Records(self.columns, self.root, kept, self.corrected)
-
-    def without(self, image_ids: Container[int]) -> "Records":
-        """The images with other ids."""
-        return self.select(np.array([image_id not in image_ids for image_id in self.image_ids.tolist()], dtype=bool))
-
-    def _of(self, values: np.ndarray) -> np.ndarray:
-        return values if self.kept is None else values[self.kept]
+        return self if chosen.all() else Records(self.parts, np.asarray(self.rows)[chosen], self.corrected)
 
 
-class JoinedRecords(Sequence[ImageRecord]):
-    """The images of several data sets, one after the other."""
-
-    def __init__(self, parts: Sequence[Sequence[ImageRecord]]):
-        self.parts = list(parts)
-        self.ends = list(itertools.accumulate(map(len, self.parts)))
-
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def __getitem__(self, index: int | slice) -> ImageRecord | list[ImageRecord]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"image {index} of {len(self)}")
-        index = index + len(self) if index < 0 else index
-        part = bisect.bisect_right(self.ends, index)
-        return self.parts[part][index - (self.ends[part - 1] if part else 0)]
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """(n, 2) integers, height and width of the images in pixels."""
-        return np.concatenate([sizes_of(part) for part in self.parts])
-
-    @property
-    def num_boxes(self) -> np.ndarray:
-        """(n,) int64, number of boxes to learn in each image."""
-        return np.concatenate([num_boxes_of(part) for part in self.parts])
-
-
-def join(parts: Sequence[Sequence[ImageRecord]]) -> Sequence[ImageRecord]:
+def join(several: Sequence[Records]) -> Records:
     """The images of one or several data sets as one sequence."""
-    return parts[0] if len(parts) == 1 else JoinedRecords(parts)
+    if len(several) == 1:
+        return several[0]
+    parts, rows, corrected, before = [], [], {}, 0
+    for records in several:
+        parts += records.parts
+        rows.append(np.asarray(records.rows) + before)
+        corrected |= {before + row: path for row, path in records.corrected.items()}
+        before += records.ends[-1]
+    return Records(parts, np.concatenate(rows), corrected)
 
 
-def blocks_of(records: Sequence[ImageRecord], images: int = 2**14) -> Iterator[Block]:
-    """The images one after the other, so many at once that a block takes little memory, without an object for each."""
-    if isinstance(records, JoinedRecords):
-        for part in records.parts:
-            yield from blocks_of(part, images)
-        return
-    for start in range(0, len(records), images):
-        if isinstance(records, Records):
-            yield records.block(start, min(start + images, len(records)))
-        else:
-            yield _block(records[start : start + images])
-
-
-def _block(records: Sequence[ImageRecord]) -> Block:
-    counts = [len(record.labels) for record in records]
-    boxes = np.concatenate([np.zeros((0, 4), np.float32), *(record.boxes_xyxy for record in records)])
-    labels = np.concatenate([np.zeros(0, np.int64), *(record.labels for record in records)])
-    ids = np.array([record.image_id for record in records], dtype=np.int64)
-    return Block(ids, sizes_of(records), np.repeat(np.arange(len(records)), counts), boxes, labels)
-
-
-def sizes_of(records: Sequence[ImageRecord]) -> np.ndarray:
-    """(n, 2) integers, height and width of images in pixels."""
-    if isinstance(records, (Records, JoinedRecords)):
-        return records.sizes
-    return np.array([(record.height, record.width) for record in records], dtype=np.int64).reshape(-1, 2)
-
-
-def num_boxes_of(records: Sequence[ImageRecord]) -> np.ndarray:
-    """(n,) int64, number of boxes to learn in each image."""
-    if isinstance(records, (Records, JoinedRecords)):
-        return records.num_boxes
-    return np.array([len(record.labels) for record in records], dtype=np.int64)
+def _to_learn(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(A,) of ``BOX`` -> (A,) bool, whether a box is to be learned; xyxy, (G, 4) float32, and labels, (G,) int64, of those."""
+    is_taken = ~boxes["crowd"]
+    boxes = boxes[is_taken]
+    corners = np.concatenate((boxes["xywh"][:, :2], boxes["xywh"][:, :2] + boxes["xywh"][:, 2:]), axis=1)
+    return is_taken, corners.astype(np.float32), boxes["label"].astype(np.int64)

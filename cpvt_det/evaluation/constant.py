@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same detections for every image: what a model must beat to have learned more than where objects usually are."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
-from cpvt_det.data.coco import ImageRecord
-from cpvt_det.data.records import Block, blocks_of
+from cpvt_det.data.records import Records
 from cpvt_det.structures import Detections
 
 
-def constant_detections(records: Sequence[ImageRecord], most: int = 100) -> Detections:
+def constant_detections(records: Records, most: int = 100) -> Detections:
     """One box for each class: the mean of its training boxes, in shares of the sides of their images.
 
     The mean is taken of each corner coordinate, and so of centres, widths and heights too. The score of a class is the share of
@@ -25,7 +22,7 @@ def constant_detections(records: Sequence[ImageRecord], most: int = 100) -> Dete
         Boxes (k, 4) float32 in [0, 1] of any image, scores (k,) float32, labels (k,) int64; best first. Of k classes with boxes.
     """
     totals = np.zeros((0, 6))  # of each class: images, boxes, corners
-    for block in blocks_of(records):
+    for block in records.blocks():
         totals = _add(totals, _totals(block))
     images = totals[:, 0]
     known = np.argsort(-images, kind="stable")[: np.count_nonzero(images)][:most]
@@ -37,13 +34,14 @@ def constant_detections(records: Sequence[ImageRecord], most: int = 100) -> Dete
     )
 
 
-def _totals(block: Block) -> np.ndarray:
+def _totals(block: Records) -> np.ndarray:
     """(k, 6): of each class up to the last that is there, the number of images with it, that of its boxes, and their sum."""
-    boxes = block.boxes_xyxy / block.sizes[:, [1, 0, 1, 0]][block.image_of]
-    number = block.labels.max(initial=-1) + 1
-    classes = np.unique(block.image_of * number + block.labels) % max(1, number)  # of each image once
-    columns = [np.bincount(classes, minlength=number), np.bincount(block.labels, minlength=number)]
-    return np.stack([*columns, *(np.bincount(block.labels, column, number) for column in boxes.T)], axis=1).astype(np.float64)
+    image_of, boxes, labels = block.boxes_to_learn()
+    boxes = boxes / block.sizes[:, [1, 0, 1, 0]][image_of]
+    number = labels.max(initial=-1) + 1
+    classes = np.unique(image_of * number + labels) % max(1, number)  # of each image once
+    columns = [np.bincount(classes, minlength=number), np.bincount(labels, minlength=number)]
+    return np.stack([*columns, *(np.bincount(labels, column, number) for column in boxes.T)], axis=1).astype(np.float64)
 
 
 def _add(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cpvt_det.data.records import Objects, Records
+from cpvt_det.data.records import Records
+from cpvt_det.data.table import BOX
 
 COUNTED = 100
 """Detections per class and image that count, the best ones, as in COCO. Where an image has more objects of a class, all count."""
@@ -20,17 +21,19 @@ class GroundTruth:
 
     Attributes:
         image_ids: (N,) int64.
-        objects: boxes of the images, image by image.
+        image_of: (A,) int64, rising: index of the image of each object.
+        objects: (A,) of ``cpvt_det.data.table.BOX``.
     """
 
     image_ids: np.ndarray
-    objects: Objects
+    image_of: np.ndarray
+    objects: np.ndarray
 
     @cached_property
     def most_of_a_class(self) -> int:
         """The largest number of objects of a class in an image, without crowds."""
-        labels = self.objects.labels.astype(np.int64)
-        pairs = (self.objects.image_of * (labels.max(initial=0) + 1) + labels)[~self.objects.crowds]
+        labels = self.objects["label"].astype(np.int64)
+        pairs = (self.image_of * (labels.max(initial=0) + 1) + labels)[~self.objects["crowd"]]
         return int(np.unique(pairs, return_counts=True)[1].max(initial=0))
 
     @property
@@ -45,10 +48,10 @@ class GroundTruth:
             class_ids: category id of each label.
             labels: labels whose objects are taken.
         """
-        objects, taken = self.objects, np.isin(self.objects.labels, labels)
-        image_ids, categories = self.image_ids[objects.image_of], np.array(class_ids)[objects.labels]
-        columns = [image_ids, categories, objects.boxes_xywh, objects.areas, objects.crowds.astype(int)]
-        columns = [column[taken] for column in columns]
+        taken = np.isin(self.objects["label"], labels)
+        objects, image_ids = self.objects[taken], self.image_ids[self.image_of[taken]]
+        categories = np.array(class_ids)[objects["label"]]
+        columns = [image_ids, categories, objects["xywh"], objects["area"], objects["crowd"].astype(int)]
         rows = enumerate(zip(*(column.tolist() for column in columns), strict=True), start=1)
         return [{"id": n, "image_id": i, "category_id": c, "bbox": b, "area": a, "iscrowd": k} for n, (i, c, b, a, k) in rows]
 
@@ -65,7 +68,7 @@ def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) 
         ValueError: images without distinct integer ids; an annotation of an unknown image or category.
     """
     if isinstance(source, Records):
-        return GroundTruth(source.image_ids, source.objects)
+        return GroundTruth(source.image_ids, *source.boxes())
     image_ids = [image["id"] for image in source["images"]]
     index_of = {image_id: index for index, image_id in enumerate(image_ids)}
     label_of = {class_id: label for label, class_id in enumerate(class_ids)}
@@ -81,9 +84,7 @@ def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) 
             )
         _, _, width, height = box = annotation["bbox"]
         area = float(width) * float(height) if area is None else area
-        rows.append((index_of[image_id], label_of[class_id], bool(annotation.get("iscrowd")), number, area, *box))
-    table = np.array(rows, dtype=np.float64).reshape(-1, 9)
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    image_of, labels, crowds, numbers = table[:, :4].astype(np.int64).T
-    objects = Objects(image_of, np.ascontiguousarray(table[:, 5:]), table[:, 4], labels, crowds.astype(bool), numbers)
-    return GroundTruth(np.array(image_ids, dtype=np.int64), objects)
+        rows.append((index_of[image_id], (box, area, number, label_of[class_id], bool(annotation.get("iscrowd")))))
+    rows.sort(key=lambda row: row[0])
+    image_of, objects = zip(*rows, strict=True) if rows else ((), ())
+    return GroundTruth(*(np.array(ids, dtype=np.int64) for ids in (image_ids, image_of)), np.array(list(objects), dtype=BOX))

@@ -106,13 +106,14 @@ def pair_images(
     for result in results:
         found[result["image_id"]].append((*result["bbox"], label_of[result["category_id"]], result["score"]))
     ids, objects = ground_truth.image_ids, ground_truth.objects
-    starts = np.searchsorted(objects.image_of, np.arange(len(ids) + 1))
+    starts = np.searchsorted(ground_truth.image_of, np.arange(len(ids) + 1))
+    boxes, labels, crowds = (np.ascontiguousarray(objects[name]) for name in ("xywh", "label", "crowd"))
     images = []
     for index in np.argsort(ids).tolist():
         here = np.array(found[int(ids[index])], dtype=float).reshape(-1, 6)
         here = here[np.argsort(-here[:, 5], kind="stable")]
         rows = slice(starts[index], starts[index + 1])
-        there = (objects.boxes_xywh[rows], objects.labels[rows].astype(int), objects.crowds[rows])
+        there = (boxes[rows], labels[rows].astype(int), crowds[rows])
         detected = (np.ascontiguousarray(here[:, :4]), here[:, 4].astype(int), here[:, 5])
         images.append(ScoredImage(int(ids[index]), *there, *detected, counted or ground_truth.counted))
     return images

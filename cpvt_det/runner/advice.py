@@ -3,7 +3,6 @@
 
 import logging
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from fvcore.common.config import CfgNode
@@ -11,7 +10,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det import builders, distributed
 from cpvt_det.checkpoint.checkpointer import BEST, RunState
 from cpvt_det.checkpoint.resume import FINAL
-from cpvt_det.data.records import ImageRecord, num_boxes_of
+from cpvt_det.data.records import Records
 from cpvt_det.own_modules import import_words
 from cpvt_det.solver.schedule import TrainingSchedule
 
@@ -23,7 +22,7 @@ FEW = {"random weights": 30_000, "a pretrained backbone": 1_000}
 """What a run starts from -> iterations below which a warning is due."""
 
 
-def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[ImageRecord]) -> None:
+def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Records) -> None:
     """Warn of a detector's run that is far too short for what it starts from, and of images with nearly as many objects as queries.
 
     Args:
@@ -44,7 +43,7 @@ def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Sequence[Image
             TYPICAL[start],
         )
     queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
-    most = int(num_boxes_of(records).max(initial=0))
+    most = int(records.num_boxes.max(initial=0))
     if queries / 2 < most <= queries:  # above that, the check of the data reports an error
         logger.warning(
             "An image has %d objects, more than half of the %d queries; raise MODEL.DETR.NUM_OBJECT_QUERIES",

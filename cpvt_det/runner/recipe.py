@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import counted
 
 CANVASES = (128, 160, 192, 224, 256, 320, 384, 448, 512, 640)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
-from cpvt_det.data.coco import Classes, CocoDataset, ImageRecord, describe_records
-from cpvt_det.data.records import join
+from cpvt_det.data.coco import Classes, CocoDataset, describe_records
+from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.image_classes import count_images
 from cpvt_det.data.validation.issues import EXAMPLES
@@ -63,15 +63,15 @@ class ClassificationTask:
         """Test sets, as :func:`cpvt_det.builders.load_class_tests`."""
         return builders.load_class_tests(self.cfg)
 
-    def training_records(self, datasets: list[CocoDataset]) -> Sequence[ImageRecord]:
+    def training_records(self, datasets: list[CocoDataset]) -> Records:
         """Images to train on: all."""
         return join([dataset.records for dataset in datasets])
 
-    def describe(self, records: Sequence[ImageRecord]) -> dict[str, Any]:
+    def describe(self, records: Records) -> dict[str, Any]:
         """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
         return describe_records(records)
 
-    def build_train_loader(self, records: Sequence[ImageRecord], seed: int) -> "TrainLoader":
+    def build_train_loader(self, records: Records, seed: int) -> "TrainLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_class_train_loader`."""
         return builders.build_class_train_loader(self.cfg, records, seed)
 
@@ -97,7 +97,7 @@ class ClassificationTask:
 
         return ClassEvaluator(dataset.records, dataset.classes)
 
-    def baseline(self, records: Sequence[ImageRecord], dataset: CocoDataset) -> dict[str, float]:
+    def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
         """Top-1 of an answer that is the same for every image: the scores are the classes' shares of the training images."""
         import torch
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
-from cpvt_det.data.coco import CocoDataset, ImageRecord, describe_records
+from cpvt_det.data.coco import CocoDataset, describe_records
+from cpvt_det.data.records import Records
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES
 from cpvt_det.files import write_json
@@ -63,15 +64,15 @@ class DetectionTask:
         """Test sets, as :func:`cpvt_det.builders.load_tests`."""
         return builders.load_tests(self.cfg)
 
-    def training_records(self, datasets: list[CocoDataset]) -> Sequence[ImageRecord]:
+    def training_records(self, datasets: list[CocoDataset]) -> Records:
         """Images to train on, as :func:`cpvt_det.builders.training_records`."""
         return builders.training_records(self.cfg, datasets)
 
-    def describe(self, records: Sequence[ImageRecord]) -> dict[str, Any]:
+    def describe(self, records: Records) -> dict[str, Any]:
         """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
         return describe_records(records)
 
-    def build_train_loader(self, records: Sequence[ImageRecord], seed: int) -> "TrainLoader":
+    def build_train_loader(self, records: Records, seed: int) -> "TrainLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_train_loader`."""
         return builders.build_train_loader(self.cfg, records, seed)
 
@@ -107,7 +108,7 @@ class DetectionTask:
             )
         return evaluator
 
-    def baseline(self, records: Sequence[ImageRecord], dataset: CocoDataset) -> dict[str, float]:
+    def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
         """AP and AP50 of the constant box, :func:`cpvt_det.evaluation.constant.constant_detections`, on a test set."""
         import torch
 

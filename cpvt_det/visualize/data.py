@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.data.coco import Classes, ImageRecord
+from cpvt_det.data.coco import Classes
 from cpvt_det.data.mapper import Sample
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import BadInputError
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.structures import Detections, Targets

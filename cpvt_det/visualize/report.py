@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from cpvt_det.data.coco import CocoDataset, ImageRecord
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.images import read_image
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.coco import format_table
 from cpvt_det.evaluation.confusion import Mistakes, confusion_matrix, worst_images
 from cpvt_det.evaluation.ground_truth import ground_truth_of

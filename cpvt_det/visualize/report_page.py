@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from cpvt_det.data.coco import CocoDataset, ImageRecord
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.images import read_image
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.confusion import worst_images
 from cpvt_det.evaluation.matching import ScoredImage
 from cpvt_det.evaluation.outcomes import IGNORED, NOTHING, Outcomes, outcomes

@@ -23,9 +23,9 @@ from cpvt_det.config import get_cfg, load_cfg
 from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, single
 from cpvt_det.data.augmentation.step import as_scene
 from cpvt_det.data.augmentation.visible import clip_to_visible, visible_part
-from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.mapper import Mapper, train_transform
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import ConfigError, DeadWorkerError
 from cpvt_det.tasks.registry import build_task
 

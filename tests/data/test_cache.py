@@ -18,8 +18,8 @@ from test_columns import all_of, messy, write
 from cpvt_det.data import cache, coco
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
-from cpvt_det.data.columns import ARRAYS, load_columns
 from cpvt_det.data.formats.registry import FORMAT_REGISTRY, register_format
+from cpvt_det.data.table import load_table
 from cpvt_det.errors import DataError
 
 
@@ -32,7 +32,7 @@ def large(tmp_path, monkeypatch):
 def test_what_was_read_is_kept_for_the_next_time(large, tmp_path, monkeypatch):
     first = read_coco(large, cache=tmp_path / "kept")
     assert all_of(first) == all_of(read_coco(large))
-    described = coco.describe_records(list(first.records))
+    described = coco.describe_records(first.records)
     monkeypatch.setattr(coco, "_read", None)  # nothing is read again
     second = read_coco(replace(large, name="other"), cache=tmp_path / "kept")
     assert all_of(second) == all_of(first)
@@ -41,12 +41,12 @@ def test_what_was_read_is_kept_for_the_next_time(large, tmp_path, monkeypatch):
     assert coco.describe_records(second.records) != described
     second = read_coco(replace(large, name="other"), cache=tmp_path / "kept")
     assert second.issues.source == f"other ({large.annotations})"
-    assert second.records.columns.path.parent == tmp_path / "kept"
-    assert not second.records.columns.boxes_xywh.flags.writeable
+    assert second.records.table.path.parent == tmp_path / "kept"
+    assert not second.records.table.boxes.flags.writeable
     again = pickle.loads(pickle.dumps(second.records))
     assert len(pickle.dumps(second.records)) < 1000
-    for name in ARRAYS:
-        assert np.array_equal(getattr(again.columns, name), getattr(first.records.columns, name))
+    for name in ("images", "names", "boxes"):
+        assert np.array_equal(getattr(again.table, name), getattr(first.records.table, name))
 
 
 def test_a_file_that_changed_is_read_again(large, tmp_path):
@@ -98,7 +98,7 @@ def test_a_reading_that_cannot_be_written_is_not_lost(large, tmp_path, monkeypat
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache, "save_columns", full)
+    monkeypatch.setattr(cache, "save_table", full)
     read, times = coco._read, []
     monkeypatch.setattr(coco, "_read", lambda *arguments: times.append(1) or read(*arguments))
     assert all_of(read_coco(large, cache=tmp_path / "kept")) == all_of(read_coco(large))
@@ -160,7 +160,7 @@ def test_other_formats_are_kept_too_until_a_file_changes(tmp_path, monkeypatch, 
     new.parent.mkdir(exist_ok=True)
     Image.new("RGB", (3, 2)).save(new)
     assert reads_again() and not reads_again()
-    assert read_coco(files, cache=kept).records.columns.path.parent == kept
+    assert read_coco(files, cache=kept).records.table.path.parent == kept
     monkeypatch.setattr(cache, "FEW", 1000)
     assert reads_again() and reads_again()
 
@@ -240,8 +240,7 @@ def test_of_two_makers_one_reads_and_the_other_waits(large, tmp_path):
     for one in makers:
         one.join()
     assert counted.value == 1 and len({count for count, _ in found}) == 1
-    columns, _ = load_columns(next((tmp_path / "kept").glob("*.columns")))
-    assert len(columns.image_ids) == found[0][0]
+    assert len(load_table(next((tmp_path / "kept").glob("*.columns"))).images) == found[0][0]
 
 
 def test_columns_do_not_change_with_what_is_made_of_them(large, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from cpvt_det.data import annotations, coco, json_stream
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
-from cpvt_det.data.records import JoinedRecords, Records, blocks_of, join, sizes_of
+from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.image_classes import SEVERAL, check_image_classes, count_images
 from cpvt_det.data.validation.issues import Issues
@@ -111,10 +111,10 @@ def test_boxes_without_area_iscrowd_and_id_take_no_more_memory():
     tracemalloc.start()
     for number in range(20_000):
         table.add({"image_id": 1, "category_id": 1, "bbox": [1.5 + number / 2**10, 2.5, 10.0, 20.0]})
-    columns = table.columns({1: 0})
+    found = table.table({1: 0})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(columns.labels) == 20_000 and set(columns.areas.tolist()) == {200.0} and peak < 20_000 * 200
+    assert len(found.boxes) == 20_000 and set(found.boxes["area"].tolist()) == {200.0} and peak < 20_000 * 200
 
 
 def refuse(*arguments):
@@ -147,21 +147,21 @@ def test_records_are_chosen_and_joined_without_reading_them(tmp_path):
     files = write(tmp_path / "a.json", messy(1))
     records, plain = read_coco(files).records, list(read_coco(files).records)
     assert [len(record.labels) for record in plain] == records.num_boxes.tolist()
-    assert [[record.height, record.width] for record in plain] == records.sizes.tolist() == sizes_of(plain).tolist()
+    assert [[record.height, record.width] for record in plain] == records.sizes.tolist()
     chosen = records.num_boxes > 8
     some = records.select(chosen)
     assert 0 < len(some) < len(records)
     assert [one.image_id for one in some] == [one.image_id for one in plain if len(one.labels) > 8]
     assert some[-1].boxes_xyxy.tolist() == some[len(some) - 1].boxes_xyxy.tolist()
     kept = set(some.image_ids.tolist())
-    objects, everything = some.objects, records.objects
-    is_kept = np.isin(records.image_ids[everything.image_of], list(kept))
-    assert objects.boxes_xywh.tolist() == everything.boxes_xywh[is_kept].tolist()
-    assert some.image_ids[objects.image_of].tolist() == records.image_ids[everything.image_of[is_kept]].tolist()
+    (image_of, objects), (every_image_of, everything) = some.boxes(), records.boxes()
+    is_kept = np.isin(records.image_ids[every_image_of], list(kept))
+    assert objects["xywh"].tolist() == everything["xywh"][is_kept].tolist()
+    assert some.image_ids[image_of].tolist() == records.image_ids[every_image_of[is_kept]].tolist()
     some.set_path(1, "elsewhere.png")
     assert some[1].file_name == "elsewhere.png" and some[0].file_name == str(tmp_path / f"é{some[0].image_id}.png")
     both = join([some, records])
-    assert isinstance(both, JoinedRecords) and len(both) == len(some) + len(records)
+    assert len(both) == len(some) + len(records) and both[1].file_name == "elsewhere.png"
     assert [one.image_id for one in both] == [*some.image_ids.tolist(), *records.image_ids.tolist()]
     assert both[-1].image_id == plain[-1].image_id and both.sizes.tolist() == [*some.sizes.tolist(), *records.sizes.tolist()]
     assert [one.image_id for one in both[3:9:2]] == [both[index].image_id for index in (3, 5, 7)]
@@ -173,14 +173,14 @@ def test_records_are_chosen_and_joined_without_reading_them(tmp_path):
 
 
 def records_of(tmp_path):
-    """Records of all kinds of one data set: all, some, of two parts, and as a list; with images that have no box."""
+    """Records of all kinds of one data set: all, some, and of two parts; with images that have no box."""
     content = messy(1)
     content["images"] += [{"id": 6000 + number, "file_name": f"empty{number}.png", "height": 9, "width": 8} for number in range(3)]
     records = read_coco(write(tmp_path / "a.json", content)).records
     assert not records.num_boxes[-3:].any()
     some = records.select(records.num_boxes != 9)
     assert 0 < len(some) < len(records)
-    return [records, some, join([some, records.select(records.num_boxes == 0)]), list(records)]
+    return [records, some, join([some, records.select(records.num_boxes == 0)])]
 
 
 @pytest.fixture
@@ -197,12 +197,13 @@ def test_blocks_have_the_boxes_of_the_records(tmp_path):
     for records in records_of(tmp_path):
         for images in (1, 7, 1000):
             found = [
-                (int(image_id), *size, block.boxes_xyxy[block.image_of == at].tolist(), block.labels[block.image_of == at].tolist())
-                for block in blocks_of(records, images)
+                (int(image_id), *size, boxes[image_of == at].tolist(), labels[image_of == at].tolist())
+                for block in records.blocks(images)
+                for image_of, boxes, labels in [block.boxes_to_learn()]
                 for at, (image_id, size) in enumerate(zip(block.image_ids, block.sizes.tolist(), strict=True))
             ]
             assert found == [(r.image_id, r.height, r.width, r.boxes_xyxy.tolist(), r.labels.tolist()) for r in records]
-            assert {block.boxes_xyxy.dtype for block in blocks_of(records)} == {np.dtype(np.float32)}
+            assert {block.boxes_to_learn()[1].dtype for block in records.blocks()} == {np.dtype(np.float32)}
 
 
 def test_the_hash_of_a_run_s_records_is_of_their_bytes_without_making_them(tmp_path, no_records):
@@ -216,13 +217,23 @@ def test_the_hash_of_a_run_s_records_is_of_their_bytes_without_making_them(tmp_p
     assert [coco.describe_records(records) for records in every] == expected
 
 
+def constant_by_hand(plain):
+    """Labels, scores and mean corners of the classes, those in most images first."""
+    rows = []
+    for label in range(3):
+        boxes = [box / ([one.width, one.height] * 2) for one in plain for box in one.boxes_xyxy[one.labels == label]]
+        rows.append((-sum(label in one.labels for one in plain) / len(plain), label, np.mean(boxes, axis=0).tolist()))
+    return [label for _, label, _ in sorted(rows)], [-score for score, *_ in sorted(rows)], [box for *_, box in sorted(rows)]
+
+
 def test_the_constant_box_is_that_of_the_records_without_making_them(tmp_path, no_records):
-    records, some, joined, plain = records_of(tmp_path)
-    of_some = constant_detections(list(some))
+    records, some, joined = records_of(tmp_path)
+    expected = [constant_by_hand(list(records)), constant_by_hand(list(some))]
     no_records()
-    for found, expected in ((constant_detections(records), constant_detections(plain)), (constant_detections(some), of_some)):
-        assert len(found.labels) == 3 and torch.equal(found.labels, expected.labels) and torch.equal(found.scores, expected.scores)
-        torch.testing.assert_close(found.boxes_xyxy, expected.boxes_xyxy, rtol=1e-6, atol=0)
+    of_some = constant_detections(some)
+    for found, (labels, scores, boxes) in zip((constant_detections(records), of_some), expected, strict=True):
+        assert found.labels.tolist() == labels and found.scores.tolist() == pytest.approx(scores)
+        torch.testing.assert_close(found.boxes_xyxy, torch.tensor(boxes), rtol=1e-6, atol=0)
     assert constant_detections(joined).scores.max() < of_some.scores.max()  # the images without boxes count twice
 
 

@@ -10,9 +10,9 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.data.coco import ImageRecord
 from cpvt_det.data.images import read_header, read_image, read_pillow
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import ConfigError, DataError
 
 evaluation_transform.__test__ = False  # no test, whatever pytest thinks of its name

@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_evaluation import detections, evaluator_of, scene
 
-from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.records import Records
+from cpvt_det.data.table import BOX, IMAGE, Table
 from cpvt_det.evaluation.constant import constant_detections
 from cpvt_det.evaluation.thresholds import Thresholds
 
@@ -57,21 +58,23 @@ def test_other_values_are_no_thresholds(state):
         Thresholds.from_state_dict(state, 2)
 
 
-def record(image_id, height, width, *rows):
-    """Rows of (label, x1, y1, x2, y2)."""
-    table = np.array(rows, dtype=np.float32).reshape(-1, 5)
-    return ImageRecord("", image_id, height, width, table[:, 1:], table[:, 0].astype(np.int64))
+def records_of(*sizes, boxes):
+    """Images of (height, width), and boxes of (index of the image, label, x1, y1, x2, y2), image by image."""
+    images, table = np.zeros(len(sizes), IMAGE), np.array(boxes)
+    images["height"], images["width"] = zip(*sizes, strict=True)
+    images["count"] = images["to_learn"] = np.bincount(table[:, 0], minlength=len(sizes))
+    images["first"] = np.searchsorted(table[:, 0], np.arange(len(sizes)))
+    objects = np.zeros(len(table), BOX)
+    objects["label"], objects["xywh"] = table[:, 1], np.hstack((table[:, 2:4], table[:, 4:] - table[:, 2:4]))
+    return Records([(Table(images, np.zeros(0, np.uint8), objects), "")])
 
 
 def test_the_constant_box_is_the_mean_of_each_class_in_shares_of_the_image():
     """Class 2 is in both images, once over the left half and once, twice as large in pixels, over the right half: the mean of
     [0, 0, 1/2, 1] and [1/2, 0, 1, 1]. Class 0 is in one of three. Class 1 has no box.
     """
-    records = [
-        record(1, 100, 200, (2, 0, 0, 100, 100), (0, 20, 10, 40, 30)),
-        record(2, 200, 400, (2, 200, 0, 400, 200)),
-        record(3, 50, 50),
-    ]
+    boxes = [(0, 2, 0, 0, 100, 100), (0, 0, 20, 10, 40, 30), (1, 2, 200, 0, 400, 200)]
+    records = records_of((100, 200), (200, 400), (50, 50), boxes=boxes)
     found = constant_detections(records)
     assert found.labels.tolist() == [2, 0]
     torch.testing.assert_close(found.scores, torch.tensor([2 / 3, 1 / 3]))
@@ -81,7 +84,7 @@ def test_the_constant_box_is_the_mean_of_each_class_in_shares_of_the_image():
 
 
 def test_no_class_has_more_than_its_share_where_an_image_has_many_boxes():
-    crowded = record(1, 10, 10, (0, 0, 0, 5, 5), (0, 5, 5, 10, 10), (0, 0, 0, 10, 10))
-    found = constant_detections([crowded, record(2, 10, 10)])
+    boxes = [(0, 0, 0, 0, 5, 5), (0, 0, 5, 5, 10, 10), (0, 0, 0, 0, 10, 10)]
+    found = constant_detections(records_of((10, 10), (10, 10), boxes=boxes))
     assert found.scores.tolist() == [0.5]
     torch.testing.assert_close(found.boxes_xyxy, torch.tensor([[1 / 6, 1 / 6, 5 / 6, 5 / 6]]))

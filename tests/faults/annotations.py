@@ -151,7 +151,7 @@ MAKER = """
 import time
 from pathlib import Path
 from cpvt_det.data import cache, coco
-folder, read_once, read, save = Path({folder!r}), coco.read_once, coco._read, cache.save_columns
+folder, read_once, read, save = Path({folder!r}), coco.read_once, coco._read, cache.save_table
 def note(what):
     with (folder / what).open("a") as file:
         file.write(what + ".")
@@ -163,14 +163,14 @@ def read_late(*arguments):
     while (folder / "came").stat().st_size < 10 and not {hangs}:
         time.sleep(0.01)
     return read(*arguments)
-def save_half(columns, about, file):
+def save_half(table, file):
     file.write(b"half")
     file.flush()
     note("half")
     time.sleep(100)
 coco.read_once, coco._read = arrive, read_late
 if {hangs}:
-    cache.save_columns = save_half
+    cache.save_table = save_half
 """
 """A process that reads when two have come, or one that hangs in the middle of writing down what it has read."""
 
@@ -430,14 +430,14 @@ CASES = [
         annotation(iscrowd=1),
         "4 images, 0 of them without objects, 7 boxes",
         0,
-        guard=Cut("data/records.py", "np.flatnonzero(columns.crowds)", "np.flatnonzero(columns.crowds & False)"),
+        guard=table('[rows][~boxes["crowd"]]', "[rows]"),
     ),
     DataCase(
         "images without objects",
         only_first_boxes,
         "4 images, 2 of them without objects, 4 boxes",
         0,
-        guard=table("np.arange(len(ids) + 1)", "np.unique(whole[rows, 1])"),
+        guard=table('[~boxes["crowd"]], minlength=len(images))', '[~boxes["crowd"]])'),
     ),
     DataCase(
         "more boxes than queries",

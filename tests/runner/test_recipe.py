@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cpvt_det import builders
-from cpvt_det.data.coco import Classes, ImageRecord
+from cpvt_det.data.coco import Classes
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import BadInputError, ConfigError
 from cpvt_det.runner import choose
 from cpvt_det.runner.choose import choose_settings, config_of, describe_machine, write_choices

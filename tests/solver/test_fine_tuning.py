@@ -8,7 +8,8 @@ from test_solver import make_samples, make_step, tiny_cfg
 
 from cpvt_det import builders
 from cpvt_det.config import get_cfg
-from cpvt_det.data.coco import ImageRecord
+from cpvt_det.data.records import Records
+from cpvt_det.data.table import BOX, IMAGE, Table
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.models.parts import belongs_to_part
 from cpvt_det.runner import advice
@@ -91,7 +92,9 @@ def test_nothing_to_train_is_refused():
 
 
 def records_with(*counts):
-    return [ImageRecord("", n, 10, 10, np.zeros((n, 4), np.float32), np.zeros(n, np.int64)) for n in counts]
+    images = np.zeros(len(counts), IMAGE)
+    images["to_learn"] = counts
+    return Records([(Table(images, np.zeros(0, np.uint8), np.zeros(0, BOX)), "")])
 
 
 @pytest.mark.parametrize(

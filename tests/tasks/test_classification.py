@@ -19,9 +19,10 @@ from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
-from cpvt_det.data.coco import Classes, ImageRecord
+from cpvt_det.data.coco import Classes
 from cpvt_det.data.formats.image_folder import read_image_folder
 from cpvt_det.data.loader import MappedDataset, TrainBatches
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError
 from cpvt_det.evaluation.top_k import ClassEvaluator, format_accuracies, most_confused
 from cpvt_det.losses.image_classes import ClassCriterion

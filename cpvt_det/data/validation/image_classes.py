@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The further rules of image classification: an image has one class, and a class has an image in every split."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.records import ImageRecord, blocks_of
+from cpvt_det.data.records import Records
 from cpvt_det.data.validation.check import CheckedData
 
 SEVERAL = "images that do not have exactly one class"
@@ -38,22 +38,24 @@ def check_image_classes(data: CheckedData) -> CheckedData:
     return CheckedData(train, tests, data.issues)
 
 
-def count_images(records: Sequence[ImageRecord], number: int) -> np.ndarray:
+def count_images(records: Records, number: int) -> np.ndarray:
     """(number,) int64, images of each class, where each has one."""
     counts = np.zeros(number, dtype=np.int64)
-    for block in blocks_of(records):
-        counts += np.bincount(block.labels[np.unique(block.image_of, return_index=True)[1]], minlength=number)
+    for block in records.blocks():
+        image_of, _, labels = block.boxes_to_learn()
+        counts += np.bincount(labels[np.unique(image_of, return_index=True)[1]], minlength=number)
     return counts
 
 
-def _several(records: Sequence[ImageRecord]) -> Iterator[int]:
+def _several(records: Records) -> Iterator[int]:
     """Indices of the images that do not have exactly one class."""
     start = 0
-    for block in blocks_of(records):
-        number = block.labels.max(initial=0) + 1
-        classes = np.unique(block.image_of * number + block.labels) // number  # an image for each class in it
-        yield from (start + np.flatnonzero(np.bincount(classes, minlength=len(block.image_ids)) != 1)).tolist()
-        start += len(block.image_ids)
+    for block in records.blocks():
+        image_of, _, labels = block.boxes_to_learn()
+        number = labels.max(initial=0) + 1
+        classes = np.unique(image_of * number + labels) // number  # an image for each class in it
+        yield from (start + np.flatnonzero(np.bincount(classes, minlength=len(block)) != 1)).tolist()
+        start += len(block)
 
 
 def _leave_out_several(dataset: ClassDataset) -> None:

@@ -3,7 +3,8 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from cpvt_det.errors import DataError, DataFaultsError
 
@@ -85,6 +86,19 @@ class Issues:
                 group = groups.setdefault(heading, Group())
                 group.count += other.count
                 group.examples = [*group.examples, *other.examples][: self.most]
+
+    def to_json(self) -> dict[str, Any]:
+        """What was found, in values that JSON takes."""
+        kinds = {"errors": self.errors, "faults": self.faults, "infos": self.infos}
+        return {name: {heading: asdict(group) for heading, group in groups.items()} for name, groups in kinds.items()}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any], source: str = "", examples: float = EXAMPLES) -> "Issues":
+        """What :meth:`to_json` returned, as issues of a source."""
+        issues = cls(source, examples)
+        for name, groups in found.items():
+            setattr(issues, name, {heading: Group(**group) for heading, group in groups.items()})
+        return issues
 
     def has_errors(self, on_bad: str) -> bool:
         """Whether a run must stop, under a policy of ``POLICIES``."""

@@ -105,9 +105,9 @@ def _states(places: Iterable[str], with_ctime: bool = False) -> dict[str, list[i
 
 def _hash(records: Records) -> str:
     """A hash of names, ids and sizes of the images, of where they are, and of the code that looks at them."""
-    columns, digest = records.columns, hashlib.sha256(str(records.root).encode("utf-8", "surrogatepass"))
-    for array in (columns.names, columns.name_ends, columns.image_ids, columns.sizes, records.indices):
-        digest.update(array)
+    table, digest = records.table, hashlib.sha256(str(records.root).encode("utf-8", "surrogatepass"))
+    for array in (table.names, *(table.images[name] for name in ("id", "height", "width", "name_size")), records.rows):
+        digest.update(np.ascontiguousarray(array))
     shards = split_at_shards(f"{records.root}/")[0]
     if shards:
         found = open_shards(shards)
