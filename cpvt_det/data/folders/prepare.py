@@ -175,19 +175,12 @@ def _as_faults(content: Sections) -> Sections:
     categories = {category["id"] for category in content["categories"]}
     sizes = {image["id"]: (1.0, 1.0) for image in content["images"]}
     for image in content["images"]:
-        fault = image_fault(image)
-        if fault:
-            image.update(
-                {
-                    "height": None,
-                    "width": None,
-                    FAULT: [fault[0], fault[1] if FAULT in image else f"{image['file_name']}: {fault[1]}"],
-                }
-            )
+        if fault := image_fault(image):
+            detail = fault[1] if FAULT in image else f"{image['file_name']}: {fault[1]}"
+            image |= {"height": None, "width": None, FAULT: [fault[0], detail]}
     for annotation in content["annotations"]:
-        fault = annotation_fault(annotation, sizes, categories)
-        if fault:
-            annotation.update({"bbox": None, "area": None, "iscrowd": None, FAULT: list(fault)})
+        if fault := annotation_fault(annotation, sizes, categories):
+            annotation |= {"bbox": None, "area": None, "iscrowd": None, FAULT: list(fault)}
     return content
 
 

@@ -5,7 +5,6 @@ A line of text is ``class cx cy w h``, or the polygon ``class x1 y1 x2 y2 x3 y3 
 Where the YAML file has ``kpt_shape``, numbers of keypoints follow the box. Source: the format of Ultralytics and Roboflow.
 """
 
-import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,12 +47,7 @@ def yolo_splits(path: Path) -> list[str]:
     Raises:
         DataError: a file that cannot be read.
     """
-    path = find_yolo(path) or path
-    content, found = _read_yaml(path), []
-    for split in SPLITS:
-        with contextlib.suppress(DataError):
-            found += [split] if _places(content, split, path) else []
-    return found
+    return [split for split, missing in _named_splits(path).items() if not missing]
 
 
 def missing_splits(path: Path) -> dict[str, str]:
@@ -62,11 +56,17 @@ def missing_splits(path: Path) -> dict[str, str]:
     Raises:
         DataError: a file that cannot be read.
     """
-    content, found = _read_yaml(path), {}
+    return {split: missing for split, missing in _named_splits(path).items() if missing}
+
+
+def _named_splits(path: Path) -> dict[str, str]:
+    path, found = find_yolo(path) or path, {}
+    content = _read_yaml(path)
     for split in SPLITS:
         if any(content.get(name) for name in KEYS.get(split, (split,))):
             try:
                 _places(content, split, path)
+                found[split] = ""
             except DataError as error:
                 found[split] = str(error)
     return found
