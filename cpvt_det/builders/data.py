@@ -12,14 +12,14 @@ from cpvt_det import distributed
 from cpvt_det.builders.augmentation import build_augmentations, check_augmentations, closing_epoch
 from cpvt_det.builders.datasets import check_datasets, require_names
 from cpvt_det.builders.outputs import build_device, build_postprocessor
+from cpvt_det.data.cache import KeptLook
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
 from cpvt_det.data.records import ImageRecord, Records, join
 from cpvt_det.data.shards import open_shards, split_at_shards
-from cpvt_det.data.validation.check import CheckedData, Looked, look_at_images
-from cpvt_det.data.validation.issues import require_no_errors
-from cpvt_det.data.validation.kept import KeptLook
+from cpvt_det.data.validation.check import CheckedData, look_at_images
+from cpvt_det.data.validation.issues import Looked, require_no_errors
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
 from cpvt_det.tiles import Tiling

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was read of a large data set, kept as columns that all processes of a machine share."""
+"""What was read of a large data set, kept as a table that all processes of a machine share; and what was found in its images."""
 
 import contextlib
 import hashlib
 import inspect
+import json
 import logging
 import os
 import time
@@ -13,13 +14,18 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import PIL
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.formats.registry import find_format
+from cpvt_det.data.records import Records
+from cpvt_det.data.shards import INDEX, open_shards, split_at_shards
+from cpvt_det.data.storage import is_url
 from cpvt_det.data.table import Table, load_table, save_table
+from cpvt_det.data.validation.issues import Issues, Looked
 from cpvt_det.errors import DataError
-from cpvt_det.files import atomic_file
+from cpvt_det.files import atomic_file, write_json
 
 try:
     import fcntl
@@ -28,7 +34,7 @@ except ImportError:  # on Windows, where two makers write one after the other
 
 logger = logging.getLogger("cpvt_det")
 SMALL = 2**22  # bytes; a smaller file is read in the time that it takes to say so
-FEW = 10_000  # files; fewer are read in a second
+FEW = 10_000  # files; fewer are read in a second, as their headers are, if they are images
 TICK = 2.0  # seconds, the coarsest time of a file system: a file may change twice within it and keep its times
 
 
@@ -132,13 +138,16 @@ def _hash_of(paths: Iterable[str | Path]) -> tuple[str, int]:
     digest, number = hashlib.sha256(), 0
     for path in paths:
         number += 1
-        try:
-            found = os.stat(path)
-            state = f"{found.st_size} {found.st_mtime_ns}"
-        except OSError:
-            state = "none"
-        digest.update(f"{path}\0{state}\0".encode("utf-8", "surrogateescape"))
+        digest.update(f"{path}\0{_state_of(path)[:2]}\0".encode("utf-8", "surrogateescape"))
     return digest.hexdigest(), number
+
+
+def _state_of(path: str | Path) -> list[int]:
+    """Size and time of a file or folder, and the time that no copy keeps; empty where nothing is there."""
+    with contextlib.suppress(OSError, ValueError):
+        found = os.stat(path)
+        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return []
 
 
 def _place_of(path: Path) -> list[int]:
@@ -165,3 +174,75 @@ def hash_of_code(reader: str = "") -> str:
     paths = [*sorted(Path(__file__).parent.rglob("*.py")), *([Path(reader)] if reader else [])]
     versions = f"{PIL.__version__} {metadata.version('torchvision')}".encode()
     return hashlib.sha256(versions + b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+class KeptLook:
+    """The result of looking at all image files of a data set.
+
+    It is valid as long as nothing is added to the folders of the images, removed or renamed, and images with faults do not change.
+    Another image that is overwritten in its place is noticed when it is read: its size is compared then.
+
+    Args:
+        records: records of the data set.
+        folder: ``DATASETS.CACHE``; empty: nothing is kept.
+    """
+
+    def __init__(self, records: Records, folder: str):
+        self._records = records
+        self._shards = split_at_shards(f"{records.root}/")[0]
+        self._path: Path | None = None
+        self._states: dict[str, list[int]] = {}
+        self._start = time.time_ns()
+        # files behind URLs have nothing that shows a change, but the index of tar files shows theirs
+        if folder and len(records) >= FEW and (self._shards or not is_url(records.root)):
+            self._path = Path(folder).expanduser() / f"{self._hash()}.images.json"
+
+    def load(self) -> Looked | None:
+        """The result of an earlier run; ``None`` if there is none, or if a folder has changed."""
+        if self._path is None:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            if kept["states"] == _times(kept["states"]) and kept["faulty"] == {path: _state_of(path) for path in kept["faulty"]}:
+                paths = {int(index): path for index, path in kept["paths"].items()}
+                return Looked(Issues.from_json(kept["issues"]), kept["left_out"], paths)
+        self._states = _times(self._folders())  # before somebody looks, so that no change in between is missed
+        return None
+
+    def save(self, looked: Looked) -> None:
+        """Keep a result. A folder that cannot be written to costs only time."""
+        if self._path is None or looked.may_pass:
+            return
+        places = np.flatnonzero(np.isin(self._records.image_ids, looked.faulty)).tolist()
+        faulty = {path: _state_of(path) for path in map(self._records.path, places)}
+        if any(state and max(state[1:]) >= self._start - TICK * 1e9 for state in faulty.values()):
+            return  # one may have changed since somebody looked
+        kept = {"states": self._states, "faulty": faulty, "left_out": looked.faulty, "paths": looked.paths}
+        try:
+            write_json({**kept, "issues": looked.issues.to_json()}, self._path)
+        except OSError as error:
+            logger.warning("What was found in the images is not kept in %s: %s", self._path.parent, error)
+
+    def _folders(self) -> set[str]:
+        """The folders of the images, or what stands for them."""
+        if not self._shards:
+            return {os.path.dirname(path) for path in self._records.paths}
+        found = open_shards(self._shards)
+        return {f"{found.folder}/{name}" for name in (INDEX, *found.shards.tolist()) if not is_url(found.folder)}
+
+    def _hash(self) -> str:
+        """A hash of names, ids and sizes of the images, of where they are, and of the code that looks at them."""
+        records, table = self._records, self._records.table
+        arrays = [table.names, *(table.images[name] for name in ("id", "height", "width", "name_size")), records.rows]
+        if self._shards:
+            found = open_shards(self._shards)
+            arrays += [found.keys, found.shard_of, found.starts, found.sizes, found.lengths]
+        digest = hashlib.sha256(f"{records.root}\0{hash_of_code()}".encode("utf-8", "surrogatepass"))
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()[:32]
+
+
+def _times(places: Iterable[str]) -> dict[str, list[int]]:
+    """Size and time of each folder or tar file, which copies keep; nothing of those that are not there."""
+    return {place: _state_of(place)[:2] for place in places}

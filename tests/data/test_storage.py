@@ -23,15 +23,15 @@ from tiny import overrides
 from cpvt_det.builders import build_train_loader, load_splits, training_records
 from cpvt_det.builders.data import _look_together
 from cpvt_det.config import load_cfg
-from cpvt_det.data import shards
+from cpvt_det.data import cache, shards
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.images import ImageHeader, is_file, open_image, read_header, read_image
 from cpvt_det.data.packing import write_shards
 from cpvt_det.data.shards import ARRAYS, INDEX, expand, index_shards, open_shards
 from cpvt_det.data.storage import patiently
-from cpvt_det.data.validation import check, kept
-from cpvt_det.data.validation.issues import Issues
+from cpvt_det.data.validation import check
+from cpvt_det.data.validation.issues import Issues, Looked
 from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
 
@@ -310,7 +310,7 @@ def test_every_process_opens_the_index_before_its_workers_do(drawn_coco, packed,
     """One that looks at no image too, as an earlier run has looked at all."""
     files = DatasetFiles("drawn", drawn_coco.files.annotations, Path(pattern_of(packed)))
     monkeypatch.setattr("cpvt_det.distributed.rank", lambda: 1)
-    monkeypatch.setattr("cpvt_det.distributed.broadcast_object", lambda value: check.Looked(Issues()))
+    monkeypatch.setattr("cpvt_det.distributed.broadcast_object", lambda value: Looked(Issues()))
     _look_together(load_cfg("", words(files.annotations, files.image_root, tmp_path)), read_coco(files).records, False, 20)
     assert pattern_of(packed) in shards._OPENED
 
@@ -335,8 +335,8 @@ def test_an_image_that_is_gone_is_waited_for(drawn_coco, tmp_path, monkeypatch, 
 
 
 def test_faults_of_many_images_are_kept_until_these_change(drawn_coco, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "LARGE", 2)
-    monkeypatch.setattr(kept, "TICK", 0.0)
+    monkeypatch.setattr(cache, "FEW", 2)
+    monkeypatch.setattr(cache, "TICK", 0.0)
     root = drawn_coco.files.image_root
     one, other = (root / f"part/{number:03d}.png" for number in ids(drawn_coco)[:2])
     content, looked = one.read_bytes(), []
@@ -358,13 +358,13 @@ def test_faults_of_many_images_are_kept_until_these_change(drawn_coco, tmp_path,
     assert read(0) == first
     one.write_bytes(content)  # the folder stays as it is
     assert read(5)[0] == 4 and read(0)[0] == 4
-    place = kept._states([str(other), str(root)])
+    place = cache._times([str(other), str(root)])
     assert place[str(other)] == [] and place[str(root)] != []  # what is away is told from what is there
 
 
 def test_what_was_found_in_many_images_is_kept(drawn_coco, packed, tmp_path, monkeypatch):
     """As long as nothing changes in the folders, or in the tar files."""
-    monkeypatch.setattr("cpvt_det.data.validation.kept.LARGE", 2)
+    monkeypatch.setattr(cache, "FEW", 2)
     looked = []
     real = open_image
     monkeypatch.setattr("cpvt_det.data.images.open_image", lambda path: looked.append(path) or real(path))

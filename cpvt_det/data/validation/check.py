@@ -9,7 +9,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from cpvt_det.data.coco import CocoDataset, read_coco, require_same_classes
 from cpvt_det.data.images import ImageHeader, file_threads, is_file, read_header, read_image
 from cpvt_det.data.records import Records
 from cpvt_det.data.storage import Patience
-from cpvt_det.data.validation.issues import EXAMPLES, Issues
+from cpvt_det.data.validation.issues import EXAMPLES, Issues, Looked
 from cpvt_det.data.validation.rules import Fault, Id
 from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
@@ -63,30 +63,6 @@ class Seen:
     is_missing: bool = False
     may_pass: bool = False
     was_tried: bool = True
-
-
-@dataclass
-class Looked:
-    """The result of looking at many image files of a data set; of images without anything to note there is nothing.
-
-    Attributes:
-        issues: what was found.
-        faulty: ids of the images that have to be left out.
-        paths: corrected paths, by index of the record.
-        may_pass: whether another look may find more, without a change of the files.
-    """
-
-    issues: Issues
-    faulty: list[Id] = field(default_factory=list)
-    paths: dict[int, str] = field(default_factory=dict)
-    may_pass: bool = False
-
-    def add(self, others: "Looked") -> None:
-        """Add what was found in a further part of the images."""
-        self.issues.add(others.issues)
-        self.faulty += others.faulty
-        self.paths |= others.paths
-        self.may_pass |= others.may_pass
 
 
 LookAtImages = Callable[[Records, bool, float], Looked]
