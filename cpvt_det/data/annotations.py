@@ -22,7 +22,6 @@ from cpvt_det.data.validation.rules import (
     THIN,
     Fault,
     Id,
-    Size,
     annotation_fault,
     clip_box,
     image_fault,
@@ -87,11 +86,6 @@ class ImageTable:
         return {image_id: index for index, (image_id, *_) in enumerate(self.kept)}
 
     @cached_property
-    def sizes(self) -> dict[Id, Size]:
-        """(height, width) of each image in pixels, by its id."""
-        return {image_id: (float(height), float(width)) for image_id, _, height, width in self.kept}
-
-    @cached_property
     def left_out(self) -> set[Id]:
         """Ids of images with faults."""
         return (self._faulty | {image_id for image_id, *_ in self._good}) - self.index_of.keys()
@@ -127,18 +121,16 @@ class AnnotationTable:
                 and {type(x), type(y), type(w), type(h), type(area)} <= NUMBERS
                 and (x >= 0 and y >= 0 and w >= 1 and h >= 1 and 0 <= area <= LARGEST_AREA)
                 and (0 <= crowd <= 1 and -LARGEST_ID <= own <= LARGEST_ID and -LARGEST_ID <= category_id <= LARGEST_ID)
-                and image_id in self.images.sizes
             )
             if is_plain:
-                height, width = self.images.sizes[image_id]
+                image = self.images.index_of[image_id]
+                _, _, height, width = self.images.kept[image]
                 is_plain = x + w <= width and y + h <= height
         except (LookupError, TypeError, ValueError, OverflowError):
             is_plain = False
         if is_plain:
             area = w * h if flags & NO_AREA else area
-            self._taken += PACKED.pack(
-                self.number, self.images.index_of[image_id], category_id, flags | crowd, own, x, y, w, h, area
-            )
+            self._taken += PACKED.pack(self.number, image, category_id, flags | crowd, own, x, y, w, h, area)
         else:
             self._others.append((self.number, {key: entry[key] for key in KEYS if key in entry} if type(entry) is dict else entry))
         self.number += 1
@@ -210,7 +202,7 @@ class AnnotationTable:
         del taken  # what has a view cannot grow
         seen: set[int | str] = set()
         for number, entry in sorted(found, key=lambda one: one[0]):
-            fault = _repeated_id(entry, seen) or annotation_fault(entry, self.images.sizes, label_of)
+            fault = _repeated_id(entry, seen) or annotation_fault(entry, self.images.index_of, label_of)
             if not fault:
                 self._add_clean(entry, number)
             elif type(entry) is dict and type(entry.get("image_id")) is int and entry["image_id"] in self.images.left_out:
@@ -233,7 +225,8 @@ class AnnotationTable:
 
     def _add_clean(self, entry: dict, number: int) -> None:
         """Take an annotation without faults, unless its box has no area or is outside the image."""
-        size = self.images.sizes[entry["image_id"]]
+        image = self.images.index_of[entry["image_id"]]
+        size = tuple(map(float, self.images.kept[image][2:]))
         box, why = clip_box(entry["bbox"], size)
         if why is not None:
             self.issues.add_info(why, f"{_where(entry, number)}: bbox {entry['bbox']}")
@@ -246,7 +239,6 @@ class AnnotationTable:
             self.issues.add_info(FILLED, _where(entry, number))
         box_area = box[2] * box[3]
         area = box_area if area is None else float(area) if why is None else min(area, box_area)
-        image = self.images.index_of[entry["image_id"]]
         self._taken += PACKED.pack(number, image, entry["category_id"], int(crowd or 0), 0, *box, area)
 
 

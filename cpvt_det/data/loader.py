@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from cpvt_det.data.mapper import Mapper, Sample
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.data.storage import patiently
+from cpvt_det.data.storage import Patience
 from cpvt_det.errors import DeadWorkerError, UnreachableError
 
 Draw = tuple[int, int]
@@ -72,7 +72,7 @@ class MappedDataset(Dataset):
         try:
             sample = self._sample(epoch, index)
         except UnreachableError:  # its mount or its server may come back
-            sample = patiently(lambda: self._sample(epoch, index), self.patience, even_if_missing=True)
+            sample = Patience(self.patience).read(lambda: self._sample(epoch, index), even_if_missing=True)
         if worker is not None:
             self.at_work[worker.id, 1] = -1
         return sample

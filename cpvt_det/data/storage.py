@@ -79,7 +79,15 @@ class Patience:
         return not self._answered and self._ends()
 
     def read(self, read: Callable[[], Value], even_if_missing: bool = False) -> Value:
-        """Read something, again and again while its place does not answer; errors as of :func:`patiently`."""
+        """Read something, again and again while its place does not answer.
+
+        Args:
+            read: function that reads.
+            even_if_missing: whether a missing file too is tried again: one that was there before, on a mount that is gone.
+
+        Raises:
+            UnreachableError: it was not there in all this time.
+        """
         start, told = time.monotonic(), False
         while True:
             try:
@@ -105,17 +113,3 @@ class Patience:
 
     def _ends(self) -> bool:
         return time.monotonic() + PAUSE > self._end
-
-
-def patiently(read: Callable[[], Value], seconds: float, even_if_missing: bool = False) -> Value:
-    """Read something, again and again while its place does not answer.
-
-    Args:
-        read: function that reads.
-        seconds: the longest time to try.
-        even_if_missing: whether a missing file too is tried again: one that was there before, on a mount that is gone.
-
-    Raises:
-        UnreachableError: it was not there in all this time.
-    """
-    return Patience(seconds).read(read, even_if_missing)

@@ -91,7 +91,7 @@ def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[I
     for path, found in zip(paths, seen, strict=True):
         header = found.header
         if header is None:
-            issues.add_fault("image files that cannot be read", found.why)
+            issues.add_fault("image files that cannot be read", str(found.error))
         else:
             name = Path(os.path.relpath(path, root)).as_posix()
             good.append(InputFile(len(good) + 1, str(path), name, header))

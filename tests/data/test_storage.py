@@ -29,7 +29,7 @@ from cpvt_det.data.coco import read_coco
 from cpvt_det.data.images import ImageHeader, is_file, open_image, read_header, read_image
 from cpvt_det.data.packing import write_shards
 from cpvt_det.data.shards import ARRAYS, INDEX, expand, index_shards, open_shards
-from cpvt_det.data.storage import patiently
+from cpvt_det.data.storage import Patience
 from cpvt_det.data.validation import check
 from cpvt_det.data.validation.issues import Issues, Looked
 from cpvt_det.errors import DataError, MissingFileError, UnreachableError
@@ -196,14 +196,14 @@ def test_a_server_that_fails_for_a_while_is_asked_again(drawn_coco, monkeypatch)
     path = f"part/{ids(drawn_coco)[0]:03d}.png"
     with serving(drawn_coco.files.image_root) as server:
         server.failures = 3
-        read = patiently(lambda: read_image(f"{server.url}/{path}"), 10)
+        read = Patience(10).read(lambda: read_image(f"{server.url}/{path}"))
         assert torch.equal(read, read_image(str(drawn_coco.files.image_root / path))) and server.failures == 0
         server.failures = 1
         with pytest.raises(UnreachableError, match=r"cannot read image http.*503"):
             read_image(f"{server.url}/{path}")
         start = time.monotonic()
         with pytest.raises(MissingFileError, match="nowhere.png: no such file"):
-            patiently(lambda: read_image(f"{server.url}/nowhere.png"), 10)
+            Patience(10).read(lambda: read_image(f"{server.url}/nowhere.png"))
         assert time.monotonic() - start < 5
     with pytest.raises(UnreachableError, match="cannot read image http"):
         read_image(f"{server.url}/{path}")
@@ -218,9 +218,9 @@ def test_a_server_that_refuses_is_not_asked_again(drawn_coco, monkeypatch):
             server.failures, server.failure = 2, status
             if refuses:
                 with pytest.raises(DataError, match=f"{path}: .*{status}"):
-                    patiently(lambda: read_header(f"{server.url}/{path}"), 10)
+                    Patience(10).read(lambda: read_header(f"{server.url}/{path}"))
             else:
-                patiently(lambda: read_header(f"{server.url}/{path}"), 10)
+                Patience(10).read(lambda: read_header(f"{server.url}/{path}"))
             assert server.failures == int(refuses)
 
 

@@ -935,7 +935,7 @@ QUIRKS = [
         ("images",),
         (
             names("if path is not None:\n            return {", "if True:\n            return {"),
-            text_of("validation/check.py", '"are missing" if found.is_missing else', '"are there" if found.is_missing else'),
+            text_of("validation/check.py", '"are missing" if isinstance', '"are there" if isinstance'),
         ),
     ),
     Quirk(

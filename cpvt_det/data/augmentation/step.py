@@ -73,15 +73,12 @@ class AugmentationStep:
             TypeError: a result that is not a :data:`Scene`.
         """
         found = self.augment(image, boxes, labels, draw) if self.mixes else self.augment(image, boxes, labels)
-        self._require_scene(found)
-        image, boxes, labels = found
-        clipped, kept = clip_to_visible(boxes.as_subclass(Tensor), image.shape[-2:], self.min_visible)
-        return as_scene(image, clipped[kept], labels[kept])
-
-    def _require_scene(self, found: Any) -> None:
         wrong = _fault(found)
         if wrong:
             raise TypeError(f"it must return image, boxes and labels, but {wrong}")
+        image, boxes, labels = found
+        clipped, kept = clip_to_visible(boxes.as_subclass(Tensor), image.shape[-2:], self.min_visible)
+        return as_scene(image, clipped[kept], labels[kept])
 
 
 def _fault(found: Any) -> str:

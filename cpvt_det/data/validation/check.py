@@ -51,17 +51,13 @@ class Seen:
     Attributes:
         path: actual path, whose Unicode form may differ from that in the JSON.
         header: header of the file; ``None`` if it cannot be read.
-        why: the reason why it cannot be read.
-        is_missing: whether there is no such file.
-        may_pass: whether it could not be read now, and may be later.
+        error: the reason why it cannot be read.
         was_tried: whether anybody tried to read it; nobody does where no other image could be read for a time.
     """
 
     path: str
     header: ImageHeader | None
-    why: str = ""
-    is_missing: bool = False
-    may_pass: bool = False
+    error: DataError | None = None
     was_tried: bool = True
 
 
@@ -83,7 +79,7 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
     seen = look_at_files(map(records.path, part), str(records.root), len(part), decode, quiet=part.start > 0)
     for index, found in zip(part, seen, strict=True):
         image_id, path = int(image_ids[index]), records.path(index)
-        looked.may_pass |= found.may_pass
+        looked.may_pass |= isinstance(found.error, UnreachableError) and not isinstance(found.error, MissingFileError)
         fault = _fault(sizes[index].tolist(), found) if found.was_tried else None
         if not found.was_tried:  # no fault, which might be dropped
             looked.issues.add_error(f"images {NOT_TRIED}", f"image {image_id}: {path}")
@@ -152,7 +148,7 @@ def check_data(
 def _look(path: str, root: str, decode: bool, patience: Patience) -> Seen:
     """Read the header of an image; decode the file too if it seems incomplete, or if ``decode``."""
     if patience.is_over:
-        return Seen(path, None, f"cannot read image {path}: {NOT_TRIED}", may_pass=True, was_tried=False)
+        return Seen(path, None, UnreachableError(f"cannot read image {path}: {NOT_TRIED}"), was_tried=False)
     found = _find(path, root)
     try:
         header = patience.read(lambda: read_header(found))
@@ -160,8 +156,7 @@ def _look(path: str, root: str, decode: bool, patience: Patience) -> Seen:
             read_image(found)
         return Seen(found, header)
     except DataError as error:
-        is_missing = isinstance(error, MissingFileError)
-        return Seen(found, None, str(error), is_missing, may_pass=isinstance(error, UnreachableError) and not is_missing)
+        return Seen(found, None, error)
 
 
 def _find(path: str, root: str) -> str:
@@ -184,7 +179,8 @@ def _take_faulty_images_out(dataset: CocoDataset, looked: Looked) -> None:
 
 def _fault(size: Sequence[int], found: Seen) -> Fault | None:
     if found.header is None:
-        return "image files that " + ("are missing" if found.is_missing else "cannot be read"), found.why
+        what = "are missing" if isinstance(found.error, MissingFileError) else "cannot be read"
+        return f"image files that {what}", str(found.error)
     header, said = found.header, (size[1], size[0])
     if (header.width, header.height) == said:
         return None

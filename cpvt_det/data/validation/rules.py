@@ -5,7 +5,7 @@ A fault is a pair of heading and detail. Training and evaluation leave out the s
 image. Boxes partly outside are clipped in both.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -60,19 +60,19 @@ def image_fault(image: Any) -> Fault | None:
     return None
 
 
-def annotation_fault(annotation: Any, sizes: Mapping[Id, Size], categories: Container[Id]) -> Fault | None:
+def annotation_fault(annotation: Any, images: Container[Id], categories: Container[Id]) -> Fault | None:
     """The fault of an entry of ``annotations``, if any.
 
     Args:
         annotation: the entry.
-        sizes: image id -> (height, width) in pixels.
+        images: ids of the images.
         categories: ids of the categories.
     """
     if type(annotation) is not dict:
         return "annotations that are not objects", repr(annotation)[:80]
     if FAULT in annotation:
         return tuple(annotation[FAULT])
-    for key, known, section in (("image_id", sizes, "images"), ("category_id", categories, "categories")):
+    for key, known, section in (("image_id", images, "images"), ("category_id", categories, "categories")):
         value = annotation.get(key)
         if type(value) is not int or value not in known:
             why = f"which is not an id in {section}"
