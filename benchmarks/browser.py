@@ -65,7 +65,7 @@ def save_random(config: str, path: Path) -> None:
     import torch
 
     from cpvt_det.builders import build_detector, load_cfg
-    from cpvt_det.data.coco_classes import COCO_CLASSES
+    from cpvt_det.class_names import COCO_CLASSES
 
     cfg = load_cfg(config, ["MODEL.NUM_CLASSES", str(len(COCO_CLASSES)), "MODEL.BACKBONE.WEIGHTS", ""])
     torch.manual_seed(0)

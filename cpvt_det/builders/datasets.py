@@ -11,8 +11,9 @@ from typing import Any
 
 from fvcore.common.config import CfgNode
 
+from cpvt_det.class_names import Classes
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
-from cpvt_det.data.coco import Classes, CocoDataset
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import CheckedData, LookAtImages, check_data, look_at_images
 from cpvt_det.data.validation.image_classes import check_image_classes

@@ -34,8 +34,8 @@ from cpvt_det.checkpoint.resume import (
     run_id_of,
     wait_for,
 )
+from cpvt_det.class_names import Classes
 from cpvt_det.config import changed_keys
-from cpvt_det.data.coco import Classes
 from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.files import remove_unfinished

@@ -11,7 +11,7 @@ from cpvt_det.builders.unused import inapplicable_keys
 from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.checkpoint.load import WeightsReport, load_backbone_weights, load_weights
 from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 

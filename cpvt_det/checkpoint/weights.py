@@ -13,8 +13,7 @@ from torch import Tensor
 from cpvt_det.checkpoint.convert import convert_state_dict, detect_source
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.model_folder import is_in_folder, read_node
-from cpvt_det.data.coco import Classes
-from cpvt_det.data.coco_classes import COCO_CLASSES, COCO_ROWS
+from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS, Classes
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 

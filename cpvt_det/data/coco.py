@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from cpvt_det.class_names import Classes
 from cpvt_det.data.annotations import AnnotationTable, ImageTable
 from cpvt_det.data.cache import read_once
 from cpvt_det.data.catalog import DatasetFiles
@@ -31,22 +32,6 @@ from cpvt_det.errors import DataError
 from cpvt_det.garbage import no_garbage_collection
 
 SECTIONS = ("categories", "images", "annotations")
-
-
-@dataclass(frozen=True)
-class Classes:
-    """The classes of the contiguous labels 0..K-1.
-
-    Attributes:
-        ids: the category id of each label in the data, in rising order.
-        names: the category name of each label.
-    """
-
-    ids: tuple[int, ...]
-    names: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 @dataclass
@@ -150,22 +135,6 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
     issues = Issues.from_json(about["issues"], f"{files.name} ({files.annotations})", examples)
     classes = Classes(tuple(about["class_ids"]), tuple(about["class_names"]))
     return CocoDataset(files.name, classes, Records([(table, files.image_root)]), issues)
-
-
-def require_same_classes(first: Classes, second: Classes, what: str) -> None:
-    """Refuse class lists that differ in names or in order; ids may differ.
-
-    Raises:
-        DataError: lists that differ; the message contains the first differences.
-    """
-    if first.names == second.names:
-        return
-    only_first = [name for name in first.names if name not in second.names]
-    only_second = [name for name in second.names if name not in first.names]
-    difference = (
-        f"only in the first: {only_first[:5]}, only in the second: {only_second[:5]}" if only_first or only_second else "order"
-    )
-    raise DataError(f"{what} have different classes ({len(first)} and {len(second)}; {difference})")
 
 
 def read_json(path: Path) -> dict[str, Any]:

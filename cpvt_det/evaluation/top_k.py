@@ -12,7 +12,7 @@ import numpy as np
 from tabulate import tabulate
 from torch import Tensor
 
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.files import atomic_file
 

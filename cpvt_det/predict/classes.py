@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cpvt_det.builders import build_class_mapper
 from cpvt_det.checkpoint.trained import Trained
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.errors import ConfigError
 from cpvt_det.inference import classify
 from cpvt_det.models import Classifier

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.data.images import read_image
 from cpvt_det.errors import ConfigError
 from cpvt_det.structures import Detections

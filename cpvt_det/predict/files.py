@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.data.images import ImageHeader, read_image
 from cpvt_det.data.validation.check import look_at_files
 from cpvt_det.data.validation.issues import Issues

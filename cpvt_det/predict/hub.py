@@ -15,8 +15,8 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det.builders import is_classifier
 from cpvt_det.checkpoint.model_folder import CLASSES, CONFIG, THRESHOLDS, WEIGHTS
+from cpvt_det.class_names import Classes
 from cpvt_det.config import get_cfg
-from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, WeightsError, first_line
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.predict.model_card import PICTURE, RunFacts, write_card

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from cpvt_det.builders import is_classifier
 from cpvt_det.checkpoint.files import read_checkpoint
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.errors import DataError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.visualize.curves import read_metrics

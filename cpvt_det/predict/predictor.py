@@ -16,7 +16,7 @@ from torch import nn
 from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
 from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.trained import Trained, load_trained
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.errors import ConfigError, DataError
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds

@@ -15,7 +15,7 @@ from cpvt_det.builders.datasets import log_data
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState, TrainerState
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.errors import ConfigError
 from cpvt_det.runner.advice import log_advice, log_next_steps

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
-from cpvt_det.data.coco import Classes, CocoDataset, describe_records
+from cpvt_det.class_names import Classes
+from cpvt_det.data.coco import CocoDataset, describe_records
 from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.image_classes import count_images

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.data.mapper import Sample
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import BadInputError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.errors import BadInputError
 from cpvt_det.losses.classification import Classification
 from cpvt_det.structures import Size

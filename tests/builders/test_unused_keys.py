@@ -18,9 +18,9 @@ from cpvt_det.builders import build_criterion, build_detector, load_cfg
 from cpvt_det.builders.unused import unused_keys
 from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
 from cpvt_det.config import flat_items, get_cfg
-from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError
 from cpvt_det.losses import LOSS_REGISTRY
 from cpvt_det.losses.terms import l1_loss

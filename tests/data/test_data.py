@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 
 from cpvt_det.builders import load_splits, load_tests, set_classes, training_records
+from cpvt_det.class_names import require_same_classes
 from cpvt_det.data import annotations
 from cpvt_det.data.catalog import DatasetFiles, builtin_datasets, find_datasets
-from cpvt_det.data.coco import load_coco, require_same_classes
+from cpvt_det.data.coco import load_coco
 from cpvt_det.data.mapper import Mapper, train_transform
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.data.validation.rules import CLIPPED, OUTSIDE, WITHOUT_AREA

@@ -17,7 +17,7 @@ from torch import nn
 from cpvt_det.builders import build_backbone, build_criterion, build_detector
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.load import load_backbone_weights
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError
 from cpvt_det.models import BACKBONE_REGISTRY
 from cpvt_det.models.backbones import masking, packaged

@@ -16,9 +16,9 @@ from tiny import overrides
 
 from cpvt_det import Predictor
 from cpvt_det.checkpoint.checkpointer import RunState
+from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
-from cpvt_det.data.coco import Classes
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.runner.advice import log_next_steps
 from cpvt_det.runner.progress import LossWatch, RunEvaluations, _is_below, what_helps

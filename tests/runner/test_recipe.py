@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cpvt_det import builders
-from cpvt_det.data.coco import Classes
+from cpvt_det.class_names import Classes
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import BadInputError, ConfigError
 from cpvt_det.runner import choose

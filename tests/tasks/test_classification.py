@@ -16,10 +16,10 @@ from test_runner import assert_same_run
 from torch import nn
 
 from cpvt_det.builders import build_detector
+from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
-from cpvt_det.data.coco import Classes
 from cpvt_det.data.formats.image_folder import read_image_folder
 from cpvt_det.data.loader import MappedDataset, TrainBatches
 from cpvt_det.data.records import ImageRecord

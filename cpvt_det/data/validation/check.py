@@ -15,8 +15,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from cpvt_det.class_names import require_same_classes
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.coco import CocoDataset, read_coco, require_same_classes
+from cpvt_det.data.coco import CocoDataset, read_coco
 from cpvt_det.data.images import ImageHeader, file_threads, is_file, read_header, read_image
 from cpvt_det.data.records import Records
 from cpvt_det.data.storage import Patience

@@ -1,7 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 80 categories of COCO's detection task; their ids run from 1 to 90 with gaps."""
+"""The classes of a data set, and those of COCO's detection task: 80 categories, whose ids run from 1 to 90 with gaps."""
 
-from cpvt_det.data.coco import Classes
+from dataclasses import dataclass
+
+from cpvt_det.errors import DataError
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes of the contiguous labels 0..K-1.
+
+    Attributes:
+        ids: the category id of each label in the data, in rising order.
+        names: the category name of each label.
+    """
+
+    ids: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def require_same_classes(first: Classes, second: Classes, what: str) -> None:
+    """Refuse class lists that differ in names or in order; ids may differ.
+
+    Raises:
+        DataError: lists that differ; the message contains the first differences.
+    """
+    if first.names == second.names:
+        return
+    only_first = [name for name in first.names if name not in second.names]
+    only_second = [name for name in second.names if name not in first.names]
+    difference = (
+        f"only in the first: {only_first[:5]}, only in the second: {only_second[:5]}" if only_first or only_second else "order"
+    )
+    raise DataError(f"{what} have different classes ({len(first)} and {len(second)}; {difference})")
+
 
 _CATEGORIES = {
     1: "person", 2: "bicycle", 3: "car", 4: "motorcycle", 5: "airplane", 6: "bus", 7: "train", 8: "truck", 9: "boat",
