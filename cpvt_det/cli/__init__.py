@@ -3,6 +3,7 @@
 
 import importlib
 import io
+import os
 import signal
 import sys
 import traceback
@@ -95,6 +96,7 @@ def report_errors(command: Callable) -> Callable:
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _replace_missing_streams()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # names of files may have any bytes
@@ -116,6 +118,17 @@ def report_errors(command: Callable) -> Callable:
             _end(f"failed: {type(error).__name__}: {first_line(error)} (--debug shows the traceback)", 1)
 
     return wrapped
+
+
+def _replace_missing_streams() -> None:
+    """Let what is printed go nowhere in a process without a terminal or with a closed stream (``2>&-``, ``pythonw``).
+
+    In their order: each takes its own number, which else the next file would get, and with it what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 for the whole process
+            setattr(sys, name, stream)
 
 
 def _end(message: str, code: int) -> None:

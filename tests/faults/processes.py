@@ -30,7 +30,7 @@ from cpvt_det.data.mapper import Mapper
 from cpvt_det.solver.step import TrainStep
 from faults.case import Case, Cut, Ending
 from faults.checkpoints import SHORT
-from faults.drawn import call_on, draw
+from faults.drawn import call_on, draw, words_on
 
 HOLD = """
 import time
@@ -66,6 +66,18 @@ def killed_run(folder: Path) -> Ending:
     ending = call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
     assert ending.code or (folder / "out/model_final.pth").is_file()
     return ending
+
+
+def without_streams(folder: Path) -> Ending:
+    """As ``>&- 2>&-``; what a library prints must not land in a file, which would get the free number."""
+    drawn = draw(folder / "data", lambda _: None)
+    words = words_on(drawn, "train", **SHORT, DATALOADER__NUM_WORKERS=1)
+    process = Forked(*words, before="import os, sys\nos.closerange(1, 3)\nsys.stdout = sys.stderr = None")
+    try:
+        code = process.wait()
+    finally:
+        process.end()
+    return Ending(code, (folder / "out/log.txt").read_text() if (folder / "out/log.txt").is_file() else "")
 
 
 def dead_worker(folder: Path) -> Ending:
@@ -119,6 +131,13 @@ CASES = [
         "Seed 11: iterations 0 to 2 of DETR",
         0,
         guard=Cut("runner/setup.py", LOCK, STALE),
+    ),
+    Case(
+        "standard output and error closed",
+        without_streams,
+        "iterations 0 to 2 of DETR...model_final.pth --input IMAGES",
+        0,
+        guard=Cut("cli/__init__.py", "if getattr(sys, name) is None:", "if False:"),
     ),
     Case(
         "a data worker killed",
