@@ -233,7 +233,7 @@ class KeptLook:
     def _hash(self) -> str:
         """A hash of names, ids and sizes of the images, of where they are, and of the code that looks at them."""
         records, table = self._records, self._records.table
-        arrays = [table.names, *(table.images[name] for name in ("id", "height", "width", "name_size")), records.rows]
+        arrays = [table.names, *(table.images[name] for name in ("id", "height", "width", "name_size")), records.indices]
         if self._shards:
             found = open_shards(self._shards)
             arrays += [found.keys, found.shard_of, found.starts, found.sizes, found.lengths]

@@ -92,6 +92,11 @@ class Records(Sequence[ImageRecord]):
         return map(self.path, range(len(self)))
 
     @property
+    def indices(self) -> np.ndarray:
+        """(n,) int64, ``rows`` as an array."""
+        return np.arange(self.rows.start, self.rows.stop, self.rows.step) if isinstance(self.rows, range) else self.rows
+
+    @property
     def table(self) -> Table:
         """The table of images that are of one data set."""
         ((table, _),) = self.parts
@@ -119,7 +124,8 @@ class Records(Sequence[ImageRecord]):
         return self._column("to_learn").astype(np.int64)
 
     def _column(self, name: str) -> np.ndarray:
-        return np.concatenate([table.images[name] for table, _ in self.parts])[self.rows]
+        columns = [table.images[name] for table, _ in self.parts]
+        return (columns[0] if len(columns) == 1 else np.concatenate(columns))[self.indices]
 
     def boxes(self) -> tuple[np.ndarray, np.ndarray]:
         """Boxes of images that are of one data set, crowds included, image by image.
@@ -144,14 +150,16 @@ class Records(Sequence[ImageRecord]):
 
     def blocks(self, images: int = 2**14) -> Iterator["Records"]:
         """All images, in parts of one data set each, and so small that the boxes of one take little memory."""
-        bounds = np.searchsorted(self.rows, [0, *self.ends])
+        rows = self.indices
+        bounds = np.searchsorted(rows, [0, *self.ends])
         for part, before, start, end in zip(self.parts, [0, *self.ends], bounds, bounds[1:], strict=False):
+            corrected = {row - before: path for row, path in self.corrected.items()}
             for at in range(start, end, images):
-                yield Records([part], np.asarray(self.rows[at : min(at + images, end)]) - before)
+                yield Records([part], rows[at : min(at + images, end)] - before, corrected)
 
     def select(self, chosen: np.ndarray) -> "Records":
         """The images where ``chosen``, (n,) bool, is True."""
-        return self if chosen.all() else Records(self.parts, np.asarray(self.rows)[chosen], self.corrected)
+        return self if chosen.all() else Records(self.parts, self.indices[chosen], self.corrected)
 
 
 def join(several: Sequence[Records]) -> Records:
@@ -161,7 +169,7 @@ def join(several: Sequence[Records]) -> Records:
     parts, rows, corrected, before = [], [], {}, 0
     for records in several:
         parts += records.parts
-        rows.append(np.asarray(records.rows) + before)
+        rows.append(records.indices + before)
         corrected |= {before + row: path for row, path in records.corrected.items()}
         before += records.ends[-1]
     return Records(parts, np.concatenate(rows), corrected)

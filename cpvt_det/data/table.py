@@ -50,7 +50,7 @@ class Table:
 
     def name(self, index: int) -> str:
         """The file name of an image."""
-        start, size = self.images["name"][index], self.images["name_size"][index]
+        _, start, _, size, *_ = self.images[index].item()
         return self.names[start : start + size].tobytes().decode("utf-8", "surrogatepass")
 
     def __reduce__(self) -> tuple:

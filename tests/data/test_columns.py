@@ -162,6 +162,8 @@ def test_records_are_chosen_and_joined_without_reading_them(tmp_path):
     assert some[1].file_name == "elsewhere.png" and some[0].file_name == str(tmp_path / f"é{some[0].image_id}.png")
     both = join([some, records])
     assert len(both) == len(some) + len(records) and both[1].file_name == "elsewhere.png"
+    assert [one.file_name for block in both.blocks(3) for one in block] == [one.file_name for one in both]
+    assert [one.image_id for one in both[::-2]] == [one.image_id for one in both][::-2] == both[::-2].image_ids.tolist()
     assert [one.image_id for one in both] == [*some.image_ids.tolist(), *records.image_ids.tolist()]
     assert both[-1].image_id == plain[-1].image_id and both.sizes.tolist() == [*some.sizes.tolist(), *records.sizes.tolist()]
     assert [one.image_id for one in both[3:9:2]] == [both[index].image_id for index in (3, 5, 7)]
