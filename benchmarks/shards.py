@@ -47,7 +47,7 @@ def main(folder: Path, images: int, rounds: int, output: Path | None, busy: bool
     if shards.is_dir():
         root = f"{shards}/{{000000..{len(list(shards.glob('*.tar'))) - 1:06}}}.tar"
     else:
-        from cpvt_det.data.packing import write_shards
+        from cpvt_det.cli.pack import write_shards
 
         shards.mkdir()
         root = write_shards([(name, str(files / name)) for name in names], shards, 32 * 2**20)

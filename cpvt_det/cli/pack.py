@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det pack``: a data set as tar files. The writing itself is in ``data/packing.py``."""
+"""``cpvt-det pack``: a data set as tar files, in the layout of webdataset."""
 
+import contextlib
+import io
 import os
 import shutil
+import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
+import numpy as np
 
 from cpvt_det.cli import common_options
 from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles, find_datasets
 from cpvt_det.data.formats.reading import read_foreign
-from cpvt_det.data.packing import write_shards
+from cpvt_det.data.images import open_image
+from cpvt_det.data.shards import ARRAYS, INDEX, TAR, index_shards
 from cpvt_det.data.validation.check import check_data
 from cpvt_det.data.validation.issues import require_no_errors
-from cpvt_det.errors import ConfigError
-from cpvt_det.files import write_json
+from cpvt_det.errors import ConfigError, DataError
+from cpvt_det.files import atomic_file, write_json
 
 ANNOTATIONS = "annotations.json"
 
@@ -57,6 +63,45 @@ def pack(dataset: str, shards: Path, overrides: tuple[str, ...], config_file: st
         raise ConfigError(f"cannot write to {shards}: {error.strerror}") from error
     click.echo(f"{len(names)} images in {pattern}; a run reads them with\n")
     click.echo(f'DATASETS.REGISTER "[[{dataset!r}, {str(shards / ANNOTATIONS)!r}, {pattern!r}]]"')
+
+
+def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) -> str:
+    """Write images into numbered tar files, and their index.
+
+    The same images make the same tar files: they have no owner and no time.
+
+    Args:
+        images: name of each member, and path of its file as ``data/images.py`` describes it.
+        folder: an empty folder.
+        largest: bytes of images after which the next tar file begins.
+
+    Returns:
+        What stands for the tar files, ``folder/{000000..000011}.tar``.
+
+    Raises:
+        DataError: an image that cannot be read, or whose name is not that of a file below a folder.
+        OSError: a folder that cannot be written to.
+    """
+    names: list[str] = []
+    with contextlib.ExitStack() as opened:
+        tar, filled = None, 0
+        for name, path in images:
+            if os.path.isabs(name) or ".." in name.split("/"):
+                raise DataError(f"the image {name} cannot be packed: the JSON has to name it relative to the image folder")
+            if tar is None or filled >= largest:
+                opened.close()
+                names.append(f"{len(names):06}{TAR}")
+                tar, filled = opened.enter_context(tarfile.open(folder / names[-1], "w", format=tarfile.PAX_FORMAT)), 0
+            with open_image(path) as file:
+                content = file.read()
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+            filled += len(content)
+    shards = index_shards(str(folder), names)
+    with atomic_file(folder / INDEX) as file:
+        np.savez(file, **{name: getattr(shards, name) for name in ARRAYS})
+    return f"{folder}/{{{0:06}..{len(names) - 1:06}}}{TAR}"
 
 
 def _write_annotations(files: DatasetFiles, path: Path) -> list[str]:

@@ -22,12 +22,12 @@ from tiny import overrides
 
 from cpvt_det.builders import build_train_loader, load_splits, training_records
 from cpvt_det.builders.data import _look_together
+from cpvt_det.cli.pack import write_shards
 from cpvt_det.config import load_cfg
 from cpvt_det.data import cache, shards
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
 from cpvt_det.data.images import ImageHeader, is_file, open_image, read_header, read_image
-from cpvt_det.data.packing import write_shards
 from cpvt_det.data.shards import ARRAYS, INDEX, expand, index_shards, open_shards
 from cpvt_det.data.storage import Patience
 from cpvt_det.data.validation import check

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from cpvt_det.data.packing import write_shards
+from cpvt_det.cli.pack import write_shards
 from cpvt_det.data.shards import INDEX
 from cpvt_det.solver.step import TrainStep
 from faults.case import Case, Cut, Ending

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The further rules of image classification: an image has one class, and a class has an image in every split."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from cpvt_det.data.coco import CocoDataset
@@ -47,24 +45,17 @@ def count_images(records: Records, number: int) -> np.ndarray:
     return counts
 
 
-def _several(records: Records) -> Iterator[int]:
-    """Indices of the images that do not have exactly one class."""
-    start = 0
-    for block in records.blocks():
+def _leave_out_several(dataset: ClassDataset) -> None:
+    """Leave out the images that do not have exactly one class."""
+    several = []
+    for block in dataset.records.blocks():
         image_of, _, labels = block.boxes_to_learn()
         number = labels.max(initial=0) + 1
         classes = np.unique(image_of * number + labels) // number  # an image for each class in it
-        yield from (start + np.flatnonzero(np.bincount(classes, minlength=len(block)) != 1)).tolist()
-        start += len(block)
-
-
-def _leave_out_several(dataset: ClassDataset) -> None:
-    several = {}
-    for index in _several(dataset.records):
-        record = dataset.records[index]
-        names = [dataset.classes.names[label] for label in np.unique(record.labels)]
-        several[record.image_id] = f"image {record.image_id} ({record.file_name}): {', '.join(names) or 'none'}"
-    for where in several.values():
-        dataset.issues.add_fault(SEVERAL, where)
-    if several:
-        dataset.leave_out(several)
+        for index in np.flatnonzero(np.bincount(classes, minlength=len(block)) != 1).tolist():
+            record = block[index]
+            names = [dataset.classes.names[label] for label in np.unique(record.labels)]
+            where = f"image {record.image_id} ({record.file_name}): {', '.join(names) or 'none'}"
+            dataset.issues.add_fault(SEVERAL, where)
+            several.append(record.image_id)
+    dataset.leave_out(several)
