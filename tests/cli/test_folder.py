@@ -78,6 +78,8 @@ def test_one_command_trains_from_a_folder_and_its_yaml_trains_the_same(here, mon
     resumed = call("train", "../mine", "--resume", "--num-gpus", 0, "--runner", "builtin", "SOLVER.EPOCHS", "2")
     assert resumed.exit_code == 0, resumed.output
     assert "measured:" not in resumed.output and len(losses_of(output / "metrics.json")) == 5
+    shorter = call("train", "../mine", "--resume", "--num-gpus", 0, "--runner", "builtin", "SOLVER.EPOCHS", "1")
+    assert shorter.exit_code == 2 and "has 5 iterations already, and the config asks for 2 (1 epochs x 5 images" in shorter.output
     weights = (output / "model_best.pth").read_bytes()
     second = call("train", "../mine", "--budget", "1m", "--num-gpus", 0, "--runner", "builtin", *WORDS)
     assert "output/mine has a run already: this one goes to output/mine_2" in second.output, second.output
