@@ -91,9 +91,10 @@ class Classifier(ImageModel):
             targets: argument of detectors, without effect here.
 
         Raises:
-            TypeError: a mask that is not bool.
+            TypeError: a mask that is not bool, or weights in half precision.
             ValueError: a mask of another shape.
         """
+        self.require_full_precision()
         special, tokens, mask = self._tokens(without_padding(images, padding_mask), padding_mask)
         if self.pool == "token":
             pooled = special.unbind(1)

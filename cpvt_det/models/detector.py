@@ -83,9 +83,10 @@ class Detector(ImageModel):
             Logits (D, B, Q, K') and boxes (D, B, Q, 4), cxcywh in [0, 1] of the unpadded image, in float32 at least.
 
         Raises:
-            TypeError: a mask that is not bool.
+            TypeError: a mask that is not bool, or weights in half precision.
             ValueError: a mask of another shape.
         """
+        self.require_full_precision()
         maps = self.backbone(without_padding(images, padding_mask), padding_mask)
         features, levels = self.input_proj(maps, padding_mask)  # the neck; zero under the padding
         memory = self.transformer.encode(features, levels, self.position)

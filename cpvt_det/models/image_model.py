@@ -59,6 +59,20 @@ class ImageModel(nn.Module):
                 module.eval()
         return self
 
+    def require_full_precision(self) -> None:
+        """Refuse weights in half precision: boxes and positions are computed in float32 at least.
+
+        Raises:
+            TypeError: float16 or bfloat16, after ``half()`` or made under such a default dtype.
+        """
+        dtype = self.pixel_mean.dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            raise TypeError(
+                f"the weights of this {type(self).__name__} are {dtype}, too coarse for boxes; make it float32 (its float(), and "
+                "torch.set_default_dtype before it is built) and call it under torch.autocast(device, torch.bfloat16), which "
+                "computes in half precision what can be; in training SOLVER.AMP.ENABLED does it"
+            )
+
     def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
         """Images as the mapper gives them -> one normalised, padded batch on the model's device.
 

@@ -33,6 +33,13 @@ def imagenet(name, *words, num_classes=1000):
     return build_detector(cfg)
 
 
+def test_weights_in_half_precision_are_refused_by_name():
+    model = imagenet("cpvt_tiny", num_classes=3).bfloat16().eval()
+    batch = model.preprocess([torch.zeros(3, 32, 32)])
+    with pytest.raises(TypeError, match=r"the weights of this Classifier are torch\.bfloat16"):
+        model(batch.images, batch.padding_mask)
+
+
 @pytest.mark.parametrize("name", COUNTS)
 def test_the_parameters_are_those_of_the_articles(name):
     with torch.device("meta"):

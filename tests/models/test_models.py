@@ -484,6 +484,28 @@ def test_mixed_precision_gives_float32_boxes_and_logits():
     assert not torch.equal(predictions.boxes, exact.boxes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["CPVTDetr", "CPVTDeformableDetr"])
+def test_weights_in_half_precision_are_refused_by_name(name, dtype):
+    """Also where the default dtype made them; in float32 again, the detector works."""
+    model, images = build(META_ARCHITECTURE=name).float().eval(), draw_images(dtype=torch.float32)
+    expected = (
+        rf"the weights of this {type(model).__name__} are {dtype}.*float\(\).*torch\.autocast\(device, torch\.bfloat16\).*AMP"
+    )
+    with pytest.raises(TypeError, match=expected):
+        detect(model.to(dtype), [image.to(dtype) for image in images])
+    detect(model.float(), images)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        made = build_detector(small_cfg(META_ARCHITECTURE=name)).eval()
+        with pytest.raises(TypeError, match=expected):
+            detect(made, made.preprocess(images).images.unbind())
+        detect(model, images)  # made in float32, it works
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("norm", ["BN", "SyncBN", "GN", "none"])
 def test_mixed_precision_trains_with_every_norm_of_peg(norm):
     model = build(POSITION__NORM=norm).float().train()

@@ -88,6 +88,26 @@ def test_every_kind_of_input_finds_the_same(detr, predictor):
     assert predictor([]) == []
 
 
+def test_a_predictor_is_used_in_other_precisions(detr):
+    """Under another default dtype bit for bit, in float64 up to rounding, under autocast with scores in float32."""
+    predictor = Predictor.from_checkpoint(detr.weights, "cpu")
+    found = predictor(detr.image(7))
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            assert same(predictor(detr.image(7)), found)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        coarse = predictor(detr.image(7))
+    assert coarse.scores.dtype == torch.float32 and (coarse.scores - found.scores).abs().max() < 0.05
+    predictor.detector.double()
+    assert (predictor(detr.image(7)).scores - found.scores).abs().max() < 1e-5
+    predictor.detector.half()
+    with pytest.raises(TypeError, match=r"the weights of this DETR are torch\.float16"):
+        predictor(detr.image(7))
+
+
 def test_detections_know_their_classes_and_their_image(detr, predictor):
     found = predictor(detr.image(30))
     assert len(found) == 6 and found.image.shape == (3, 33, 90)
