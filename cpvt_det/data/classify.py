@@ -8,12 +8,10 @@ so a resumed run repeats them; Mixup and CutMix, which mix images of a batch, ar
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
 
 from cpvt_det.data.images import read_image
-from cpvt_det.data.mapper import Sample
+from cpvt_det.data.mapper import Mapper, Sample, named
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.structures import Targets
 
@@ -84,17 +82,8 @@ def central_transform(size: int, crop_ratio: float) -> v2.Transform:
     return v2.Compose([resize, v2.CenterCrop(size)]) if crop_ratio else resize
 
 
-class ClassMapper:
-    """Makes samples.
-
-    Args:
-        transform: transform of an image.
-        with_targets: whether samples get targets, for training: the label, and the whole image as its box.
-    """
-
-    def __init__(self, transform: v2.Transform, with_targets: bool):
-        self.transform = transform
-        self.with_targets = with_targets
+class ClassMapper(Mapper):
+    """Makes samples whose targets are the label of the image, and the whole image as its box."""
 
     def __call__(self, record: ImageRecord) -> Sample:
         """Make the sample of one record, with torch's global random state.
@@ -102,18 +91,8 @@ class ClassMapper:
         Raises:
             DataError: an image that cannot be read.
         """
-        sample = {
-            "file_name": record.file_name,
-            "image_id": record.image_id,
-            "height": record.height,
-            "width": record.width,
-            "image": self.prepare(read_image(record.file_name)),
-        }
+        sample = {**named(record), "image": self.prepare(read_image(record.file_name))}
         return sample | ({"targets": Targets(torch.from_numpy(record.labels[:1]), WHOLE)} if self.with_targets else {})
-
-    def prepare(self, image: Tensor) -> Tensor:
-        """Transform an image, (3, H, W) uint8 -> (3, h, w) uint8."""
-        return self.transform(tv_tensors.Image(image)).as_subclass(Tensor)
 
 
 def _require(holds: bool, message: str) -> None:

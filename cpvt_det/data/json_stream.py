@@ -84,12 +84,11 @@ class _Text:
     def parts(self, first: str, last: str) -> Iterator[None]:
         """Go past one list or object between two brackets; the caller goes past each part of it."""
         self.require(first)
-        while self.peek() != last:
+        if self.peek() != last:
             yield
-            if self.peek() != last:
-                self.require(",")
-                if self.peek() == last:
-                    raise NotAStreamError("a comma before the end")
+        while self.peek() != last:
+            self.require(",")
+            yield  # an end behind the comma is no value
         self.require(last)
 
     def _read(self) -> bool:

@@ -186,12 +186,7 @@ class Mapper:
             DataError: an image that cannot be read, or whose size differs from that in the JSON.
             ConfigError: an augmentation that fails on this image.
         """
-        sample = {
-            "file_name": record.file_name,
-            "image_id": record.image_id,
-            "height": record.height,
-            "width": record.width,
-        }
+        sample = named(record)
         if not self.with_targets:
             image = _read(record)
             return {**sample, "image": self.prepare(image), **({"pixels": image} if self.with_pixels else {})}
@@ -221,6 +216,11 @@ class Mapper:
     def _draw(self, count: int) -> Scene:
         """Another image, drawn at random, after the first augmentations."""
         return self._augmented(self.records[int(torch.randint(len(self.records), ()))], count)
+
+
+def named(record: ImageRecord) -> Sample:
+    """The part of a sample that says which image it is of."""
+    return {name: getattr(record, name) for name in ("file_name", "image_id", "height", "width")}
 
 
 @contextlib.contextmanager

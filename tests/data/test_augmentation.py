@@ -21,8 +21,8 @@ from cpvt_det.builders import build_train_loader, load_splits, training_records
 from cpvt_det.builders.augmentation import build_augmentations
 from cpvt_det.config import get_cfg, load_cfg
 from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, single
-from cpvt_det.data.augmentation.step import as_scene
-from cpvt_det.data.augmentation.visible import clip_to_visible, visible_part
+from cpvt_det.data.augmentation.mixing import visible_part
+from cpvt_det.data.augmentation.step import as_scene, clip_to_visible
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.mapper import Mapper, train_transform
 from cpvt_det.data.records import ImageRecord

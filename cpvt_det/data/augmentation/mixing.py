@@ -8,7 +8,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
 from cpvt_det.data.augmentation.registry import AUGMENTATION_REGISTRY, DrawScene, Scene
-from cpvt_det.data.augmentation.visible import clip_to_visible, overlap_areas, visible_part
+from cpvt_det.data.augmentation.step import clip_to_visible
 
 TRIALS = 10
 """Places that are tried for an object that is pasted."""
@@ -239,3 +239,27 @@ def _scaled(boxes: Tensor, before: Sequence[int], after: Sequence[int]) -> Tenso
     """(G, 4) xyxy in an image of size ``before`` -> in the same image resized to ``after``, both (height, width)."""
     y, x = (new / old for new, old in zip(after, before, strict=True))
     return boxes * boxes.new_tensor([x, y, x, y])
+
+
+def overlap_areas(boxes: Tensor, other: Tensor) -> Tensor:
+    """(G, 4) and (4,) xyxy -> (G,): the areas that boxes share with another box."""
+    sides = boxes[:, 2:].minimum(other[2:]) - boxes[:, :2].maximum(other[:2])
+    return sides.clamp(min=0).prod(1)
+
+
+def visible_part(box: Tensor, covers: Sequence[Tensor]) -> Tensor:
+    """The box around what stays visible of a box behind rectangles.
+
+    Args:
+        box: (4,) float, xyxy in pixels.
+        covers: rectangles, (4,) each, xyxy in whole pixels, that together leave some of the box visible.
+    """
+    left, top = box[:2].floor().int().tolist()
+    right, bottom = box[2:].ceil().int().tolist()
+    is_free = torch.ones(bottom - top, right - left, dtype=torch.bool)
+    for cover in covers:
+        x0, y0, x1, y1 = cover.int().tolist()
+        is_free[max(0, y0 - top) : max(0, y1 - top), max(0, x0 - left) : max(0, x1 - left)] = False
+    rows, columns = (is_free.any(axis).nonzero()[:, 0] for axis in (1, 0))
+    starts = torch.stack((left + columns[0], top + rows[0])).maximum(box[:2])
+    return torch.cat((starts, torch.stack((left + columns[-1] + 1, top + rows[-1] + 1)).minimum(box[2:])))

@@ -19,7 +19,7 @@ AUGMENTATION_REGISTRY = PartRegistry("AUGMENTATION", "augmentation", chosen=froz
 
 What it returns is called as ``augment(image, boxes, labels)`` and returns the three, as :data:`Scene` describes them; the image may
 have another size. Boxes may reach beyond the image and may be removed, with their labels; afterwards they are clipped, and those of
-which too little is left are removed (:func:`cpvt_det.data.augmentation.visible.clip_to_visible`). Inputs are not changed in place.
+which too little is left are removed (:func:`cpvt_det.data.augmentation.step.clip_to_visible`). Inputs are not changed in place.
 
 - An augmentation with the attribute ``mixes = True`` shows more than one image. It gets a fourth argument ``draw``, a
   :data:`DrawScene`, and is left out in the last ``INPUT.CLOSE_EPOCHS``.

@@ -10,8 +10,33 @@ from torch import Tensor
 from torchvision import tv_tensors
 
 from cpvt_det.data.augmentation.registry import DrawScene, Scene
-from cpvt_det.data.augmentation.visible import clip_to_visible
 from cpvt_det.errors import BadInputError, ConfigError, first_line
+
+MIN_SIDE = 1
+"""Pixels; a box that is cut to less is removed."""
+
+
+def clip_to_visible(boxes: Tensor, size: tuple[int, int], min_visible: float) -> tuple[Tensor, Tensor]:
+    """Clip boxes to an image, and mark the ones to keep.
+
+    Removed is a box without area, a box of which less than ``min_visible`` of the area is inside, and a box that is cut to less
+    than a pixel in one direction. A box that is wholly inside is kept, however small, as resizing keeps it.
+
+    Args:
+        boxes: (G, 4) float, xyxy in pixels, which may reach beyond the image.
+        size: (height, width) of the image.
+        min_visible: smallest share of the area that has to be left, in [0, 1].
+
+    Returns:
+        (G, 4) the clipped boxes, and (G,) bool, True = keep.
+    """
+    height, width = size
+    clipped = boxes.clamp(min=0).minimum(boxes.new_tensor([width, height, width, height]))
+    sides = clipped[:, 2:] - clipped[:, :2]
+    is_whole = (clipped == boxes).all(1)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    is_enough = (sides.prod(1) >= min_visible * areas) & (sides >= MIN_SIDE).all(1)
+    return clipped, (sides > 0).all(1) & (is_whole | is_enough)
 
 
 def as_scene(image: Tensor, boxes: Any, labels: Tensor) -> Scene:
