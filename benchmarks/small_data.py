@@ -37,6 +37,7 @@ from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import folder_config
 from cpvt_det.errors import ConfigError
+from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.files import write_json
 from cpvt_det.memory import usable_cores
 from cpvt_det.own_modules import import_words
@@ -60,12 +61,15 @@ def write_part(folder: Path, count: int, place: Path) -> Path:
     order = np.random.default_rng(0).permutation(np.sort(train.records.image_ids))
     train.leave_out(set(order[count:].tolist()))
     for split, dataset in (("train", train), ("valid", val)):
-        content, root = dataset.ground_truth, place / folder.name / split
+        classes, root, images = dataset.classes, place / folder.name / split, []
         root.mkdir(parents=True)
-        for image, path in zip(content["images"], dataset.records.paths, strict=True):
-            image["file_name"] = f"{image['id']}{Path(path).suffix}"
-            (root / image["file_name"]).symlink_to(Path(path).resolve())
-        write_json(content, root / "_annotations.coco.json")
+        for one in dataset.records:
+            name = f"{one.image_id}{Path(one.file_name).suffix}"
+            images.append({"id": one.image_id, "file_name": name, "height": one.height, "width": one.width})
+            (root / name).symlink_to(Path(one.file_name).resolve())
+        annotations = ground_truth_of(dataset.records, classes.ids).annotations(classes.ids, range(len(classes)))
+        categories = [{"id": i, "name": name} for i, name in zip(classes.ids, classes.names, strict=True)]
+        write_json({"images": images, "annotations": annotations, "categories": categories}, root / "_annotations.coco.json")
     return place / folder.name
 
 

@@ -2,6 +2,7 @@
 """The smallest run: a detector of a few thousand weights on five drawn images, as KEY VALUE pairs over the defaults."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from fvcore.common.config import CfgNode
@@ -9,6 +10,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det.builders import build_detector
 from cpvt_det.config import load_cfg
 from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.position import POSITION_REGISTRY
 
 MODEL = {
@@ -115,3 +117,26 @@ def random_config(**more: object) -> CfgNode:
     """The config of the smallest detector, of three classes; ``more`` as of :func:`overrides`."""
     pairs = {**MODEL, **RUN, "MODEL.NUM_CLASSES": 3, **{key.replace("__", "."): value for key, value in more.items()}}
     return load_cfg("", [str(word) for pair in pairs.items() for word in pair])
+
+
+def coco_dict(dataset: CocoDataset) -> dict[str, Any]:
+    """A data set as COCO JSON has it: the boxes that count, crowds included, with ``area`` and ``iscrowd`` filled in."""
+    records, (image_of, boxes) = dataset.records, dataset.records.boxes()
+    ids, sizes = records.image_ids.tolist(), records.sizes.tolist()
+    images = [
+        {"id": image_id, "file_name": records.name(index), "height": height, "width": width}
+        for index, (image_id, (height, width)) in enumerate(zip(ids, sizes, strict=True))
+    ]
+    annotations = [
+        {
+            "image_id": ids[image],
+            "category_id": dataset.classes.ids[label],
+            "bbox": box.tolist(),
+            "area": area,
+            "iscrowd": int(crowd),
+            "id": number + 1,  # COCO's evaluation takes id 0 for "unmatched"
+        }
+        for image, (box, area, number, label, crowd) in zip(image_of.tolist(), boxes.tolist(), strict=True)
+    ]
+    categories = [{"id": i, "name": name} for i, name in zip(dataset.classes.ids, dataset.classes.names, strict=True)]
+    return {"images": images, "annotations": annotations, "categories": categories}

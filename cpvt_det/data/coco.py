@@ -50,29 +50,6 @@ class CocoDataset:
     records: Records
     issues: Issues = field(default_factory=Issues)
 
-    @property
-    def ground_truth(self) -> dict[str, Any]:
-        """A COCO dict of the boxes that count, crowds included, with ``area`` and ``iscrowd`` filled in; made at every access."""
-        records, (image_of, boxes) = self.records, self.records.boxes()
-        ids, sizes = records.image_ids.tolist(), records.sizes.tolist()
-        images = [
-            {"id": image_id, "file_name": records.name(index), "height": height, "width": width}
-            for index, (image_id, (height, width)) in enumerate(zip(ids, sizes, strict=True))
-        ]
-        annotations = [
-            {
-                "image_id": ids[image],
-                "category_id": self.classes.ids[label],
-                "bbox": box.tolist(),
-                "area": area,
-                "iscrowd": int(crowd),
-                "id": number + 1,  # COCO's evaluation takes id 0 for "unmatched"
-            }
-            for image, (box, area, number, label, crowd) in zip(image_of.tolist(), boxes.tolist(), strict=True)
-        ]
-        categories = [{"id": i, "name": name} for i, name in zip(self.classes.ids, self.classes.names, strict=True)]
-        return {"images": images, "annotations": annotations, "categories": categories}
-
     def describe(self) -> str:
         """A summary in one line, for the log."""
         counts = self.records.num_boxes

@@ -112,8 +112,9 @@ def _most_mistaken(images: Sequence[ScoredImage], threshold: float) -> list[Scor
 def _sizes(dataset: CocoDataset) -> dict[int, list[int]]:
     """Image id -> the size of each object in the order of the ground truth: 0 small, 1 medium, 2 large."""
     sizes: dict[int, list[int]] = {record.image_id: [] for record in dataset.records}
-    for annotation in dataset.ground_truth["annotations"]:
-        sizes[annotation["image_id"]].append(int(annotation["area"] >= SMALL) + int(annotation["area"] > LARGE))
+    image_of, boxes = dataset.records.boxes()
+    for image_id, area in zip(dataset.records.image_ids[image_of].tolist(), boxes["area"].tolist(), strict=True):
+        sizes[image_id].append(int(area >= SMALL) + int(area > LARGE))
     return sizes
 
 

@@ -13,7 +13,7 @@ import torch
 from conftest import draw_coco
 from PIL import Image
 from test_loader import assert_same_batches
-from tiny import overrides
+from tiny import coco_dict, overrides
 from torch import Tensor
 
 from cpvt_det.boxes import cxcywh_to_xyxy
@@ -453,7 +453,7 @@ def test_crowds_are_neither_learned_nor_pasted(tmp_path):
     cfg.DATASETS.TRAIN = ("drawn",)
     (data,), _ = load_splits(cfg)
     (record,) = (record for record in data.records if record.image_id == 12)
-    before = [dict(annotation) for annotation in data.ground_truth["annotations"]]
+    before = [dict(annotation) for annotation in coco_dict(data)["annotations"]]
     steps = steps_of(["Mosaic", {"p": 0.5}], ["CopyPaste", {"p": 1}], ["MixUp", {"p": 0.5}])
     mapper, labels = Mapper(train_transform((), None), True, steps, [record]), []
     for seed in range(10):
@@ -461,7 +461,7 @@ def test_crowds_are_neither_learned_nor_pasted(tmp_path):
         labels += mapper(record)["targets"].labels.tolist()
     assert set(labels) == set(record.labels.tolist()) == {2}
     assert len(labels) > 20
-    assert data.ground_truth["annotations"] == before  # areas and crowds of the evaluation are those of the files
+    assert coco_dict(data)["annotations"] == before  # areas and crowds of the evaluation are those of the files
     assert sum(annotation["iscrowd"] for annotation in before) == 1
 
 

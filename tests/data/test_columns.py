@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny import coco_dict
 
 from cpvt_det.data import annotations, coco, json_stream
 from cpvt_det.data.catalog import DatasetFiles
@@ -65,7 +66,7 @@ def all_of(dataset) -> tuple:
     """What there is in a data set, as it can be compared; NaN in examples is text."""
     issues = dataset.issues
     found = [{h: (g.count, g.examples) for h, g in kind.items()} for kind in (issues.errors, issues.faults, issues.infos)]
-    return dataset.classes, dataset.ground_truth, [list(kind.items()) for kind in found]
+    return dataset.classes, coco_dict(dataset), [list(kind.items()) for kind in found]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -75,7 +76,7 @@ def test_every_way_of_reading_finds_the_same_boxes_and_says_the_same(tmp_path, s
     files = write(tmp_path / "a.json", content)
     read = read_coco(files)
     assert sum(len(group.examples) for group in read.issues.faults.values()) > 40
-    assert 100 < len(read.ground_truth["annotations"]) < 400
+    assert 100 < len(coco_dict(read)["annotations"]) < 400
     with monkeypatch.context() as patch:
         patch.setattr(annotations, "NUMBERS", frozenset())
         assert all_of(read_coco(files)) == all_of(read)
@@ -259,7 +260,7 @@ def test_evaluation_takes_records_or_their_coco_dict(tmp_path):
     dataset = read_coco(write(tmp_path / "a.json", messy(2)))
     for kept in (dataset.records, dataset.records.select(dataset.records.num_boxes > 5)):
         part = replace(dataset, records=kept)
-        one, other = (CocoEvaluator(source, part.classes.ids, part.classes.names) for source in (kept, part.ground_truth))
+        one, other = (CocoEvaluator(source, part.classes.ids, part.classes.names) for source in (kept, coco_dict(part)))
         mine, theirs = (evaluator._ground_truth for evaluator in (one, other))
         assert mine.image_ids.tolist() == theirs.image_ids.tolist()
         labels = range(len(part.classes.ids))

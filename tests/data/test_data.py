@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny import coco_dict
 
 from cpvt_det.builders import load_splits, load_tests, set_classes, training_records
 from cpvt_det.class_names import require_same_classes
@@ -75,7 +76,7 @@ def test_boxes_that_count_are_kept_as_corners(drawn_coco):
 def test_crowds_are_left_out_of_training_and_kept_for_evaluation(drawn_coco):
     dataset = load_coco(drawn_coco.files)
     assert boxes_of(dataset, 12) == {2: [5, 30, 25, 55]}
-    crowds = [a for a in dataset.ground_truth["annotations"] if a["iscrowd"]]
+    crowds = [a for a in coco_dict(dataset)["annotations"] if a["iscrowd"]]
     assert [(a["image_id"], a["category_id"], a["bbox"]) for a in crowds] == [(12, 17, [0, 0, 48, 20])]
 
 
@@ -83,9 +84,9 @@ def test_boxes_outside_or_without_area_are_left_out_and_others_clipped_in_both(d
     """[80, -4, 20, 20] in an image of 33 x 90 leaves [80, 0, 10, 16], 160 pixels."""
     dataset = load_coco(drawn_coco.files)
     assert boxes_of(dataset, 30) == {0: [80, 0, 90, 16]}
-    truth = [a for a in dataset.ground_truth["annotations"] if a["image_id"] == 30]
+    truth = [a for a in coco_dict(dataset)["annotations"] if a["image_id"] == 30]
     assert [(a["bbox"], a["area"], a["iscrowd"]) for a in truth] == [([80, 0, 10, 16], 160, 0)]
-    assert not any(0 in a["bbox"][2:] for a in dataset.ground_truth["annotations"])
+    assert not any(0 in a["bbox"][2:] for a in coco_dict(dataset)["annotations"])
     assert dataset.issues.counts() == {WITHOUT_AREA: 1, CLIPPED: 1, OUTSIDE: 1}
 
 
@@ -103,7 +104,7 @@ def test_faults_are_told_in_one_line(drawn_coco):
 def test_box_without_a_pixel_in_the_image_is_left_out_of_both(tmp_path, box):
     dataset = load_changed(tmp_path, lambda content: content["annotations"][0].update(bbox=box))
     assert boxes_of(dataset, 1) == {}
-    assert dataset.ground_truth["annotations"] == []
+    assert coco_dict(dataset)["annotations"] == []
     assert sum(group.count for heading, group in dataset.issues.infos.items() if heading in (WITHOUT_AREA, OUTSIDE)) == 1
 
 
@@ -116,7 +117,7 @@ def test_box_up_to_the_border_is_not_clipped(tmp_path):
 def test_area_and_iscrowd_may_be_missing_or_null(tmp_path):
     for change in ({}, {"area": None, "iscrowd": None}):
         dataset = load_changed(tmp_path, lambda content, change=change: content["annotations"][0].update(change))
-        (annotation,) = dataset.ground_truth["annotations"]
+        (annotation,) = coco_dict(dataset)["annotations"]
         assert (annotation["area"], annotation["iscrowd"]) == (12, 0)
         assert len(dataset.records[0].labels) == 1
 
@@ -124,7 +125,7 @@ def test_area_and_iscrowd_may_be_missing_or_null(tmp_path):
 def test_area_of_the_file_is_kept_where_nothing_is_clipped(tmp_path):
     """COCO's area is the mask's, which is smaller than the box's, and AP by size goes by it."""
     dataset = load_changed(tmp_path, lambda content: content["annotations"][0].update(area=7.5))
-    assert dataset.ground_truth["annotations"][0]["area"] == 7.5
+    assert coco_dict(dataset)["annotations"][0]["area"] == 7.5
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2], [1, 2, 3], [5, 90, 1000000]])
@@ -136,7 +137,7 @@ def test_category_ids_of_any_numbering_are_mapped_to_and_back(tmp_path, ids):
     dataset = load_changed(tmp_path, change)
     assert dataset.records[0].labels.tolist() == [0, 1, 2]
     assert [dataset.classes.ids[label] for label in dataset.records[0].labels] == ids
-    assert {a["category_id"] for a in dataset.ground_truth["annotations"]} == set(ids)
+    assert {a["category_id"] for a in coco_dict(dataset)["annotations"]} == set(ids)
 
 
 def test_image_id_zero_is_an_id(tmp_path):
@@ -153,7 +154,7 @@ def test_annotation_ids_do_not_matter(tmp_path):
         box = {"image_id": 1, "category_id": 3, "bbox": [1, 2, 3, 4]}
         content["annotations"] = [{**box, "id": 0}, {**box, "bbox": [2, 2, 3, 4]}, {**box, "bbox": [3, 2, 3, 4]}]
 
-    assert [a["id"] for a in load_changed(tmp_path, change).ground_truth["annotations"]] == [1, 2, 3]
+    assert [a["id"] for a in coco_dict(load_changed(tmp_path, change))["annotations"]] == [1, 2, 3]
 
 
 def test_a_box_that_an_image_has_twice_is_there_once(tmp_path, monkeypatch):
@@ -325,7 +326,7 @@ def test_classes_that_differ_are_told(tmp_path, drawn_coco):
 def test_ground_truth_used_as_detections_scores_100(drawn_coco, backend):
     """Also though the JSON has boxes outside, partly outside and without area, a crowd, and an image without objects."""
     dataset = load_coco(drawn_coco.files)
-    evaluator = CocoEvaluator(dataset.ground_truth, dataset.classes.ids, dataset.classes.names, backend)
+    evaluator = CocoEvaluator(coco_dict(dataset), dataset.classes.ids, dataset.classes.names, backend)
     for record in dataset.records:
         boxes, labels = torch.from_numpy(record.boxes_xyxy), torch.from_numpy(record.labels)
         evaluator.add(record.image_id, Detections(boxes, torch.ones(len(labels)), labels))

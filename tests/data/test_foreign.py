@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import OBJECTS, SIZES
 from PIL import Image
-from tiny import overrides
+from tiny import coco_dict, overrides
 
 from cpvt_det.cli import main
 from cpvt_det.data.catalog import DatasetFiles, registered_datasets
@@ -135,7 +135,7 @@ def test_a_voc_folder_has_the_boxes_it_was_written_from(tmp_path):
     dataset = read(write_voc(tmp_path / "voc"), "")
     assert dataset.classes.names == ("cell", "disc", "ring") and dataset.classes.ids == (1, 2, 3)
     assert_same(boxes_of(dataset), whole)
-    assert [a["image_id"] for a in dataset.ground_truth["annotations"] if a["iscrowd"]] == [1]  # what is difficult, of 005.png
+    assert [a["image_id"] for a in coco_dict(dataset)["annotations"] if a["iscrowd"]] == [1]  # what is difficult, of 005.png
 
 
 def test_a_voc_split_lists_its_images_and_knows_the_classes_of_all(tmp_path):

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from forked import Forked
 from nodes import wait_for
+from tiny import coco_dict
 
 from cpvt_det.data.cache import SMALL
 from faults.case import Case, Cut, Ending
@@ -120,7 +121,7 @@ def boxes(*expected: list[float]):
         dataset, wanted = read_set(drawn), [*expected, [15, 8, 16.5, 24.25]]
         x0, y0, x1, y1 = dataset.records[0].boxes_xyxy.T
         np.testing.assert_allclose(np.stack((x0, y0, x1 - x0, y1 - y0), 1), wanted, atol=1e-5)
-        evaluated = [entry["bbox"] for entry in dataset.ground_truth["annotations"] if entry["image_id"] == 1]
+        evaluated = [entry["bbox"] for entry in coco_dict(dataset)["annotations"] if entry["image_id"] == 1]
         np.testing.assert_allclose(evaluated, wanted)
 
     return then
@@ -128,7 +129,7 @@ def boxes(*expected: list[float]):
 
 def areas(drawn: Drawn) -> None:
     """Every object counts as large as its box, and none is a crowd."""
-    for entry in read_set(drawn).ground_truth["annotations"]:
+    for entry in coco_dict(read_set(drawn))["annotations"]:
         assert entry["area"] == entry["bbox"][2] * entry["bbox"][3] and entry["iscrowd"] == 0
 
 

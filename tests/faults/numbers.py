@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from tiny import DEFORMABLE
+from tiny import DEFORMABLE, coco_dict
 from torch import Tensor
 
 from cpvt_det.data.coco import load_coco
@@ -62,7 +62,7 @@ def detected(boxes: list, scores: list):
 
     def run(folder: Path) -> Ending:
         dataset = load_coco(draw(folder / "data", lambda _: None).files)
-        evaluator = CocoEvaluator(dataset.ground_truth, dataset.classes.ids, dataset.classes.names)
+        evaluator = CocoEvaluator(coco_dict(dataset), dataset.classes.ids, dataset.classes.names)
         try:
             evaluator.add(1, Detections(torch.tensor(boxes), torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long)))
         except ValueError as error:
@@ -77,7 +77,7 @@ def no_detections(folder: Path) -> Ending:
     dataset = load_coco(draw(folder / "data", lambda _: None).files)
     texts = []
     for backend in BACKENDS:
-        evaluator = CocoEvaluator(dataset.ground_truth, dataset.classes.ids, dataset.classes.names, backend)
+        evaluator = CocoEvaluator(coco_dict(dataset), dataset.classes.ids, dataset.classes.names, backend)
         for record in dataset.records:
             evaluator.add(record.image_id, Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.long)))
         texts.append(format_table(evaluator.evaluate()))

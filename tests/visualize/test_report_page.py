@@ -10,6 +10,7 @@ import torch
 from browser import NARROW, Tab, overflows
 from PIL import Image
 from test_evaluation import CLASS_IDS, evaluator_of, random_world
+from tiny import coco_dict
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import load_coco
@@ -88,7 +89,7 @@ class World:
         """Objects and missed ones of each size, by the area of the ground truth."""
         counts = np.zeros((3, 2), dtype=int)
         areas = {image.image_id: [] for image in self.images}
-        for one in self.dataset.ground_truth["annotations"]:
+        for one in coco_dict(self.dataset)["annotations"]:
             areas[one["image_id"]].append(one["area"])
         for image in self.images:
             for area, score, crowd in zip(areas[image.image_id], outcomes(image).found_at, image.crowd, strict=True):

@@ -9,7 +9,7 @@ import torch
 from faults.case import Case
 from faults.drawn import DataCase, call_on, draw
 from faults.report import DOCUMENT, areas, report
-from tiny import overrides
+from tiny import coco_dict, overrides
 
 from cpvt_det import builders
 from cpvt_det.errors import DataError
@@ -70,8 +70,8 @@ def test_ground_truth_used_as_detections_scores_100_after_dropping(case: DataCas
             builders.load_splits(cfg)
         return
     (train,), (test,) = builders.load_splits(cfg)
-    assert [record.image_id for record in train.records] == [image["id"] for image in test.ground_truth["images"]]
-    assert sum(len(record.labels) for record in train.records) == sum(not a["iscrowd"] for a in test.ground_truth["annotations"])
+    assert [record.image_id for record in train.records] == [image["id"] for image in coco_dict(test)["images"]]
+    assert sum(len(record.labels) for record in train.records) == sum(not a["iscrowd"] for a in coco_dict(test)["annotations"])
     evaluator = builders.build_evaluator(cfg, test)
     boxes_of = {record.image_id: record for record in train.records}
     for (sample,) in builders.build_test_loader(cfg, test.records):
