@@ -84,7 +84,7 @@ def gone(seconds: float, patience: float) -> Callable[[Path], Ending]:
     return run
 
 
-PATIENT = Cut("data/loader.py", "self.patience, even_if_missing=True)", "0)")
+PATIENT = Cut("data/loader.py", "Patience(self.patience)", "Patience(0)")
 
 CASES = [
     DataCase("images in a tar file", packed(lambda folder: None), FINE, 0, guard="nothing is at fault"),
