@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from cpvt_det.data.listing import IMAGES, Listing
+from cpvt_det.data.listing import IMAGES, Listing, few
 from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError
 
@@ -59,6 +59,11 @@ FORMS: tuple[tuple[str, Callable[[str], str], Callable[[str], str]], ...] = (
 Label Studio percent-encodes names, writes underscores for blanks, and puts eight hexadecimal digits and a hyphen before them.
 """
 
+Folder = tuple[str, ...]
+"""Names of folders, from the root on."""
+Ranks = dict[str, int]
+"""Path -> how far it is from what is meant."""
+
 
 class Names:
     """Files that are looked for by name.
@@ -69,13 +74,12 @@ class Names:
     """
 
     def __init__(self, files: Sequence[Path], listing: Listing):
-        self.files = files
         self.listing = listing
+        self._files = {str(path): path for path in files}  # text is ten times quicker to take apart than paths are
         self._found: dict[str, dict[str, None]] = defaultdict(dict)
-        self._known = set(files)
-        self._indices: dict[tuple[int, bool], Mapping[str, list[Path]]] = {}
-        self._bases: dict[Path, Path] = {}
-        self._folders: dict[Path, tuple[str, ...]] = {}
+        self._indices: dict[tuple[int, bool], dict[str, dict[Folder, list[str]]]] = {}
+        self._bases: dict[Path, str] = {}
+        self._folders: dict[str, Folder] = {}
 
     def find(self, written: str, source: Path, loosely: bool = True) -> Path | None:
         """The file that an annotation file names, perhaps below folders of another machine; ``None`` where there is none.
@@ -90,22 +94,23 @@ class Names:
         """
         name = re.sub(r"^.*[?&]d=", "", written).replace("\\", "/")  # Label Studio's /data/local-files/?d=PATH
         name = urlsplit(name).path if "://" in name else name
-        *folders, last = [part for part in name.split("/") if part not in ("", ".", "..")] or [""]
-        for base in (self._bases.get(source, source.parent), source.parent, self.listing.root):
-            if (path := base / name) in self._known:
-                self._bases[source] = base
-                return path
-        if last and os.path.isfile(source.parent / name) and not self.listing.parts_of(source.parent / name):
-            return source.parent / name  # outside the folder
+        *folders, last = parts = [part for part in name.split("/") if part not in ("", ".", "..")] or [""]
+        for base in (self._bases.get(source, ""), str(source.parent), str(self.listing.root)):
+            if (path := os.path.normpath(os.path.join(base, name))) in self._files:
+                return self._files[path]
+        outside = source.parent / name
+        if last and os.path.isfile(outside) and not self.listing.parts_of(outside):
+            return outside
         known = next((name for name in map(_lower, reversed(folders)) if name in self._known_folders), None)
         for number, (differs, form, _) in enumerate(FORMS[: len(FORMS) if loosely else 1] if last else ()):
-            candidates = [path for path in self._called(number, last) if known is None or known in self._folder(path)]
+            groups = self._called(number, last)
+            candidates = [path for folder, paths in groups.items() if known is None or known in folder for path in paths]
             if candidates:
-                path = self._nearest(candidates, [form(folder) for folder in folders], source, form)
-                differs = differs or (
-                    "with another suffix" if path.suffix.lower() in IMAGES and last not in (path.name, path.stem) else ""
-                )
-                self._report(differs, f"{source}: {written} is {path}")
+                path = Path(self._nearest(candidates, [form(folder) for folder in folders], source, form))
+                if path.parts[-len(parts) :] == tuple(parts):
+                    self._bases[source] = str(path.parents[len(parts) - 1])
+                is_other = path.suffix.lower() in IMAGES and last not in (path.name, path.stem)
+                self._report(differs or "with another suffix" * is_other, f"{source}: {written} is {path}")
                 return path
         return None
 
@@ -116,26 +121,25 @@ class Names:
             return {"file_name": str(path)}
         stem = Path(written.replace("\\", "/")).stem
         why = f"{source} names {written!r}, and no image below {self.listing.root} is called so"
-        why += "".join(
-            f"; {path} cannot be read here: convert it to JPEG or PNG" for path in self.listing.unreadable if path.stem == stem
-        )
+        unreadable = [path for path in self.listing.unreadable if path.stem == stem]
+        why += f"; {few(unreadable)} cannot be read here: convert it to JPEG or PNG" if unreadable else ""
         split = self.listing.split_of(source, with_name=True)
         return {"file_name": written, "split": split, FAULT: ["image files that are missing", why]}
 
     def pair(self, labels: Sequence[Path], written: Mapping[Path, str] = MappingProxyType({})) -> dict[Path, Path]:
         """The file of each label file, by their names without suffix, each file at most once.
 
+        Folders have to agree, too: ``labels/train/1.txt`` is of ``images/train/1.jpg``, and never of ``images/val/1.jpg``. Only
+        where no label file at all finds its image in this way, folders may have other names.
+
         Args:
             labels: label files.
             written: the name of its image that a label file has in it, which decides between several.
 
-        Folders have to agree, too: ``labels/train/1.txt`` is of ``images/train/1.jpg``, and never of ``images/val/1.jpg``. Only
-        where no label file at all finds its image in this way, folders may have other names.
-
         Raises:
             DataError: a label file that could be of several.
         """
-        return self._pair(labels, written, self._agreement) or self._pair(labels, written, self._no_contradiction)
+        return self._pair(labels, written, self._in_agreement) or self._pair(labels, written, self._without_contradiction)
 
     def notes(self) -> list[dict[str, str]]:
         """Notes of a data set's sections on what was found in another form."""
@@ -145,89 +149,93 @@ class Names:
         if differs:
             self._found[differs][place] = None
 
-    def _index(self, number: int, whole: bool) -> Mapping[str, list[Path]]:
-        """Files by a form of their whole names, or of their names without suffix."""
-        if (number, whole) not in self._indices:
-            found, form = defaultdict(list), FORMS[number][2]
-            for path in self.files:
-                found[form(path.name if whole else path.stem)].append(path)
-            self._indices[number, whole] = found
-        return self._indices[number, whole]
+    def _index(self, number: int, is_whole: bool) -> dict[str, dict[Folder, list[str]]]:
+        """Files by a form of their whole names, or of their names without suffix, and by their folder."""
+        if (number, is_whole) not in self._indices:
+            found, form = defaultdict(lambda: defaultdict(list)), FORMS[number][2]
+            for path in self._files:
+                folder, name = os.path.split(path)
+                found[form(name if is_whole else os.path.splitext(name)[0])][self._folder(folder)].append(path)
+            self._indices[number, is_whole] = found
+        return self._indices[number, is_whole]
 
-    def _called(self, number: int, name: str, is_stem: bool = False) -> Sequence[Path]:
+    def _called(self, number: int, name: str, is_stem: bool = False) -> Mapping[Folder, Sequence[str]]:
         """Files of a name in one form: of the name with its suffix, without one, or with another one."""
         form, (start, suffix) = FORMS[number][1], os.path.splitext(name)
         tried = [(name, not is_stem), (name, is_stem), *([(start, False)] if suffix.lower() in IMAGES else [])]
-        return next((paths for one, whole in tried if (paths := self._index(number, whole).get(form(one)))), ())
+        return next((groups for one, is_whole in tried if (groups := self._index(number, is_whole).get(form(one)))), {})
 
-    def _nearest(self, candidates: Sequence[Path], folders: Sequence[str], source: Path, form: Callable[[str], str]) -> Path:
+    def _nearest(self, candidates: Sequence[str], folders: Sequence[str], source: Path, form: Callable[[str], str]) -> str:
         """Of files of one name, the one whose folders end as the written ones, then one of the file's split, then the closest."""
         split, around = self.listing.split_of(source, with_name=True), set(source.parent.parts)
 
-        def rank(path: Path) -> tuple[int, bool, int, int]:
-            own = [form(part) for part in path.parent.parts]
+        def rank(path: str) -> tuple[int, bool, int, int]:
+            parts = Path(path).parent.parts
+            own = [form(part) for part in parts]
             alike = max((n for n in range(len(folders) + 1) if own[len(own) - n :] == folders[len(folders) - n :]), default=0)
-            return -alike, self.listing.split_of(path) != split, -len(around & set(path.parent.parts)), len(path.parts)
+            return -alike, self.listing.split_of(Path(path)) != split, -len(around & set(parts)), len(parts)
 
-        return candidates[0] if len(candidates) == 1 else _lowest(source, candidates, rank)
+        return candidates[0] if len(candidates) == 1 else _lowest(source, {path: rank(path) for path in candidates})
 
-    def _pair(
-        self, labels: Sequence[Path], written: Mapping[Path, str], agreement: Callable[[Path, Path], int | None]
-    ) -> dict[Path, Path]:
+    def _pair(self, labels: Sequence[Path], written: Mapping[Path, str], ranked: Callable[..., Ranks]) -> dict[Path, Path]:
         pairs: dict[Path, Path] = {}
-        taken: set[Path] = set()
+        left, taken = {str(label): label for label in labels}, set()
         for number, (differs, *_) in enumerate(FORMS):
             found = []
-            for label in labels:
-                candidates = () if label in pairs else self._called(number, label.stem, is_stem=True)
-                ranks = {path: rank for path in candidates if path not in taken and (rank := agreement(label, path)) is not None}
+            for text, label in left.items():
+                folder, name = os.path.split(text)
+                ranks = ranked(folder, self._called(number, os.path.splitext(name)[0], is_stem=True))
+                ranks = {path: rank for path, rank in ranks.items() if path not in taken}
                 if ranks:
-                    name = os.path.basename(written.get(label, "").replace("\\", "/"))
-                    path = _lowest(label, [path for path in ranks if path.name == name] or list(ranks), ranks.__getitem__)
-                    found.append((ranks[path], label, path))
-            for _, label, path in sorted(found):  # of several of one image, the one in the usual folder
+                    said = os.path.basename(written.get(label, "").replace("\\", "/"))
+                    path = _lowest(label, {path: ranks[path] for path in ranks if os.path.basename(path) == said} or ranks)
+                    found.append((ranks[path], text, path))
+            for _, text, path in sorted(found):  # of several of one image, the one in the usual folder
                 if path not in taken:
                     taken.add(path)
-                    pairs[label] = path
-                    self._report(differs, f"{label} is of {path}")
+                    pairs[left.pop(text)] = self._files[path]
+                    self._report(differs, f"{text} is of {path}")
         return pairs
 
-    def _agreement(self, label: Path, path: Path) -> int | None:
-        """How well the folders of a label file and of an image go together, 0 best; ``None``: not at all.
+    def _in_agreement(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:
+        """Files whose folder goes together with that of a label file, and how well, 0 best.
 
         Ultralytics' ``labels`` in the place of ``images`` is best, then the same folder.
         """
-        if self._folder(label) == self._folder(path):
-            return 0 if "labels" in map(str.lower, self.listing.parts_of(label.parent)) else 1 if label.parent == path.parent else 2
-        return 3 if set(self._folder(label)) < set(self._folder(path)) else None
+        own = self._folder(folder)
+        if own in groups:
+            is_usual = "labels" in folder.removeprefix(str(self.listing.root)).lower().split(os.sep)
+            return {path: 0 if is_usual else 1 if os.path.dirname(path) == folder else 2 for path in groups[own]}
+        return {path: 3 for other, paths in groups.items() if set(own) < set(other) for path in paths}
 
-    def _no_contradiction(self, label: Path, path: Path) -> int | None:
-        """0, unless the two are of other splits, or the label file is in a folder of a name that folders of images have."""
-        splits = {self.listing.split_of(label), self.listing.split_of(path)} - {""}
-        return 0 if len(splits) < 2 and set(self._folder(label)) & self._known_folders <= set(self._folder(path)) else None
+    def _without_contradiction(self, folder: str, groups: Mapping[Folder, Sequence[str]]) -> Ranks:
+        """Files that are not of another split, nor outside a folder whose name that of the label file has, too."""
+        own, split = set(self._folder(folder)) & self._known_folders, self.listing.split_of(Path(folder, "x"))
+        paths = [path for other, paths in groups.items() if own <= set(other) for path in paths]
+        return {path: 0 for path in paths if not split or self.listing.split_of(Path(path)) in ("", split)}
 
     @cached_property
     def _known_folders(self) -> set[str]:
-        return {name for path in self.files for name in self._folder(path)}
+        return {name for folder in {os.path.dirname(path) for path in self._files} for name in self._folder(folder)}
 
-    def _folder(self, path: Path) -> tuple[str, ...]:
-        """The names of a file's folders below the root, without those of ``KINDS``."""
-        if path.parent not in self._folders:
-            parts = map(_lower, self.listing.parts_of(path.parent))
-            self._folders[path.parent] = tuple(part for part in parts if part not in KINDS)
-        return self._folders[path.parent]
+    def _folder(self, folder: str) -> Folder:
+        """The names on the way from the root to a folder, without those of ``KINDS``."""
+        if folder not in self._folders:
+            parts = map(_lower, self.listing.parts_of(Path(folder)))
+            self._folders[folder] = tuple(part for part in parts if part not in KINDS)
+        return self._folders[folder]
 
 
-def _lowest(source: Path, candidates: Sequence[Path], rank: Callable[[Path], object]) -> Path:
-    """The candidate of the lowest rank.
+def _lowest(source: Path, ranks: Mapping[str, Any]) -> str:
+    """The file of the lowest rank.
 
     Raises:
         DataError: two that share it.
     """
-    ranked = sorted(candidates, key=lambda path: (rank(path), path))
-    if len(ranked) > 1 and rank(ranked[0]) == rank(ranked[1]):
-        raise DataError(f"{source} belongs to {ranked[0]} or to {ranked[1]}; give only one of them this name")
-    return ranked[0]
+    first, *others = sorted(ranks, key=lambda path: (ranks[path], path))
+    if others and ranks[first] == ranks[others[0]]:
+        raise DataError(f"{source} belongs to {first} or to {others[0]}; give only one of them this name")
+    return first
 
 
 def notes_of(heading: str, places: Iterable[object]) -> list[dict[str, str]]:

@@ -89,7 +89,7 @@ def test_a_written_path_is_found_by_its_end(written, source, expected, tmp_path)
 
 
 def test_files_elsewhere_are_found_where_they_are_named(tmp_path):
-    outside = names_of(tmp_path / "outside", "1.jpg").files[0]
+    outside = names_of(tmp_path / "outside", "1.jpg").listing.images[0]
     names = names_of(tmp_path / "inside", "2.jpg")
     assert names.find(str(outside), tmp_path / "inside/all.json") == outside
     assert names.find("../outside/1.jpg", tmp_path / "inside/all.json").samefile(outside)
