@@ -252,8 +252,8 @@ text = partial(text_of, "text.py")
 table = partial(text_of, "annotations.py")
 
 LENGTH = yolo("if keypoints or count < 6 or count % 2:", "if False:")
-MATCHED = names("return self._pair(labels, written, self._agreement) or self._pair(", "return {} and self._pair(")
-TAIL = names("candidates = [path for path in self._called(number, last) if", "candidates = [path for path in () if")
+MATCHED = names("return self._pair(labels, written, self._in_agreement) or self._pair(", "return {} and self._pair(")
+TAIL = names("groups = self._called(number, last)", "groups = {}")
 HIDDEN = listing('if not name.startswith(".") and name not in NOT_THE_USERS)\n', "if name not in NOT_THE_USERS)\n")
 CODER = text(
     "encoding, declared = json.detect_encoding(content), DECLARED.match(content)",
