@@ -27,7 +27,7 @@ def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: 
     from pathlib import Path
 
     from cpvt_det.data.catalog import registered_datasets
-    from cpvt_det.data.folders.prepare import name_datasets
+    from cpvt_det.data.folders.prepare import name_datasets, refuse_overlap
     from cpvt_det.data.validation.check import check_data
     from cpvt_det.data.validation.issues import require_no_errors
 
@@ -38,4 +38,5 @@ def read_folder(path: str | os.PathLike[str], data_format: str = "", new_split: 
         for issues in data.issues:
             issues.source = found.source_of(issues.source)
         require_no_errors(data.issues, "error")
+    refuse_overlap(data.train[0], data.tests[0])
     return data.train + data.tests

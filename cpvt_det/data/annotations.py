@@ -167,16 +167,16 @@ class AnnotationTable:
             hashes = hashes * np.uint64(FACTOR) + column[rows].astype(np.uint64)
         ordered = np.sort(hashes)
         alike = np.flatnonzero(np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]]))
-        others = dict(self._others) if len(alike) else {}
         seen, copies = set(), []
         for at in alike.tolist():
             row = taken[rows[at : at + 1]]
             key = *row[["image", "category"]].item(), row["flags"].item() & CROWD, row["xywh"].tobytes()
             if key in seen:
                 copies.append(at)
-                ((number, entry),) = self._entries(row)
-                self.issues.add_info(TWICE, _where(others.get(number, entry), number))
             seen.add(key)
+        others = dict(self._others) if copies else {}
+        for number, entry in self._entries(taken[rows[copies]]) if copies else ():
+            self.issues.add_info(TWICE, _where(others.get(number, entry), number))
         return np.delete(rows, copies)
 
     def _shares_id(self, taken: np.ndarray) -> np.ndarray:

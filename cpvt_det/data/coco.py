@@ -126,7 +126,8 @@ def read_json(path: Path) -> dict[str, Any]:
         hint = "set their path in DATASETS.REGISTER, or for COCO itself in DETECTRON2_DATASETS"
         raise DataError(f"cannot read annotations {path}: {error.strerror}; {hint}") from error
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, a thousand nested lists
-        raise DataError(f"{path} is not JSON: {error}") from error
+        hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise DataError(f"{path} is not JSON: {error}{hint}") from error
     if not isinstance(content, dict):
         raise DataError(
             f"{path} is not COCO: expected an object with images, annotations, categories, got a {type(content).__name__}"

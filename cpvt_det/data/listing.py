@@ -89,7 +89,8 @@ class Listing:
         self.root = root
         self._tops = (root, *others)
         seen: set[str] = set()
-        self.files = sorted(Path(folder, name) for top in self._tops for folder, names in walk(top, seen) for name in names)
+        paths = (os.path.join(folder, name) for top in self._tops for folder, names in walk(top, seen) for name in names)
+        self.files = sorted(Path(path) for path in paths if not os.path.islink(path) or os.path.exists(path))
 
     @cached_property
     def folders(self) -> list[Path]:

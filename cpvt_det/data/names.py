@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
-from cpvt_det.data.listing import IMAGES, Listing, few
+from cpvt_det.data.listing import IMAGES, Listing, few, split_named
 from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError
 
@@ -42,7 +42,7 @@ def _joined(name: str) -> str:
 
 
 def _unprefixed(name: str) -> str:
-    return re.sub(r"^[0-9a-f]{8}-(?=.)", "", _joined(name))
+    return re.sub(r"^(?!\d{8})[0-9a-f]{8}-(?=.)", "", _joined(name))  # eight digits are a date
 
 
 FORMS: tuple[tuple[str, Callable[[str], str], Callable[[str], str]], ...] = (
@@ -92,25 +92,30 @@ class Names:
         Raises:
             DataError: several files that it could be.
         """
-        name = re.sub(r"^.*[?&]d=", "", written).replace("\\", "/")  # Label Studio's /data/local-files/?d=PATH
-        name = urlsplit(name).path if "://" in name else name
+        name = unquote(written.partition("/local-files/?d=")[2]) or written  # Label Studio's
+        name = re.sub(r"^\w+://[^/]*/([^?]*).*$", r"\1", name.replace("\\", "/"))  # URLs
         *folders, last = parts = [part for part in name.split("/") if part not in ("", ".", "..")] or [""]
-        for base in (self._bases.get(source, ""), str(source.parent), str(self.listing.root)):
+        for base in (self._bases.get(source, str(source.parent)), str(source.parent), str(self.listing.root)):
             if (path := os.path.normpath(os.path.join(base, name))) in self._files:
                 return self._files[path]
         outside = source.parent / name
         if last and os.path.isfile(outside) and not self.listing.parts_of(outside):
             return outside
-        known = next((name for name in map(_lower, reversed(folders)) if name in self._known_folders), None)
+        wanted = (split_named(name) or _lower(name) for name in reversed(folders))
+        known = next((name for name in wanted if name in self._known_folders), None)
         for number, (differs, form, _) in enumerate(FORMS[: len(FORMS) if loosely else 1] if last else ()):
             groups = self._called(number, last)
             candidates = [path for folder, paths in groups.items() if known is None or known in folder for path in paths]
             if candidates:
-                path = Path(self._nearest(candidates, [form(folder) for folder in folders], source, form))
+                path = Path(
+                    self._nearest(candidates, [form(folder) for folder in folders], f"{written!r} in {source}", source, form)
+                )
                 if path.parts[-len(parts) :] == tuple(parts):
                     self._bases[source] = str(path.parents[len(parts) - 1])
                 is_other = path.suffix.lower() in IMAGES and last not in (path.name, path.stem)
-                self._report(differs or "with another suffix" * is_other, f"{source}: {written} is {path}")
+                differs = differs or "with another suffix" * is_other
+                elsewhere = "below another folder" * bool(folders and form(folders[-1]) != form(path.parent.name))
+                self._report(differs or elsewhere, f"{source}: {written} is {path}")
                 return path
         return None
 
@@ -119,12 +124,12 @@ class Names:
         path = self.find(written, source)
         if path is not None:
             return {"file_name": str(path)}
-        stem = Path(written.replace("\\", "/")).stem
         why = f"{source} names {written!r}, and no image below {self.listing.root} is called so"
-        unreadable = [path for path in self.listing.unreadable if path.stem == stem]
+        unreadable = self._unreadable[os.path.splitext(os.path.basename(written.replace("\\", "/")))[0]]
         why += f"; {few(unreadable)} cannot be read here: convert it to JPEG or PNG" if unreadable else ""
+        name = written.encode("utf-8", "replace").decode().replace("\0", "?") or "?"
         split = self.listing.split_of(source, with_name=True)
-        return {"file_name": written, "split": split, FAULT: ["image files that are missing", why]}
+        return {"file_name": name, "split": split, FAULT: ["image files that are missing", why]}
 
     def pair(self, labels: Sequence[Path], written: Mapping[Path, str] = MappingProxyType({})) -> dict[Path, Path]:
         """The file of each label file, by their names without suffix, each file at most once.
@@ -165,7 +170,9 @@ class Names:
         tried = [(name, not is_stem), (name, is_stem), *([(start, False)] if suffix.lower() in IMAGES else [])]
         return next((groups for one, is_whole in tried if (groups := self._index(number, is_whole).get(form(one)))), {})
 
-    def _nearest(self, candidates: Sequence[str], folders: Sequence[str], source: Path, form: Callable[[str], str]) -> str:
+    def _nearest(
+        self, candidates: Sequence[str], folders: Sequence[str], what: str, source: Path, form: Callable[[str], str]
+    ) -> str:
         """Of files of one name, the one whose folders end as the written ones, then one of the file's split, then the closest."""
         split, around = self.listing.split_of(source, with_name=True), set(source.parent.parts)
 
@@ -175,7 +182,7 @@ class Names:
             alike = max((n for n in range(len(folders) + 1) if own[len(own) - n :] == folders[len(folders) - n :]), default=0)
             return -alike, self.listing.split_of(Path(path)) != split, -len(around & set(parts)), len(parts)
 
-        return candidates[0] if len(candidates) == 1 else _lowest(source, {path: rank(path) for path in candidates})
+        return candidates[0] if len(candidates) == 1 else _lowest(what, {path: rank(path) for path in candidates})
 
     def _pair(self, labels: Sequence[Path], written: Mapping[Path, str], ranked: Callable[..., Ranks]) -> dict[Path, Path]:
         pairs: dict[Path, Path] = {}
@@ -188,7 +195,7 @@ class Names:
                 ranks = {path: rank for path, rank in ranks.items() if path not in taken}
                 if ranks:
                     said = os.path.basename(written.get(label, "").replace("\\", "/"))
-                    path = _lowest(label, {path: ranks[path] for path in ranks if os.path.basename(path) == said} or ranks)
+                    path = _lowest(text, {path: ranks[path] for path in ranks if os.path.basename(path) == said} or ranks)
                     found.append((ranks[path], text, path))
             for _, text, path in sorted(found):  # of several of one image, the one in the usual folder
                 if path not in taken:
@@ -215,6 +222,14 @@ class Names:
         return {path: 0 for path in paths if not split or self.listing.split_of(Path(path)) in ("", split)}
 
     @cached_property
+    def _unreadable(self) -> Mapping[str, list[Path]]:
+        """Images that cannot be read here, by their names without suffix."""
+        found = defaultdict(list)
+        for path in self.listing.unreadable:
+            found[path.stem].append(path)
+        return found
+
+    @cached_property
     def _known_folders(self) -> set[str]:
         return {name for folder in {os.path.dirname(path) for path in self._files} for name in self._folder(folder)}
 
@@ -222,11 +237,11 @@ class Names:
         """The names on the way from the root to a folder, without those of ``KINDS``."""
         if folder not in self._folders:
             parts = map(_lower, self.listing.parts_of(Path(folder)))
-            self._folders[folder] = tuple(part for part in parts if part not in KINDS)
+            self._folders[folder] = tuple(split_named(part) or part for part in parts if part not in KINDS)
         return self._folders[folder]
 
 
-def _lowest(source: Path, ranks: Mapping[str, Any]) -> str:
+def _lowest(what: str, ranks: Mapping[str, Any]) -> str:
     """The file of the lowest rank.
 
     Raises:
@@ -234,7 +249,7 @@ def _lowest(source: Path, ranks: Mapping[str, Any]) -> str:
     """
     first, *others = sorted(ranks, key=lambda path: (ranks[path], path))
     if others and ranks[first] == ranks[others[0]]:
-        raise DataError(f"{source} belongs to {first} or to {others[0]}; give only one of them this name")
+        raise DataError(f"{what} belongs to {first} or to {others[0]}; give only one of them this name")
     return first
 
 

@@ -25,7 +25,7 @@ def decode(content: bytes) -> str:
         LookupError: XML that declares an unknown encoding.
     """
     encoding, declared = json.detect_encoding(content), DECLARED.match(content)
-    if encoding == "utf-8" and declared:
+    if encoding == "utf-8" and declared and not declared[1].lower().startswith(b"utf-16"):  # which has zero bytes
         encoding = declared[1].decode().lower()
     return content.decode(LARGER.get(encoding, encoding))
 

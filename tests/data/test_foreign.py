@@ -163,7 +163,7 @@ def test_xml_beside_images_and_a_list_of_classes_will_do(tmp_path):
 @pytest.mark.parametrize(
     ("line", "heading", "detail"),
     [
-        ("7 0.5 0.5 0.1 0.1", "classes that have no name", "041.txt, line 1: class 7; there are 3 names, counted from 0"),
+        ("7 0.5 0.5 0.1 0.1", "classes that have no name", "041.txt, line 1: class 7; names are those of 0 to 2"),
         (
             "0.5 0.5 0.5 0.1 0.1",
             "classes that are not whole numbers",

@@ -51,7 +51,7 @@ def _add_images(content: Sections, images: Sequence[dict[str, Any]], path: Path,
     new_ids: dict[str, int] = {}
     for number, image in enumerate(images):
         url = image.get("coco_url")  # LVIS has nothing else
-        written = image.get("file_name", url.rpartition("/")[2] if isinstance(url, str) else None)
+        written = image.get("file_name") or (url.rpartition("/")[2] if isinstance(url, str) else image.get("file_name"))
         new_id = new_ids.setdefault(str(_whole(image.get("id"))), len(content["images"]) + 1)
         entry = {"id": new_id, **{side: image[side] for side in ("height", "width") if side in image}}
         if isinstance(written, str):
@@ -72,9 +72,13 @@ def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], p
         fault = category_fault(category)
         if fault:
             raise DataError(f"{path}: {fault[0]}: categories[{number}]: {fault[1]}")
-        taken, name = set(ids.values()), str(category["name"])
-        old = category["id"]
-        new_ids[str(old)] = ids.setdefault(name, old if old not in taken else max(taken) + 1)
+        old, name = category["id"], str(category["name"])
+        if str(old) in new_ids:
+            raise DataError(f"{path}: category ids that are not unique: categories[{number}]: id {old}")
+        if name not in ids:
+            taken = set(ids.values())
+            ids[name] = old if old not in taken else max(taken) + 1
+        new_ids[str(old)] = ids[name]
     return new_ids
 
 
@@ -104,7 +108,9 @@ def _whole(value: Any) -> Any:
 
 def _objects(read: dict[str, Any], path: Path, section: str) -> list[dict[str, Any]]:
     values = read.get(section)
-    for number, value in enumerate(values if isinstance(values, list) else ()):
+    if not isinstance(values, list) or (not values and section != "annotations"):
+        raise DataError(f"{path} is not COCO: {section!r} has to be a list of objects, got {str(values)[:60]}")
+    for number, value in enumerate(values):
         if not isinstance(value, dict):
             raise DataError(f"{path}: {section}[{number}] is not an object but {value!r}; correct or remove it")
-    return values if isinstance(values, list) else []
+    return values

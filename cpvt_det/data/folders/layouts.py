@@ -106,16 +106,25 @@ def _registered(name: str, path: Path) -> Layout:
     """A path of a registered format, with its own splits where it has at least two."""
     data_format = FORMAT_REGISTRY.get(name)
     names = list(data_format.splits(path))
-    order = sorted(names, key=lambda one: PREFERRED.index(one.lower()) if one.lower() in PREFERRED else len(PREFERRED))
-    chosen = {split: one for one in reversed(order) if (split := _split_of(one))}
+    of_split = defaultdict(list)
+    for one in sorted(names, key=lambda one: PREFERRED.index(one.lower()) if one.lower() in PREFERRED else len(PREFERRED)):
+        of_split[_split_of(one)].append(one)
+    others = of_split.pop("", []) if of_split.keys() - {""} else []
+    for own in of_split.values():
+        if own[0].lower() in PREFERRED:  # train rather than train and trainval, which has the same
+            others += own[1:]
+            del own[1:]
     what = f"{path}, splits {', '.join(names)}" if names else str(path)
-    places = {split: (str(path), one) for split, one in chosen.items()}
-    splits = chosen or {"": (names or [""])[0]}
+    places = {split: (str(path), own[0]) for split, own in of_split.items() if split}
+    can_be_named = _can_be_used(places) and all(len(own) == 1 for own in of_split.values())
+    splits = {one: split for split, own in of_split.items() for one in own} or {"": ""}
+    others = [one for one in others if one.lower() not in PREFERRED]
     return Layout(
         name,
         what,
-        places if _can_be_used(places) else {},
-        lambda: _read_together({split: data_format.read(path, one) for split, one in splits.items()}),
+        places if can_be_named else {},
+        lambda: _read_together([(split, data_format.read(path, one)) for one, split in splits.items()]),
+        [f"not read: splits {few(others)}; name them in a config, or divide all with --new-split"] if others else [],
     )
 
 
@@ -129,12 +138,13 @@ def _can_be_used(splits: Mapping[str, object]) -> bool:
     return "train" in splits and ("val" in splits or "test" in splits)
 
 
-def _read_together(contents: Mapping[str, Sections]) -> Sections:
-    """The splits of one data set as one; an image of several splits is taken once."""
-    first = next(iter(contents.values()))
-    together: Sections = {"images": [], "annotations": [], "categories": first["categories"], "notes": []}
+def _read_together(contents: Sequence[tuple[str, Sections]]) -> Sections:
+    """The splits of one data set as one, each with its name; an image of several splits is taken once."""
+    _, first = contents[0]
+    together: Sections = {"images": [], "annotations": [], "categories": first["categories"]}
     ids: dict[str, int] = {}
-    for split, content in contents.items():
+    notes: dict[tuple, dict[str, str]] = {}
+    for split, content in contents:
         new_ids = {}
         for image in content["images"]:
             if image["file_name"] not in ids:
@@ -144,8 +154,8 @@ def _read_together(contents: Mapping[str, Sections]) -> Sections:
             if annotation["image_id"] in new_ids:
                 number = {"id": len(together["annotations"]) + 1, "image_id": new_ids[annotation["image_id"]]}
                 together["annotations"].append(annotation | number)
-        together["notes"] += [note for note in content.get("notes", ()) if note not in together["notes"][:1000]]
-    return together
+        notes |= {tuple(note.items()): note for note in content.get("notes", ())}
+    return {**together, "notes": list(notes.values())}
 
 
 def _coco(listing: Listing) -> Layout | None:
@@ -185,7 +195,8 @@ def _without_end(path: Path, end: str) -> Path | None:
 
 
 def _yolo(listing: Listing) -> Layout | None:
-    yamls = [path for path in listing.with_suffix(".yaml", ".yml") if _contains(path, "names:", "train:")]
+    keys = re.compile(r"""(?:^|[\r\n{,])\s*["']?(names|train)["']?\s*:""")
+    yamls = [path for path in listing.with_suffix(".yaml", ".yml") if len(set(keys.findall(ends_of(path, HEAD)))) > 1]
     yamls = [path for path in yamls if path.stem in ("data", "dataset")] or yamls
     if len(yamls) > 1:
         raise DataError(f"several YAML files look like YOLO's: {few(yamls)}; keep one, or name the sets in a config")
@@ -193,9 +204,10 @@ def _yolo(listing: Listing) -> Layout | None:
         missing, splits = missing_splits(yamls[0]), yolo_splits(yamls[0])
         if "train" in missing or not splits:
             raise DataError(next(iter(missing.values()), f"{yamls[0]} names no images: expected train: and val:"))
-        return replace(_registered("yolo", yamls[0]), notes=[f"not read: {line}" for line in missing.values()])
+        layout = _registered("yolo", yamls[0])
+        return replace(layout, notes=[*layout.notes, *(f"not read: {line}" for line in missing.values())])
     labels = label_files(listing)
-    lists = [path for path in listing.with_suffix(".txt") if split_named(path.stem) and path not in labels]
+    lists = [path for path in sorted(set(listing.with_suffix(".txt")) - set(labels)) if split_named(path.stem)]
     notes = [f"not read: {path}; a data.yaml with train: and val: makes a split of such lists" for path in lists]
     return Layout("yolo", _several(labels), {}, lambda: read_label_files(listing), notes) if labels else None
 
@@ -225,9 +237,9 @@ FINDERS: dict[str, Callable[[Listing], Layout | None]] = {"coco": _coco, "yolo":
 
 
 def _contains(path: Path, *words: str) -> bool:
-    """Whether a file has all of these words; of a large one, whether its beginning and its end have two of them."""
+    """Whether a file has all of these words; a large one one of them, and COCO's ``image_id``, in its beginning and its end."""
     ends, is_whole = ends_of(path, HEAD), path.stat().st_size <= 2 * HEAD
-    return sum(word in ends for word in words) >= (len(words) if is_whole else min(2, len(words)))
+    return all(word in ends for word in words) if is_whole else any(word in ends for word in words) and '"image_id"' in ends
 
 
 def _nothing(listing: Listing) -> str:
@@ -236,6 +248,8 @@ def _nothing(listing: Listing) -> str:
         "a COCO JSON, YOLO's data.yaml or text files, Pascal VOC's XML files, CVAT's XML, or a format of your own (--import MODULE)"
     )
     images = f"{len(listing.images)} images" if listing.images else "no images"
+    texts = Names(listing.images, listing).pair(listing.with_suffix(".txt"))
+    images += f" and {len(texts)} text files of their names, whose lines are not class cx cy w h: {few(texts)}," if texts else ""
     classes = "; for images in a folder of their class, train a classifier: --config-file quickstart/classifier.yaml"
     hint = classes if len({path.parent for path in listing.images}) > 1 else ""
     return f"{listing.root} has {images} and no annotations that are known; put {known} beside them{hint}"

@@ -79,7 +79,7 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
         data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
         return _with_test_set(data)
     content = complete(layout.read())
-    if all(FAULT in image for image in content["images"]):
+    if not listing.images and all(FAULT in image for image in content["images"]):
         unreadable = f"; {few(listing.unreadable)} cannot be read here: convert them to JPEG or PNG" if listing.unreadable else ""
         raise DataError(f"{folder} has annotations ({layout.what}) but no images; put the images below {folder}, too{unreadable}")
     found = _lines(content["notes"])
@@ -159,7 +159,7 @@ def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
     the check of the data to report."""
     others = {image["id"] for image in content["images"]} - image_ids
     images = [
-        {**image, "file_name": os.path.relpath(image["file_name"], folder)}
+        {**image, "file_name": image["file_name"] if FAULT in image else os.path.relpath(image["file_name"], folder)}
         for image in content["images"]
         if image["id"] in image_ids
     ]

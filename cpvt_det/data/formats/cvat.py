@@ -3,6 +3,7 @@
 
 import math
 import re
+import unicodedata
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,7 @@ def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Secti
     for path, tree in trees.items():
         if tree.find("track") is not None:
             raise DataError(f'{path} is of a video ("CVAT for video"): export the task as "CVAT for images" or as COCO')
-        labels += [label.text.strip() for label in tree.iterfind("meta//label/name") if label.text]
+        labels += [_composed(label.text) for label in tree.iterfind("meta//label/name") if label.text]
         for image in tree.iterfind("image"):
             _add_image(content, image, path, images.entry(image.get("name", ""), path))
     names = list(
@@ -66,10 +67,15 @@ def _add_image(content: Sections, element: ET.Element, path: Path, entry: dict[s
     content["images"].append({"id": image_id, **entry})
     shapes = [shape for tag in SHAPES for shape in element.iterfind(tag)]
     for number, shape in enumerate(shapes, start=1):
-        name, source = shape.get("label", "").strip(), f"{path}, image {element.get('name')!r}, shape {number}"
+        name, source = _composed(shape.get("label", "")), f"{path}, image {element.get('name')!r}, shape {number}"
         annotation = {"id": len(content["annotations"]) + 1, "image_id": image_id, "category_id": name, "source": source}
         annotation |= _box(shape) if name else {FAULT: ["shapes without a label", f"<{shape.tag}> has no label"]}
         content["annotations"].append(annotation)
+
+
+def _composed(name: str) -> str:
+    """A class in one Unicode form, as two forms look the same."""
+    return unicodedata.normalize("NFC", name.strip())
 
 
 def _box(shape: ET.Element) -> dict[str, Any]:

@@ -6,6 +6,7 @@ marked difficult are neither learned nor counted in evaluation, as in VOC's own 
 VOC 2012 development kit, section 10. Rotated boxes (roLabelImg) and polygons (LabelMe) become the upright boxes around them.
 """
 
+import glob
 import math
 import re
 import unicodedata
@@ -27,7 +28,7 @@ SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 def voc_splits(folder: Path) -> list[str]:
     """Names of the splits in ``ImageSets/Main``; of VOC's own, not those of single classes (``aeroplane_train``)."""
-    names = sorted(path.stem for path in (folder / "ImageSets" / "Main").glob("*.txt"))
+    names = sorted(path.stem for path in (folder / "ImageSets" / "Main").glob("*") if path.suffix.lower() == ".txt")
     return [name for name in names if name.rpartition("_")[2] == name or name.rpartition("_")[2] not in names]
 
 
@@ -63,11 +64,13 @@ def read_voc(folder: Path, split: str) -> Sections:
     """
     listing = Listing(folder)
     names = Names(listing.images, listing)
-    trees = {path: read_xml(path) for path in listing.with_suffix(".xml") if is_voc_file(path)}
+    trees = {path: read_xml(path) for path in listing.with_suffix(".xml") if is_voc_file(path) or not path.stat().st_size}
     files = Names(list(trees), listing)
     chosen = _split(folder, split, files) if split else list(trees)
     written = {path: _file_name(path, tree) for path, tree in trees.items()}
     image_of = names.pair(list(trees), written)
+    if not chosen:
+        raise DataError(f"{folder}: split {split!r} has no images")
     images = [{"file_name": str(image_of[path])} if path in image_of else names.entry(written[path], path) for path in chosen]
     sections = _sections([(path, trees[path]) for path in chosen], images, _classes(folder, trees.values()), _first(trees.values()))
     sections["notes"] += [*files.notes(), *names.notes()]
@@ -131,15 +134,17 @@ def _classes(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
 
 def _first(trees: Iterable[ET.Element]) -> int:
     """The coordinate of the first pixel: 1, unless a box is at 0."""
-    starts = (box.findtext(side) for tree in trees for box in tree.iter("bndbox") for side in ("xmin", "ymin"))
+    starts = (element.findtext(f"bndbox/{side}") for tree in trees for element in tree.iter("object") for side in SIDES[:2])
     return 0 if any(_number(start) == 0 for start in starts) else 1
 
 
 def _split(folder: Path, split: str, names: Names) -> list[Path]:
     """The XML files of a split, in its order."""
-    path = folder / "ImageSets" / "Main" / f"{split}.txt"
+    path = next(
+        (folder / "ImageSets" / "Main").glob(f"{glob.escape(split)}.[tT][xX][tT]"), folder / "ImageSets" / "Main" / f"{split}.txt"
+    )
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.txt"))) or "none"
+        known = ", ".join(voc_splits(folder)) or "none"
         raise DataError(f"{folder} has no split {split!r}: there is no file {path}; known: {known}, and '' for every XML file")
     return list(dict.fromkeys(_listed(folder, path, line, names) for line in read_lines(path)))
 
@@ -168,6 +173,8 @@ def _box(element: ET.Element, first: int) -> dict[str, Any]:
         if rotated is not None:
             return {"bbox": around_rotated(*(_required(rotated, tag) for tag in ("cx", "cy", "w", "h", "angle")))}
         if polygon is not None:
+            if not len(polygon):
+                raise ValueError("<polygon> has no points")
             numbers = [(point.tag, _required(polygon, point)) for point in polygon.iter() if re.fullmatch(r"[xy]\d*", point.tag)]
             return {"bbox": around_points(*([number for tag, number in numbers if tag[0] == axis] for axis in "xy"))}
     except ValueError as error:

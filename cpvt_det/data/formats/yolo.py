@@ -6,6 +6,7 @@ Where the YAML file has ``kpt_shape``, numbers of keypoints follow the box. Sour
 """
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,10 @@ from typing import Any
 import yaml
 
 from cpvt_det.data.formats.registry import Sections, register_format
-from cpvt_det.data.listing import IMAGES, SPLITS, Listing
+from cpvt_det.data.listing import IMAGES, SPLITS, Listing, few
 from cpvt_det.data.names import Names, notes_of
 from cpvt_det.data.text import ends_of, numbered_lines, read_lines, read_text
-from cpvt_det.data.validation.rules import FAULT
+from cpvt_det.data.validation.rules import FAULT, LARGEST_SHARE
 from cpvt_det.errors import DataError, counted, first_line
 
 KEYS = {"val": ("val", "valid", "validation")}
@@ -27,6 +28,7 @@ NAME_FILES = ("classes.txt", "obj.names", "labels.txt", "names.txt", "_darknet.l
 MOST_CLASSES = 10_000
 """Classes without names that a folder of text files may have."""
 LINE = "class cx cy w h"
+KEYPOINTS = "keypoints need kpt_shape in data.yaml"
 CORNERS = (8, 10)
 """Numbers of polygons of four points, open and closed: tools write boxes, also rotated ones, in this way."""
 AT_LEAST = 5
@@ -101,8 +103,15 @@ def read_yolo(path: Path, split: str) -> Sections:
     listing = _listing(content, places, path)
     names = Names(listing.images, listing)
     images = {image["file_name"]: image for place in places for image in _images(place, names)}
+    outside = {Path(name).parent for name, image in images.items() if FAULT not in image} - {
+        image.parent for image in listing.images
+    }
+    if outside:  # of lists: their label files are there, too
+        listing = _listing(content, [*places, *outside], path)
+        names = Names(listing.images, listing)
     if not images:
-        raise DataError(f"{path}: split {split!r} has no images")
+        unreadable = f"; {few(listing.unreadable)} cannot be read here: convert them to JPEG or PNG" if listing.unreadable else ""
+        raise DataError(f"{path}: split {split!r} has no images{unreadable}")
     return _sections(list(images.values()), names, split, _keypoints(content, path), _class_names(content, path))
 
 
@@ -159,7 +168,7 @@ def _sections(
     orphans = [path for path in orphans if _is_like_labels(path, strictly=True)]
     notes = [*names.notes(), *notes_of("label files that belong to no image", orphans)]
     notes += notes_of("images that cannot be read here, left out; convert them to JPEG or PNG", unreadable)
-    alone = (image["file_name"] for image in images if image["file_name"] not in label_of)
+    alone = (image["file_name"] for image in images if image["file_name"] not in label_of and FAULT not in image)
     notes += notes_of("images without a label file, which are taken to show no object", alone)
     annotations: list[dict[str, Any]] = []
     for image_id, image in enumerate(images, start=1):
@@ -176,7 +185,10 @@ def _sections(
     for annotation in annotations:
         number = annotation["category_id"]
         if number not in classes and FAULT not in annotation:
-            annotation[FAULT] = ["classes that have no name", f"class {number}; there are {len(classes)} names, counted from 0"]
+            annotation[FAULT] = [
+                "classes that have no name",
+                f"class {number}; names are those of {min(classes)} to {max(classes)}",
+            ]
         annotation.pop("count", None)
         annotation.pop("numbers", None)
     return {
@@ -202,8 +214,10 @@ def _parse(line: str, keypoints: int) -> dict[str, Any]:
         return found
     if keypoints or count < 6 or count % 2:
         known = f"{LINE}{f' and {keypoints} numbers of keypoints' if keypoints else ''}"
-        more = "" if keypoints or count < 5 else "; keypoints need kpt_shape in data.yaml"
+        more = "" if keypoints or count < 5 else f"; {KEYPOINTS}"
         return _fault("lines of another length", f"{counted(count, 'number')} after the class; expected {known}{more}")
+    if count > 6 and max(map(abs, numbers)) > LARGEST_SHARE - 0.5:  # such as how visible a keypoint is
+        return _fault("lines that are no polygons", f"{said}; expected {LINE}, or points in parts of the sides; {KEYPOINTS}")
     xs, ys = numbers[0::2], numbers[1::2]
     centre = [(min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2]
     return found | {"relative_cxcywh": [*centre, max(xs) - min(xs), max(ys) - min(ys)]}
@@ -235,7 +249,8 @@ def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> list[dict[
     """
     notes = []
     of_count = {count: [box for box in annotations if box.get("count") == count] for count in (5, 6)}
-    if not all(box["numbers"][-1] % 1 == 0 for box in of_count[6]):
+    polygons = [box for box in annotations if box.get("count", 0) > max(of_count)]
+    if polygons or not all(box["numbers"][-1] % 1 == 0 for box in of_count[6]):
         del of_count[6]  # triangles
     for count, lines in of_count.items():
         by_start = [all(_is_box(box["numbers"][start : start + 4]) for box in lines) for start in (0, 1)]
@@ -247,7 +262,7 @@ def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> list[dict[
         else:
             for box in lines:
                 box[FAULT] = ["lines of another length", f"{count} numbers after the class; expected {LINE}"]
-    polygons = [box for box in annotations if box.get("count", 0) > max(CORNERS)]
+    polygons = [box for box in polygons if box["count"] > max(CORNERS)]
     if not is_known and len(polygons) == len(annotations) >= AT_LEAST and len({box["count"] for box in polygons}) == 1:
         for box in polygons:
             why = (
@@ -287,7 +302,7 @@ def _listed_names(listing: Listing) -> list[str]:
     """
     files = [path for path in listing.files if path.name.lower() in NAME_FILES or path.suffix.lower() == ".names"]
     for path in listing.with_suffix(".data"):  # darknet's
-        written = re.search(r"^\s*names\s*=\s*(.+?)\s*$", read_text(path), re.M)
+        written = re.search(r"^\s*names\s*=\s*(.+?)\s*$", ends_of(path, 2**12), re.M)
         named = Names(listing.files, listing).find(written[1], path) if written else None
         files += [named] if named and named not in files else []
     contents = [read_lines(path) for path in files]
@@ -302,7 +317,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(read_text(path), yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError) as error:
-        raise DataError(f"{path} is not YAML: {first_line(error)}") from error
+        where = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        raise DataError(f"{path} is not YAML: {getattr(error, 'problem', '') or first_line(error)}{where}") from error
     if not isinstance(content, dict):
         kind = {list: "list"}.get(type(content), "single value")
         raise DataError(f"{path} is not a YOLO data set: expected keys train, val and names, got a {kind}")
@@ -322,7 +338,7 @@ def _keypoints(content: Mapping[str, Any], path: Path) -> int | None:
     shape = content.get("kpt_shape")
     if shape is None:
         return None
-    if not isinstance(shape, list) or len(shape) != 2 or not all(str(number).isdecimal() for number in shape):
+    if not isinstance(shape, list) or len(shape) != 2 or not all(re.fullmatch(r"\d{1,4}", str(number)) for number in shape):
         raise DataError(f"{path}: kpt_shape must be [number of keypoints, 2 or 3], got {shape!r}")
     return int(shape[0]) * int(shape[1])
 
@@ -337,7 +353,7 @@ def _places(content: Mapping[str, Any], split: str, path: Path) -> list[Path]:
     for place in map(str, found if isinstance(found, list) else [found]):
         ends = _ends(place)
         tried = [root / place, *(base / end for base in dict.fromkeys((root, path.parent)) for end in ends)]
-        there = next((candidate for candidate in tried if candidate.exists()), None)
+        there = next((candidate for candidate in tried if os.path.exists(candidate)), None)  # False for what no name can be
         if there is None:
             raise DataError(
                 f"{path}: split {split!r} is {place}, but {tried[0]} does not exist; write its path from the folder of the file on"
@@ -348,7 +364,7 @@ def _places(content: Mapping[str, Any], split: str, path: Path) -> list[Path]:
 
 def _root(content: Mapping[str, Any], path: Path) -> Path:
     root = path.parent / str(content.get("path") or "").replace("\\", "/")
-    return root if root.is_dir() else path.parent  # `path:` may be of the machine that the file was written on
+    return root if os.path.isdir(root) else path.parent  # `path:` may be of the machine that the file was written on
 
 
 def _ends(place: str) -> list[Path]:
@@ -365,7 +381,8 @@ def _listing(content: Mapping[str, Any], places: Sequence[Path], path: Path) -> 
     """The files of a data set: below its folder, and around images elsewhere."""
     root, others = _root(content, path), []
     real = root.resolve()
-    for place in (place for place in places if place.is_dir() and real not in (place.resolve(), *place.resolve().parents)):
+    folders = (place if place.is_dir() else place.parent for place in places)
+    for place in (place for place in folders if real not in (place.resolve(), *place.resolve().parents)):
         around = [folder for folder in (place, *place.parents) if folder.name.lower() == "images"]
         others.append(around[0].parent if around else place)
     return Listing(root, *others)
