@@ -218,7 +218,7 @@ def _add_data(cfg: CfgNode) -> None:
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4  # number of processes that load and augment images; 0: the training process does it
-    cfg.DATALOADER.PATIENCE = 60.0  # seconds for which an image that has gone, with its mount or server, is tried again; 0: once
+    cfg.DATALOADER.PATIENCE = 300.0  # seconds of waiting for an image; one that has gone, with its mount or server, is tried again
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = True  # True: a batch has only wide or only tall images, which means less padding
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # True: skip training images without objects; DETR learns from them too
 

@@ -48,7 +48,7 @@ class RunStoppedError(RuntimeError):
 
 
 class DeadWorkerError(RunStoppedError):
-    """A data worker died; the state of the run is intact."""
+    """A data worker died, or none comes back; the state of the run is intact."""
 
 
 class InterruptedRun(KeyboardInterrupt):

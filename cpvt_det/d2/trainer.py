@@ -4,7 +4,7 @@
 import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,11 @@ class StepTrainer(SimpleTrainer):
         loader: batches of samples; the trainer sets its first iteration.
 
     Attributes:
+        batches: batches of the loader, as the run takes them.
         records: scalars of the steps since the last call of ``on_step``.
     """
+
+    batches: Iterator[list[Sample]]
 
     def __init__(self, step: TrainStep, loader: TrainLoader):
         super().__init__(step.training_model.detector, loader, step.optimizer)
@@ -67,7 +70,7 @@ class StepTrainer(SimpleTrainer):
     def run_step(self) -> None:
         """Take the step of iteration ``iter`` and record its scalars, with one synchronisation."""
         start = time.perf_counter()
-        samples: list[Sample] = next(self._data_loader_iter)
+        samples = next(self.batches)
         data_time = time.perf_counter() - start
         record = self.step(samples, self.iter)
         self.records.append(record)
@@ -186,6 +189,7 @@ class Trainer(DefaultTrainer):
         """
         self.iter = self.start_iter
         self.guard = RunGuard(self.cfg, self.checkpointer, self._trainer.step, self.start_iter, self.max_iter)
+        self._trainer.batches = self.guard.batches(self._trainer.data_loader)
         watched = dead_workers_named(self._trainer.data_loader.dataset)
         with EventStorage(self.start_iter) as self.storage, self.guard, watched:  # the guard saves after all news of a worker
             self.before_train()

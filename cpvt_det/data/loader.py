@@ -7,25 +7,29 @@ iteration to continue where it stopped.
 
 import atexit
 import contextlib
+import functools
 import itertools
+import logging
 import math
 import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from cpvt_det.data.collate import pack, shared_memory
 from cpvt_det.data.mapper import Mapper, Sample
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.data.storage import Patience
-from cpvt_det.errors import DeadWorkerError, UnreachableError
+from cpvt_det.errors import DeadWorkerError, RunStoppedError, UnreachableError
 
+logger = logging.getLogger("cpvt_det")
 Draw = tuple[int, int]
 """(epoch, index of the record)."""
 
@@ -40,7 +44,8 @@ class MappedDataset(Dataset):
         mapper: mapper from a record to a sample.
         seed: seed of the run.
         closing: an epoch, counted from 0, and the mapper from that epoch on; ``None``: ``mapper`` for all epochs.
-        patience: seconds for which an image is tried again that cannot be reached.
+        patience: seconds for which an image is tried again that cannot be reached, and a batch waits for data workers of which none
+            finishes an image.
 
     Attributes:
         at_work: (workers, 2) int64 in shared memory: each worker's process id and the index of the record it is reading, or -1.
@@ -70,12 +75,20 @@ class MappedDataset(Dataset):
         if worker is not None:
             self.at_work[worker.id] = torch.tensor([os.getpid(), index])
         try:
-            sample = self._sample(epoch, index)
+            return self._sample(epoch, index)
         except UnreachableError:  # its mount or its server may come back
-            sample = Patience(self.patience).read(lambda: self._sample(epoch, index), even_if_missing=True)
-        if worker is not None:
-            self.at_work[worker.id, 1] = -1
-        return sample
+            return Patience(self.patience).read(lambda: self._sample(epoch, index), even_if_missing=True)
+        finally:
+            if worker is not None:
+                self.at_work[worker.id, 1] = -1
+
+    def reading(self, workers: Collection[int]) -> str:
+        """Where workers are, by their process ids: ``while reading photos/1.jpg``."""
+        images = [self.records[index].file_name for pid, index in self.at_work.tolist() if pid in workers and index >= 0]
+        if not images:
+            return "between two images"
+        mixed = " or an image that is mixed with it" if self.mapper.mixes else ""
+        return f"while reading {', '.join(images)}{mixed}"
 
     def _sample(self, epoch: int, index: int) -> Sample:
         start, closing_mapper = self.closing
@@ -93,11 +106,7 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
         DeadWorkerError: a worker died. torch raises its own error at any place of the block.
     """
     try:
-        try:
-            yield
-        except (ConnectionError, EOFError):  # from the socket that transfers tensors, some moments before torch knows why
-            time.sleep(NEWS)
-            raise
+        yield
     except DeadWorkerError:  # named by a block inside this one, as evaluation's is by that of training
         raise
     except RuntimeError as error:
@@ -105,12 +114,8 @@ def dead_workers_named(dataset: MappedDataset) -> Iterator[None]:
         if match is None:
             raise
         dead = [int(pid) for pid in match[1].split(",")]
-        images = [dataset.records[index].file_name for pid, index in dataset.at_work.tolist() if pid in dead and index >= 0]
-        reading = f"while reading {', '.join(images)}" if images else "between two images"
-        if images and dataset.mapper.mixes:
-            reading += " or an image that is mixed with it"
         raise DeadWorkerError(
-            f"a data worker (process {match[1]}) died {reading}; --resume continues from the last checkpoint"
+            f"a data worker (process {match[1]}) died {dataset.reading(dead)}; --resume continues from the last checkpoint"
         ) from error
 
 
@@ -184,18 +189,83 @@ class TrainBatches(Sampler[list[Draw]]):
                     group.clear()
 
 
-class TrainLoader(DataLoader):
-    """Batches for training, from a given iteration on.
+class SampleLoader(DataLoader):
+    """Batches of samples, each a list.
 
     Args:
-        dataset: data set of samples with targets.
-        batches: sampler of the batches.
+        dataset: data set of samples.
+        batches: draws of each batch.
         num_workers: number of processes that decode images; 0: the main process decodes.
         pin_memory: whether batches are put into pinned memory, for fast copies to a GPU.
     """
 
-    def __init__(self, dataset: MappedDataset, batches: TrainBatches, num_workers: int, pin_memory: bool = False):
-        super().__init__(dataset, **_options(dataset, batches, num_workers, pin_memory))
+    def __init__(self, dataset: MappedDataset, batches: Iterable[list[Draw]], num_workers: int, pin_memory: bool = False):
+        if num_workers and multiprocessing.current_process().daemon:
+            _tell_of_no_workers()
+            num_workers = 0
+        if num_workers:
+            dataset.at_work = shared_memory(16 * num_workers).view(torch.int64).view(num_workers, 2).fill_(-1)
+        super().__init__(
+            dataset,
+            batch_sampler=batches,
+            num_workers=num_workers,
+            collate_fn=pack if num_workers else list,
+            pin_memory=pin_memory,
+            # Otherwise the loader draws a base seed from the global state, and dropout depends on the workers.
+            generator=torch.Generator().manual_seed(dataset.seed % 2**63),
+            worker_init_fn=_begin_worker,
+            timeout=NEWS if num_workers else 0,
+        )
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        """The batches.
+
+        Raises:
+            DeadWorkerError: workers of which none has finished an image for the patience of the data set, and some seconds.
+            RunStoppedError: workers that cannot be started.
+        """
+        try:
+            _ = self.num_workers and multiprocessing.Lock()  # before torch's iterator is there by half
+            batches = super().__iter__()
+        except OSError as error:
+            raise RunStoppedError(
+                f"the {self.num_workers} data workers cannot be started: {error.strerror}; each needs some bytes in /dev/shm "
+                "(docker run --shm-size 1g) and a process (ulimit -u); or set DATALOADER.NUM_WORKERS 0"
+            ) from error
+        at_work, seen, silent = self.dataset.at_work, None, 0.0
+        try:
+            while True:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                except (ConnectionError, EOFError):  # from a worker's socket, some moments before torch knows why
+                    time.sleep(NEWS)
+                    raise
+                except RuntimeError as error:
+                    if not str(error).startswith("DataLoader timed out"):
+                        raise
+                    # Counted in time-outs: no time passes while all processes are frozen.
+                    now = at_work.tolist()
+                    seen, silent = now, silent + NEWS if now == seen else 0.0
+                    if silent > (patience := self.dataset.patience):
+                        raise DeadWorkerError(
+                            f"no data worker has finished an image for more than {patience:.0f} s (DATALOADER.PATIENCE), "
+                            f"{self.dataset.reading([pid for pid, _ in now])}; --resume continues from the last checkpoint"
+                        ) from error
+                else:
+                    seen, silent = None, 0.0
+                    yield batch.samples() if self.num_workers else batch
+        finally:  # torch would wait ten seconds for each worker that does not come back
+            children = multiprocessing.active_children()
+            reading = [pid for pid, index in at_work.tolist() if index >= 0]  # others may hold a lock that torch takes
+            _kill([child for child in children if child.pid in reading])
+
+
+class TrainLoader(SampleLoader):
+    """Batches for training, from a given iteration on; arguments as of :class:`SampleLoader`."""
+
+    batch_sampler: TrainBatches
 
     def from_iteration(self, iteration: int) -> "TrainLoader":
         """Start with the batch of this iteration; returns the loader itself."""
@@ -203,42 +273,44 @@ class TrainLoader(DataLoader):
         return self
 
 
-def evaluation_loader(dataset: MappedDataset, batch_size: int, num_workers: int, rank: int = 0, world_size: int = 1) -> DataLoader:
+def evaluation_loader(
+    dataset: MappedDataset, batch_size: int, num_workers: int, rank: int = 0, world_size: int = 1
+) -> SampleLoader:
     """Every record once, over all processes; batches of this process's ``batch_size``."""
     draws = [(0, index) for index in range(rank, len(dataset), world_size)]
     batches = [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)]
-    return DataLoader(dataset, **_options(dataset, batches, num_workers, pin_memory=False))
+    return SampleLoader(dataset, batches, num_workers)
 
 
-def _options(dataset: MappedDataset, batches: Sampler | list, num_workers: int, pin_memory: bool) -> dict[str, Any]:
-    """Keywords of both loaders; ``dataset`` gets room for as many workers."""
-    dataset.at_work = torch.full((num_workers, 2), -1, dtype=torch.int64).share_memory_()
-    return {
-        "batch_sampler": batches,
-        "num_workers": num_workers,
-        "collate_fn": list,
-        "pin_memory": pin_memory,
-        "persistent_workers": False,
-        # A generator of its own: otherwise the loader draws a base seed from the global state, and dropout depends on the workers.
-        "generator": torch.Generator().manual_seed(dataset.seed % 2**63),
-        "worker_init_fn": _leave_signals_to_the_run,
-    }
+@functools.cache
+def _tell_of_no_workers() -> None:
+    logger.warning("This process is daemonic and may start no others: it reads images itself, as with DATALOADER.NUM_WORKERS 0")
 
 
-def _leave_signals_to_the_run(worker: int) -> None:
-    """Ignore signals in a worker: Ctrl-C, and often SIGTERM, also reaches workers, which the run needs to finish its step."""
+def _begin_worker(worker: int) -> None:
+    """Ignore signals: Ctrl-C, and often SIGTERM, also reaches workers, which the run needs to finish its step."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
+    if "file_descriptor" in torch.multiprocessing.get_all_sharing_strategies():  # by names, each batch would be copied to /dev/shm
+        torch.multiprocessing.set_sharing_strategy("file_descriptor")
 
 
 @atexit.register  # registered after multiprocessing's own handler, so called before it
 def _end_workers() -> None:
     """End workers that an error left behind: multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
-    workers = [child for child in multiprocessing.active_children() if child.daemon]
-    if workers and os.name == "posix":
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for each of them
+    _kill([child for child in multiprocessing.active_children() if child.daemon])
+
+
+def _kill(workers: Sequence[multiprocessing.Process]) -> None:
+    """End workers, without torch's error for each of them."""
+    hears = os.name == "posix" and threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if hears else None
     for worker in workers:
         worker.kill()
+    for worker in workers:
+        worker.join(NEWS)
+    if hears:
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def mix_seed(*numbers: int) -> int:

@@ -3,7 +3,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fvcore.common.config import CfgNode
@@ -11,6 +11,7 @@ from fvcore.common.config import CfgNode
 from cpvt_det import distributed
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer
 from cpvt_det.checkpoint.resume import FINAL
+from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import DeadWorkerError, InterruptedRun, RunStoppedError
 from cpvt_det.layers.norm import has_own_statistics
 from cpvt_det.runner.peers import current
@@ -95,6 +96,26 @@ class RunGuard:
         signum = self._signals.received()
         if signum:
             self._leave(signum)
+
+    def batches(self, loader: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
+        """The batches of a loader; a signal is obeyed immediately while one is waited for.
+
+        Of several processes, another one may wait for this one's part of a step; they obey a signal after it.
+
+        Raises:
+            InterruptedRun: a received signal; the last step is saved.
+        """
+        batches = iter(loader)
+        waiting = self._signals.at_once if distributed.world_size() == 1 else contextlib.nullcontext
+        while True:
+            try:
+                with waiting():
+                    batch = next(batches, None)
+            except Stopped:
+                self._leave(self._signals.signum)
+            if batch is None:
+                return
+            yield batch
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:

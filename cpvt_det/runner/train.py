@@ -124,7 +124,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
                 results = evaluate_after(start - 1)
             elif start == length.max_iter:
                 guard.save_final(start - 1)
-            for iteration, samples in zip(range(start, length.max_iter), writer.timed(loader), strict=False):
+            for iteration, samples in zip(range(start, length.max_iter), writer.timed(guard.batches(loader)), strict=False):
                 if run_callbacks.is_over and iteration > 0:  # a new run takes one step, so that there is something to evaluate
                     break
                 trainer.iteration = iteration

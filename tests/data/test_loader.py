@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches that repeat: of samples, workers, processes and a run that goes on."""
 
+import errno
+import multiprocessing
 import os
 import random
 import re
 import signal
 import threading
+import time
 from collections import Counter
 from itertools import islice
 
@@ -17,10 +20,11 @@ from hypothesis import strategies as st
 
 from cpvt_det.builders import build_test_loader, build_train_loader, load_splits, training_records
 from cpvt_det.checkpoint.files import write_checkpoint
+from cpvt_det.data import loader
 from cpvt_det.data.coco import load_coco
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, dead_workers_named, evaluation_loader
 from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
-from cpvt_det.errors import ConfigError, DeadWorkerError
+from cpvt_det.errors import ConfigError, DeadWorkerError, RunStoppedError
 from cpvt_det.structures import PaddedBatch
 
 evaluation_loader.__test__ = evaluation_transform.__test__ = False  # no tests, whatever pytest thinks of their names
@@ -56,13 +60,18 @@ def test_samples_do_not_depend_on_the_workers(dataset):
 
 
 @pytest.mark.parametrize("met", [ConnectionResetError, EOFError])
-def test_a_worker_that_dies_while_it_hands_over_tensors_is_named(dataset, met):
+def test_a_worker_that_dies_while_it_hands_over_tensors_is_named(dataset, met, monkeypatch):
     """The reader meets the end of the worker's socket before torch tells of the worker."""
     batches = iter(make_loader(dataset, num_workers=1))
     next(batches)
-    threading.Timer(0.2, os.kill, (int(dataset.at_work[0, 0]), signal.SIGKILL)).start()
-    with pytest.raises(DeadWorkerError, match=r"a data worker \(process \d+\) died"), dead_workers_named(dataset):
+
+    def ends(self):
+        threading.Timer(0.2, os.kill, (int(dataset.at_work[0, 0]), signal.SIGKILL)).start()
         raise met
+
+    monkeypatch.setattr("torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__next__", ends)
+    with pytest.raises(DeadWorkerError, match=r"a data worker \(process \d+\) died"), dead_workers_named(dataset):
+        next(batches)
 
 
 @pytest.mark.parametrize("covered", [False, True])
@@ -94,6 +103,86 @@ def test_a_worker_is_named_by_the_inner_of_two_blocks(dataset):
     named = re.escape(f"died while reading {dataset.records[1].file_name};")
     with pytest.raises(DeadWorkerError, match=named), dead_workers_named(dataset), dead_workers_named(inner):
         raise RuntimeError("DataLoader worker (pid(s) 1234) exited unexpectedly")
+
+
+@pytest.fixture
+def quick_news(monkeypatch):
+    monkeypatch.setattr(loader, "NEWS", 0.2)
+
+
+def is_alive(pid):
+    return any(child.pid == pid for child in multiprocessing.active_children())
+
+
+@pytest.fixture
+def never_read(monkeypatch):
+    """The third image is."""
+    real = Mapper.__call__
+
+    def read(self, record):
+        if record.image_id == 30:
+            time.sleep(1000)
+        return real(self, record)
+
+    monkeypatch.setattr(Mapper, "__call__", read)
+
+
+def test_workers_that_do_not_come_back_end_a_run_by_name(dataset, never_read, quick_news):
+    """As of a mount whose server is gone; they are not waited for at the end either."""
+    dataset.patience = 1.0
+    start, batches = time.monotonic(), iter(evaluation_loader(dataset, 1, num_workers=2))
+    assert [next(batches)[0]["image_id"] for _ in range(2)] == [7, 12]
+    with pytest.raises(DeadWorkerError, match=r"no data worker has .* 1 s \(DATALOADER\.PATIENCE\), while reading \S+030\.png;"):
+        next(batches)
+    assert 1 < time.monotonic() - start < 20
+    assert not any(is_alive(pid) for pid in dataset.at_work[:, 0].tolist())
+
+
+def test_slow_workers_are_waited_for_as_long_as_they_finish_images(dataset, monkeypatch, quick_news):
+    """A batch takes longer than the patience, each of its images does not."""
+    dataset.patience = 1.5
+    monkeypatch.setattr(Mapper, "__call__", lambda self, record: time.sleep(0.4) or {"image_id": record.image_id})
+    (batch,) = evaluation_loader(dataset, 5, num_workers=1)
+    assert [sample["image_id"] for sample in batch] == [7, 12, 30, 41, 5]
+
+
+def test_workers_that_a_run_no_longer_needs_are_gone_at_once(dataset, never_read):
+    batches = iter(evaluation_loader(dataset, 1, num_workers=2))
+    next(batches)
+    start, before = time.monotonic(), signal.getsignal(signal.SIGCHLD)
+    batches.close()
+    assert time.monotonic() - start < 5
+    assert not any(is_alive(pid) for pid in dataset.at_work[:, 0].tolist())
+    assert signal.getsignal(signal.SIGCHLD) is before  # torch's, which later loaders need
+
+
+def test_batches_cross_processes_by_one_descriptor_each(dataset):
+    """A process may often have 1024."""
+    batches = iter(make_loader(dataset, num_workers=1, batch_size=8))
+    kept = [next(batches)]
+    before = len(os.listdir("/proc/self/fd"))
+    kept += islice(batches, 5)
+    assert len(os.listdir("/proc/self/fd")) - before <= 5
+    assert all(sample["image"].is_shared() for batch in kept for sample in batch)
+
+
+def test_workers_that_cannot_be_started_are_told_with_the_way_out(dataset, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", full)
+    told = r"the 2 data workers cannot be started: No space left on device; .*/dev/shm.*--shm-size.*NUM_WORKERS 0"
+    with pytest.raises(RunStoppedError, match=told):
+        next(iter(make_loader(dataset, num_workers=2)))
+
+
+def test_a_daemonic_process_reads_images_itself(dataset, monkeypatch, caplog):
+    """It may have no children: multiprocessing's daemons, tasks of Celery."""
+    loader._tell_of_no_workers.cache_clear()
+    expected = list(islice(make_loader(dataset), 3))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    assert_same_batches(expected, list(islice(make_loader(dataset, num_workers=2), 3)))
+    assert "This process is daemonic and may start no others: it reads images itself" in caplog.text
 
 
 def test_loader_continues_from_an_iteration(dataset):

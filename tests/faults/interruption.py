@@ -15,19 +15,27 @@ optimiser's state, the scaler, the best AP and the seed, with equality and no to
 | by kill -9 of one of two processes, restarted by torchrun | synchronised norms | builtin, detectron2 | `test_processes.py` |
 | by kill -9 of either of two processes, in a step | synchronised norms; the survivor saves | builtin | `test_lost_processes.py` |
 
-A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130, at once where an evaluation runs; a
-second one (half a second later at least, since a terminal and a launcher both send the first; 15 under torchrun, which passes on
-what a scheduler may have sent to all) ends everything at once. The last step is saved too when an error occurs, for example in an
-image or a data worker; in the middle of a step, as it was before it.
+A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130, at once where an evaluation runs or a step
+waits for its batch; a second one (half a second later at least, since a terminal and a launcher both send the first; 15 under
+torchrun, which passes on what a scheduler may have sent to all) ends everything at once. The last step is saved too when an error
+occurs, for example in an image or a data worker; in the middle of a step, as it was before it.
 """
 
+import itertools
+import multiprocessing
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+from nodes import wait_for
+
+from cpvt_det.data.mapper import Mapper
+from cpvt_det.data.records import ImageRecord
 from cpvt_det.solver.step import TrainStep
 from faults.case import Case, Cut, Ending
 from faults.checkpoints import FINAL, SHORT, after_run, nothing
@@ -46,6 +54,32 @@ def signalled(signum: int) -> Callable[[Path], Ending]:
     def run(folder: Path) -> Ending:
         with mock.patch.object(TrainStep, "__call__", step):
             return call_on(draw(folder / "data", lambda _: None), "train", **{**SHORT, "SOLVER__MAX_ITER": 9})
+
+    return run
+
+
+def waiting(workers: int) -> Callable[[Path], Ending]:
+    """SIGTERM while the third step waits for an image, which comes some seconds later; without workers, while it is read."""
+    real_read, real_step = Mapper.__call__, TrainStep.__call__
+
+    def run(folder: Path) -> Ending:
+        process, reads, steps = os.getpid(), itertools.count(), multiprocessing.Value("i", 0)
+
+        def read(self: Mapper, record: ImageRecord) -> dict:
+            if next(reads) == 4:
+                wait_for(lambda: steps.value == 2, what="the second step")
+                threading.Timer(0.5, os.kill, (process, signal.SIGTERM)).start()
+                time.sleep(6)
+            return real_read(self, record)
+
+        def step(self: TrainStep, samples: list, iteration: int) -> dict:
+            scalars = real_step(self, samples, iteration)
+            steps.value += 1
+            return scalars
+
+        with mock.patch.object(Mapper, "__call__", read), mock.patch.object(TrainStep, "__call__", step):
+            words = {**SHORT, "SOLVER__MAX_ITER": 9, "SOLVER__CHECKPOINT_PERIOD": 9, "DATALOADER__NUM_WORKERS": workers}
+            return call_on(draw(folder / "data", lambda _: None), "train", **words)
 
     return run
 
@@ -98,7 +132,8 @@ def without_the_final_one(folder: Path) -> Ending:
     return ending
 
 
-OBEYED = Cut("runner/train.py", "guard.obey_signals()\n", "pass\n")
+AT_ONCE = Cut("runner/guard.py", "self._signals.at_once if distributed.world_size() == 1 else contextlib", "contextlib")
+OBEYED = (Cut("runner/train.py", "guard.obey_signals()\n", "pass\n"), AT_ONCE)
 
 SHORTER = Cut("runner/train.py", "if start > length.max_iter:", "if False:")
 
@@ -116,6 +151,20 @@ CASES = [
         "interrupted by SIGINT: iteration 1 is saved; --resume continues after it",
         130,
         guard=OBEYED,
+    ),
+    Case(
+        "SIGTERM while a step waits for a data worker",
+        waiting(1),
+        "interrupted by SIGTERM: iteration 1 is saved; --resume continues after it",
+        143,
+        guard=AT_ONCE,
+    ),
+    Case(
+        "SIGTERM while an image is read without data workers",
+        waiting(0),
+        "interrupted by SIGTERM: iteration 1 is saved; --resume continues after it",
+        143,
+        guard=AT_ONCE,
     ),
     Case(
         "images that become unreadable in the third step",

@@ -161,19 +161,18 @@ def test_a_dead_data_worker_names_the_image_it_died_on(start, runner, where):
 def test_a_worker_that_dies_while_it_hands_over_tensors_costs_no_step(start, runner):
     """The reader meets the end of the socket first; torch's news of the worker must not break into the saving of the last step."""
     dies = (
-        "import os, threading, time, cpvt_det.data.loader as loader, cpvt_det.checkpoint.checkpointer as checkpoint\n"
-        "read, save = loader.TrainLoader.__iter__, checkpoint.RunCheckpointer.save\n"
-        "def batches(self):\n"
-        "    whole = read(self)  # the traceback holds it, and with it the worker\n"
-        "    for number, batch in enumerate(whole):\n"
-        "        if number == 3:\n"
-        "            threading.Timer(0.5, os.kill, (int(self.dataset.at_work[0, 0]), 9)).start()\n"
-        "            raise ConnectionResetError\n"
-        "        yield batch\n"
+        "import itertools, threading, time, torch.utils.data.dataloader as loader, cpvt_det.checkpoint.checkpointer as checkpoint\n"
+        "count = itertools.count()\n"
+        "read, save = loader._MultiProcessingDataLoaderIter._next_data, checkpoint.RunCheckpointer.save\n"
+        "def batch(self):\n"
+        "    if next(count) == 3:\n"
+        "        threading.Timer(0.5, self._workers[0].kill).start()\n"
+        "        raise ConnectionResetError\n"
+        "    return read(self)\n"
         "def slowly(self, *arguments):\n"
         "    time.sleep(2)\n"
         "    return save(self, *arguments)\n"
-        "loader.TrainLoader.__iter__, checkpoint.RunCheckpointer.save = batches, slowly"
+        "loader._MultiProcessingDataLoaderIter._next_data, checkpoint.RunCheckpointer.save = batch, slowly"
     )
     process, folder = start(runner, "run", before=dies, **{**LONG, "DATALOADER__NUM_WORKERS": 1}, DATASETS__TEST=())
     assert process.wait(120) == 1

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads of torch in a process that is forked from one that has computed, as by ``gunicorn --preload``, Celery or multiprocessing.
+
+Threads do not live on in the child, and GCC's OpenMP would wait there for its own for ever. So they end before the fork; parent and
+child start others when they next compute.
+"""
+
+import ctypes
+import os
+
+import torch
+
+SOFT = 1
+"""What OpenMP calls the end of its threads that keeps its settings."""
+
+
+def end_threads_at_forks() -> None:
+    """From now on, end the threads that the calling thread computes with before it forks."""
+    if hasattr(os, "register_at_fork"):
+        hooks = _Hooks()
+        os.register_at_fork(before=hooks.before, after_in_parent=hooks.after_in_parent, after_in_child=hooks.after_in_child)
+
+
+class _Hooks:
+    def __init__(self) -> None:
+        try:
+            self._end_threads = ctypes.CDLL(torch._C.__file__).omp_pause_resource_all
+        except (OSError, AttributeError):  # an older OpenMP, or none
+            self._end_threads = lambda kind: -1
+        self._have_ended = False
+
+    def before(self) -> None:
+        self._have_ended = self._end_threads(SOFT) == 0
+
+    def after_in_parent(self) -> None:
+        self._have_ended = False  # a fork in C, as of uWSGI, does not call `before`
+
+    def after_in_child(self) -> None:
+        if not self._have_ended:
+            torch.set_num_threads(1)  # which waits for no other
+        self._have_ended = False
