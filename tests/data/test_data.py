@@ -169,7 +169,7 @@ def test_a_box_that_an_image_has_twice_is_there_once(tmp_path, monkeypatch):
     for factor in (0x9E3779B97F4A7C15, 0):  # with 0 nearly all hashes are alike
         monkeypatch.setattr(annotations, "FACTOR", factor)
         dataset = load_changed(tmp_path, change)
-        assert len(dataset.ground_truth["annotations"]) == 5
+        assert len(dataset.records.boxes()[1]) == 5
         assert dataset.issues.infos["boxes that an image has twice, of one class, left out"].examples == [
             "annotations[5] (id 5, image 1)",
             "annotations[6] (id 6, image 1)",

@@ -591,3 +591,77 @@ def test_what_labelme_has_deleted_is_left_out(tmp_path):
     path = tmp_path / "mine/a.xml"
     write(path, path.read_text().replace("<object><name>dog", "<object><deleted>1</deleted><name>dog"))
     assert boxes_of(read_folder(tmp_path / "mine"))["a"] == BOXES["a"][:1]
+
+
+@pytest.mark.parametrize("kind", ["json", "xml", "txt", "yaml", "png"])
+def test_a_link_to_nothing_is_no_file(kind, tmp_path):
+    write_labelimg_yolo(tmp_path / "mine")
+    (tmp_path / f"mine/zz.{kind}").symlink_to(tmp_path / "gone")
+    assert boxes_of(read_folder(tmp_path / "mine")) == BOXES
+
+
+@pytest.mark.parametrize("name", ["", "a\0.png", "\ud83d.png", "file://[cam 1]/gone.png", "x" * 300 + ".png", None, 7])
+def test_a_name_that_no_file_can_have_is_a_fault(name, tmp_path):
+    both(tmp_path / "mine", "images/{name}.png", lambda split, name: ())
+    content = json.loads(coco(TRAIN + VAL))
+    content["images"][0]["file_name"] = name
+    write(tmp_path / "mine/all.json", json.dumps(content))
+    with pytest.raises(DataError, match=r"image files that are missing: .*all.json names|file names that are not text: .*all.json"):
+        read_folder(tmp_path / "mine")
+
+
+def test_lists_may_name_images_outside_the_folder_of_the_yaml_file(tmp_path):
+    """Their label files are where they are."""
+    write_cvat_ultralytics(tmp_path / "sets")
+    (tmp_path / "sets/data.yaml").unlink()
+    for split, names in (("train", TRAIN), ("val", VAL)):
+        write(tmp_path / f"sets/{split}.txt", "".join(f"./images/{split}/{name}.png\n" for name in names))
+        write(tmp_path / f"absolute/{split}.txt", "".join(f"{tmp_path}/sets/images/{split}/{name}.png\n" for name in names))
+    for place in ("../sets", "../absolute"):
+        write(tmp_path / "mine/data.yaml", f"train: {place}/train.txt\nval: {place}/val.txt\nnames: [cat, dog]\n")
+        assert boxes_of(read_folder(tmp_path / "mine")) == BOXES
+
+
+def test_all_lists_of_a_split_are_read_and_others_are_told(tmp_path):
+    both(tmp_path / "mine", "JPEGImages/{name}.png", lambda split, name: [(f"Annotations/{name}.xml", voc(name))])
+    for name, images in {"cam0_train": "ab", "cam1_train": "cd", "cam0_val": "ef"}.items():
+        write(tmp_path / f"mine/ImageSets/Main/{name}.TXT", "\n".join(images))
+    train, val = read_folder(tmp_path / "mine")
+    assert boxes_of([train]).keys() == set("abcd") and boxes_of([val]).keys() == set("ef")
+    write(tmp_path / "mine/ImageSets/Main/extra.txt", "a")
+    notes = name_datasets(tmp_path / "mine", tmp_path / "out").notes
+    assert "not read: splits extra; name them in a config, or divide all with --new-split" in notes
+
+
+def test_classes_of_one_id_are_refused(tmp_path):
+    both(tmp_path / "mine", "images/{name}.png", lambda split, name: ())
+    content = json.loads(coco(TRAIN + VAL))
+    content["categories"].append({"id": 5, "name": "bird"})
+    write(tmp_path / "mine/all.json", json.dumps(content))
+    with pytest.raises(DataError, match=r"all.json: category ids that are not unique: categories\[2\]: id 5"):
+        read_folder(tmp_path / "mine")
+
+
+def test_polygons_of_three_points_stay_polygons_beside_others(tmp_path):
+    """A triangle at the lower edge ends in 1, as tracks do."""
+    write_labelimg_yolo(tmp_path / "mine")
+    for name, line in (
+        ("a", "0 .5 .5 .6 .9 .9 1"),
+        ("b", "1 .1 .1 .5 .1 .5 .5 .1 .5"),
+        ("c", "1 .1 .1 .5 .1 .5 .5 .1 .5 .1 .3 .1 .2"),
+    ):
+        write(tmp_path / f"mine/{name}.txt", line)
+    ((name, *box),) = boxes_of(read_folder(tmp_path / "mine"))["a"]
+    np.testing.assert_allclose(box, [0.5 * SIZE[1], 0.5 * SIZE[0], 0.4 * SIZE[1], 0.5 * SIZE[0]], atol=1e-4)
+    write(tmp_path / "mine/a.txt", "0 .5 .5 .1 .1 .3 .3 2 .4 .4 2")
+    with pytest.raises(DataError, match="lines that are no polygons: .*keypoints need kpt_shape in data.yaml"):
+        read_folder(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    "keys", ['{{"train": "{}", "val": "{}", "names": ["cat", "dog"]}}', '"train": {}\n"val": {}\n"names" : [cat, dog]\n']
+)
+def test_keys_of_a_yaml_file_may_be_in_quotes(keys, tmp_path):
+    write_cvat_ultralytics(tmp_path / "mine")
+    write(tmp_path / "mine/data.yaml", keys.format("images/train", "images/val"))
+    assert read_folder(tmp_path / "mine")[0].classes.names == ("cat", "dog")

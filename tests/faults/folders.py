@@ -259,7 +259,7 @@ CODER = text(
     "encoding, declared = json.detect_encoding(content), DECLARED.match(content)",
     'encoding, declared = "utf-8", DECLARED.match(content)',
 )
-DECLARED = text('if encoding == "utf-8" and declared:', "if False:")
+DECLARED = text('if encoding == "utf-8" and declared and', "if False and")
 
 
 def form(words: str, old: str) -> Cut:
@@ -306,7 +306,7 @@ QUIRKS = [
         put(tail=lambda n: f" 0.87 {n + 1}"),
         "boxes with a confidence and a track behind them, which is not read: ",
         touches=("tail",),
-        guard=yolo('if not all(box["numbers"][-1] % 1 == 0 for box in of_count[6]):', "if True:"),
+        guard=yolo('if polygons or not all(box["numbers"][-1] % 1 == 0 for box in of_count[6]):', "if True:"),
     ),
     Quirk(
         "YOLO: a confidence before each box",
@@ -539,7 +539,7 @@ QUIRKS = [
             ("_darknet.labels", yolo(', "_darknet.labels")', ")")),
             ("pets.names", yolo('or path.suffix.lower() == ".names"]', "]")),
             ("obj.names", yolo('or path.suffix.lower() == ".names"]', 'and path.suffix.lower() != ".names"]')),
-            ("cat.txt, which obj.data names", yolo("read_text(path), re.M)", '"", re.M)')),
+            ("cat.txt, which obj.data names", yolo("ends_of(path, 2**12), re.M)", '"", re.M)')),
             ("Classes.txt", yolo("if path.name.lower() in NAME_FILES or", "if path.name in NAME_FILES or")),
         )
     ),
@@ -630,7 +630,7 @@ QUIRKS = [
         Quirk(f"YOLO: lists with lines such as {line}", ("yolo",), listed(line), touches=("lists",), guard=guard)
         for line, guard in (
             ("data/{image}", TAIL),
-            ("{back}", names('.replace("\\\\", "/")  # Label', "  # Label")),
+            ("{back}", names('name.replace("\\\\", "/"))  # URLs', "name)  # URLs")),
             ("/home/ann/sets/pets/{image}", TAIL),
             ("./{image}", "a path is taken as it is"),
         )
@@ -654,7 +654,7 @@ QUIRKS = [
         ("yolo",),
         put(yaml="path: /home/ann/sets/pets\n"),
         touches=("yaml",),
-        guard=yolo("return root if root.is_dir() else path.parent", "return root"),
+        guard=yolo("return root if os.path.isdir(root) else path.parent", "return root"),
     ),
     Quirk(
         "VOC: blanks in listed names",
@@ -864,10 +864,10 @@ QUIRKS = [
             guard=guard,
         )
         for text, guard in (
-            ("/data/local-files/?d={}", names('re.sub(r"^.*[?&]d=", "", written)', "written")),
-            ("..\\..\\media\\upload\\4\\{}", names('.replace("\\\\", "/")  # Label', "  # Label")),
+            ("/data/local-files/?d={}", names('unquote(written.partition("/local-files/?d=")[2]) or written', "written")),
+            ("..\\..\\media\\upload\\4\\{}", names('name.replace("\\\\", "/"))  # URLs', "name)  # URLs")),
             ("/home/ann/pets/{}", TAIL),
-            ("https://host/pets/{}?token=1", names('name = urlsplit(name).path if "://" in name else name', "pass")),
+            ("https://host/pets/{}?token=1", names(r"""re.sub(r"^\w+://[^/]*/([^?]*).*$", r"\1", name.replace""", "(name.replace")),
             ("ab12cd34-{}", form("with the prefix of an upload", "_unprefixed, _joined")),
         )
     ),
@@ -915,7 +915,7 @@ QUIRKS = [
         COCO,
         lambda odd: odd.change.append(with_url_alone),
         touches=("written",),
-        guard=coco('url.rpartition("/")[2] if isinstance(url, str) else None', "None"),
+        guard=coco('url.rpartition("/")[2] if isinstance(url, str) else', "None if isinstance(url, str) else"),
     ),
     Quirk(
         "COCO: null as a file name",
