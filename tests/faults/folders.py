@@ -8,6 +8,8 @@ each time; `PYTHONPATH=tests python -m faults.fuzz 10000 test_random_folders.py`
 """
 
 import os
+import subprocess
+import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -480,7 +482,7 @@ QUIRKS = [
         lambda odd: [rename(odd, os.fsdecode(b"\xd5\xd5") + "{}"), without_label(odd)],
         "images without a label file, which are taken to show no object: 1",
         touches=("names", "boxes"),
-        guard=Cut("cli/__init__.py", 'stream.reconfigure(errors="backslashreplace")', "pass"),
+        guard="names are what the system gives",
     ),
     Quirk(
         "names with blanks and brackets",
@@ -1061,4 +1063,23 @@ def case(quirk: Quirk, kind: str) -> Case:
     return Case(quirk.what, run, quirk.says, quirk.code, guard=quirk.guard)
 
 
-CASES = [case(quirk, quirk.kinds[0]) for quirk in QUIRKS]
+def on_a_strict_terminal(folder: Path) -> Ending:
+    """Names that no encoding has are printed by a process whose terminal refuses them."""
+    odd = plain("yolo flat")
+    rename(odd, os.fsdecode(b"\xd5\xd5") + "{}")
+    without_label(odd)
+    words = [sys.executable, "-m", "cpvt_det", "check-data", str(odd.write(folder))]
+    ended = subprocess.run(words, env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}, capture_output=True, text=True)
+    return Ending(ended.returncode, ended.stdout + ended.stderr)
+
+
+CASES = [
+    *(case(quirk, quirk.kinds[0]) for quirk in QUIRKS),
+    Case(
+        "names of bytes that are not UTF-8, on a terminal of UTF-8",
+        on_a_strict_terminal,
+        "images without a label file, which are taken to show no object: 1, such as ...\\udcd5\\udcd5p1.png",
+        0,
+        guard=Cut("cli/__init__.py", 'stream.reconfigure(errors="backslashreplace")', "pass"),
+    ),
+]
