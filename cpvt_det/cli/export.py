@@ -85,7 +85,8 @@ def export(
         unseen = enumerate(check.unseen_canvases(detector, canvas, names))
         rows = [check.compare(detector, postprocess, run, other, seed) for seed, other in unseen]
         _report(rows, HALF_TOLERANCE if half else TOLERANCE)
-    click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
+    needs = f", opset {files.OPSET}, for onnxruntime {files.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
+    click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB{needs}")
 
 
 def _require_place(output: Path) -> None:

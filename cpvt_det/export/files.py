@@ -20,6 +20,8 @@ FORMATS = ("torch_export", "onnx")
 METADATA_KEY = "cpvt_det"  # key of the metadata, JSON, that is written with the program
 INPUTS = ("images", "padding_mask")
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+OPSET = 18  # of ONNX's operators: the first that torch's exporter has, whatever its version
+OLDEST_RUNTIMES = {False: "1.14", True: "1.31"}  # the first onnxruntime with this opset; and that loads float16 on a CPU
 Run = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
@@ -68,11 +70,27 @@ def write_program(
     try:
         with _silenced("onnxscript"):  # it warns of what it cannot simplify
             names = {"input_names": INPUTS, "output_names": outputs}
-            converted = torch.onnx.export(program, **names, dynamo=True, verbose=False, optimize=not half_precision)
+            options = {"dynamo": True, "opset_version": OPSET, "verbose": False, "optimize": not half_precision}
+            converted = torch.onnx.export(program, **names, **options)
     except Exception as error:  # what torch raises has no common base
         raise RunStoppedError(f"torch.onnx cannot convert the program: {first_line(error)}") from error
     converted.model.metadata_props[METADATA_KEY] = json.dumps(metadata)
-    file.write(converted.model_proto.SerializeToString())
+    file.write(_for_old_runtimes(converted.model_proto).SerializeToString())
+
+
+def _for_old_runtimes(model: Any) -> Any:
+    """The ``onnx.ModelProto`` in the oldest version of the file format that its operators need, without what later ones added:
+    notes of the exporter beside every operator, such as the files and lines that it came from.
+    """
+    from onnx.helper import find_min_ir_version_for
+
+    model.ir_version = find_min_ir_version_for(model.opset_import)
+    graphs = [model.graph]
+    for graph in graphs:  # grows by the bodies of loops and branches
+        for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info):
+            part.ClearField("metadata_props")
+        graphs += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
+    return model
 
 
 @contextlib.contextmanager

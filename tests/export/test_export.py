@@ -132,6 +132,7 @@ def test_half_precision_stays_near(tmp_path, format, nms):
     path = save(tmp_path, make_cfg("deformable", "sine_offset", TEST__NMS=nms, **REFINE))
     result = export(path, tmp_path / "detector", *STATIC, "--half", format=format)
     assert result.exit_code == 0, result.output
+    assert ("opset 18, for onnxruntime 1.31 or later" in result.output) == (format == "onnx")
     largest = max(float(line.split("|")[2]) for line in result.output.splitlines() if line.startswith("| 2"))
     assert 1e-5 < largest < 2e-2
 
@@ -144,7 +145,12 @@ def test_three_batches_are_compared_of_sizes_that_were_not_traced(shipped):
 
 def test_an_onnx_file_has_aten_alone_left_of_its_domains_and_takes_one_stride(shipped):
     onnx, (cfg, detector, path, _) = pytest.importorskip("onnx"), shipped
-    assert {node.domain for node in onnx.load(path).graph.node} == {""}
+    model = onnx.load(path)
+    assert {node.domain for node in model.graph.node} == {""}
+    assert (model.ir_version, [(one.domain, one.version) for one in model.opset_import]) == (8, [("", 18)])
+    onnx.checker.check_model(model)
+    assert b"stack_trace" not in path.read_bytes() and str(ROOT).encode() not in path.read_bytes()
+    assert shipped[3].endswith(" MB, opset 18, for onnxruntime 1.14 or later\n")
     answers = files.open_program(path, "onnx")(torch.full((1, 3, 16, 16), 99.0), torch.zeros(1, 16, 16, dtype=torch.bool))
     with torch.no_grad():
         batch = detector.preprocess([torch.full((3, 16, 16), 99)])
