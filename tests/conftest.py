@@ -19,6 +19,7 @@ from worker_pipes import pytest_configure  # noqa: F401
 
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.memory import trim_heap
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,6 +28,13 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 sys.path.extend(sorted({str(path.parent) for path in ROOT.glob("tests/*/test_*.py")}))  # some import from others, of another room
 # What tests start is to import the package of this tree too, whatever tree an environment was installed from.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_given_back():
+    """No object of a file's tests outlives them, but the C library keeps what they freed: some hundred MB of the largest maps."""
+    yield
+    trim_heap()
 
 
 def pytest_collection_modifyitems(items):
