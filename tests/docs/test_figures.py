@@ -34,6 +34,7 @@ RECORDS = {
         "benchmarks/results/quickstart_time_cpu_avx2.json",
         "benchmarks/results/family_25/quickstart_time_cpu_avx2.json",
         "benchmarks/results/limited/quickstart_time_cpu_avx2.json",
+        "benchmarks/results/first_run_memory.json",
     ],
     "docs/results.md": [
         "benchmarks/results/quickstart_time_cpu_avx2.json",
