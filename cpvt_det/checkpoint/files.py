@@ -105,12 +105,13 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, Tensor]:
+def state_dict_of(checkpoint: Any, where: str = "the checkpoint", wrappers: Sequence[str] = WRAPPERS) -> dict[str, Tensor]:
     """The weights in a checkpoint: its moving average, its ``model``, its ``state_dict``, or all of it.
 
     Args:
         checkpoint: object that :func:`read_checkpoint` returned.
         where: name of the checkpoint in error messages.
+        wrappers: beginnings of all names that are left out; networks of others may have some of their own.
 
     Returns:
         Names -> tensors, without what wrappers add: ``module.`` of several GPUs, ``_orig_mod.`` of ``torch.compile``, ``model.`` of
@@ -133,14 +134,14 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint") -> dict[str, T
         raise WeightsError(
             f"{where} contains no dict of tensors by name, neither under 'model' or 'state_dict' nor as a whole (its keys: {keys})"
         )
-    return _unwrapped(found, is_of_lightning="pytorch-lightning_version" in checkpoint)
+    return _unwrapped(found, tuple(wrappers), is_of_lightning="pytorch-lightning_version" in checkpoint)
 
 
-def _unwrapped(state_dict: dict[str, Tensor], is_of_lightning: bool) -> dict[str, Tensor]:
+def _unwrapped(state_dict: dict[str, Tensor], wrappers: tuple[str, ...], is_of_lightning: bool) -> dict[str, Tensor]:
     names = {key: INSIDE.sub("", key) for key in state_dict if key != "n_averaged"}  # a counter of torch's averages
     if is_of_lightning:
-        names = {key: name for key, name in names.items() if name.startswith(WRAPPERS)} or names
-    while prefix := next((one for one in WRAPPERS if names and all(name.startswith(one) for name in names.values())), ""):
+        names = {key: name for key, name in names.items() if name.startswith(wrappers)} or names
+    while prefix := next((one for one in wrappers if names and all(name.startswith(one) for name in names.values())), ""):
         names = {key: name.removeprefix(prefix) for key, name in names.items()}
     return {name: state_dict[key] for key, name in names.items()}
 

@@ -606,7 +606,9 @@ def test_a_name_that_no_file_can_have_is_a_fault(name, tmp_path):
     content = json.loads(coco(TRAIN + VAL))
     content["images"][0]["file_name"] = name
     write(tmp_path / "mine/all.json", json.dumps(content))
-    with pytest.raises(DataError, match=r"image files that are missing: .*all.json names|file names that are not text: .*all.json"):
+    with pytest.raises(
+        DataError, match=r"(?s)image files that are missing: .*all.json names|file names that are not text: .*all.json"
+    ):
         read_folder(tmp_path / "mine")
 
 

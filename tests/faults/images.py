@@ -247,13 +247,13 @@ CASES = [
     DataCase(
         "other size than the JSON says",
         size(width=61),
-        "image 1: .../images/1.png has 60 x 40 pixels, but 61 x 40 in the JSON",
+        "image 1: .../images/1.png has 60 x 40 pixels, but 61 x 40 in the annotations",
         guard=SIZES,
     ),
     DataCase(
         "EXIF swaps the sides, the JSON does not",
         turned(6, swap=False),
-        "a.jpg has 40 x 60 pixels, but 60 x 40 in the JSON; EXIF orientation 6 turns it, and the JSON contains the size before",
+        "a.jpg has 40 x 60 pixels, but 60 x 40 in the annotations; EXIF orientation 6 turns it, and the annotations contain the size",
         guard=SIZES,
     ),
     DataCase("EXIF swaps the sides, the JSON too", turned(6, swap=True), TURNED, 0, guard=TURNS, then=shows(by_pillow, LAST_BITS)),
