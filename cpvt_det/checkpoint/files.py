@@ -5,6 +5,7 @@ import argparse
 import hashlib
 import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 

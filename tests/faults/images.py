@@ -253,7 +253,7 @@ CASES = [
     DataCase(
         "EXIF swaps the sides, the JSON does not",
         turned(6, swap=False),
-        "a.jpg has 40 x 60 pixels, but 60 x 40 in the annotations; EXIF orientation 6 turns it, and the annotations contain the size",
+        "a.jpg has 40 x 60 pixels, but 60 x 40 in the annotations; EXIF orientation 6 turns it, and the annotations",
         guard=SIZES,
     ),
     DataCase("EXIF swaps the sides, the JSON too", turned(6, swap=True), TURNED, 0, guard=TURNS, then=shows(by_pillow, LAST_BITS)),
