@@ -270,7 +270,7 @@ def test_nothing_but_unreadable_images_is_an_error(run, photos, tmp_path):
     [
         ("nowhere.jpg", (), "there is no file or folder nowhere.jpg"),
         ("nowhere/*.jpg", (), "nothing matches nowhere/*.jpg"),
-        ("void", (), "there is no image in the folder void or below it (suffixes: .bmp, .gif"),
+        ("void", (), "there is no image in the folder void or below it (suffixes: .apng, "),
         ("photos", ("--threshold", 1.5), "--threshold must be a score from 0 to 1, got 1.5"),
         ("photos", ("--threshold", "nan"), "--threshold must be a score from 0 to 1, got nan"),
         ("photos", ("--threshold", -0.1), "--threshold must be a score from 0 to 1, got -0.1"),
