@@ -20,10 +20,12 @@ from cpvt_det.files import atomic_file
 
 UNPACKED = 10  # largest ratio of unpacked size to file size; weights hardly compress
 SLACK = 1 << 20  # bytes that are allowed beyond it
-WRAPPERS = ("module.", "model.", "net.", "detector.")
+PREFIXES = ("module.", "model.", "net.", "detector.")
 """Prefixes of all names of a model in a wrapper: torch's for several GPUs and for averages, and usual ones of Lightning."""
 INSIDE = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of names, anywhere, that torch gives to what is compiled, sharded or checkpointed."""
+TRANSFORMERS = re.compile(r"model\.(encoder|decoder)\.")
+"""Beginning of names of transformers' own, which may all begin with ``model.``: a shared head has its one name in the decoder."""
 
 
 def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
@@ -106,13 +108,13 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def state_dict_of(checkpoint: Any, where: str = "the checkpoint", wrappers: Sequence[str] = WRAPPERS) -> dict[str, Tensor]:
+def state_dict_of(checkpoint: Any, where: str = "the checkpoint", prefixes: Sequence[str] = PREFIXES) -> dict[str, Tensor]:
     """The weights in a checkpoint: its moving average, its ``model``, its ``state_dict``, or all of it.
 
     Args:
         checkpoint: object that :func:`read_checkpoint` returned.
         where: name of the checkpoint in error messages.
-        wrappers: beginnings of all names that are left out; networks of others may have some of their own.
+        prefixes: beginnings of all names that are left out; networks of others may have some of their own.
 
     Returns:
         Names -> tensors, without what wrappers add: ``module.`` of several GPUs, ``_orig_mod.`` of ``torch.compile``, ``model.`` of
@@ -135,14 +137,17 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint", wrappers: Sequ
         raise WeightsError(
             f"{where} contains no dict of tensors by name, neither under 'model' or 'state_dict' nor as a whole (its keys: {keys})"
         )
-    return _unwrapped(found, tuple(wrappers), is_of_lightning="pytorch-lightning_version" in checkpoint)
+    return _unwrapped(found, tuple(prefixes), is_of_lightning="pytorch-lightning_version" in checkpoint)
 
 
-def _unwrapped(state_dict: dict[str, Tensor], wrappers: tuple[str, ...], is_of_lightning: bool) -> dict[str, Tensor]:
+def _unwrapped(state_dict: dict[str, Tensor], prefixes: tuple[str, ...], is_of_lightning: bool) -> dict[str, Tensor]:
     names = {key: INSIDE.sub("", key) for key in state_dict if key != "n_averaged"}  # a counter of torch's averages
     if is_of_lightning:
-        names = {key: name for key, name in names.items() if name.startswith(wrappers)} or names
-    while prefix := next((one for one in wrappers if names and all(name.startswith(one) for name in names.values())), ""):
+        names = {key: name for key, name in names.items() if name.startswith(prefixes)} or names
+    while names and not any(TRANSFORMERS.match(name) for name in names.values()):
+        prefix = next((one for one in prefixes if all(name.startswith(one) for name in names.values())), "")
+        if not prefix:
+            break
         names = {key: name.removeprefix(prefix) for key, name in names.items()}
     return {name: state_dict[key] for key, name in names.items()}
 

@@ -271,19 +271,19 @@ def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
     model.load_state_dict({key: found[key] for key in wanted}, strict=False)
 
 
-WRAPPERS = ("module.",)
+PREFIXES = ("module.",)
 """Beginnings of names that are left out: not ``model.``, which networks of transformers have themselves."""
 
 
 def _read(weights: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:
     if isinstance(weights, Mapping):
-        return state_dict_of(dict(weights), "the given weights", WRAPPERS)
+        return state_dict_of(dict(weights), "the given weights", PREFIXES)
     if not isinstance(weights, (str, Path)):
         raise WeightsError(f"weights must be a folder, a file or a state dict, got a {type(weights).__name__}")
     path = Path(weights).expanduser()
     if not path.is_dir():
-        return state_dict_of(read_checkpoint(path), str(path), WRAPPERS)
+        return state_dict_of(read_checkpoint(path), str(path), PREFIXES)
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
     if not files:
         raise WeightsError(f"the folder {path} contains no .safetensors and no .bin file")
-    return {key: tensor for file in files for key, tensor in state_dict_of(read_checkpoint(file), str(file), WRAPPERS).items()}
+    return {key: tensor for file in files for key, tensor in state_dict_of(read_checkpoint(file), str(file), PREFIXES).items()}

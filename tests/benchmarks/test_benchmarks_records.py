@@ -270,6 +270,7 @@ WITHOUT_TIMES = {
     "house",
     "annotations_coco",
     "annotations_large",
+    "first_run_memory",
 }
 """Records of values and counts, and of seconds that are compared with nothing: of them no load is required."""
 

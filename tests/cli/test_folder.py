@@ -19,6 +19,7 @@ from cpvt_det.cli import folder as folder_module
 from cpvt_det.cli import main
 from cpvt_det.config import config_root, load_cfg
 from cpvt_det.data.coco import read_coco
+from cpvt_det.data.loader import SampleLoader
 from cpvt_det.data.validation.duplicates import near_duplicates
 from cpvt_det.errors import ConfigError
 from cpvt_det.runner import choose
@@ -114,17 +115,17 @@ def test_what_is_measured_is_what_is_trained(monkeypatch, drawn_cfg, drawn_coco)
     class Stop(Exception):
         pass
 
-    def look(step, loader, device):
-        seen.append(loader)
+    def look(self):
+        seen.append(self)
         raise Stop
 
-    monkeypatch.setattr(choose, "_step_pace", look)
+    monkeypatch.setattr(SampleLoader, "__iter__", look)
     dataset = read_coco(drawn_coco.files)
     with pytest.raises(Stop):
         choose.measure(cfg, [dataset, dataset])
     (loader,) = seen
-    assert loader._num_workers == 1
-    start, _ = loader._dataset.closing
+    assert loader.num_workers == 1
+    start, _ = loader.dataset.closing
     assert start == float("inf")
 
 
