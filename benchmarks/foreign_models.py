@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.detrex_model import imports_from, replaced_names
 from benchmarks.equal import DoubleTorch
-from benchmarks.peers import official_core, packages_of, with_extension
+from benchmarks.peers import official_core, official_cuda_op, official_op, packages_of, with_extension
 from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import BadInputError
@@ -80,7 +80,7 @@ def build_dino(folder: Path, case: Case, **more: Any) -> Foreign:
     options |= {"device": "cpu", "masks": False, "backbone": "swin_T_224_1k" if case.swin else options["backbone"]}
     options |= {"dn_box_noise_scale": 1.0} | more
     detector, misc, namespaces = imported(folder, "models.dino.dino", "util.misc")
-    _run_without_cuda(namespaces, "models.dino.ops.modules.ms_deform_attn", official_core(folder, "dino"))
+    _replace_op(namespaces, "models.dino.ops.modules.ms_deform_attn", folder, "dino")
     module, criterion, _ = detector.build_dino(argparse.Namespace(**options))
     return Foreign(module, lambda images: _official(module, misc.NestedTensor, images), namespaces, criterion, misc.NestedTensor)
 
@@ -114,16 +114,17 @@ def _build_official(folder: Path, peer: str, **more: Any) -> Foreign:
     words |= {f"{name}_loss_coef": weight for name, weight in LOSSES.items()}
     words |= {"set_cost_class": 2, "set_cost_bbox": 5, "set_cost_giou": 2, **more}
     detector, misc, namespaces = imported(folder, "models.deformable_detr", "util.misc")
-    _run_without_cuda(namespaces, "models.ops.modules.ms_deform_attn", official_core(folder, peer))
+    _replace_op(namespaces, "models.ops.modules.ms_deform_attn", folder, peer)
     module, criterion, _ = detector.build(argparse.Namespace(**words))
     return Foreign(module, lambda images: _official(module, misc.NestedTensor, images), namespaces, criterion, misc.NestedTensor)
 
 
-def _run_without_cuda(namespaces: list[dict[str, Any]], attention: str, core: Callable[..., Tensor]) -> None:
-    """The pure-PyTorch core in place of the compiled op, and no download of a backbone's weights."""
+def _replace_op(namespaces: list[dict[str, Any]], attention: str, folder: Path, peer: str) -> None:
+    """The pure-PyTorch core in place of the compiled op where that does not run, and no download of a backbone's weights."""
+    op = functools.partial(official_op, official_cuda_op(folder, peer), official_core(folder, peer))
     for space in namespaces:
         if space["__name__"] == attention:
-            space["MSDeformAttnFunction"] = argparse.Namespace(apply=functools.partial(_apply_core, core))
+            space["MSDeformAttnFunction"] = argparse.Namespace(apply=op)
         if "is_main_process" in space:
             space["is_main_process"] = lambda: False
 
@@ -161,12 +162,6 @@ def imported(folder: Path, *names: str) -> tuple[Any, ...]:
         modules = [importlib.import_module(name) for name in names]
         found = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("models", "util")]
         return (*modules, [vars(module) for module in found])
-
-
-def _apply_core(core: Callable[..., Tensor], value: Tensor, shapes: Tensor, start: Tensor, *rest: Any) -> Tensor:
-    """The pure-PyTorch core in place of the compiled op."""
-    locations, weights, _ = rest
-    return core(value, shapes.tolist(), locations, weights)
 
 
 def _official(module: nn.Module, nested: Callable[..., Any], images: Tensor) -> tuple[Tensor, Tensor]:

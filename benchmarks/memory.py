@@ -35,7 +35,7 @@ def peak_bytes(suite: str, case: Case, contender: Contender, options: Options) -
     if contender.limit or contender.attempt:
         return None
     if options.device == "cuda":
-        return _peak_on_gpu(contender)
+        return peak_on_gpu(contender)
     # For one of our contenders no peer is imported, because that takes longer than the work.
     ours = contender.name.startswith("cpvt_det")
     peers = {} if ours else {name: path and str(path) for name, path in options.peers.items()}
@@ -49,7 +49,7 @@ def peak_bytes(suite: str, case: Case, contender: Contender, options: Options) -
     return int(done.stdout.strip().splitlines()[-1])
 
 
-def _peak_on_gpu(contender: Contender) -> int:
+def peak_on_gpu(contender: Contender) -> int:
     """Peak memory of the call alone; the inputs exist before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torchvision
 
 import cpvt_det
@@ -88,6 +89,7 @@ def peer_versions(peers: dict[str, Path | None]) -> dict[str, str]:
 
 PACKAGES = ("models", "util", "datasets")
 """Names of the packages in the checkouts."""
+HALF = (torch.float16, torch.bfloat16)
 EXTENSION = "MultiScaleDeformableAttention"
 """The compiled module of the official Deformable-DETR; the file of its pure-PyTorch core imports it too."""
 
@@ -211,7 +213,7 @@ def official_deformable_detr(folder: Path) -> types.SimpleNamespace:
         except Exception as error:
             raise BadInputError(f"peer deformable_detr: its models cannot be imported: {error}") from error
     attention.MSDeformAttnFunction = types.SimpleNamespace(
-        apply=functools.partial(_official_op, official_cuda_op(folder), official_core(folder))
+        apply=functools.partial(official_op, official_cuda_op(folder), official_core(folder))
     )
     backbone.is_main_process = lambda: False  # in its backbone alone, where the main process downloads
     return types.SimpleNamespace(
@@ -222,10 +224,15 @@ def official_deformable_detr(folder: Path) -> types.SimpleNamespace:
     )
 
 
-def _official_op(compiled: Callable[..., Any] | None, core: Callable[..., Any], value: Any, shapes: Any, *rest: Any) -> Any:
+def official_op(compiled: Callable[..., Any] | None, core: Callable[..., Any], value: Any, shapes: Any, *rest: Any) -> Any:
+    """The compiled op for CUDA tensors, if it is built, else the pure-PyTorch core.
+
+    The compiled op has no half precision: under autocast it takes float32, as ``grid_sample`` of the core does.
+    """
+    start, locations, weights, step = rest
     if compiled is not None and value.is_cuda:
-        return compiled(value, shapes, *rest)
-    _, locations, weights, _ = rest
+        value, locations, weights = (x.float() if x.dtype in HALF else x for x in (value, locations, weights))
+        return compiled(value, shapes, start, locations, weights, step)
     return core(value, shapes.tolist(), locations, weights)
 
 
@@ -234,9 +241,9 @@ def official_core(folder: Path, peer: str = "deformable_detr") -> Callable[..., 
     return official_op_file(folder, peer).ms_deform_attn_core_pytorch
 
 
-def official_cuda_op(folder: Path) -> Callable[..., Any] | None:
+def official_cuda_op(folder: Path, peer: str = "deformable_detr") -> Callable[..., Any] | None:
     """``MSDeformAttnFunction.apply``, or ``None`` if the extension is not built."""
-    module = official_op_file(folder)
+    module = official_op_file(folder, peer)
     return module.MSDeformAttnFunction.apply if hasattr(module.MSDA, "ms_deform_attn_forward") else None
 
 

@@ -286,7 +286,7 @@ def make_work(shape: Shape, options: Options) -> Work:
     left_out: dict[str, str] = {}
     same = our_model(shape.recipe, options.device, mask_padding=False)
     make = partial(make_contender, shape, batch, targets)
-    builds = _peers(shape.recipe, same, options, left_out)
+    builds = peers_of(shape.recipe, same, options, left_out)
     peers = {name: build() for name, build in builds.items()}
     contenders = [make(name, model, peer=True) for name, model in peers.items()]
     bf16 = shape.has_bf16(options.device)
@@ -341,7 +341,7 @@ def tolerance(shape: Shape, device: str) -> float:
     return 1e-5 if shape.passes == PASSES[0] else 1e-4
 
 
-def _peers(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, str]) -> dict[str, Callable[[], Model]]:
+def peers_of(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, str]) -> dict[str, Callable[[], Model]]:
     """The name of each peer, and a function that makes its model with our weights."""
     found: dict[str, Callable[[], Model]] = {}
     state = ours.module.state_dict()
