@@ -163,6 +163,7 @@ def fitting(work: Work) -> tuple[Work, dict[str, float]]:
     for contender in work.contenders:
         try:
             output = contender.output()
+            contender.call()  # which may fail where the check does not, under autocast
         except Exception as error:
             reasons[contender.name] = f"{type(error).__name__}: {str(error)[-600:]}"
             say(f"left out: {contender.name}: {reasons[contender.name][:300]}")

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a GPU computes the same: the Triton kernels, whole models against the CPU, an image alone and in a batch; and waits."""
 
+import importlib
+import multiprocessing
 import sys
 import traceback
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +16,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.equal import difference
-from benchmarks.models import CONFIGS, our_model
+from benchmarks.models import CONFIGS, Model, our_model
 from benchmarks.on_gpu import Record, Settings, full_float32, say
 from benchmarks.peers import ROOT
 from benchmarks.suites import model as models
 from benchmarks.suites import op
 from cpvt_det import builders
 from cpvt_det.config import load_cfg
+from cpvt_det.memory import usable_cores
 from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.solver.step import TrainingModel
 from cpvt_det.structures import PaddedBatch, Size, Targets
@@ -37,39 +41,54 @@ DTYPES = {
 ODD: list[Size] = [(13, 17), (7, 9), (4, 5), (1, 2)]
 SAME: Size = (256, 320)
 """Size of the images that the CPU computes too, in float64."""
-PRECISIONS = ("float64", "float32 without TF32", "float32", "bf16")
+PRECISIONS = ("float32 without TF32", "float32", "bf16", "float64")  # the last one changes the model
 ALONE: tuple[Size, Size] = ((200, 256), (320, 448))
 REHEARSED = ("nan_everywhere_reads_nothing", "far_and_infinite_points_are_outside")
 REHEARSED_DTYPES = ("float32", "bfloat16, weights too")
 REHEARSED_PRECISIONS = ("float32", "bf16")
 STEPS = 3
+PROCESSES = 8
 
 
 def run(record: Record, settings: Settings) -> None:
     record.part("tests_of_the_kernels", partial(run_cases, settings))
     record.part("errors_of_the_kernels", partial(kernel_errors, settings))
-    record.part("synchronisations", partial(count_waits, settings))
     recipes = models.SMALL[1:2] if settings.rehearse else (*models.SMALL, models.DEFORMABLE, models.DINO, models.DETR)
     for recipe in recipes:
         size = "tiny" if recipe in models.SMALL else "R50"
         record.part(f"gpu_and_cpu {recipe.detector} {size}", partial(beside_the_cpu, recipe, settings))
+    record.part("synchronisations", partial(count_waits, settings))
     for recipe in models.SMALL[: 1 if settings.rehearse else None]:
         record.part(f"alone_and_in_a_batch {recipe.detector}", partial(alone_and_in_a_batch, recipe, settings))
 
 
 def run_cases(settings: Settings) -> dict[str, Any]:
     """The cases of the repository's tests of the kernels, which pytest runs one by one."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import triton_interpreter_cases as tests
-
-    failed, names = {}, REHEARSED if settings.rehearse else tuple(tests.CASES)
-    for name in names:
-        try:
-            tests.CASES[name](settings.device)
-        except Exception:
-            failed[name] = traceback.format_exc()[-1500:]
+    names = REHEARSED if settings.rehearse else tuple(_cases())
+    run_one = partial(run_case, device=settings.device)
+    if settings.rehearse:
+        told = list(map(run_one, names))
+    else:  # most of the time is the compiler's, one kernel after the other
+        with ProcessPoolExecutor(min(PROCESSES, usable_cores()), multiprocessing.get_context("spawn")) as pool:
+            told = list(pool.map(run_one, names))
+    failed = {name: error for name, error in zip(names, told, strict=True) if error}
     say(f"tests of the kernels: {len(names) - len(failed)} of {len(names)} passed; failed: {', '.join(failed) or 'none'}")
     return {"passed": len(names) - len(failed), "failed": failed}
+
+
+def run_case(name: str, device: str) -> str:
+    """The end of a case's traceback; empty for one that passes."""
+    try:
+        _cases()[name](device)
+    except Exception:
+        return traceback.format_exc()[-1500:]
+    return ""
+
+
+def _cases() -> dict[str, Any]:
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.insert(0, str(ROOT / "tests"))
+    return importlib.import_module("triton_interpreter_cases").CASES
 
 
 def kernel_errors(settings: Settings) -> list[dict[str, Any]]:
@@ -125,18 +144,17 @@ def beside_the_cpu(recipe: Any, settings: Settings) -> dict[str, Any]:
     """Differences of logits, boxes, loss and norm of gradients from those of the CPU in float64, relative to the largest."""
     shape = models.Shape(recipe, models.TINY if settings.rehearse else SAME, 2, models.PASSES[1])
     shape = shape.tiny if settings.rehearse else shape
-    expected = _outcome(shape, "cpu", "float64")
-    found = {}
+    expected = _outcome(shape, our_model(shape.recipe, "cpu", "peg"), "cpu", "float64")
+    model, found = our_model(shape.recipe, settings.device, "peg"), {}
     for precision in REHEARSED_PRECISIONS if settings.rehearse else PRECISIONS:
-        outcome = _outcome(shape, settings.device, precision)
+        outcome = _outcome(shape, model, settings.device, precision)
         found[precision] = {name: difference(outcome[name].cpu(), expected[name]) for name in expected}
         say(f"{recipe.detector}, {precision}: {', '.join(f'{name} {gap:.1g}' for name, gap in found[precision].items())}")
     return found
 
 
-def _outcome(shape: models.Shape, device: str, precision: str) -> dict[str, Tensor]:
+def _outcome(shape: models.Shape, model: Model, device: str, precision: str) -> dict[str, Tensor]:
     batch, targets = models.make_inputs(shape, device)
-    model = our_model(shape.recipe, device, "peg")
     if precision == "float64":
         model.module.double()
         batch = replace(batch, images=batch.images.double())

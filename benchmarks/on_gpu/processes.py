@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of a process group on one GPU: resumed under NCCL, and with two processes under gloo of which one is killed.
 
-``python -m benchmarks.on_gpu.processes train WORDS`` is a process of the latter: ``cpvt-det`` whose processes share one GPU, which
-NCCL does not allow.
+``python -m benchmarks.on_gpu.processes train WORDS`` is a process of one of these runs.
 """
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from benchmarks.on_gpu import Record, Settings, draw_shapes, say
 from benchmarks.peers import ROOT
 
 STEPS, PERIOD = 6, 3
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # so that its products repeat bit for bit
 PATIENCE = 45.0  # seconds in which a run whose process was killed has to end
 MODEL = {
     "MODEL.META_ARCHITECTURE": "CPVTDeformableDetr",
@@ -73,8 +75,14 @@ def words_of(output: Path, images: Path, settings: Settings, **more: object) -> 
     return ["train", "--config-file", str(config), "--runner", "builtin", *(str(word) for pair in pairs.items() for word in pair)]
 
 
-def torchrun(processes: int) -> list[str]:
-    return [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+def group_of_one() -> dict[str, str]:
+    """The variables that torchrun sets for a group of one process, which saves the start of torchrun itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    group |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    return {**_environment(), **group, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def resume(place: Path, images: Path, settings: Settings) -> dict[str, Any]:
@@ -84,7 +92,7 @@ def resume(place: Path, images: Path, settings: Settings) -> dict[str, Any]:
     whole, cut = place / "whole", place / "cut"
     words = words_of(whole, images, settings, SOLVER__MAX_ITER=STEPS)
     found: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo"}
-    found["first"] = _run([*torchrun(1), "-m", "cpvt_det", *words], settings)
+    found["first"] = _run(words, settings)
     kept = f"model_{PERIOD - 1:07d}.pth"
     cut.mkdir()
     for name in (kept, "run_id", "config.yaml"):
@@ -92,7 +100,7 @@ def resume(place: Path, images: Path, settings: Settings) -> dict[str, Any]:
             shutil.copy(whole / name, cut / name)
     (cut / "last_checkpoint").write_text(kept, encoding="utf-8")
     words = words_of(cut, images, settings, SOLVER__MAX_ITER=STEPS)
-    found["second"] = _run([*torchrun(1), "-m", "cpvt_det", words[0], "--resume", *words[1:]], settings)
+    found["second"] = _run([words[0], "--resume", *words[1:]], settings)
     losses = [_losses(folder, from_step=PERIOD) for folder in (whole, cut)]
     states = [torch.load(folder / "model_final.pth", weights_only=True, map_location="cpu")["model"] for folder in (whole, cut)]
     gaps = [(one.double() - states[1][name].double()).abs().max().item() for name, one in states[0].items() if one.numel()]
@@ -105,7 +113,8 @@ def kill_one(place: Path, images: Path, settings: Settings) -> dict[str, Any]:
     """Two processes, of which the second is killed after some steps: seconds until the run ends, its exit code and its message."""
     output, printed = place / "killed", place / "printed.txt"
     words = words_of(output, images, settings, SOLVER__MAX_ITER=100_000, SOLVER__CHECKPOINT_PERIOD=100_000)
-    command = [*torchrun(2), "-m", "benchmarks.on_gpu.processes", *words]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "benchmarks.on_gpu.processes", *words]
     with printed.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=_environment())
     try:
@@ -133,28 +142,37 @@ def kill_one(place: Path, images: Path, settings: Settings) -> dict[str, Any]:
                 process.kill()
     text = printed.read_text(errors="replace")
     found = {"steps": steps, "hangs": code is None, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
-    found |= {"named": f"SIGKILL) received by PID {victim}" in text, "printed": text[-2500:].replace(str(place), "FOLDER")}
+    found |= {"named": f"SIGKILL) received by PID {victim}" in text, "printed": _last_words(text)}
     how = "HANGS" if code is None else f"ended after {found['seconds']} s, exit code {code}, named: {found['named']}"
     say(f"one of two killed after {steps} steps: {how}")
     return found
 
 
-def _run(command: list[str], settings: Settings) -> dict[str, Any]:
-    """Exit code and seconds of a command, and its last words if it failed.
+def _run(words: list[str], settings: Settings) -> dict[str, Any]:
+    """Seconds of ``cpvt-det WORDS`` in a group of one process.
 
     Raises:
         RuntimeError: an exit code other than 0.
     """
     start = time.monotonic()
     limit = max(5.0, settings.seconds_left - 3)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, env=_environment(), check=False)
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.on_gpu.processes", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, env=group_of_one(), check=False)
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {(done.stdout + done.stderr)[-1800:]}")
     return {"exit_code": 0, "seconds": round(time.monotonic() - start, 1)}
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"), **CUBLAS}
+
+
+def _last_words(text: str) -> list[str]:
+    """What names the end of a run, without the name of the host."""
+    lines = [
+        line for line in text.replace("\r", "\n").splitlines() if "stopped:" in line or "exitcode" in line or "SIGKILL" in line
+    ]
+    return [re.sub(r" on \S+\)", ")", line).strip() for line in lines][-8:]
 
 
 def _losses(output: Path, from_step: int = 0) -> list[float]:
@@ -173,13 +191,16 @@ def _losses(output: Path, from_step: int = 0) -> list[float]:
 
 
 def main() -> None:
-    """``cpvt-det`` in one of several processes that share a GPU, with gloo for all tensors."""
+    """``cpvt-det`` with deterministic algorithms; in one of several processes, which share a GPU, with gloo for all tensors."""
+    import torch
     import torch.distributed as dist
 
     from cpvt_det.cli import main as cpvt_det
 
-    begin = dist.init_process_group
-    dist.init_process_group = lambda backend, *args, **options: begin("gloo", *args, **options)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if os.environ["WORLD_SIZE"] != "1":
+        begin = dist.init_process_group
+        dist.init_process_group = lambda backend, *args, **options: begin("gloo", *args, **options)
     output = Path(sys.argv[sys.argv.index("OUTPUT_DIR") + 1])
     (output.parent / f"pid{os.environ['RANK']}").write_text(str(os.getpid()), encoding="utf-8")
     cpvt_det()

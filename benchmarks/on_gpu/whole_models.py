@@ -18,9 +18,9 @@ from benchmarks.suites import model as models
 from cpvt_det.structures import Size
 
 SIZE, BATCH = (800, 1333), 2
-PLAN = Plan(warm_up=2, rounds=ROUNDS, most_rounds=15, seconds=5.0)
+PLAN = Plan(warm_up=2, rounds=ROUNDS, most_rounds=15, seconds=3.0)
 QUICK = Plan(warm_up=0, rounds=2, most_rounds=2)
-PROFILED = 2  # steps
+PROFILED = 1  # steps
 REHEARSED = Recipe(channels=32, layers=1, queries=20)
 FOR_COMPILING = 60.0  # seconds that must be left for a compiled training step
 
@@ -95,7 +95,7 @@ def time_models(fleet: Fleet, passes: str, settings: Settings, size: Size = SIZE
     left_out = dict(fleet.left_out)
     work = Work(contenders, models.FEW_OTHERS[passes] if shape.recipe.is_dino else 1e-3, left_out)
     measured = measure(work, QUICK if settings.rehearse else PLAN, settings.device, partial(_drop_gradients, fleet))
-    return _with_shares(shape, contenders, measured, settings)
+    return _with_shares(shape, contenders, measured, settings, passes == models.PASSES[1])
 
 
 def contender_of(shape: models.Shape, inputs: Any, name: str, model: Model, peer: bool, bf16: bool = True) -> Contender:
@@ -111,11 +111,17 @@ def _in_float32(contender: Contender) -> Any:
         return contender.output()
 
 
-def _with_shares(shape: models.Shape, contenders: list[Contender], measured: dict[str, Any], settings: Settings) -> dict[str, Any]:
+def _with_shares(
+    shape: models.Shape, contenders: list[Contender], measured: dict[str, Any], settings: Settings, profiled: bool = True
+) -> dict[str, Any]:
+    """The rows with images a second and, if they are profiled, the share of the GPU's work."""
     calls = {contender.name: contender.call for contender in contenders}
     for row in measured["rows"][: 1 if settings.rehearse else None]:
         seconds = row["wall"]["median"]
         row["images_per_second"] = shape.batch / seconds
+        if not profiled:
+            say(f"{shape.name}, {row['name']}: {row['images_per_second']:.2f} images/s")
+            continue
         try:
             row |= busy(calls[row["name"]], seconds, settings.device)
             share = f", the GPU works {row['busy']:.0%}, {row['kernels']:.0f} kernels"
