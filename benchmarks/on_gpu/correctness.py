@@ -66,11 +66,10 @@ def run_cases(settings: Settings) -> dict[str, Any]:
     """The cases of the repository's tests of the kernels, which pytest runs one by one."""
     names = REHEARSED if settings.rehearse else tuple(_cases())
     run_one = partial(run_case, device=settings.device)
-    if settings.rehearse:
-        told = list(map(run_one, names))
-    else:  # most of the time is the compiler's, one kernel after the other
-        with ProcessPoolExecutor(min(PROCESSES, usable_cores()), multiprocessing.get_context("spawn")) as pool:
-            told = list(pool.map(run_one, names))
+    processes = 1 if settings.rehearse else min(PROCESSES, usable_cores())
+    # Most of the time is the compiler's, one kernel after the other.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        told = list(pool.map(run_one, names))
     failed = {name: error for name, error in zip(names, told, strict=True) if error}
     say(f"tests of the kernels: {len(names) - len(failed)} of {len(names)} passed; failed: {', '.join(failed) or 'none'}")
     return {"passed": len(names) - len(failed), "failed": failed}
