@@ -107,7 +107,7 @@ class Record:
             self.content[name] = plain(call())
         except Exception as error:
             self.leave_out(name, f"{type(error).__name__}: {error}")
-            self.content.setdefault("errors", {})[name] = traceback.format_exc()[-TAIL:]
+            say(traceback.format_exc()[-TAIL:])
         self.content["seconds"][name] = round(time.perf_counter() - start, 2)
         say(f"{name}: {self.content['seconds'][name]} s")
         self.write()

@@ -47,7 +47,7 @@ def train(folder: Path, settings: Settings) -> dict[str, Any]:
             process.kill()
             process.wait()
         printed.seek(0)
-        found = {"budget_seconds": seconds, "exit_code": code, "printed": printed.read()[-6000:]}
+        found = {"budget_seconds": seconds, "exit_code": code, **({"printed": printed.read()[-2000:]} if code else {})}
         for name, read in (("outcome", outcome), ("curve", _curve), ("results", _results)):
             try:
                 found[name] = read(output)

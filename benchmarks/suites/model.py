@@ -344,7 +344,7 @@ def tolerance(shape: Shape, device: str) -> float:
 def peers_of(recipe: Recipe, ours: Model, options: Options, left_out: dict[str, str]) -> dict[str, Callable[[], Model]]:
     """The name of each peer, and a function that makes its model with our weights."""
     found: dict[str, Callable[[], Model]] = {}
-    state = ours.module.state_dict()
+    state = {name: tensor.cpu() for name, tensor in ours.module.state_dict().items()}  # peers are made there
     peer = recipe.origin.peer
     checkout = options.peers.get(peer)
     if checkout is None:

@@ -286,4 +286,6 @@ def test_a_record_names_its_command_commit_instructions_and_load(path):
     assert found.get("commit") or " " in found["versions"]["cpvt_det"]
     assert machine_of["instruction_set"] and machine_of["cpu"]
     if path.stem not in WITHOUT_TIMES:
-        assert machine_of["load_average"] <= load.BOUND or found.get("busy") or "--busy" in found["command"]
+        of_gpu = found.get("device") == "cuda"  # its steps follow each other, on many cores
+        bound = machine_of["cores"] / 4 if of_gpu else load.BOUND
+        assert machine_of["load_average"] <= bound or found.get("busy") or "--busy" in found["command"]

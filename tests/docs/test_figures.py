@@ -35,6 +35,7 @@ RECORDS = {
         "benchmarks/results/family_25/quickstart_time_cpu_avx2.json",
         "benchmarks/results/limited/quickstart_time_cpu_avx2.json",
         "benchmarks/results/first_run_memory.json",
+        "benchmarks/results/gpu_h200",
     ],
     "docs/results.md": [
         "benchmarks/results/quickstart_time_cpu_avx2.json",
@@ -64,6 +65,7 @@ RECORDS = {
         "benchmarks/results/before_after_cpu_avx2.md",
         "benchmarks/results/model_cpu.json",
         "benchmarks/results/family_25/detr/model_cpu.json",
+        "benchmarks/results/gpu_h200",
     ],
 }
 """Document -> where its figures come from; the others have none but constants."""
