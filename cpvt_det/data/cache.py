@@ -204,8 +204,7 @@ class KeptLook:
         with contextlib.suppress(OSError, ValueError):
             kept = json.loads(self._path.read_text(encoding="utf-8"))
             if kept["states"] == _times(kept["states"]) and kept["faulty"] == {path: _state_of(path) for path in kept["faulty"]}:
-                paths = {int(index): path for index, path in kept["paths"].items()}
-                return Looked(Issues.from_json(kept["issues"]), kept["left_out"], paths)
+                return Looked(Issues.from_json(kept["issues"]), kept["left_out"])
         self._states = _times(self._folders())  # before somebody looks, so that no change in between is missed
         return None
 
@@ -217,7 +216,7 @@ class KeptLook:
         faulty = {path: _state_of(path) for path in map(self._records.path, places)}
         if any(state and max(state[1:]) >= self._start - TICK * 1e9 for state in faulty.values()):
             return  # one may have changed since somebody looked
-        kept = {"states": self._states, "faulty": faulty, "left_out": looked.faulty, "paths": looked.paths}
+        kept = {"states": self._states, "faulty": faulty, "left_out": looked.faulty}
         try:
             write_json({**kept, "issues": looked.issues.to_json()}, self._path)
         except OSError as error:

@@ -16,6 +16,7 @@ import io
 import os
 import re
 import struct
+import unicodedata
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +97,7 @@ def open_image(path: str) -> BinaryIO:
     """
     try:
         # other paths are those of files, and need not be taken apart
-        return _open_elsewhere(path) if URL in path or f"{TAR}/" in path else open(path, "rb")
+        return _open_elsewhere(path) if URL in path or f"{TAR}/" in path else _open_file(path)
     except DataError as error:
         raise type(error)(f"cannot read image {path}: {error}") from error
     except IsADirectoryError as error:
@@ -115,7 +116,19 @@ def _open_elsewhere(path: str) -> BinaryIO:
     shards, name = split_at_shards(path)
     if shards:
         return open_shards(shards).open(name)
-    return io.BytesIO(fetch(path)) if is_url(path) else open(path, "rb")
+    return io.BytesIO(fetch(path)) if is_url(path) else _open_file(path)
+
+
+def _open_file(path: str) -> BinaryIO:
+    """Open a file; if there is none, the file of the same name in another Unicode form: "é" is one character or two."""
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        others = (path[:at] + unicodedata.normalize(form, path[at:]) for form in ("NFC", "NFD") for at in range(len(path)))
+        found = None if path.isascii() else next((other for other in others if os.path.exists(other)), None)
+        if found is None:
+            raise
+        return open(found, "rb")
 
 
 def read_header(path: str, content: bytes | None = None) -> ImageHeader:

@@ -38,26 +38,19 @@ class Records(Sequence[ImageRecord]):
     Args:
         parts: tables, each with the folder, tar files or URL that its file names are relative to.
         rows: (n,) rising indices of the images, counted through all tables; ``None`` for all.
-        corrected: paths by such index, where they are not ``root / name``.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[Table, Path | str]],
-        rows: Sequence[int] | np.ndarray | None = None,
-        corrected: dict[int, str] | None = None,
-    ):
+    def __init__(self, parts: Sequence[tuple[Table, Path | str]], rows: Sequence[int] | np.ndarray | None = None):
         self.parts = list(parts)
         self.ends = list(itertools.accumulate(len(table.images) for table, _ in parts))
         self.rows = range(self.ends[-1]) if rows is None else rows
-        self.corrected = corrected if corrected is not None else {}
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int | slice) -> "ImageRecord | Records":
         if isinstance(index, slice):
-            return Records(self.parts, self.rows[index], self.corrected)
+            return Records(self.parts, self.rows[index])
         table, _, at = self._place(index)
         image_id, _, first, _, count, _, height, width = table.images[at].item()
         _, boxes, labels = _to_learn(table.boxes[first : first + count])
@@ -76,15 +69,8 @@ class Records(Sequence[ImageRecord]):
 
     def path(self, index: int) -> str:
         """Path of an image."""
-        row = int(self.rows[index])
-        if row in self.corrected:
-            return self.corrected[row]
         table, root, at = self._place(index)
         return f"{root}/{table.name(at)}" if isinstance(root, str) else str(root / table.name(at))
-
-    def set_path(self, index: int, path: str) -> None:
-        """Correct the path of an image."""
-        self.corrected[int(self.rows[index])] = path
 
     @property
     def paths(self) -> Iterator[str]:
@@ -153,26 +139,24 @@ class Records(Sequence[ImageRecord]):
         rows = self.indices
         bounds = np.searchsorted(rows, [0, *self.ends])
         for part, before, start, end in zip(self.parts, [0, *self.ends], bounds, bounds[1:], strict=False):
-            corrected = {row - before: path for row, path in self.corrected.items()}
             for at in range(start, end, images):
-                yield Records([part], rows[at : min(at + images, end)] - before, corrected)
+                yield Records([part], rows[at : min(at + images, end)] - before)
 
     def select(self, chosen: np.ndarray) -> "Records":
         """The images where ``chosen``, (n,) bool, is True."""
-        return self if chosen.all() else Records(self.parts, self.indices[chosen], self.corrected)
+        return self if chosen.all() else Records(self.parts, self.indices[chosen])
 
 
 def join(several: Sequence[Records]) -> Records:
     """The images of one or several data sets as one sequence."""
     if len(several) == 1:
         return several[0]
-    parts, rows, corrected, before = [], [], {}, 0
+    parts, rows, before = [], [], 0
     for records in several:
         parts += records.parts
         rows.append(records.indices + before)
-        corrected |= {before + row: path for row, path in records.corrected.items()}
         before += records.ends[-1]
-    return Records(parts, np.concatenate(rows), corrected)
+    return Records(parts, np.concatenate(rows))
 
 
 def _to_learn(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

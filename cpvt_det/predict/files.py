@@ -85,7 +85,7 @@ def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[I
     """
     folder = Path(source).expanduser()
     root = str(folder) if folder.is_dir() else os.path.commonpath([path.parent.absolute() for path in paths])
-    seen = look_at_files(map(str, paths), root, len(paths))
+    seen = look_at_files(map(str, paths), len(paths))
     issues = Issues()
     good = []
     for path, found in zip(paths, seen, strict=True):

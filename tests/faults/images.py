@@ -197,8 +197,8 @@ CANNOT = "image files that cannot be read: ...image 1: cannot read image .../ima
 FINE = "drawn: 4 images, 0 of them without objects, "
 TURNED = "images turned according to EXIF; boxes are taken to be in the turned image: 1"
 REPORTED = check(  # an image that cannot be read is passed over
-    "        fault = _fault(sizes[index].tolist(), found) if found.was_tried else None\n",
-    "        if found.header is None:\n            continue\n        fault = _fault(sizes[index].tolist(), found)\n",
+    "        fault = _fault(path, sizes[index].tolist(), found) if found.was_tried else None\n",
+    "        if found.header is None:\n            continue\n        fault = _fault(path, sizes[index].tolist(), found)\n",
 )
 ENDS = check("if decode or not header.is_whole:", "if decode:")
 DECODED = check("if decode or not header.is_whole:", "if not header.is_whole:")
@@ -365,7 +365,7 @@ CASES = [
         other_form,
         "file names whose Unicode form differs from that on the disk, resolved: 1",
         0,
-        guard=check("if is_file(path) and not os.path.exists(path):", "if False:"),
+        guard=decoder("found = None if path.isascii() else", "found = None if True else"),
         then=noise(),
     ),
     DataCase(

@@ -7,7 +7,6 @@ The checks of an entry are in ``data/validation/rules.py``, those of an image fi
 import itertools
 import os
 import sys
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,16 +49,16 @@ class Seen:
     """The result of looking at an image file.
 
     Attributes:
-        path: actual path, whose Unicode form may differ from that in the JSON.
         header: header of the file; ``None`` if it cannot be read.
         error: the reason why it cannot be read.
         was_tried: whether anybody tried to read it; nobody does where no other image could be read for a time.
+        is_renamed: whether the name of the file has another Unicode form than the path.
     """
 
-    path: str
     header: ImageHeader | None
     error: DataError | None = None
     was_tried: bool = True
+    is_renamed: bool = False
 
 
 LookAtImages = Callable[[Records, bool, float], Looked]
@@ -77,11 +76,11 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
     part = range(len(records)) if part is None else part
     looked = Looked(Issues("", examples))
     image_ids, sizes = records.image_ids, records.sizes
-    seen = look_at_files(map(records.path, part), str(records.root), len(part), decode, quiet=part.start > 0)
+    seen = look_at_files(map(records.path, part), len(part), decode, quiet=part.start > 0)
     for index, found in zip(part, seen, strict=True):
         image_id, path = int(image_ids[index]), records.path(index)
         looked.may_pass |= isinstance(found.error, UnreachableError) and not isinstance(found.error, MissingFileError)
-        fault = _fault(sizes[index].tolist(), found) if found.was_tried else None
+        fault = _fault(path, sizes[index].tolist(), found) if found.was_tried else None
         if not found.was_tried:  # no fault, which might be dropped
             looked.issues.add_error(f"images {NOT_TRIED}", f"image {image_id}: {path}")
         elif fault is not None:
@@ -89,17 +88,14 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
             looked.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")
         else:
             _note_conversions(image_id, path, found, looked.issues)
-            if found.path != path:
-                looked.paths[index] = found.path
     return looked
 
 
-def look_at_files(paths: Iterable[str], root: str, number: int, decode: bool = False, quiet: bool = False) -> Iterator[Seen]:
+def look_at_files(paths: Iterable[str], number: int, decode: bool = False, quiet: bool = False) -> Iterator[Seen]:
     """What there is under each path.
 
     Args:
         paths: paths of images.
-        root: folder that the data set names them below.
         number: number of paths.
         decode: decode every image, not only those that seem cut off.
         quiet: whether there is no progress bar.
@@ -108,7 +104,7 @@ def look_at_files(paths: Iterable[str], root: str, number: int, decode: bool = F
     paths, patience = iter(paths), Patience(PATIENCE)
     with file_threads() as pool, bar(total=number, disable=quiet) as progress:
         while some := list(itertools.islice(paths, AT_ONCE)):
-            for seen in pool.map(partial(_look, root=root, decode=decode, patience=patience), some):
+            for seen in pool.map(partial(_look, decode=decode, patience=patience), some):
                 progress.update()
                 yield seen
 
@@ -139,53 +135,37 @@ def check_data(
         except DataError as error:
             together.add_error("data sets that cannot be read", str(error))
     for dataset in read.values():
-        _take_faulty_images_out(dataset, look(dataset.records, decode, examples))
+        looked = look(dataset.records, decode, examples)
+        dataset.issues.add(looked.issues)
+        if looked.faulty:
+            dataset.leave_out(set(looked.faulty))
     data = CheckedData(*([read[one.name] for one in split if one.name in read] for split in (train, tests)), issues=[])
     data.issues = [*(dataset.issues for dataset in read.values()), together]
     _compare(data, together)
     return data
 
 
-def _look(path: str, root: str, decode: bool, patience: Patience) -> Seen:
+def _look(path: str, decode: bool, patience: Patience) -> Seen:
     """Read the header of an image; decode the file too if it seems incomplete, or if ``decode``."""
     if patience.is_over:
-        return Seen(path, None, UnreachableError(f"cannot read image {path}: {NOT_TRIED}"), was_tried=False)
-    found = _find(path, root)
+        return Seen(None, UnreachableError(f"cannot read image {path}: {NOT_TRIED}"), was_tried=False)
     try:
-        header = patience.read(lambda: read_header(found))
+        header = patience.read(lambda: read_header(path))
         if decode or not header.is_whole:
-            read_image(found)
-        return Seen(found, header)
+            read_image(path)
+        return Seen(header, is_renamed=not path.isascii() and is_file(path) and not os.path.exists(path))
     except DataError as error:
-        return Seen(found, None, error)
+        return Seen(None, error)
 
 
-def _find(path: str, root: str) -> str:
-    """The path; if there is no such file, the path of the same name in another Unicode form: "é" is one character or two."""
-    if is_file(path) and not os.path.exists(path):
-        for form in ("NFC", "NFD"):
-            other = root + unicodedata.normalize(form, path.removeprefix(root))
-            if os.path.exists(other):
-                return other
-    return path
-
-
-def _take_faulty_images_out(dataset: CocoDataset, looked: Looked) -> None:
-    dataset.issues.add(looked.issues)
-    for index, path in looked.paths.items():
-        dataset.records.set_path(index, path)
-    if looked.faulty:
-        dataset.leave_out(set(looked.faulty))
-
-
-def _fault(size: Sequence[int], found: Seen) -> Fault | None:
+def _fault(path: str, size: Sequence[int], found: Seen) -> Fault | None:
     if found.header is None:
         what = "are missing" if isinstance(found.error, MissingFileError) else "cannot be read"
         return f"image files that {what}", str(found.error)
     header, said = found.header, (size[1], size[0])
     if (header.width, header.height) == said:
         return None
-    detail = f"{found.path} has {header.width} x {header.height} pixels, but {said[0]} x {said[1]} in the annotations"
+    detail = f"{path} has {header.width} x {header.height} pixels, but {said[0]} x {said[1]} in the annotations"
     if header.swaps_sides and said == (header.height, header.width):
         detail += f"; EXIF orientation {header.orientation} turns it, and the annotations contain the size before turning"
     return "images whose size differs from the annotations", detail
@@ -197,7 +177,7 @@ def _note_conversions(image_id: Id, path: str, found: Seen, issues: Issues) -> N
         issues.add_info("images turned according to EXIF; boxes are taken to be in the turned image", where)
     if header.mode != "RGB":
         issues.add_info(f"images of mode {header.mode}, converted to RGB", where)
-    if found.path != path:
+    if found.is_renamed:
         issues.add_info("file names whose Unicode form differs from that on the disk, resolved", where)
 
 

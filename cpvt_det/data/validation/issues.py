@@ -124,20 +124,17 @@ class Looked:
     Attributes:
         issues: what was found.
         faulty: ids of the images that have to be left out.
-        paths: corrected paths, by index of the record.
         may_pass: whether another look may find more, without a change of the files.
     """
 
     issues: Issues
     faulty: list[int] = field(default_factory=list)
-    paths: dict[int, str] = field(default_factory=dict)
     may_pass: bool = False
 
     def add(self, others: "Looked") -> None:
         """Add what was found in a further part of the images."""
         self.issues.add(others.issues)
         self.faulty += others.faulty
-        self.paths |= others.paths
         self.may_pass |= others.may_pass
 
 
