@@ -183,8 +183,9 @@ def _read(files: DatasetFiles, examples: float) -> Table:
             if not isinstance(section, list) or not section:
                 raise DataError(f"{files.annotations} is not COCO: it has no {name!r}") from None
         categories, images, annotations = _take(lambda names: ((name, one) for name in names for one in content[name]), issues)
-        for note in () if files.is_coco else content["notes"]:
-            issues.add_info(note["heading"], note["where"])
+        for heading, places in ({} if files.is_coco else content["notes"]).items():
+            for place in places:
+                issues.add_info(heading, str(place))
     good = _read_categories(categories, issues)
     table = annotations.table({category["id"]: label for label, category in enumerate(good)})
     _require_pixels(table, issues)

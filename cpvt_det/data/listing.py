@@ -4,7 +4,7 @@
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -68,6 +68,13 @@ def walk(top: str | Path, seen: set[str]) -> Iterator[tuple[str, list[str]]]:
         yield folder, sorted(name for name in files if not name.startswith("."))
 
 
+def files_below(folder: Path, split: str = "") -> Iterator[str]:
+    """Folders and files of :func:`walk`, of all splits: what a format reads whose data sets are folders."""
+    for place, names in walk(folder, set()):
+        yield place
+        yield from (os.path.join(place, name) for name in names)
+
+
 class Listing:
     """All files below folders; hidden ones and those of ``NOT_THE_USERS`` are left out.
 
@@ -114,13 +121,11 @@ class Listing:
 
     def below(self, folder: Path) -> list[Path]:
         """The images in a folder and below it, in whatever way its path is written."""
-        tops = {os.path.join(find(folder), "") for find in (os.path.abspath, os.path.realpath)}
-        inside = {}
-        for parent in {path.parent for path in self.images}:
-            inside[parent] = any(
-                os.path.join(find(parent), "").startswith(tuple(tops)) for find in (os.path.abspath, os.path.realpath)
-            )
-        return [path for path in self.images if inside[path.parent]]
+        inside = set()
+        for find in (os.path.abspath, os.path.realpath):
+            top = find(folder)
+            inside |= {parent for parent in {path.parent for path in self.images} if Path(find(parent)).is_relative_to(top)}
+        return [path for path in self.images if path.parent in inside]
 
     def parts_of(self, path: Path) -> tuple[str, ...]:
         """The names on the way from the root, or another folder of the listing, to a file or folder; none where it is outside."""
@@ -155,6 +160,11 @@ def few(paths: Iterable[object]) -> str:
     return ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
 
 
+def cannot_read(paths: Sequence[Path]) -> str:
+    """The end of a message about image files that cannot be read; empty without any."""
+    return f"; {few(paths)} cannot be read here: convert them to JPEG or PNG" if paths else ""
+
+
 def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
     """Find image files by path, folder or glob.
 
@@ -174,8 +184,8 @@ def find_files(source: str, output: Path) -> tuple[list[Path], list[Path]]:
     if os.path.isdir(path):
         listing = Listing(path)
         found, unreadable = listing.images, listing.unreadable
-        why = f"there is no image in the folder {path} or below it (suffixes: {', '.join(sorted(readable()))})"
-        why += f"; {few(unreadable)} cannot be read here: convert them to JPEG or PNG" if unreadable else ""
+        suffixes = ", ".join(sorted(readable()))
+        why = f"there is no image in the folder {path} or below it (suffixes: {suffixes}){cannot_read(unreadable)}"
     else:
         found = [file for name in glob.glob(_without_folders(str(path)), recursive=True) if (file := Path(name)).is_file()]
         why = f"nothing matches {source}" if glob.has_magic(source) else f"there is no file or folder {source}"

@@ -7,7 +7,6 @@ has it decides. What was found in another form than the first is reported.
 
 import os
 import re
-import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -16,7 +15,8 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
-from cpvt_det.data.listing import IMAGES, Listing, few, split_named
+from cpvt_det.data.listing import IMAGES, Listing, cannot_read, split_named
+from cpvt_det.data.text import composed
 from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError
 
@@ -25,12 +25,8 @@ KINDS |= {"xml", "xmls", "txt", "txts", "bbox", "bboxes"}
 """Names of folders that tell what kind of files is in them, not which images these are of."""
 
 
-def _composed(name: str) -> str:
-    return unicodedata.normalize("NFC", name)
-
-
 def _lower(name: str) -> str:
-    return _composed(_composed(name).casefold())
+    return composed(composed(name).casefold())
 
 
 def _decoded(name: str) -> str:
@@ -47,7 +43,7 @@ def _unprefixed(name: str) -> str:
 
 FORMS: tuple[tuple[str, Callable[[str], str], Callable[[str], str]], ...] = (
     ("", str, str),
-    ("in another Unicode form", _composed, _composed),
+    ("in another Unicode form", composed, composed),
     ("in other upper or lower case", _lower, _lower),
     ("percent-encoded", _decoded, _decoded),
     ("with underscores for blanks", _joined, _joined),
@@ -124,9 +120,8 @@ class Names:
         path = self.find(written, source)
         if path is not None:
             return {"file_name": str(path)}
-        why = f"{source} names {written!r}, and no image below {self.listing.root} is called so"
         unreadable = self._unreadable[os.path.splitext(os.path.basename(written.replace("\\", "/")))[0]]
-        why += f"; {few(unreadable)} cannot be read here: convert it to JPEG or PNG" if unreadable else ""
+        why = f"{source} names {written!r}, and no image below {self.listing.root} is called so{cannot_read(unreadable)}"
         name = written.encode("utf-8", "replace").decode().replace("\0", "?") or "?"
         split = self.listing.split_of(source, with_name=True)
         return {"file_name": name, "split": split, FAULT: ["image files that are missing", why]}
@@ -146,9 +141,10 @@ class Names:
         """
         return self._pair(labels, written, self._in_agreement) or self._pair(labels, written, self._without_contradiction)
 
-    def notes(self) -> list[dict[str, str]]:
+    @property
+    def notes(self) -> dict[str, Iterable[str]]:
         """Notes of a data set's sections on what was found in another form."""
-        return [note for differs, places in self._found.items() for note in notes_of(f"names found {differs}", places)]
+        return {f"names found {differs}": places for differs, places in self._found.items()}
 
     def _report(self, differs: str, place: str) -> None:
         if differs:
@@ -251,8 +247,3 @@ def _lowest(what: str, ranks: Mapping[str, Any]) -> str:
     if others and ranks[first] == ranks[others[0]]:
         raise DataError(f"{what} belongs to {first} or to {others[0]}; give only one of them this name")
     return first
-
-
-def notes_of(heading: str, places: Iterable[object]) -> list[dict[str, str]]:
-    """A note of a data set's sections for each of some places."""
-    return [{"heading": heading, "where": str(place)} for place in places]

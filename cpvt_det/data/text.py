@@ -7,6 +7,7 @@ as in JSON's standard.
 
 import json
 import re
+import unicodedata
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -28,6 +29,11 @@ def decode(content: bytes) -> str:
     if encoding == "utf-8" and declared and not declared[1].lower().startswith(b"utf-16"):  # which has zero bytes
         encoding = declared[1].decode().lower()
     return content.decode(LARGER.get(encoding, encoding))
+
+
+def composed(text: str) -> str:
+    """The text in one Unicode form: two forms look the same."""
+    return unicodedata.normalize("NFC", text)
 
 
 def ends_of(path: Path, size: int) -> str:

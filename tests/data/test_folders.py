@@ -546,7 +546,7 @@ def test_photographs_that_cannot_be_read_are_named(kind, tmp_path):
     (image,) = folder.rglob("b.png")
     os.rename(image, image.with_suffix(".heic"))
     if kind in ("voc", "coco"):
-        with pytest.raises(DataError, match=r"image files that are missing: .*b.heic cannot be read here: convert it"):
+        with pytest.raises(DataError, match=r"image files that are missing: .*b.heic cannot be read here: convert them"):
             read_folder(folder)
         return
     done = CliRunner().invoke(main, ["check-data", str(folder)])

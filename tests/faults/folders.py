@@ -405,7 +405,7 @@ QUIRKS = [
         partial(rename, stem="café_{}", label=nfd, written=nfd),
         "names found in another Unicode form: ",
         touches=("names",),
-        guard=form("in another Unicode form", "_composed, _composed"),
+        guard=form("in another Unicode form", "composed, composed"),
     ),
     Quirk(
         "label files with percent-encoded names",
@@ -466,7 +466,7 @@ QUIRKS = [
         lambda odd: odd.extra.update({str(Path(odd.pictures[0].label).with_name("gone.txt")): b"0 .5 .5 .1 .1"}),
         "label files that belong to no image: 1",
         touches=("extra",),
-        guard=yolo('*notes_of("label files that belong to no image", orphans)]', "]"),
+        guard=yolo("for path in orphans if _is_like_labels", "for path in () if _is_like_labels"),
     ),
     Quirk(
         "YOLO: an image without label file",
@@ -887,7 +887,7 @@ QUIRKS = [
         partial(rename, stem="café_{}", written=nfd),
         "names found in another Unicode form: ",
         touches=("names", "written"),
-        guard=form("in another Unicode form", "_composed, _composed"),
+        guard=form("in another Unicode form", "composed, composed"),
     ),
     Quirk(
         "COCO: file names of another case",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.data.coco import read_json
-from cpvt_det.data.formats.registry import Sections
+from cpvt_det.data.formats.registry import Sections, make_sections
 from cpvt_det.data.listing import Listing
 from cpvt_det.data.names import Names
 from cpvt_det.data.validation.rules import FAULT, category_fault
@@ -21,21 +21,22 @@ def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
     Raises:
         DataError: an entry that is no object of JSON, a category that cannot be used, an image in two files of one split.
     """
-    content: Sections = {"images": [], "annotations": [], "categories": []}
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     names, ids = Names(listing.images, listing), {}
     file_of: dict[tuple[str, str], Path] = {}
     for path in files:
-        read = read_json(path)
-        new_ids = _add_images(content, _objects(read, path, "images"), path, names)
-        for image in content["images"][-len(new_ids) :] if new_ids else ():
-            other = file_of.setdefault((image["split"], image["file_name"]), path)
+        read, split, image_ids = read_json(path), listing.split_of(path, with_name=True), {}
+        for number, image in enumerate(_objects(read, path, "images")):
+            new_id = image_ids.setdefault(str(_whole(image.get("id"))), len(images) + 1)  # one that is not unique stays so
+            images.append({"id": new_id, **_image(image, number, path, names), "split": split})
+            other = file_of.setdefault((split, images[-1]["file_name"]), path)
             if other != path:
-                raise DataError(f"{image['file_name']} is in {other} and in {path}; keep one, or name the sets in a config")
-        categories = _add_categories(ids, _objects(read, path, "categories"), path)
-        _add_annotations(content, _objects(read, path, "annotations"), path, new_ids, categories)
-    content["categories"] = [{"id": number, "name": name} for name, number in ids.items()]
-    content["notes"] = names.notes()
-    return content
+                raise DataError(f"{images[-1]['file_name']} is in {other} and in {path}; keep one, or name the sets in a config")
+        known = {"image_id": image_ids, "category_id": _add_categories(ids, _objects(read, path, "categories"), path)}
+        for number, annotation in enumerate(_objects(read, path, "annotations")):
+            annotations.append(_annotation(annotation, number, path, known))
+    return make_sections(images, annotations, {number: name for name, number in ids.items()}, names.notes)
 
 
 def has_whole_ids(read: dict[str, Any]) -> bool:
@@ -46,22 +47,15 @@ def has_whole_ids(read: dict[str, Any]) -> bool:
     return whole and all(isinstance(image.get("file_name"), str) for image in images)
 
 
-def _add_images(content: Sections, images: Sequence[dict[str, Any]], path: Path, names: Names) -> dict[str, int]:
-    """Old id -> new id; an id that is not unique stays so."""
-    new_ids: dict[str, int] = {}
-    for number, image in enumerate(images):
-        url = image.get("coco_url")  # LVIS has nothing else
-        written = image.get("file_name") or (url.rpartition("/")[2] if isinstance(url, str) else image.get("file_name"))
-        new_id = new_ids.setdefault(str(_whole(image.get("id"))), len(content["images"]) + 1)
-        entry = {"id": new_id, **{side: image[side] for side in ("height", "width") if side in image}}
-        if isinstance(written, str):
-            entry |= names.entry(written, path)
-        else:
-            why = f"{path}: images[{number}] (id {image.get('id')!r}) has file_name {written!r}"
-            entry |= {"file_name": str(written), FAULT: ["file names that are not text", why]}
-        entry["split"] = names.listing.split_of(path, with_name=True)
-        content["images"].append(entry)
-    return new_ids
+def _image(image: dict[str, Any], number: int, path: Path, names: Names) -> dict[str, Any]:
+    """The entry of an image, without id."""
+    url = image.get("coco_url")  # LVIS has nothing else
+    written = image.get("file_name") or (url.rpartition("/")[2] if isinstance(url, str) else image.get("file_name"))
+    entry = {side: image[side] for side in ("height", "width") if side in image}
+    if isinstance(written, str):
+        return entry | names.entry(written, path)
+    why = f"{path}: images[{number}] (id {image.get('id')!r}) has file_name {written!r}"
+    return entry | {"file_name": str(written), FAULT: ["file names that are not text", why]}
 
 
 def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], path: Path) -> dict[str, int]:
@@ -82,22 +76,16 @@ def _add_categories(ids: dict[str, int], categories: Sequence[dict[str, Any]], p
     return new_ids
 
 
-def _add_annotations(
-    content: Sections, annotations: Sequence[dict[str, Any]], path: Path, image_ids: dict[str, int], category_ids: dict[str, int]
-) -> None:
-    for number, annotation in enumerate(annotations):
-        old, image_id, category_id = (annotation.get(key) for key in ("id", "image_id", "category_id"))
-        entry = {key: annotation[key] for key in ("bbox", "area", "iscrowd") if key in annotation}
-        entry["id"] = len(content["annotations"]) + 1
-        entry["source"] = f"{path}: annotations[{number}] (id {old!r}, image {image_id!r})"
-        for key, value, known, section in (
-            ("image_id", image_id, image_ids, "images"),
-            ("category_id", category_id, category_ids, "categories"),
-        ):
-            entry[key] = known.get(str(_whole(value)), -1)
-            if entry[key] == -1:
-                entry[FAULT] = [f"annotations of unknown {section}", f"{key} {value!r}, which is not an id in {section}"]
-        content["annotations"].append(entry)
+def _annotation(annotation: dict[str, Any], number: int, path: Path, ids: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """The entry of an annotation, without id, from the new ids of images and categories."""
+    entry = {key: annotation[key] for key in ("bbox", "area", "iscrowd") if key in annotation}
+    entry["source"] = f"{path}: annotations[{number}] (id {annotation.get('id')!r}, image {annotation.get('image_id')!r})"
+    for key, section in (("image_id", "images"), ("category_id", "categories")):
+        value = annotation.get(key)
+        entry[key] = ids[key].get(str(_whole(value)), -1)
+        if entry[key] == -1:
+            entry[FAULT] = [f"annotations of unknown {section}", f"{key} {value!r}, which is not an id in {section}"]
+    return entry
 
 
 def _whole(value: Any) -> Any:

@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cpvt_det.data.coco import read_json
 from cpvt_det.data.folders.coco_files import has_whole_ids, read_coco_files
 from cpvt_det.data.formats.cvat import read_cvat_files, skipped_shapes
-from cpvt_det.data.formats.registry import FORMAT_REGISTRY, Sections
+from cpvt_det.data.formats.registry import FORMAT_REGISTRY, Sections, make_sections
 from cpvt_det.data.formats.voc import is_voc_file
-from cpvt_det.data.formats.yolo import label_files, missing_splits, read_label_files, yolo_splits
+from cpvt_det.data.formats.yolo import YoloFile, label_files, read_label_files
 from cpvt_det.data.listing import Listing, few, split_named
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import ends_of, read_xml
@@ -140,22 +141,20 @@ def _can_be_used(splits: Mapping[str, object]) -> bool:
 
 def _read_together(contents: Sequence[tuple[str, Sections]]) -> Sections:
     """The splits of one data set as one, each with its name; an image of several splits is taken once."""
-    _, first = contents[0]
-    together: Sections = {"images": [], "annotations": [], "categories": first["categories"]}
-    ids: dict[str, int] = {}
-    notes: dict[tuple, dict[str, str]] = {}
+    images: dict[str, dict[str, Any]] = {}
+    annotations = []
     for split, content in contents:
         new_ids = {}
         for image in content["images"]:
-            if image["file_name"] not in ids:
-                ids[image["file_name"]] = new_ids[image["id"]] = len(ids) + 1
-                together["images"].append(image | {"id": new_ids[image["id"]], "split": split or image.get("split", "")})
+            if image["file_name"] not in images:
+                new_ids[image["id"]] = len(images) + 1
+                images[image["file_name"]] = image | {"id": len(images) + 1, "split": split or image.get("split", "")}
         for annotation in content["annotations"]:
             if annotation["image_id"] in new_ids:
-                number = {"id": len(together["annotations"]) + 1, "image_id": new_ids[annotation["image_id"]]}
-                together["annotations"].append(annotation | number)
-        notes |= {tuple(note.items()): note for note in content.get("notes", ())}
-    return {**together, "notes": list(notes.values())}
+                ids = {"id": len(annotations) + 1, "image_id": new_ids[annotation["image_id"]]}
+                annotations.append(annotation | ids)
+    together = make_sections(images.values(), annotations, {}, *(content.get("notes", {}) for _, content in contents))
+    return together | {"categories": contents[0][1]["categories"]}
 
 
 def _coco(listing: Listing) -> Layout | None:
@@ -201,11 +200,12 @@ def _yolo(listing: Listing) -> Layout | None:
     if len(yamls) > 1:
         raise DataError(f"several YAML files look like YOLO's: {few(yamls)}; keep one, or name the sets in a config")
     if yamls:
-        missing, splits = missing_splits(yamls[0]), yolo_splits(yamls[0])
-        if "train" in missing or not splits:
-            raise DataError(next(iter(missing.values()), f"{yamls[0]} names no images: expected train: and val:"))
+        splits = YoloFile(yamls[0]).missing
+        missing = [why for why in splits.values() if why]
+        if splits.get("train") or len(missing) == len(splits):
+            raise DataError(missing[0] if missing else f"{yamls[0]} names no images: expected train: and val:")
         layout = _registered("yolo", yamls[0])
-        return replace(layout, notes=[*layout.notes, *(f"not read: {line}" for line in missing.values())])
+        return replace(layout, notes=[*layout.notes, *(f"not read: {line}" for line in missing)])
     labels = label_files(listing)
     lists = [path for path in sorted(set(listing.with_suffix(".txt")) - set(labels)) if split_named(path.stem)]
     notes = [f"not read: {path}; a data.yaml with train: and val: makes a split of such lists" for path in lists]

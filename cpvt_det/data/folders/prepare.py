@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.folders.layouts import find_layout
+from cpvt_det.data.folders.layouts import Layout, find_layout
 from cpvt_det.data.folders.split import divide
 from cpvt_det.data.formats.reading import complete
 from cpvt_det.data.formats.registry import Sections
-from cpvt_det.data.listing import SPLITS, Listing, few
+from cpvt_det.data.listing import SPLITS, Listing, cannot_read
 from cpvt_det.data.validation.rules import FAULT, annotation_fault, image_fault
 from cpvt_det.errors import DataError, counted
 from cpvt_det.files import write_json
@@ -76,57 +76,34 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     name, places = folder.resolve().name or "data", dict(layout.places)
     if places and not new_split:
         _use_test_set(places, data.notes)
-        data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
-        return _with_test_set(data)
-    content = complete(layout.read())
-    if not listing.images and all(FAULT in image for image in content["images"]):
-        unreadable = f"; {few(listing.unreadable)} cannot be read here: convert them to JPEG or PNG" if listing.unreadable else ""
-        raise DataError(f"{folder} has annotations ({layout.what}) but no images; put the images below {folder}, too{unreadable}")
-    found = _lines(content["notes"])
-    if not content["annotations"]:
-        why = "; ".join(["no image has an object; are these the right annotations?", *found])
-        raise DataError(f"{folder}: {layout.format}, {layout.what}, and {why}")
-    data.notes += [*found, *_unused(listing, content)]
-    parts = _parts(listing, content, new_split, data.notes)
-    for split, image_ids in parts.items():
-        path = output / f"{split}.json"
-        write_json(_as_faults(_part(content, set(image_ids), folder)), path)
-        data.register.append([f"{name}_{split}", str(path), str(folder)])
-        data.written.append(str(path))
-    return _with_test_set(data)
-
-
-def _lines(notes: Iterable[Mapping[str, str]]) -> list[str]:
-    """A line for each kind of note, with its number and first example."""
-    places = defaultdict(list)
-    for note in notes:
-        places[note["heading"]].append(note["where"])
-    return [f"{heading}: {len(where)}, such as {where[0]}" for heading, where in places.items()]
-
-
-def _unused(listing: Listing, content: Sections) -> list[str]:
-    """A line of the images that no annotation file names."""
-    used = {os.path.realpath(image["file_name"]) for image in content["images"]}
-    unused = [path for path in listing.images if os.path.realpath(path) not in used]
-    notes = (
-        [f"{len(unused)} of {len(listing.images)} images have no annotations and are not used, such as {unused[0]}"]
-        if unused
-        else []
-    )
-    unreadable = listing.unreadable
-    notes += (
-        [f"{counted(len(unreadable), 'image')} cannot be read here, such as {unreadable[0]}: convert to JPEG or PNG"]
-        if unreadable
-        else []
-    )
-    return notes
-
-
-def _with_test_set(data: FolderData) -> FolderData:
-    """The data with a note of the third set, if there is one."""
+    else:
+        places = _write_splits(listing, layout, output, new_split, data)
+    data.register += [[f"{name}_{split}", *places[split]] for split in SPLITS if split in places]
     for name, *_ in data.register[2:]:
         data.notes.append(f"{name} is left for the end, and is not looked at: cpvt-det eval ... DATASETS.TEST {name}")
     return data
+
+
+def _write_splits(listing: Listing, layout: Layout, output: Path, new_split: bool, data: FolderData) -> dict[str, tuple[str, str]]:
+    """Read all images of a folder, and write a JSON for each split; returns JSON and image folder of each."""
+    folder, content = listing.root, complete(layout.read())
+    if not listing.images and all(FAULT in image for image in content["images"]):
+        why = f"put the images below {folder}, too{cannot_read(listing.unreadable)}"
+        raise DataError(f"{folder} has annotations ({layout.what}) but no images; {why}")
+    found = [f"{heading}: {len(where)}, such as {where[0]}" for heading, where in content["notes"].items()]
+    if not content["annotations"]:
+        why = "; ".join(["no image has an object; are these the right annotations?", *found])
+        raise DataError(f"{folder}: {layout.format}, {layout.what}, and {why}")
+    data.notes += found
+    used = {os.path.realpath(image["file_name"]) for image in content["images"]}
+    if unused := [path for path in listing.images if os.path.realpath(path) not in used]:
+        number = f"{len(unused)} of {len(listing.images)}"
+        data.notes.append(f"{number} images have no annotations and are not used, such as {unused[0]}")
+    parts = _parts(listing, content, new_split, data.notes)
+    data.written = [str(output / f"{split}.json") for split in parts]
+    for path, image_ids in zip(data.written, parts.values(), strict=True):
+        write_json(_as_faults(_part(content, set(image_ids), folder)), Path(path))
+    return {split: (path, str(folder)) for split, path in zip(parts, data.written, strict=True)}
 
 
 def _use_test_set(parts: dict[str, Any], notes: list[str]) -> None:

@@ -3,17 +3,17 @@
 
 import math
 import re
-import unicodedata
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpvt_det.data.formats.registry import Sections
+from cpvt_det.data.formats.registry import Sections, make_sections
 from cpvt_det.data.formats.shapes import around_corners, around_ellipse, around_points
 from cpvt_det.data.listing import Listing
 from cpvt_det.data.names import Names
+from cpvt_det.data.text import composed
 from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError
 
@@ -36,23 +36,26 @@ def read_cvat_files(listing: Listing, trees: Mapping[Path, ET.Element]) -> Secti
     Raises:
         DataError: CVAT's XML of a video, which has tracks in place of images.
     """
-    content: Sections = {"images": [], "annotations": [], "categories": [], "notes": []}
-    labels: list[str] = []
-    images = Names(listing.images, listing)
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    labels: dict[str, None] = {}
+    names = Names(listing.images, listing)
     for path, tree in trees.items():
         if tree.find("track") is not None:
             raise DataError(f'{path} is of a video ("CVAT for video"): export the task as "CVAT for images" or as COCO')
-        labels += [_composed(label.text) for label in tree.iterfind("meta//label/name") if label.text]
+        labels |= {composed(label.text.strip()): None for label in tree.iterfind("meta//label/name") if label.text}
         for image in tree.iterfind("image"):
-            _add_image(content, image, path, images.entry(image.get("name", ""), path))
-    names = list(
-        dict.fromkeys([*labels, *(annotation["category_id"] for annotation in content["annotations"] if FAULT not in annotation)])
-    )
-    for annotation in content["annotations"]:
-        annotation["category_id"] = -1 if FAULT in annotation else names.index(annotation["category_id"]) + 1
-    content["categories"] = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
-    content["notes"] = images.notes()
-    return content
+            images.append(names.entry(image.get("name", ""), path))
+            for number, shape in enumerate((shape for tag in SHAPES for shape in image.iterfind(tag)), start=1):
+                name = composed(shape.get("label", "").strip())
+                found = _box(shape) if name else {FAULT: ["shapes without a label", f"<{shape.tag}> has no label"]}
+                source = f"{path}, image {image.get('name')!r}, shape {number}"
+                annotations.append({"image_id": len(images), "category_id": name, "source": source, **found})
+    labels |= {annotation["category_id"]: None for annotation in annotations if FAULT not in annotation}
+    ids = {name: number for number, name in enumerate(labels, start=1)}
+    for annotation in annotations:
+        annotation["category_id"] = ids.get(annotation["category_id"], -1)
+    return make_sections(images, annotations, dict(enumerate(labels, start=1)), names.notes)
 
 
 def skipped_shapes(trees: Mapping[Path, ET.Element]) -> list[str]:
@@ -60,22 +63,6 @@ def skipped_shapes(trees: Mapping[Path, ET.Element]) -> list[str]:
     shapes = (shape for tree in trees.values() for image in tree.iterfind("image") for shape in image if shape.get("label"))
     counts = Counter(shape.tag for shape in shapes if shape.tag not in (*SHAPES, "tag"))  # a tag is of the whole image
     return [f"not read: {number} annotations of the kind {tag!r}, which have no box" for tag, number in sorted(counts.items())]
-
-
-def _add_image(content: Sections, element: ET.Element, path: Path, entry: dict[str, Any]) -> None:
-    image_id = len(content["images"]) + 1
-    content["images"].append({"id": image_id, **entry})
-    shapes = [shape for tag in SHAPES for shape in element.iterfind(tag)]
-    for number, shape in enumerate(shapes, start=1):
-        name, source = _composed(shape.get("label", "")), f"{path}, image {element.get('name')!r}, shape {number}"
-        annotation = {"id": len(content["annotations"]) + 1, "image_id": image_id, "category_id": name, "source": source}
-        annotation |= _box(shape) if name else {FAULT: ["shapes without a label", f"<{shape.tag}> has no label"]}
-        content["annotations"].append(annotation)
-
-
-def _composed(name: str) -> str:
-    """A class in one Unicode form, as two forms look the same."""
-    return unicodedata.normalize("NFC", name.strip())
 
 
 def _box(shape: ET.Element) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cpvt_det.data.formats.registry import Sections, register_format
-from cpvt_det.data.listing import is_image, walk
+from cpvt_det.data.formats.registry import Sections, make_sections, register_format
+from cpvt_det.data.listing import files_below, is_image, walk
 from cpvt_det.errors import DataError
 
 logger = logging.getLogger("cpvt_det")
@@ -25,16 +25,7 @@ def is_image_folder(path: Path) -> bool:
     return any(_has_image(inside) for folder in folders for inside in (folder, *_folders(folder)))
 
 
-def image_folder_files(root: Path, split: str) -> Iterator[str | Path]:
-    """What :func:`read_image_folder` looks at: the folders of the classes, of all splits, and the images of the split."""
-    if split:
-        yield from (folder for other in _folders(root) for folder in _folders(other))
-    for folder in _folders(root / split):
-        yield folder
-        yield from _images(folder)
-
-
-@register_format("image_folder", matches=is_image_folder, files=image_folder_files)
+@register_format("image_folder", matches=is_image_folder, files=files_below)
 def read_image_folder(root: Path, split: str) -> Sections:
     """Read a data set into COCO's sections, without sizes of images.
 
@@ -61,14 +52,11 @@ def read_image_folder(root: Path, split: str) -> Sections:
     siblings = [{folder.name for folder in _folders(other)} for other in _folders(root)] if split else []
     names = sorted(own.union(*(other for other in siblings if other & own)))
     files = [(number, path) for number, name in enumerate(names, start=1) for path in _images(place / name)]
-    return {
-        "images": [{"id": image_id, "file_name": path} for image_id, (_, path) in enumerate(files, start=1)],
-        "annotations": [
-            {"id": image_id, "image_id": image_id, "category_id": number, "relative_cxcywh": WHOLE, "source": path}
-            for image_id, (number, path) in enumerate(files, start=1)
-        ],
-        "categories": [{"id": number, "name": name} for number, name in enumerate(names, start=1)],
-    }
+    annotations = [
+        {"image_id": image_id, "category_id": number, "relative_cxcywh": WHOLE, "source": path}
+        for image_id, (number, path) in enumerate(files, start=1)
+    ]
+    return make_sections(({"file_name": path} for _, path in files), annotations, dict(enumerate(names, start=1)))
 
 
 def _folders(path: Path) -> list[Path]:

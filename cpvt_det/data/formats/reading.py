@@ -40,7 +40,7 @@ def read_foreign(files: DatasetFiles) -> Sections:
 
 def complete(content: Sections) -> Sections:
     """The same sections, with all sizes of images, with boxes in pixels, and with notes."""
-    content.setdefault("notes", [])
+    content.setdefault("notes", {})
     _add_sizes(content["images"])
     _add_boxes(content)
     return content
@@ -61,7 +61,7 @@ def _size(path: str) -> tuple[int, int]:
     return header.height, header.width
 
 
-def _add_boxes(content: dict[str, list[dict[str, Any]]]) -> None:
+def _add_boxes(content: Sections) -> None:
     """Convert boxes relative to their image to pixels; those whose numbers are far from being shares are faults."""
     size_of = {image["id"]: (image.get("width", 1), image.get("height", 1)) for image in content["images"]}
     for annotation in content["annotations"]:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract and the registry of data formats other than COCO JSON."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cpvt_det.registry import PartRegistry
 
-Sections = dict[str, list[dict[str, Any]]]
-"""COCO's ``images``, ``annotations`` and ``categories``; and ``notes`` of corrections, each with ``heading`` and ``where``."""
+Notes = Mapping[str, Iterable[object]]
+"""Heading of a kind of correction -> the places where it was made."""
+Sections = dict[str, Any]
+"""COCO's ``images``, ``annotations`` and ``categories``; and :data:`Notes` as ``notes``."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,27 @@ class DataFormat:
     read: Callable[[Path, str], Sections]
     splits: Callable[[Path], Sequence[str]] = lambda path: ()
     files: Callable[[Path, str], Iterable[str | Path]] | None = None
+
+
+def make_sections(
+    images: Iterable[dict[str, Any]], annotations: Iterable[dict[str, Any]], names: Mapping[int, str], *notes: Notes
+) -> Sections:
+    """Sections whose images and annotations have ids from 1 on, in their order; with all notes, each place once.
+
+    Args:
+        images, annotations: entries; the id of one that has its own is not changed.
+        names: name of each class by its id.
+        notes: notes of several kinds.
+    """
+    places: dict[str, dict[str, None]] = defaultdict(dict)
+    for heading, where in (item for some in notes for item in some.items()):
+        places[heading] |= dict.fromkeys(map(str, where))
+    return {
+        "images": [{"id": number, **image} for number, image in enumerate(images, start=1)],
+        "annotations": [{"id": number, **annotation} for number, annotation in enumerate(annotations, start=1)],
+        "categories": [{"id": number, "name": name} for number, name in names.items()],
+        "notes": {heading: list(where) for heading, where in places.items() if where},
+    }
 
 
 FORMAT_REGISTRY = PartRegistry("FORMAT", "data format")

@@ -9,17 +9,16 @@ VOC 2012 development kit, section 10. Rotated boxes (roLabelImg) and polygons (L
 import glob
 import math
 import re
-import unicodedata
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cpvt_det.data.formats.registry import Sections, register_format
+from cpvt_det.data.formats.registry import Sections, make_sections, register_format
 from cpvt_det.data.formats.shapes import around_points, around_rotated
-from cpvt_det.data.listing import Listing
-from cpvt_det.data.names import Names, notes_of
-from cpvt_det.data.text import ends_of, read_lines, read_xml
+from cpvt_det.data.listing import Listing, files_below
+from cpvt_det.data.names import Names
+from cpvt_det.data.text import composed, ends_of, read_lines, read_xml
 from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError
 
@@ -38,16 +37,11 @@ def is_voc(path: Path) -> bool:
 
 
 def is_voc_file(path: Path) -> bool:
-    """Whether an XML file has the root of Pascal VOC's."""
+    """Whether an XML file has Pascal VOC's ``<annotation>`` in its first or last 64 KiB."""
     return re.search(r"<annotation[\s>]", ends_of(path, 2**16)) is not None
 
 
-def voc_files(folder: Path, split: str) -> Iterator[Path]:
-    """What :func:`read_voc` reads, and the rest of the folder."""
-    yield from Listing(folder).files
-
-
-@register_format("voc", matches=is_voc, splits=voc_splits, files=voc_files)
+@register_format("voc", matches=is_voc, splits=voc_splits, files=files_below)
 def read_voc(folder: Path, split: str) -> Sections:
     """Read a data set into COCO's sections.
 
@@ -67,66 +61,46 @@ def read_voc(folder: Path, split: str) -> Sections:
     trees = {path: read_xml(path) for path in listing.with_suffix(".xml") if is_voc_file(path) or not path.stat().st_size}
     files = Names(list(trees), listing)
     chosen = _split(folder, split, files) if split else list(trees)
-    written = {path: _file_name(path, tree) for path, tree in trees.items()}
+    written = {path: tree.findtext("filename", "").strip() or path.stem for path, tree in trees.items()}
     image_of = names.pair(list(trees), written)
     if not chosen:
         raise DataError(f"{folder}: split {split!r} has no images")
     images = [{"file_name": str(image_of[path])} if path in image_of else names.entry(written[path], path) for path in chosen]
-    sections = _sections([(path, trees[path]) for path in chosen], images, _classes(folder, trees.values()), _first(trees.values()))
-    sections["notes"] += [*files.notes(), *names.notes()]
-    return sections
-
-
-def _sections(
-    chosen: Sequence[tuple[Path, ET.Element]], images: Sequence[dict[str, Any]], names: Mapping[str, int], first: int
-) -> Sections:
-    """COCO's sections of XML files.
-
-    Args:
-        chosen: XML files and their roots.
-        images: entries of their images, without id and size.
-        names: category id of each class.
-        first: coordinate of the first pixel.
-    """
+    ids, first = _classes(folder, trees.values()), _first(trees.values())
     annotations: list[dict[str, Any]] = []
     difficult, swapped = [], []
-    for image_id, (path, tree) in enumerate(chosen, start=1):
-        sides = {side: _number(tree.findtext(f"size/{side}")) for side in ("height", "width")}
-        images[image_id - 1].update({"id": image_id, **sides})
-        for number, element in enumerate(tree.iter("object"), start=1):
+    for image_id, (path, image) in enumerate(zip(chosen, images, strict=True), start=1):
+        image |= {side: _number(trees[path].findtext(f"size/{side}")) for side in ("height", "width")}
+        for number, element in enumerate(trees[path].iter("object"), start=1):
             if element.findtext("deleted") == "1":  # LabelMe's
                 continue
             name = _name(element)
             source = f"{path}, object {number} ({name!r})"
-            annotation = {"id": len(annotations) + 1, "image_id": image_id, "category_id": names.get(name, -1), "source": source}
-            annotation |= {"iscrowd": int(element.findtext("difficult", "0").strip() == "1"), **_box(element, first)}
-            if name not in names:
+            annotation = {"image_id": image_id, "category_id": ids.get(name, -1), "source": source, **_box(element, first)}
+            annotation["iscrowd"] = int(element.findtext("difficult", "0").strip() == "1")
+            if name not in ids:
                 annotation[FAULT] = ["objects of unknown classes", f"<name> is {name!r}" + "; classes.txt lacks it" * bool(name)]
             difficult += [source] * annotation["iscrowd"]
             swapped += [source] * annotation.pop("swapped", False)
             annotations.append(annotation)
-    notes = notes_of("objects marked difficult, neither learned nor counted in evaluation", difficult)
-    notes += notes_of("boxes whose minimum is above their maximum, sorted", swapped)
-    notes += notes_of("coordinates that start at 0, as one of them is 0", [chosen[0][0].parent] if chosen and not first else [])
-    categories = [{"id": number, "name": name} for name, number in names.items()]
-    return {"images": list(images), "annotations": annotations, "categories": categories, "notes": notes}
+    notes = {
+        "objects marked difficult, neither learned nor counted in evaluation": difficult,
+        "boxes whose minimum is above their maximum, sorted": swapped,
+        "coordinates that start at 0, as one of them is 0": [] if first else [chosen[0].parent],
+    }
+    return make_sections(images, annotations, {number: name for name, number in ids.items()}, notes, files.notes, names.notes)
 
 
 def _name(element: ET.Element) -> str:
-    """The class of an object, in one Unicode form, as two forms look the same."""
-    return unicodedata.normalize("NFC", element.findtext("name", "").strip())
-
-
-def _file_name(path: Path, tree: ET.Element) -> str:
-    """The image that an XML file names, or else its own name, which no image has."""
-    return tree.findtext("filename", "").strip() or path.stem
+    """The class of an object."""
+    return composed(element.findtext("name", "").strip())
 
 
 def _classes(folder: Path, trees: Iterable[ET.Element]) -> dict[str, int]:
     """Category ids, from 1, by class name: of ``classes.txt`` in the folder, or else of the XML files, in alphabetical order."""
     listed = folder / "classes.txt"
     if listed.is_file():
-        names = [unicodedata.normalize("NFC", name) for name in read_lines(listed)]
+        names = map(composed, read_lines(listed))
     else:
         names = sorted({_name(element) for tree in trees for element in tree.iter("object")} - {""})
     return {name: number for number, name in enumerate(names, start=1)}
@@ -166,10 +140,9 @@ def _box(element: ET.Element, first: int) -> dict[str, Any]:
     try:
         if box is not None:
             x0, y0, x1, y1 = (_required(box, side) for side in SIDES)
-            if x1 < x0 or y1 < y0:
-                (x0, x1), (y0, y1) = sorted((x0, x1)), sorted((y0, y1))
-                return {"bbox": [x0 - first, y0 - first, x1 - x0 + first, y1 - y0 + first], "swapped": True}
-            return {"bbox": [x0 - first, y0 - first, x1 - x0 + first, y1 - y0 + first]}
+            is_swapped = x1 < x0 or y1 < y0
+            (x0, x1), (y0, y1) = sorted((x0, x1)), sorted((y0, y1))
+            return {"bbox": [x0 - first, y0 - first, x1 - x0 + first, y1 - y0 + first], "swapped": is_swapped}
         if rotated is not None:
             return {"bbox": around_rotated(*(_required(rotated, tag) for tag in ("cx", "cy", "w", "h", "angle")))}
         if polygon is not None:

@@ -8,17 +8,17 @@ Where the YAML file has ``kpt_shape``, numbers of keypoints follow the box. Sour
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cpvt_det.data.formats.registry import Sections, register_format
-from cpvt_det.data.listing import IMAGES, SPLITS, Listing, few
-from cpvt_det.data.names import Names, notes_of
+from cpvt_det.data.formats.registry import Sections, make_sections, register_format
+from cpvt_det.data.listing import IMAGES, SPLITS, Listing, cannot_read
+from cpvt_det.data.names import Names
 from cpvt_det.data.text import ends_of, numbered_lines, read_lines, read_text
-from cpvt_det.data.validation.rules import FAULT, LARGEST_SHARE
+from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError, counted, first_line
 
 KEYS = {"val": ("val", "valid", "validation")}
@@ -31,6 +31,8 @@ LINE = "class cx cy w h"
 KEYPOINTS = "keypoints need kpt_shape in data.yaml"
 CORNERS = (8, 10)
 """Numbers of polygons of four points, open and closed: tools write boxes, also rotated ones, in this way."""
+LARGEST_CORNER = 1.5
+"""Of a polygon's points, in parts of the image's sides; a larger number may say how visible a keypoint is."""
 AT_LEAST = 5
 """Lines that show by the number of their numbers whether these are keypoints."""
 
@@ -43,46 +45,101 @@ def find_yolo(path: Path) -> Path | None:
     return inside if inside.is_file() else None
 
 
-def yolo_splits(path: Path) -> list[str]:
-    """Those of ``train``, ``val`` and ``test`` whose images are there.
+class YoloFile:
+    """The YAML file of a data set; paths in it are relative to its ``path:``, or else to the file.
+
+    Args:
+        path: a folder with ``data.yaml``, or the YAML file.
 
     Raises:
-        DataError: a file that cannot be read.
+        DataError: a file that cannot be read, or with other content.
     """
-    return [split for split, missing in _named_splits(path).items() if not missing]
 
+    def __init__(self, path: Path):
+        self.path = find_yolo(path) or path
+        self.content = _read_yaml(self.path)
+        root = self.path.parent / str(self.content.get("path") or "").replace("\\", "/")
+        # `path:` may be of the machine that the file was written on
+        self.root = root if os.path.isdir(root) else self.path.parent
 
-def missing_splits(path: Path) -> dict[str, str]:
-    """Those of ``train``, ``val`` and ``test`` that a YAML file names and whose images are not there -> what is missing.
-
-    Raises:
-        DataError: a file that cannot be read.
-    """
-    return {split: missing for split, missing in _named_splits(path).items() if missing}
-
-
-def _named_splits(path: Path) -> dict[str, str]:
-    path, found = find_yolo(path) or path, {}
-    content = _read_yaml(path)
-    for split in SPLITS:
-        if any(content.get(name) for name in KEYS.get(split, (split,))):
+    @property
+    def missing(self) -> dict[str, str]:
+        """Those of ``train``, ``val`` and ``test`` that it names -> what is missing of them; empty where the images are there."""
+        found = {}
+        for split in filter(self._written, SPLITS):
             try:
-                _places(content, split, path)
+                self.places(split)
                 found[split] = ""
             except DataError as error:
                 found[split] = str(error)
-    return found
+        return found
+
+    @property
+    def splits(self) -> list[str]:
+        """Those of ``train``, ``val`` and ``test`` whose images are there."""
+        return [split for split, missing in self.missing.items() if not missing]
+
+    @property
+    def class_names(self) -> dict[int, str]:
+        """The name of each class by its number."""
+        names = self.content.get("names")
+        names = dict(enumerate(names)) if isinstance(names, list) else names
+        if not isinstance(names, dict) or not names or not all(str(number).isdecimal() for number in names):
+            why = f"names must be a list of class names, or a mapping of numbers to class names, got {names!r}"
+            raise DataError(f"{self.path}: {why}")
+        return {int(number): str(name) for number, name in sorted(names.items(), key=lambda item: int(item[0]))}
+
+    @property
+    def keypoints(self) -> int | None:
+        """How many numbers of keypoints follow a box; ``None`` where it is not written."""
+        shape = self.content.get("kpt_shape")
+        if shape is None:
+            return None
+        if not isinstance(shape, list) or len(shape) != 2 or not all(re.fullmatch(r"\d{1,4}", str(number)) for number in shape):
+            raise DataError(f"{self.path}: kpt_shape must be [number of keypoints, 2 or 3], got {shape!r}")
+        return int(shape[0]) * int(shape[1])
+
+    def places(self, split: str) -> list[Path]:
+        """Folders, text files and images of a split."""
+        written = self._written(split)
+        if not written:
+            known = [key for key in ("train", "val", "valid", "test") if self.content.get(key)]
+            raise DataError(f"{self.path} has no split {split!r}; known: {', '.join(known) or 'none'}")
+        places = []
+        for place in map(str, written if isinstance(written, list) else [written]):
+            bases = dict.fromkeys((self.root, self.path.parent))
+            tried = [self.root / place, *(base / end for base in bases for end in _ends(place))]
+            there = next((candidate for candidate in tried if os.path.exists(candidate)), None)  # False for what no name can be
+            if there is None:
+                raise DataError(
+                    f"{self.path}: split {split!r} is {place}, but {tried[0]} does not exist; write its path from the folder of "
+                    "the file on"
+                )
+            places.append(there)
+        return places
+
+    def listing(self, places: Iterable[Path]) -> Listing:
+        """The files of the data set: below its folder, and around images elsewhere."""
+        others, real = [], self.root.resolve()
+        folders = (place if place.is_dir() else place.parent for place in places)
+        for place in (place for place in folders if real not in (place.resolve(), *place.resolve().parents)):
+            around = [folder for folder in (place, *place.parents) if folder.name.lower() == "images"]
+            others.append(around[0].parent if around else place)
+        return Listing(self.root, *others)
+
+    def _written(self, split: str) -> Any:
+        """What stands under the key of a split, or one of its keys; ``None`` without any."""
+        return next((self.content[key] for key in KEYS.get(split, (split,)) if self.content.get(key)), None)
 
 
 def yolo_files(path: Path, split: str) -> Iterator[Path]:
     """What :func:`read_yolo` reads: the YAML file, and all files of the data set."""
-    path = find_yolo(path) or path
-    yield path
-    content = _read_yaml(path)
-    yield from _listing(content, _places(content, split, path), path).files
+    described = YoloFile(path)
+    yield described.path
+    yield from described.listing(described.places(split)).files
 
 
-@register_format("yolo", matches=lambda path: find_yolo(path) is not None, splits=yolo_splits, files=yolo_files)
+@register_format("yolo", lambda path: find_yolo(path) is not None, lambda path: YoloFile(path).splits, yolo_files)
 def read_yolo(path: Path, split: str) -> Sections:
     """Read a data set into COCO's sections, with ``relative_cxcywh`` for boxes and without sizes of images.
 
@@ -97,22 +154,18 @@ def read_yolo(path: Path, split: str) -> Sections:
     Raises:
         DataError: a file that cannot be read, or one without class names or without the split.
     """
-    path = find_yolo(path) or path
-    content = _read_yaml(path)
-    places = _places(content, split, path)
-    listing = _listing(content, places, path)
+    described = YoloFile(path)
+    places = described.places(split)
+    listing = described.listing(places)
     names = Names(listing.images, listing)
     images = {image["file_name"]: image for place in places for image in _images(place, names)}
-    outside = {Path(name).parent for name, image in images.items() if FAULT not in image} - {
-        image.parent for image in listing.images
-    }
-    if outside:  # of lists: their label files are there, too
-        listing = _listing(content, [*places, *outside], path)
+    listed = {Path(name).parent for name, image in images.items() if FAULT not in image}
+    if outside := listed - {image.parent for image in listing.images}:  # of lists: their label files are there, too
+        listing = described.listing([*places, *outside])
         names = Names(listing.images, listing)
     if not images:
-        unreadable = f"; {few(listing.unreadable)} cannot be read here: convert them to JPEG or PNG" if listing.unreadable else ""
-        raise DataError(f"{path}: split {split!r} has no images{unreadable}")
-    return _sections(list(images.values()), names, split, _keypoints(content, path), _class_names(content, path))
+        raise DataError(f"{described.path}: split {split!r} has no images{cannot_read(listing.unreadable)}")
+    return _sections(list(images.values()), names, split, described.keypoints, described.class_names)
 
 
 def label_files(listing: Listing) -> list[Path]:
@@ -149,14 +202,9 @@ def _is_like_labels(path: Path, strictly: bool) -> bool:
 def _sections(
     images: list[dict[str, Any]], names: Names, split: str, keypoints: int | None, classes: Mapping[int, str] | None
 ) -> Sections:
-    """COCO's sections of images, whose text files are looked for.
+    """COCO's sections of the images of a split, or of all where it is empty, whose text files are looked for by ``names``.
 
-    Args:
-        images: entries of the images of the split, without ids.
-        names: all images of the data set.
-        split: name of the split; empty: all.
-        keypoints: number of numbers behind a box; ``None``: not known.
-        classes: name of each class; ``None``: they are called by their numbers.
+    ``None`` for the number of numbers behind a box: it is not known; for the names of the classes: these are their numbers.
     """
     texts = _texts(names.listing)
     label_of = {str(image): label for label, image in names.pair(texts).items()}
@@ -165,38 +213,30 @@ def _sections(
         [path for path in paths if not split or names.listing.split_of(path) in ours]
         for paths in (sorted(set(texts) - set(label_of.values())), names.listing.unreadable)
     )
-    orphans = [path for path in orphans if _is_like_labels(path, strictly=True)]
-    notes = [*names.notes(), *notes_of("label files that belong to no image", orphans)]
-    notes += notes_of("images that cannot be read here, left out; convert them to JPEG or PNG", unreadable)
     alone = (image["file_name"] for image in images if image["file_name"] not in label_of and FAULT not in image)
-    notes += notes_of("images without a label file, which are taken to show no object", alone)
+    notes = {
+        "label files that belong to no image": [path for path in orphans if _is_like_labels(path, strictly=True)],
+        "images that cannot be read here, left out; convert them to JPEG or PNG": unreadable,
+        "images without a label file, which are taken to show no object": alone,
+    }
     annotations: list[dict[str, Any]] = []
     for image_id, image in enumerate(images, start=1):
         label = label_of.get(image["file_name"])
         for number, line in numbered_lines(label) if label else ():
-            annotation = {"id": len(annotations) + 1, "image_id": image_id, "source": f"{label}, line {number}"}
+            annotation = {"image_id": image_id, "source": f"{label}, line {number}"}
             annotations.append(annotation | _parse(line, keypoints or 0))
-    notes += _settle(annotations, is_known=keypoints is not None)
+    notes |= _settle(annotations, is_known=keypoints is not None)
     if classes is None:
         classes = _numbers_as_names(annotations)
-        notes += notes_of(
-            "classes without names, called by their numbers; write the names into classes.txt", [", ".join(classes.values())]
-        )
+        notes["classes without names, called by their numbers; write the names into classes.txt"] = [", ".join(classes.values())]
     for annotation in annotations:
         number = annotation["category_id"]
         if number not in classes and FAULT not in annotation:
-            annotation[FAULT] = [
-                "classes that have no name",
-                f"class {number}; names are those of {min(classes)} to {max(classes)}",
-            ]
-        annotation.pop("count", None)
-        annotation.pop("numbers", None)
-    return {
-        "images": [{"id": number, **image} for number, image in enumerate(images, start=1)],
-        "annotations": annotations,
-        "categories": [{"id": number, "name": name} for number, name in classes.items()],
-        "notes": notes,
-    }
+            why = f"class {number}; names are those of {min(classes)} to {max(classes)}"
+            annotation[FAULT] = ["classes that have no name", why]
+        for key in ("count", "numbers"):
+            annotation.pop(key, None)
+    return make_sections(images, annotations, classes, names.notes, notes)
 
 
 def _parse(line: str, keypoints: int) -> dict[str, Any]:
@@ -216,7 +256,7 @@ def _parse(line: str, keypoints: int) -> dict[str, Any]:
         known = f"{LINE}{f' and {keypoints} numbers of keypoints' if keypoints else ''}"
         more = "" if keypoints or count < 5 else f"; {KEYPOINTS}"
         return _fault("lines of another length", f"{counted(count, 'number')} after the class; expected {known}{more}")
-    if count > 6 and max(map(abs, numbers)) > LARGEST_SHARE - 0.5:  # such as how visible a keypoint is
+    if count > 6 and max(map(abs, numbers)) > LARGEST_CORNER:
         return _fault("lines that are no polygons", f"{said}; expected {LINE}, or points in parts of the sides; {KEYPOINTS}")
     xs, ys = numbers[0::2], numbers[1::2]
     centre = [(min(xs) + max(xs)) / 2, (min(ys) + max(ys)) / 2]
@@ -236,7 +276,7 @@ def _fault(heading: str, detail: str) -> dict[str, Any]:
     return {"category_id": -1, FAULT: [heading, detail]}
 
 
-def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> list[dict[str, str]]:
+def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, list[str]]:
     """Decide what lines are that could be several things; returns notes.
 
     A confidence, and a track, which is a whole number, may stand behind a box: where the first four numbers are boxes inside their
@@ -247,7 +287,7 @@ def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> list[dict[
         annotations: all annotations; those that cannot be decided become faults.
         is_known: whether the data set says how many keypoints there are.
     """
-    notes = []
+    notes = {}
     of_count = {count: [box for box in annotations if box.get("count") == count] for count in (5, 6)}
     polygons = [box for box in annotations if box.get("count", 0) > max(of_count)]
     if polygons or not all(box["numbers"][-1] % 1 == 0 for box in of_count[6]):
@@ -256,7 +296,7 @@ def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> list[dict[
         by_start = [all(_is_box(box["numbers"][start : start + 4]) for box in lines) for start in (0, 1)]
         if by_start == [True, False] and all(0 <= box["numbers"][4] <= 1 for box in lines):
             what = "a confidence" if count == 5 else "a confidence and a track"
-            notes += notes_of(f"boxes with {what} behind them, which is not read", (box["source"] for box in lines))
+            notes[f"boxes with {what} behind them, which is not read"] = [box["source"] for box in lines]
             for box in lines:
                 box["relative_cxcywh"] = box["numbers"][:4]
         else:
@@ -325,48 +365,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return {key: None if value in ("", "~", "null") else value for key, value in content.items()}
 
 
-def _class_names(content: Mapping[str, Any], path: Path) -> dict[int, str]:
-    names = content.get("names")
-    names = dict(enumerate(names)) if isinstance(names, list) else names
-    if not isinstance(names, dict) or not names or not all(str(number).isdecimal() for number in names):
-        raise DataError(f"{path}: names must be a list of class names, or a mapping of numbers to class names, got {names!r}")
-    return {int(number): str(name) for number, name in sorted(names.items(), key=lambda item: int(item[0]))}
-
-
-def _keypoints(content: Mapping[str, Any], path: Path) -> int | None:
-    """How many numbers of keypoints follow a box."""
-    shape = content.get("kpt_shape")
-    if shape is None:
-        return None
-    if not isinstance(shape, list) or len(shape) != 2 or not all(re.fullmatch(r"\d{1,4}", str(number)) for number in shape):
-        raise DataError(f"{path}: kpt_shape must be [number of keypoints, 2 or 3], got {shape!r}")
-    return int(shape[0]) * int(shape[1])
-
-
-def _places(content: Mapping[str, Any], split: str, path: Path) -> list[Path]:
-    """Folders, text files and images of a split; paths are relative to ``path:`` in the file, or else to the file."""
-    found = next((content[name] for name in KEYS.get(split, (split,)) if content.get(name)), None)
-    if found is None:
-        known = [key for key in ("train", "val", "valid", "test") if content.get(key)]
-        raise DataError(f"{path} has no split {split!r}; known: {', '.join(known) or 'none'}")
-    root, places = _root(content, path), []
-    for place in map(str, found if isinstance(found, list) else [found]):
-        ends = _ends(place)
-        tried = [root / place, *(base / end for base in dict.fromkeys((root, path.parent)) for end in ends)]
-        there = next((candidate for candidate in tried if os.path.exists(candidate)), None)  # False for what no name can be
-        if there is None:
-            raise DataError(
-                f"{path}: split {split!r} is {place}, but {tried[0]} does not exist; write its path from the folder of the file on"
-            )
-        places.append(there)
-    return places
-
-
-def _root(content: Mapping[str, Any], path: Path) -> Path:
-    root = path.parent / str(content.get("path") or "").replace("\\", "/")
-    return root if os.path.isdir(root) else path.parent  # `path:` may be of the machine that the file was written on
-
-
 def _ends(place: str) -> list[Path]:
     """What a path may mean in the folder of its file: Roboflow writes ``../train/images`` and means ``train/images``; and
     ``/home/me/cats/train/images`` of another machine is ``cats/train/images`` or ``train/images``, but not just any ``images``."""
@@ -375,17 +373,6 @@ def _ends(place: str) -> list[Path]:
     is_absolute = not words[0] or words[0].endswith(":")
     count = len(parts) - (parts[-1:] == ["images"]) if is_absolute else min(1, len(parts))
     return [Path(*parts[start:]) for start in range(count)]
-
-
-def _listing(content: Mapping[str, Any], places: Sequence[Path], path: Path) -> Listing:
-    """The files of a data set: below its folder, and around images elsewhere."""
-    root, others = _root(content, path), []
-    real = root.resolve()
-    folders = (place if place.is_dir() else place.parent for place in places)
-    for place in (place for place in folders if real not in (place.resolve(), *place.resolve().parents)):
-        around = [folder for folder in (place, *place.parents) if folder.name.lower() == "images"]
-        others.append(around[0].parent if around else place)
-    return Listing(root, *others)
 
 
 def _images(place: Path, names: Names) -> Iterator[dict[str, Any]]:
