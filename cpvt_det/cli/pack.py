@@ -51,14 +51,14 @@ def pack(dataset: str, shards: Path, overrides: tuple[str, ...], config_file: st
     data = check_data([files], ())
     require_no_errors(data.issues, "error")
     records = data.train[0].records
-    names = [records.name(index) for index in range(len(records))]
+    names, paths = ([find(index) for index in range(len(records))] for find in (records.name, records.path))
     try:
         shards.mkdir(parents=True, exist_ok=True)
         if files.is_coco:
             shutil.copyfile(files.annotations, shards / ANNOTATIONS)
         else:
             names = _write_annotations(files, shards / ANNOTATIONS)
-        pattern = write_shards(zip(names, records.paths, strict=True), shards, megabytes * 2**20)
+        pattern = write_shards(zip(names, paths, strict=True), shards, megabytes * 2**20)
     except OSError as error:
         raise ConfigError(f"cannot write to {shards}: {error.strerror}") from error
     click.echo(f"{len(names)} images in {pattern}; a run reads them with\n")

@@ -225,7 +225,7 @@ class KeptLook:
     def _folders(self) -> set[str]:
         """The folders of the images, or what stands for them."""
         if not self._shards:
-            return {os.path.dirname(path) for path in self._records.paths}
+            return set(map(os.path.dirname, map(self._records.path, range(len(self._records)))))
         found = open_shards(self._shards)
         return {f"{found.folder}/{name}" for name in (INDEX, *found.shards.tolist()) if not is_url(found.folder)}
 

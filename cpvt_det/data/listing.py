@@ -12,24 +12,8 @@ from PIL import Image
 
 from cpvt_det.errors import DataError
 
-IMAGES = {
-    ".apng",
-    ".avif",
-    ".bmp",
-    ".dib",
-    ".gif",
-    ".j2c",
-    ".j2k",
-    ".jfif",
-    ".jp2",
-    ".jpc",
-    ".jpe",
-    ".jpeg",
-    ".jpf",
-    ".jpg",
-    ".jpx",
-}
-IMAGES |= {".mpo", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"}
+IMAGES = {".apng", ".avif", ".bmp", ".dib", ".gif", ".j2c", ".j2k", ".jfif", ".jp2", ".jpc", ".jpe", ".jpeg", ".jpf", ".jpg"}
+IMAGES |= {".jpx", ".mpo", ".pbm", ".pcx", ".pgm", ".png", ".pnm", ".ppm", ".qoi", ".tga", ".tif", ".tiff", ".webp"}
 IMAGES |= {".arw", ".cr2", ".cr3", ".dng", ".heic", ".heif", ".hif", ".jxl", ".nef", ".orf", ".raf", ".rw2"}
 """Suffixes of photographs. Which of them can be read is asked of Pillow, whose plugins may add to it."""
 NOT_THE_USERS = frozenset(("__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information"))

@@ -73,11 +73,6 @@ class Records(Sequence[ImageRecord]):
         return f"{root}/{table.name(at)}" if isinstance(root, str) else str(root / table.name(at))
 
     @property
-    def paths(self) -> Iterator[str]:
-        """The paths of the images."""
-        return map(self.path, range(len(self)))
-
-    @property
     def indices(self) -> np.ndarray:
         """(n,) int64, ``rows`` as an array."""
         return np.arange(self.rows.start, self.rows.stop, self.rows.step) if isinstance(self.rows, range) else self.rows

@@ -89,12 +89,11 @@ def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[I
     issues = Issues()
     good = []
     for path, found in zip(paths, seen, strict=True):
-        header = found.header
-        if header is None:
-            issues.add_fault("image files that cannot be read", str(found.error))
+        if isinstance(found, DataError):
+            issues.add_fault("image files that cannot be read", str(found))
         else:
             name = Path(os.path.relpath(path, root)).as_posix()
-            good.append(InputFile(len(good) + 1, str(path), name, header))
+            good.append(InputFile(len(good) + 1, str(path), name, found))
     if issues.faults and (on_bad == "error" or not good):
         advice = "; --on-bad drop leaves them out" if good else ""
         head = f"{len(paths) - len(good)} of {len(paths)} image files cannot be read{advice}"

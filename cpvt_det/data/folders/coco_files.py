@@ -39,14 +39,6 @@ def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
     return make_sections(images, annotations, {number: name for name, number in ids.items()}, names.notes)
 
 
-def has_whole_ids(read: dict[str, Any]) -> bool:
-    """Whether all ids of a COCO JSON are whole numbers, and all images have names."""
-    images, categories, boxes = (read.get(section) or () for section in ("images", "categories", "annotations"))
-    keys = ((images, ("id",)), (categories, ("id",)), (boxes, ("image_id", "category_id")))
-    whole = all(type(one) is dict and type(one.get(key)) is int for entries, names in keys for one in entries for key in names)
-    return whole and all(isinstance(image.get("file_name"), str) for image in images)
-
-
 def _image(image: dict[str, Any], number: int, path: Path, names: Names) -> dict[str, Any]:
     """The entry of an image, without id."""
     url = image.get("coco_url")  # LVIS has nothing else

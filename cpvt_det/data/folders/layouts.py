@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cpvt_det.data.coco import read_json
-from cpvt_det.data.folders.coco_files import has_whole_ids, read_coco_files
+from cpvt_det.data.catalog import DatasetFiles
+from cpvt_det.data.coco import read_coco
+from cpvt_det.data.folders.coco_files import read_coco_files
 from cpvt_det.data.formats.cvat import read_cvat_files, skipped_shapes
 from cpvt_det.data.formats.registry import FORMAT_REGISTRY, Sections, make_sections
 from cpvt_det.data.formats.voc import is_voc_file
@@ -171,19 +172,16 @@ def _coco(listing: Listing) -> Layout | None:
 
 
 def _coco_places(listing: Listing, of_split: Mapping[str, Path]) -> Places:
-    """A JSON and an image folder for each split; none where the images have no folder in common, where classes differ in name or
-    id, or where ids are no whole numbers."""
+    """A JSON and an image folder for each split; none where one has faults, classes differ, or images have no folder in common."""
     places, classes, found = {}, [], Names(listing.images, listing)
     for split, path in of_split.items():
-        content = read_json(path)
-        if not has_whole_ids(content):
-            return {}
-        names = [image["file_name"] for image in content.get("images") or ()]
+        dataset = read_coco(DatasetFiles(split, path))
+        names = map(dataset.records.name, range(len(dataset.records)))
         roots = {_without_end(image, name) for name in names if (image := found.find(name, path))}
-        if len(roots) != 1 or None in roots:
+        if dataset.issues.has_errors("error") or len(roots) != 1 or None in roots:
             return {}
         places[split] = (str(path), str(roots.pop()))
-        classes.append(sorted((category["id"], str(category.get("name"))) for category in content.get("categories") or ()))
+        classes.append(dataset.classes)
     return places if all(one == classes[0] for one in classes) else {}
 
 

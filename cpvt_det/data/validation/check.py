@@ -21,13 +21,17 @@ from cpvt_det.data.images import ImageHeader, file_threads, is_file, read_header
 from cpvt_det.data.records import Records
 from cpvt_det.data.storage import Patience
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, Looked
-from cpvt_det.data.validation.rules import Fault, Id
+from cpvt_det.data.validation.rules import Fault
 from cpvt_det.errors import DataError, MissingFileError, UnreachableError
 
 PATIENCE = 30.0
 """Seconds for which a data set is waited for, in all, whose mount or server does not answer."""
 NOT_TRIED = f"not tried, as no image could be read for {PATIENCE:.0f} seconds"
 AT_ONCE = 4096  # images that wait for a thread
+
+
+class NotTriedError(UnreachableError):
+    """An image that nobody tried to read, as no other could be read for a time."""
 
 
 @dataclass
@@ -44,23 +48,8 @@ class CheckedData:
     issues: list[Issues]
 
 
-@dataclass(frozen=True)
-class Seen:
-    """The result of looking at an image file.
-
-    Attributes:
-        header: header of the file; ``None`` if it cannot be read.
-        error: the reason why it cannot be read.
-        was_tried: whether anybody tried to read it; nobody does where no other image could be read for a time.
-        is_renamed: whether the name of the file has another Unicode form than the path.
-    """
-
-    header: ImageHeader | None
-    error: DataError | None = None
-    was_tried: bool = True
-    is_renamed: bool = False
-
-
+Seen = ImageHeader | DataError
+"""The header of an image file, or why it cannot be read."""
 LookAtImages = Callable[[Records, bool, float], Looked]
 
 
@@ -79,20 +68,21 @@ def look_at_images(records: Records, decode: bool, examples: float, part: range 
     seen = look_at_files(map(records.path, part), len(part), decode, quiet=part.start > 0)
     for index, found in zip(part, seen, strict=True):
         image_id, path = int(image_ids[index]), records.path(index)
-        looked.may_pass |= isinstance(found.error, UnreachableError) and not isinstance(found.error, MissingFileError)
-        fault = _fault(path, sizes[index].tolist(), found) if found.was_tried else None
-        if not found.was_tried:  # no fault, which might be dropped
+        looked.may_pass |= isinstance(found, UnreachableError) and not isinstance(found, MissingFileError)
+        if isinstance(found, NotTriedError):  # no fault, which might be dropped
             looked.issues.add_error(f"images {NOT_TRIED}", f"image {image_id}: {path}")
-        elif fault is not None:
+            continue
+        fault = _fault(path, sizes[index].tolist(), found)
+        if fault is not None:
             looked.faulty.append(image_id)
             looked.issues.add_fault(fault[0], f"image {image_id}: {fault[1]}")
         else:
-            _note_conversions(image_id, path, found, looked.issues)
+            _note_conversions(f"image {image_id}: {path}", path, found, looked.issues)
     return looked
 
 
 def look_at_files(paths: Iterable[str], number: int, decode: bool = False, quiet: bool = False) -> Iterator[Seen]:
-    """What there is under each path.
+    """What there is under each path; a :class:`NotTriedError` where no other could be read for a time.
 
     Args:
         paths: paths of images.
@@ -148,21 +138,21 @@ def check_data(
 def _look(path: str, decode: bool, patience: Patience) -> Seen:
     """Read the header of an image; decode the file too if it seems incomplete, or if ``decode``."""
     if patience.is_over:
-        return Seen(None, UnreachableError(f"cannot read image {path}: {NOT_TRIED}"), was_tried=False)
+        return NotTriedError(f"cannot read image {path}: {NOT_TRIED}")
     try:
         header = patience.read(lambda: read_header(path))
         if decode or not header.is_whole:
             read_image(path)
-        return Seen(header, is_renamed=not path.isascii() and is_file(path) and not os.path.exists(path))
+        return header
     except DataError as error:
-        return Seen(None, error)
+        return error
 
 
-def _fault(path: str, size: Sequence[int], found: Seen) -> Fault | None:
-    if found.header is None:
-        what = "are missing" if isinstance(found.error, MissingFileError) else "cannot be read"
-        return f"image files that {what}", str(found.error)
-    header, said = found.header, (size[1], size[0])
+def _fault(path: str, size: Sequence[int], header: Seen) -> Fault | None:
+    if isinstance(header, DataError):
+        what = "are missing" if isinstance(header, MissingFileError) else "cannot be read"
+        return f"image files that {what}", str(header)
+    said = size[1], size[0]
     if (header.width, header.height) == said:
         return None
     detail = f"{path} has {header.width} x {header.height} pixels, but {said[0]} x {said[1]} in the annotations"
@@ -171,13 +161,12 @@ def _fault(path: str, size: Sequence[int], found: Seen) -> Fault | None:
     return "images whose size differs from the annotations", detail
 
 
-def _note_conversions(image_id: Id, path: str, found: Seen, issues: Issues) -> None:
-    where, header = f"image {image_id}: {path}", found.header
+def _note_conversions(where: str, path: str, header: ImageHeader, issues: Issues) -> None:
     if header.orientation != 1:
         issues.add_info("images turned according to EXIF; boxes are taken to be in the turned image", where)
     if header.mode != "RGB":
         issues.add_info(f"images of mode {header.mode}, converted to RGB", where)
-    if found.is_renamed:
+    if not path.isascii() and is_file(path) and not os.path.exists(path):
         issues.add_info("file names whose Unicode form differs from that on the disk, resolved", where)
 
 
