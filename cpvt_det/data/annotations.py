@@ -7,7 +7,7 @@ expression, and only their numbers are kept; every rule is asked of the others a
 
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -40,33 +40,52 @@ FILLED = "annotations without area or iscrowd, filled in"
 TWICE = "boxes that an image has twice, of one class, left out"
 
 
-class ImageTable:
-    """Images without faults. Images that share an id are left out: its boxes could belong to any of them.
+class Entries:
+    """What counts of the sections of a COCO JSON; the annotations are read a second time where they come before the images.
+
+    Images that share an id are left out: its boxes could belong to any of them.
 
     Args:
-        issues: place for the faults.
+        read: names of sections -> section and entry of all their entries.
+        issues: place for what is found.
 
     Attributes:
-        number: number of entries, with or without faults.
+        categories: all entries of ``categories``.
+        num_images: number of entries of ``images``, with or without faults.
     """
 
-    def __init__(self, issues: Issues):
+    def __init__(self, read: Callable[[Collection[str]], Iterable[tuple[str, Any]]], issues: Issues):
         self.issues = issues
-        self.number = 0
+        self.categories: list[Any] = []
+        self.num_images = 0
         self._good: list[tuple[Id, str, int, int]] = []
         self._faulty: set[Id] = set()
+        self._number = 0  # of annotations
+        self._taken = bytearray()  # of ``ROW``
+        self._others: list[tuple[int, Any]] = []
+        too_early = False
+        for section, entry in read(("categories", "images", "annotations")):
+            if section == "categories":
+                self.categories.append(entry)
+            elif section == "images":
+                self._add_image(entry)
+            elif self.num_images:
+                self._add_annotation(entry)
+            else:
+                too_early = True
+        for _, entry in read(("annotations",)) if too_early else ():
+            self._add_annotation(entry)
 
-    def add(self, entry: Any) -> None:
-        """Take an entry."""
+    def _add_image(self, entry: Any) -> None:
         fault = image_fault(entry)
         if fault is None:
             self._good.append((entry["id"], entry["file_name"], int(entry["height"]), int(entry["width"])))
         else:
             has_own = type(entry) is dict and FAULT in entry
-            self.issues.add_fault(fault[0], fault[1] if has_own else f"images[{self.number}]: {fault[1]}")
+            self.issues.add_fault(fault[0], fault[1] if has_own else f"images[{self.num_images}]: {fault[1]}")
             if type(entry) is dict and type(entry.get("id")) is int:
                 self._faulty.add(entry["id"])
-        self.number += 1
+        self.num_images += 1
 
     @cached_property
     def kept(self) -> list[tuple[Id, str, int, int]]:
@@ -90,24 +109,7 @@ class ImageTable:
         """Ids of images with faults."""
         return (self._faulty | {image_id for image_id, *_ in self._good}) - self.index_of.keys()
 
-
-class AnnotationTable:
-    """Annotations that count.
-
-    Args:
-        images: the images, complete.
-        issues: place for what is found.
-    """
-
-    def __init__(self, images: ImageTable, issues: Issues):
-        self.images = images
-        self.issues = issues
-        self.number = 0
-        self._taken = bytearray()  # of ``ROW``
-        self._others: list[tuple[int, Any]] = []
-
-    def add(self, entry: Any) -> None:
-        """Take an entry."""
+    def _add_annotation(self, entry: Any) -> None:
         try:
             box, area, crowd, own = entry["bbox"], entry.get("area"), entry.get("iscrowd"), entry.get("id")
             image_id, category_id, (x, y, w, h) = entry["image_id"], entry["category_id"], box
@@ -123,17 +125,17 @@ class AnnotationTable:
                 and (0 <= crowd <= 1 and -LARGEST_ID <= own <= LARGEST_ID and -LARGEST_ID <= category_id <= LARGEST_ID)
             )
             if is_plain:
-                image = self.images.index_of[image_id]
-                _, _, height, width = self.images.kept[image]
+                image = self.index_of[image_id]
+                _, _, height, width = self.kept[image]
                 is_plain = x + w <= width and y + h <= height
         except (LookupError, TypeError, ValueError, OverflowError):
             is_plain = False
         if is_plain:
             area = w * h if flags & NO_AREA else area
-            self._taken += PACKED.pack(self.number, image, category_id, flags | crowd, own, x, y, w, h, area)
+            self._taken += PACKED.pack(self._number, image, category_id, flags | crowd, own, x, y, w, h, area)
         else:
-            self._others.append((self.number, {key: entry[key] for key in KEYS if key in entry} if type(entry) is dict else entry))
-        self.number += 1
+            self._others.append((self._number, {key: entry[key] for key in KEYS if key in entry} if type(entry) is dict else entry))
+        self._number += 1
 
     def table(self, label_of: dict[Id, int]) -> Table:
         """All images and boxes that count.
@@ -145,13 +147,13 @@ class AnnotationTable:
         taken = np.frombuffer(self._taken, ROW)
         rows = np.flatnonzero(is_good)
         rows = self._without_copies(rows[np.lexsort((taken["number"][rows], taken["image"][rows]))], taken)
-        boxes, images = np.empty(len(rows), BOX), np.zeros(len(self.images.kept), IMAGE)
+        boxes, images = np.empty(len(rows), BOX), np.zeros(len(self.kept), IMAGE)
         for side in range(4):  # one after the other takes less memory
             boxes["xywh"][:, side] = taken["xywh"][rows, side]
         boxes["area"], boxes["number"] = taken["area"][rows], taken["number"][rows]
         boxes["label"] = _labels(taken["category"][rows], label_of)[1]
         boxes["crowd"] = taken["flags"][rows] & CROWD
-        ids, names, images["height"], images["width"] = zip(*self.images.kept, strict=True) if len(images) else ((),) * 4
+        ids, names, images["height"], images["width"] = zip(*self.kept, strict=True) if len(images) else ((),) * 4
         names = [name.encode("utf-8", "surrogatepass") for name in names]
         images["id"], images["name_size"] = ids, list(map(len, names))
         images["name"] = np.cumsum(images["name_size"], dtype=np.int64) - images["name_size"]
@@ -197,15 +199,15 @@ class AnnotationTable:
         taken = np.frombuffer(self._taken, ROW)
         is_plain = _labels(taken["category"], label_of)[0] & ~self._shares_id(taken)
         filled = np.flatnonzero(is_plain & (taken["flags"] & (NO_AREA | NO_CROWD) > 0))
-        is_plain[filled[: self.issues.most]] = False  # for the examples; the others are counted
+        is_plain[filled[: self.issues.examples]] = False  # for the examples; the others are counted
         found = [*self._others, *self._entries(taken[~is_plain])]
         del taken  # what has a view cannot grow
         seen: set[int | str] = set()
         for number, entry in sorted(found, key=lambda one: one[0]):
-            fault = _repeated_id(entry, seen) or annotation_fault(entry, self.images.index_of, label_of)
+            fault = _repeated_id(entry, seen) or annotation_fault(entry, self.index_of, label_of)
             if not fault:
                 self._add_clean(entry, number)
-            elif type(entry) is dict and type(entry.get("image_id")) is int and entry["image_id"] in self.images.left_out:
+            elif type(entry) is dict and type(entry.get("image_id")) is int and entry["image_id"] in self.left_out:
                 self.issues.add_info("boxes of images that have faults themselves", _where(entry, number))
             else:
                 self.issues.add_fault(fault[0], f"{_where(entry, number)}: {fault[1]}")
@@ -216,7 +218,7 @@ class AnnotationTable:
 
     def _entries(self, taken: np.ndarray) -> Iterator[tuple[int, dict]]:
         """Number and entry of each row."""
-        image_ids = [image_id for image_id, *_ in self.images.kept]
+        image_ids = [image_id for image_id, *_ in self.kept]
         for number, image, category_id, flags, own, box, area in taken.tolist():
             entry = {"image_id": image_ids[image], "category_id": category_id, "bbox": box.tolist()}
             entry |= {} if flags & NO_ID else {"id": own}
@@ -225,8 +227,8 @@ class AnnotationTable:
 
     def _add_clean(self, entry: dict, number: int) -> None:
         """Take an annotation without faults, unless its box has no area or is outside the image."""
-        image = self.images.index_of[entry["image_id"]]
-        size = tuple(map(float, self.images.kept[image][2:]))
+        image = self.index_of[entry["image_id"]]
+        size = tuple(map(float, self.kept[image][2:]))
         box, why = clip_box(entry["bbox"], size)
         if why is not None:
             self.issues.add_info(why, f"{_where(entry, number)}: bbox {entry['bbox']}")

@@ -8,8 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -34,14 +33,14 @@ except ImportError:  # on Windows, where two makers write one after the other
 
 logger = logging.getLogger("cpvt_det")
 SMALL = 2**22  # bytes; a smaller file is read in the time that it takes to say so
-FEW = 10_000  # files; fewer are read in a second, as their headers are, if they are images
+FEW = 10_000  # files and folders; fewer are read in a second, as their headers are, if they are images
 TICK = 2.0  # seconds, the coarsest time of a file system: a file may change twice within it and keep its times
 
 
 def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], Table]) -> Table:
     """Read a data set, or map what an earlier run kept of it.
 
-    The kept file is named by hashes of the source: of its path, and of size and time of its files and of the code that reads them.
+    The kept file is named by hashes of the source: of its path, of sizes and times of its files, and of the code that reads them.
     It appears complete or not at all; of several processes one reads, and the others wait. Kept files of earlier states of the
     source are removed, but for those that a process has mapped. A folder that cannot be written to costs only time.
 
@@ -65,17 +64,15 @@ def read_once(files: DatasetFiles, folder: Path, read: Callable[[DatasetFiles], 
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with _only_maker(kept):
-            with contextlib.suppress(FileNotFoundError, ValueError):  # not there, damaged, or of another copy
-                return _load(kept, files)
+            with contextlib.suppress(FileNotFoundError, ValueError):  # not there, or damaged
+                return load_table(kept)
             for unfinished in kept.parent.glob(f".{kept.name}.*.tmp"):  # of a maker that was killed
                 unfinished.unlink()
-            # before it is read, so that no change in between is missed; names, sizes and times of many files have to do
-            copy = [_place_of(path), _hash_of_content(path)] if files.is_coco else []
             table = read(files)
             with atomic_file(kept) as file:
-                save_table(replace(table, about={**table.about, "copy": copy}), file)
+                save_table(table, file)
             _remove_earlier(kept)
-            return _load(kept, files)
+            return load_table(kept)
     except OSError as error:
         logger.warning("Annotations are not kept in %s, and take longer to read: %s", kept.parent, error)
         return table or read(files)
@@ -87,24 +84,18 @@ def _state(files: DatasetFiles) -> str:
     Raises:
         DataError, OSError: files that are not there, as the reader will report.
     """
-    data_format = find_format(files.annotations)
+    data_format, code = find_format(files.annotations), hash_of_code()
     if data_format is None:
-        is_large = files.annotations.stat().st_size >= SMALL
-        return _hash_of([files.annotations])[0] + hash_of_code() if is_large else ""
-    code = inspect.getsourcefile(data_format.read) if data_format.files else None
-    if code is None:
-        return ""
-    state, number = _hash_of(data_format.files(files.annotations, files.split))
-    return state + hash_of_code(code) + data_format.read.__qualname__ if number >= FEW else ""
-
-
-def _load(kept: Path, files: DatasetFiles) -> Table:
-    """What was kept, if it is of this copy of the file: its content is looked at only where its place is not the same."""
-    table, path = load_table(kept), files.annotations
-    place, content = table.about["copy"] or ([], "")
-    if content and not _place_of(path) == place != [] and _hash_of_content(path) != content:
-        raise ValueError(f"{kept} is of another copy of {path}")
-    return table
+        paths = [files.annotations] if files.annotations.stat().st_size >= SMALL else []
+    else:
+        source = inspect.getsourcefile(data_format.read) if data_format.files else None
+        paths = list(data_format.files(files.annotations, files.split)) if source else []
+        paths = paths if len(paths) >= FEW else []
+        code = hash_of_code(source or "") + data_format.read.__qualname__
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path}\0{_state_of(path)}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest() + code if paths else ""
 
 
 @contextlib.contextmanager
@@ -133,35 +124,12 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:20]
 
 
-def _hash_of(paths: Iterable[str | Path]) -> tuple[str, int]:
-    """A hash of names, sizes and times of files, and their number."""
-    digest, number = hashlib.sha256(), 0
-    for path in paths:
-        number += 1
-        digest.update(f"{path}\0{_state_of(path)[:2]}\0".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest(), number
-
-
 def _state_of(path: str | Path) -> list[int]:
     """Size and time of a file or folder, and the time that no copy keeps; empty where nothing is there."""
     with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
     return []
-
-
-def _place_of(path: Path) -> list[int]:
-    """What changes with every writing into a file, and is different for each copy; empty for a file that was just written."""
-    found = path.stat()
-    return [] if time.time() < max(found.st_mtime, found.st_ctime) + TICK else [found.st_ino, found.st_ctime_ns]
-
-
-def _hash_of_content(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 @cache
@@ -203,9 +171,11 @@ class KeptLook:
             return None
         with contextlib.suppress(OSError, ValueError):
             kept = json.loads(self._path.read_text(encoding="utf-8"))
-            if kept["states"] == _times(kept["states"]) and kept["faulty"] == {path: _state_of(path) for path in kept["faulty"]}:
+            if all(_state_of(path) == state for name in ("states", "faulty") for path, state in kept[name].items()):
                 return Looked(Issues.from_json(kept["issues"]), kept["left_out"])
-        self._states = _times(self._folders())  # before somebody looks, so that no change in between is missed
+        self._states = {
+            path: _state_of(path) for path in self._folders()
+        }  # before somebody looks, so that no change in between is missed
         return None
 
     def save(self, looked: Looked) -> None:
@@ -240,8 +210,3 @@ class KeptLook:
         for array in arrays:
             digest.update(np.ascontiguousarray(array))
         return digest.hexdigest()[:32]
-
-
-def _times(places: Iterable[str]) -> dict[str, list[int]]:
-    """Size and time of each folder or tar file, which copies keep; nothing of those that are not there."""
-    return {place: _state_of(place)[:2] for place in places}

@@ -56,12 +56,10 @@ def find_datasets(names: Sequence[str], registered: Sequence[Sequence[str]] = ()
 def builtin_datasets() -> list[DatasetFiles]:
     """COCO 2017 in its standard layout, and the shapes data set as ``cpvt-det shapes datasets/shapes`` draws it."""
     root = Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).expanduser()
-    found = []
-    for split in ("train", "val"):
-        coco, shapes = root / "coco", root / "shapes"
-        found.append(DatasetFiles(f"coco_2017_{split}", coco / f"annotations/instances_{split}2017.json", coco / f"{split}2017"))
-        found.append(DatasetFiles(f"shapes_{split}", shapes / f"annotations/{split}.json", shapes / split))
-    return found
+    coco, shapes = root / "coco", root / "shapes"
+    jsons = {split: coco / f"annotations/instances_{split}2017.json" for split in ("train", "val")}
+    found = [DatasetFiles(f"coco_2017_{split}", path, coco / f"{split}2017") for split, path in jsons.items()]
+    return found + [DatasetFiles(f"shapes_{split}", shapes / f"annotations/{split}.json", shapes / split) for split in jsons]
 
 
 def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFiles]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cpvt_det.class_names import Classes
-from cpvt_det.data.annotations import AnnotationTable, ImageTable
+from cpvt_det.data.annotations import Entries
 from cpvt_det.data.cache import read_once
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.formats.reading import read_foreign
@@ -30,8 +30,6 @@ from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import Id, category_fault
 from cpvt_det.errors import DataError
 from cpvt_det.garbage import no_garbage_collection
-
-SECTIONS = ("categories", "images", "annotations")
 
 
 @dataclass
@@ -106,8 +104,14 @@ def read_coco(files: DatasetFiles, examples: float = EXAMPLES, cache: Path | Non
     Raises:
         DataError: a file that is missing or of unknown format.
     """
+
+    def read_all(files: DatasetFiles) -> Table:
+        table = _read(files, examples)
+        table.about["sha256"] = _digest(Records([(table, Path())]))  # which takes as long as mapping the records many times
+        return table
+
     with no_garbage_collection():
-        table = _read(files, examples) if cache is None or examples != EXAMPLES else read_once(files, cache, _read_all)
+        table = _read(files, examples) if cache is None or examples != EXAMPLES else read_once(files, cache, read_all)
     about = table.about
     issues = Issues.from_json(about["issues"], f"{files.name} ({files.annotations})", examples)
     classes = Classes(tuple(about["class_ids"]), tuple(about["class_names"]))
@@ -145,7 +149,8 @@ def _read_categories(section: list, issues: Issues) -> list[dict]:
         issues.add_error(heading, f"categories[{number}]: {detail}")
     good = [category for number, category in enumerate(section) if number not in faulty]
     for heading, key in (("category ids that are not unique", "id"), ("category names that are not unique", "name")):
-        for value in _double(str(category[key]) for category in good):
+        counts = Counter(str(category[key]) for category in good)
+        for value in (value for value, count in counts.items() if count > 1):
             issues.add_error(heading, f"{key} {value}")
     for names in _alike(str(category["name"]) for category in good):
         issues.add_info("classes whose names look the same", ", ".join(map(repr, names)))
@@ -160,20 +165,13 @@ def _alike(names: Iterable[str]) -> list[list[str]]:
     return [group for group in found.values() if len(set(group)) > 1]
 
 
-def _read_all(files: DatasetFiles) -> Table:
-    """A data set with the hash of its records, which takes as long as mapping them many times."""
-    table = _read(files, EXAMPLES)
-    table.about["sha256"] = _digest(Records([(table, Path())]))
-    return table
-
-
 def _read(files: DatasetFiles, examples: float) -> Table:
     issues = Issues("", examples)
     try:
         if not files.is_coco:
             raise NotAStreamError("sections in memory")
-        categories, images, annotations = _take(partial(entries, files.annotations), issues)
-        if not (categories and images.number):
+        found = Entries(partial(entries, files.annotations), issues)
+        if not (found.categories and found.num_images):
             raise NotAStreamError("not COCO")
     except (NotAStreamError, OSError):  # the whole is needed, if only to say what is wrong
         issues = Issues("", examples)
@@ -182,39 +180,16 @@ def _read(files: DatasetFiles, examples: float) -> Table:
             section = content.get(name)
             if not isinstance(section, list) or not section:
                 raise DataError(f"{files.annotations} is not COCO: it has no {name!r}") from None
-        categories, images, annotations = _take(lambda names: ((name, one) for name in names for one in content[name]), issues)
+        found = Entries(lambda names: ((name, one) for name in names for one in content[name]), issues)
         for heading, places in ({} if files.is_coco else content["notes"]).items():
             for place in places:
                 issues.add_info(heading, str(place))
-    good = _read_categories(categories, issues)
-    table = annotations.table({category["id"]: label for label, category in enumerate(good)})
+    good = _read_categories(found.categories, issues)
+    table = found.table({category["id"]: label for label, category in enumerate(good)})
     _require_pixels(table, issues)
     names = [str(category["name"]) for category in good]
     table.about.update(class_ids=[category["id"] for category in good], class_names=names, issues=issues.to_json())
     return table
-
-
-def _take(read: Callable[[Collection[str]], Iterable[tuple[str, Any]]], issues: Issues) -> tuple[list, ImageTable, AnnotationTable]:
-    """Categories, images and annotations, which are read twice if the annotations come before the images.
-
-    Args:
-        read: section and entry of all entries of some sections.
-        issues: place for what is found.
-    """
-    categories, images, too_early = [], ImageTable(issues), False
-    annotations = AnnotationTable(images, issues)
-    for section, entry in read(SECTIONS):
-        if section == "categories":
-            categories.append(entry)
-        elif section == "images":
-            images.add(entry)
-        elif images.number:
-            annotations.add(entry)
-        else:
-            too_early = True
-    for _, entry in read(("annotations",)) if too_early else ():
-        annotations.add(entry)
-    return categories, images, annotations
 
 
 def _require_pixels(table: Table, issues: Issues) -> None:
@@ -225,7 +200,3 @@ def _require_pixels(table: Table, issues: Issues) -> None:
     if len(boxes) and (boxes[:, :2] + boxes[:, 2:]).max() <= 1:
         why = f"all {len(boxes)} are within [0, 1]; bbox must be [x, y, width, height] in pixels, not in parts of the image's sides"
         issues.add_error("boxes that are not in pixels", why)
-
-
-def _double(values: Iterable) -> set:
-    return {value for value, count in Counter(values).items() if count > 1}

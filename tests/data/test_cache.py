@@ -6,7 +6,6 @@ import errno
 import multiprocessing
 import os
 import pickle
-import shutil
 import time
 from dataclasses import replace
 
@@ -68,30 +67,15 @@ def test_what_is_kept_of_earlier_states_is_removed_where_nobody_uses_it(large, t
         old.clear()  # it was mapped
 
 
-@pytest.mark.parametrize("just_written", [False, True])
-def test_a_file_of_the_same_size_and_time_is_not_taken_for_another(large, tmp_path, monkeypatch, just_written):
-    """As `cp -p` makes it; or as it is within the tick of a file system, where all times are equal."""
-    monkeypatch.setattr(cache, "TICK", 3600.0 if just_written else 0.0)
+def test_a_file_of_the_same_size_and_time_is_not_taken_for_another(large, tmp_path):
+    """As `cp -p` makes it."""
     state, text = large.annotations.stat(), large.annotations.read_text()
     first = read_coco(large, cache=tmp_path / "kept")
-    if just_written:
-        place = cache._place_of(large.annotations)
-        monkeypatch.setattr(cache, "_place_of", lambda path: place)
     large.annotations.write_text(text.replace('"class 90"', '"class 91"'))
     os.utime(large.annotations, ns=(state.st_atime_ns, state.st_mtime_ns))
     assert large.annotations.stat().st_size == state.st_size
     second = read_coco(large, cache=tmp_path / "kept")
     assert "class 91" in second.classes.names and "class 91" not in first.classes.names
-
-
-def test_a_copy_of_the_same_content_and_time_is_not_read_again(large, tmp_path, monkeypatch):
-    """On the disk of another machine, with which the folder of what is kept is shared."""
-    monkeypatch.setattr(cache, "TICK", 0.0)
-    first = all_of(read_coco(large, cache=tmp_path / "kept"))
-    shutil.copy2(large.annotations, tmp_path / "copy")
-    (tmp_path / "copy").replace(large.annotations)
-    monkeypatch.setattr(coco, "_read", None)
-    assert all_of(read_coco(large, cache=tmp_path / "kept")) == first
 
 
 def test_a_reading_that_cannot_be_written_is_not_lost(large, tmp_path, monkeypatch, caplog):

@@ -105,14 +105,14 @@ def test_boxes_without_area_iscrowd_and_id_are_plain(tmp_path, monkeypatch, exam
 
 def test_boxes_without_area_iscrowd_and_id_take_no_more_memory():
     """About 200 bytes while they are read, not a dict each."""
-    issues = Issues()
-    images = annotations.ImageTable(issues)
-    images.add({"id": 1, "file_name": "a.png", "height": 50, "width": 50})
-    table = annotations.AnnotationTable(images, issues)
+
+    def read(sections):
+        yield "images", {"id": 1, "file_name": "a.png", "height": 50, "width": 50}
+        for number in range(20_000):
+            yield "annotations", {"image_id": 1, "category_id": 1, "bbox": [1.5 + number / 2**10, 2.5, 10.0, 20.0]}
+
     tracemalloc.start()
-    for number in range(20_000):
-        table.add({"image_id": 1, "category_id": 1, "bbox": [1.5 + number / 2**10, 2.5, 10.0, 20.0]})
-    found = table.table({1: 0})
+    found = annotations.Entries(read, Issues()).table({1: 0})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(found.boxes) == 20_000 and set(found.boxes["area"].tolist()) == {200.0} and peak < 20_000 * 200

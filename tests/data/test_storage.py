@@ -358,8 +358,7 @@ def test_faults_of_many_images_are_kept_until_these_change(drawn_coco, tmp_path,
     assert read(0) == first
     one.write_bytes(content)  # the folder stays as it is
     assert read(5)[0] == 4 and read(0)[0] == 4
-    place = cache._times([str(other), str(root)])
-    assert place[str(other)] == [] and place[str(root)] != []  # what is away is told from what is there
+    assert cache._state_of(str(other)) == [] and cache._state_of(str(root)) != []  # what is away is told from what is there
 
 
 def test_what_was_found_in_many_images_is_kept(drawn_coco, packed, tmp_path, monkeypatch):

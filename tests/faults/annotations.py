@@ -248,7 +248,7 @@ ANY_OBJECT = Cut(
     "if False:",
 )
 SECTION = reader("if not isinstance(section, list) or not section:")
-UNIQUE = reader("for value in _double(str(category[key]) for category in good):", "for value in ():")
+UNIQUE = reader("for value in (value for value, count in counts.items() if count > 1):", "for value in ():")
 BYTE_ORDER_MARK = (
     Cut("data/text.py", "encoding, declared = json.detect_encoding(content),", 'encoding, declared = "utf-8",'),
     Cut("data/json_stream.py", 'encoding="utf-8-sig"', 'encoding="utf-8"'),

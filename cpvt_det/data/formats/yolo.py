@@ -15,14 +15,12 @@ from typing import Any
 import yaml
 
 from cpvt_det.data.formats.registry import Sections, make_sections, register_format
-from cpvt_det.data.listing import IMAGES, SPLITS, Listing, cannot_read
+from cpvt_det.data.listing import IMAGES, SPLIT_NAMES, SPLITS, Listing, cannot_read
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import ends_of, numbered_lines, read_lines, read_text
 from cpvt_det.data.validation.rules import FAULT
 from cpvt_det.errors import DataError, counted, first_line
 
-KEYS = {"val": ("val", "valid", "validation")}
-"""Split -> its keys in a YAML file, where there are several."""
 NAME_FILES = ("classes.txt", "obj.names", "labels.txt", "names.txt", "_darknet.labels")
 """Files with a class name per line, in the order of the numbers in YOLO's text files; further ones end in ``.names``."""
 MOST_CLASSES = 10_000
@@ -103,7 +101,7 @@ class YoloFile:
         """Folders, text files and images of a split."""
         written = self._written(split)
         if not written:
-            known = [key for key in ("train", "val", "valid", "test") if self.content.get(key)]
+            known = [key for key in SPLIT_NAMES if self.content.get(key)]
             raise DataError(f"{self.path} has no split {split!r}; known: {', '.join(known) or 'none'}")
         places = []
         for place in map(str, written if isinstance(written, list) else [written]):
@@ -127,19 +125,21 @@ class YoloFile:
             others.append(around[0].parent if around else place)
         return Listing(self.root, *others)
 
+    def files(self, split: str) -> list[Path]:
+        """What :func:`read_yolo` reads: the file, and all files of the data set."""
+        return [self.path, *self.listing(self.places(split)).files]
+
     def _written(self, split: str) -> Any:
-        """What stands under the key of a split, or one of its keys; ``None`` without any."""
-        return next((self.content[key] for key in KEYS.get(split, (split,)) if self.content.get(key)), None)
+        """What stands under a name of a split; ``None`` without any."""
+        return next((self.content[key] for key, of in SPLIT_NAMES.items() if of == split and self.content.get(key)), None)
 
 
-def yolo_files(path: Path, split: str) -> Iterator[Path]:
-    """What :func:`read_yolo` reads: the YAML file, and all files of the data set."""
-    described = YoloFile(path)
-    yield described.path
-    yield from described.listing(described.places(split)).files
-
-
-@register_format("yolo", lambda path: find_yolo(path) is not None, lambda path: YoloFile(path).splits, yolo_files)
+@register_format(
+    "yolo",
+    matches=lambda path: find_yolo(path) is not None,
+    splits=lambda path: YoloFile(path).splits,
+    files=lambda path, split: YoloFile(path).files(split),
+)
 def read_yolo(path: Path, split: str) -> Sections:
     """Read a data set into COCO's sections, with ``relative_cxcywh`` for boxes and without sizes of images.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Issues that a check of data finds, grouped and counted, with the first examples of each kind."""
 
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ class Issues:
 
     Args:
         source: name of the source, such as a data set with its JSON; empty where each issue names its own.
-        examples: largest number of examples kept of each kind.
+        examples: largest number of examples kept of each kind, infinity for all.
 
     Attributes:
         errors: issues that always stop a run.
@@ -46,7 +46,7 @@ class Issues:
 
     def __init__(self, source: str = "", examples: float = EXAMPLES):
         self.source = source
-        self.examples = examples
+        self.examples = int(min(examples, sys.maxsize))
         self.errors: Groups = {}
         self.faults: Groups = {}
         self.infos: Groups = {}
@@ -67,11 +67,6 @@ class Issues:
         """Add to the number of issues of a kind that has its examples."""
         self.infos.setdefault(heading, Group()).count += number
 
-    @property
-    def most(self) -> int | None:
-        """The largest number of examples as the end of a slice."""
-        return None if self.examples == math.inf else int(self.examples)
-
     def _add(self, groups: Groups, heading: str, where: str) -> None:
         group = groups.setdefault(heading, Group())
         group.count += 1
@@ -85,7 +80,7 @@ class Issues:
             for heading, other in getattr(others, name).items():
                 group = groups.setdefault(heading, Group())
                 group.count += other.count
-                group.examples = [*group.examples, *other.examples][: self.most]
+                group.examples = [*group.examples, *other.examples][: self.examples]
 
     def to_json(self) -> dict[str, Any]:
         """What was found, in values that JSON takes."""
