@@ -20,7 +20,6 @@ from cpvt_det.data.validation.rules import (
     LARGEST_AREA,
     LARGEST_ID,
     THIN,
-    Fault,
     Id,
     annotation_fault,
     clip_box,
@@ -204,7 +203,12 @@ class Entries:
         del taken  # what has a view cannot grow
         seen: set[int | str] = set()
         for number, entry in sorted(found, key=lambda one: one[0]):
-            fault = _repeated_id(entry, seen) or annotation_fault(entry, self.index_of, label_of)
+            own = entry.get("id") if type(entry) is dict else None
+            fault = annotation_fault(entry, self.index_of, label_of)
+            if type(own) in (int, str):
+                if own in seen:
+                    fault = "annotation ids that are not unique", "an earlier annotation has the same id"
+                seen.add(own)
             if not fault:
                 self._add_clean(entry, number)
             elif type(entry) is dict and type(entry.get("image_id")) is int and entry["image_id"] in self.left_out:
@@ -253,17 +257,6 @@ def _labels(category_ids: np.ndarray, label_of: dict[Id, int]) -> tuple[np.ndarr
     known = ids[place] == category_ids
     labels = np.array([label_of[one] for one in ids.tolist()], dtype=np.int32)
     return known, np.where(known, labels[place], 0).astype(np.int32)
-
-
-def _repeated_id(entry: Any, seen: set[int | str]) -> Fault | None:
-    """The fault of an annotation whose id is in ``seen``; otherwise its id, if any, is added to ``seen``."""
-    own = entry.get("id") if type(entry) is dict else None
-    if type(own) not in (int, str):
-        return None
-    if own in seen:
-        return "annotation ids that are not unique", "an earlier annotation has the same id"
-    seen.add(own)
-    return None
 
 
 def _where(entry: Any, number: int) -> str:

@@ -173,9 +173,7 @@ class KeptLook:
             kept = json.loads(self._path.read_text(encoding="utf-8"))
             if all(_state_of(path) == state for name in ("states", "faulty") for path, state in kept[name].items()):
                 return Looked(Issues.from_json(kept["issues"]), kept["left_out"])
-        self._states = {
-            path: _state_of(path) for path in self._folders()
-        }  # before somebody looks, so that no change in between is missed
+        self._states = self._states_of_folders()  # before somebody looks, so that no change in between is missed
         return None
 
     def save(self, looked: Looked) -> None:
@@ -192,12 +190,14 @@ class KeptLook:
         except OSError as error:
             logger.warning("What was found in the images is not kept in %s: %s", self._path.parent, error)
 
-    def _folders(self) -> set[str]:
-        """The folders of the images, or what stands for them."""
-        if not self._shards:
-            return set(map(os.path.dirname, map(self._records.path, range(len(self._records)))))
-        found = open_shards(self._shards)
-        return {f"{found.folder}/{name}" for name in (INDEX, *found.shards.tolist()) if not is_url(found.folder)}
+    def _states_of_folders(self) -> dict[str, list[int]]:
+        """The states of the folders of the images, or of the tar files and their index."""
+        if self._shards:
+            found = open_shards(self._shards)
+            places = {f"{found.folder}/{name}" for name in (INDEX, *found.shards.tolist()) if not is_url(found.folder)}
+        else:
+            places = {os.path.dirname(self._records.path(index)) for index in range(len(self._records))}
+        return {place: _state_of(place) for place in places}
 
     def _hash(self) -> str:
         """A hash of names, ids and sizes of the images, of where they are, and of the code that looks at them."""

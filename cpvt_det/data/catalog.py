@@ -72,16 +72,13 @@ def registered_datasets(registered: Sequence[Sequence[str]]) -> list[DatasetFile
     Raises:
         ConfigError: an entry that is not a triple of strings.
     """
+    found = []
     for entry in registered:
         if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(isinstance(part, str) for part in entry):
             raise ConfigError(
                 f"DATASETS.REGISTER must contain [name, COCO JSON, image folder] or [name, folder, split] triples, got {entry!r}"
             )
-    return [_files(*entry) for entry in registered]
-
-
-def _files(name: str, annotations: str, root_or_split: str) -> DatasetFiles:
-    files = DatasetFiles(name, Path(annotations).expanduser())
-    if files.is_coco:
-        return replace(files, image_root=root_of(root_or_split))
-    return replace(files, split=root_or_split)
+        name, annotations, root_or_split = entry
+        files = DatasetFiles(name, Path(annotations).expanduser())
+        found.append(replace(files, image_root=root_of(root_or_split)) if files.is_coco else replace(files, split=root_or_split))
+    return found

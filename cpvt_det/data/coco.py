@@ -152,17 +152,12 @@ def _read_categories(section: list, issues: Issues) -> list[dict]:
         counts = Counter(str(category[key]) for category in good)
         for value in (value for value, count in counts.items() if count > 1):
             issues.add_error(heading, f"{key} {value}")
-    for names in _alike(str(category["name"]) for category in good):
+    alike = defaultdict(list)  # names that differ in blanks, case or Unicode form alone
+    for name in (str(category["name"]) for category in good):
+        alike["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
+    for names in (names for names in alike.values() if len(set(names)) > 1):
         issues.add_info("classes whose names look the same", ", ".join(map(repr, names)))
     return sorted(good, key=lambda category: category["id"])
-
-
-def _alike(names: Iterable[str]) -> list[list[str]]:
-    """Names that differ in blanks, case or Unicode form alone."""
-    found = defaultdict(list)
-    for name in names:
-        found["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
-    return [group for group in found.values() if len(set(group)) > 1]
 
 
 def _read(files: DatasetFiles, examples: float) -> Table:

@@ -18,12 +18,8 @@ try:
 except ImportError:  # on Windows, where a mapped file cannot be removed
     fcntl = None
 
-IMAGE = np.dtype(
-    [
-        *((name, "i8") for name in ("id", "name", "first")),
-        *((name, "i4") for name in ("name_size", "count", "to_learn", "height", "width")),
-    ]
-)
+WIDE, NARROW = ("id", "name", "first"), ("name_size", "count", "to_learn", "height", "width")
+IMAGE = np.dtype([*((name, "i8") for name in WIDE), *((name, "i4") for name in NARROW)])
 """An image: its size in pixels; place of its file name in the names, in bytes; place of its first box in the boxes, their number,
 and the number of those to learn, which are no crowds."""
 BOX = np.dtype([("xywh", "f8", 4), ("area", "f8"), ("number", "i8"), ("label", "i4"), ("crowd", "?")])

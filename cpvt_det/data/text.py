@@ -80,9 +80,8 @@ def read_xml(path: Path) -> ET.Element:
     Raises:
         DataError: a file that cannot be read, whose encoding is not known, or that is not XML.
     """
+    text = read_text(path)
     try:
-        return ET.fromstring(read_text(path))
+        return ET.fromstring(text)
     except (ET.ParseError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{path} is not XML: {first_line(error)}") from error

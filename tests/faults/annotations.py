@@ -493,7 +493,7 @@ CASES = [
         "category without name",
         entry("categories", name=None),
         "entries without a field: ...categories[0]: no 'name'",
-        guard=rule('missing = _missing(category, ("id", "name"))', 'missing = _missing(category, ("id",))'),
+        guard=rule('fault = _entry_fault(category, ("id", "name"))', 'fault = _entry_fault(category, ("id",))'),
     ),
     DataCase(
         "category ids with gaps, from 0",
@@ -514,7 +514,7 @@ CASES = [
         "image ids of text",
         entry("images", id="one"),
         "ids that are not whole numbers: ...images[0]: id 'one'",
-        guard=rule('if not is_id(image["id"]):'),
+        guard=rule('if type(entry["id"]) is not int or abs(entry["id"]) > LARGEST_ID:'),
     ),
     DataCase(
         "image without height",

@@ -551,7 +551,7 @@ QUIRKS = [
             ("yolo",),
             named(*words),
             touches=("classes",),
-            guard=yolo("yaml.load(read_text(path), yaml.BaseLoader)", "yaml.safe_load(read_text(path))"),
+            guard=yolo("yaml.load(read_text(self.path), yaml.BaseLoader)", "yaml.safe_load(read_text(self.path))"),
         )
         for words in (("mask", "no"), ("on", "off"), ("010", "1_0"))
     ),
@@ -602,7 +602,7 @@ QUIRKS = [
             guard=guard,
         )
         for encoding, declared, words, guard in (
-            ("utf-8", "utf8", ("Käfer", "Mücke"), text("ET.fromstring(read_text(path))", "ET.fromstring(path.read_bytes())")),
+            ("utf-8", "utf8", ("Käfer", "Mücke"), text("ET.fromstring(text)", "ET.fromstring(path.read_bytes())")),
             ("gbk", "gbk", ("猫", "狗"), DECLARED),
             ("gbk", "gb2312", ("镕", "狗"), text("LARGER.get(encoding, encoding)", "encoding")),
             ("cp1252", "windows-1252", ("Käfer", "Mücke"), DECLARED),
@@ -656,7 +656,7 @@ QUIRKS = [
         ("yolo",),
         put(yaml="path: /home/ann/sets/pets\n"),
         touches=("yaml",),
-        guard=yolo("return root if os.path.isdir(root) else path.parent", "return root"),
+        guard=yolo("self.root = root if os.path.isdir(root) else self.path.parent", "self.root = root"),
     ),
     Quirk(
         "VOC: blanks in listed names",
@@ -974,14 +974,14 @@ QUIRKS = [
         COCO,
         lambda odd: odd.change.append(lambda content: ids(content, {("annotations", "image_id"): str, ("images", "id"): str})),
         touches=("ids",),
-        guard=coco("known.get(str(_whole(value)), -1)", "known.get(value, -1)"),
+        guard=coco("ids[key].get(str(_whole(value)), -1)", "ids[key].get(value, -1)"),
     ),
     Quirk(
         "COCO: category_id as text",
         COCO,
         lambda odd: odd.change.append(lambda content: ids(content, {("annotations", "category_id"): str})),
         touches=("ids",),
-        guard=coco("known.get(str(_whole(value)), -1)", "known.get(value, -1)"),
+        guard=coco("ids[key].get(str(_whole(value)), -1)", "ids[key].get(value, -1)"),
     ),
     Quirk(
         "COCO: ids of categories as text",

@@ -91,17 +91,16 @@ def _own_layout(listing: Listing, name: str) -> Layout | None:
         DataError: several folders that match, none of them inside another one.
     """
     data_format = FORMAT_REGISTRY.get(name)
-    paths = [listing.root, *(path for path in listing.files if path.parent == listing.root)]
-    path = next((path for path in paths if data_format.matches(path)), None)
-    if path is not None:
-        return _registered(name, path)
-    below = [folder for folder in listing.folders if data_format.matches(folder)]
-    below = [folder for folder in below if not any(other in folder.parents for other in below)]
-    if len(below) > 1:
+    direct = (listing.root, *(path for path in listing.files if path.parent == listing.root))
+    found = [path for path in direct if data_format.matches(path)][:1]
+    if not found:
+        below = [folder for folder in listing.folders if data_format.matches(folder)]
+        found = [folder for folder in below if not any(other in folder.parents for other in below)]
+    if len(found) > 1:
         raise DataError(
-            f"several folders in the format {name}: {few(below)}; name one of them instead of {listing.root}, or another --format"
+            f"several folders in the format {name}: {few(found)}; name one of them instead of {listing.root}, or another --format"
         )
-    return _registered(name, below[0]) if below else None
+    return _registered(name, found[0]) if found else None
 
 
 def _registered(name: str, path: Path) -> Layout:

@@ -5,19 +5,21 @@ A split that the folder's files make is named only. One that is drawn, or made b
 """
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.folders.layouts import Layout, find_layout
 from cpvt_det.data.folders.split import divide
 from cpvt_det.data.formats.reading import complete
 from cpvt_det.data.formats.registry import Sections
-from cpvt_det.data.listing import SPLITS, Listing, cannot_read
+from cpvt_det.data.listing import SPLITS, Listing, cannot_read, few
 from cpvt_det.data.validation.rules import FAULT, annotation_fault, image_fault
 from cpvt_det.errors import DataError, counted
 from cpvt_det.files import write_json
@@ -102,7 +104,7 @@ def _write_splits(listing: Listing, layout: Layout, output: Path, new_split: boo
     parts = _parts(listing, content, new_split, data.notes)
     data.written = [str(output / f"{split}.json") for split in parts]
     for path, image_ids in zip(data.written, parts.values(), strict=True):
-        write_json(_as_faults(_part(content, set(image_ids), folder)), Path(path))
+        write_json(_part(content, set(image_ids), folder), Path(path))
     return {split: (path, str(folder)) for split, path in zip(parts, data.written, strict=True)}
 
 
@@ -132,33 +134,25 @@ def _parts(listing: Listing, content: Sections, new_split: bool, notes: list[str
 
 
 def _part(content: Sections, image_ids: set[int], folder: Path) -> Sections:
-    """Some images with their annotations, and file names from the folder on; with annotations of images that do not exist, too, for
-    the check of the data to report."""
-    others = {image["id"] for image in content["images"]} - image_ids
-    images = [
-        {**image, "file_name": image["file_name"] if FAULT in image else os.path.relpath(image["file_name"], folder)}
-        for image in content["images"]
-        if image["id"] in image_ids
-    ]
-    return {
-        "images": images,
-        "annotations": [box for box in content["annotations"] if box["image_id"] in image_ids or box["image_id"] not in others],
-        "categories": content["categories"],
-    }
+    """Some images with their annotations, and those of images that do not exist, for the check of the data to report.
 
-
-def _as_faults(content: Sections) -> Sections:
-    """The same sections, with a text in the place of what is wrong with an entry, as JSON has neither NaN nor infinity."""
+    What is wrong with an entry is a text in its place, as JSON has neither NaN nor infinity.
+    """
+    known = {image["id"] for image in content["images"]}
     categories = {category["id"] for category in content["categories"]}
-    sizes = {image["id"]: (1.0, 1.0) for image in content["images"]}
-    for image in content["images"]:
+    images = [dict(image) for image in content["images"] if image["id"] in image_ids]
+    for image in images:
         if fault := image_fault(image):
             detail = fault[1] if FAULT in image else f"{image['file_name']}: {fault[1]}"
             image |= {"height": None, "width": None, FAULT: [fault[0], detail]}
-    for annotation in content["annotations"]:
-        if fault := annotation_fault(annotation, sizes, categories):
+        else:
+            image["file_name"] = os.path.relpath(image["file_name"], folder)
+    others = known - image_ids
+    annotations = [annotation for annotation in content["annotations"] if annotation["image_id"] not in others]
+    for annotation in annotations:
+        if fault := annotation_fault(annotation, known, categories):
             annotation |= {"bbox": None, "area": None, "iscrowd": None, FAULT: list(fault)}
-    return content
+    return {"images": images, "annotations": annotations, "categories": content["categories"]}
 
 
 def refuse_overlap(train: CocoDataset, val: CocoDataset) -> None:
@@ -193,14 +187,14 @@ def count_classes(datasets: Mapping[str, CocoDataset]) -> tuple[list[tuple], lis
     Returns:
         Rows (class, boxes in each data set); and a line for each data set that lacks classes.
     """
-    counts = {split: Counter(int(label) for record in data.records for label in record.labels) for split, data in datasets.items()}
     names = next(iter(datasets.values())).classes.names
-    rows = [(name, *(count[label] for count in counts.values())) for label, name in enumerate(names)]
+    counts = {}
+    for split, data in datasets.items():
+        counts[split] = np.bincount(data.records.boxes_to_learn()[2], minlength=len(names)).tolist()
     notes = []
     for split, count in counts.items():
-        absent = [name for label, name in enumerate(names) if not count[label]]
+        absent = [name for name, number in zip(names, count, strict=True) if not number]
         why = "which cannot be learned" if split == "train" else "whose AP is not measured"
         if absent:
-            listed = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
-            notes.append(f"{split} has no object of {len(absent)} of {len(names)} classes, {why}: {listed}")
-    return rows, notes
+            notes.append(f"{split} has no object of {len(absent)} of {len(names)} classes, {why}: {few(absent)}")
+    return list(zip(names, *counts.values(), strict=True)), notes

@@ -6,7 +6,6 @@ marked difficult are neither learned nor counted in evaluation, as in VOC's own 
 VOC 2012 development kit, section 10. Rotated boxes (roLabelImg) and polygons (LabelMe) become the upright boxes around them.
 """
 
-import glob
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -27,8 +26,13 @@ SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 def voc_splits(folder: Path) -> list[str]:
     """Names of the splits in ``ImageSets/Main``; of VOC's own, not those of single classes (``aeroplane_train``)."""
-    names = sorted(path.stem for path in (folder / "ImageSets" / "Main").glob("*") if path.suffix.lower() == ".txt")
+    names = _lists(folder)
     return [name for name in names if name.rpartition("_")[2] == name or name.rpartition("_")[2] not in names]
+
+
+def _lists(folder: Path) -> dict[str, Path]:
+    """The file of each split, by name."""
+    return {path.stem: path for path in sorted((folder / "ImageSets" / "Main").glob("*")) if path.suffix.lower() == ".txt"}
 
 
 def is_voc(path: Path) -> bool:
@@ -114,12 +118,10 @@ def _first(trees: Iterable[ET.Element]) -> int:
 
 def _split(folder: Path, split: str, names: Names) -> list[Path]:
     """The XML files of a split, in its order."""
-    path = next(
-        (folder / "ImageSets" / "Main").glob(f"{glob.escape(split)}.[tT][xX][tT]"), folder / "ImageSets" / "Main" / f"{split}.txt"
-    )
-    if not path.is_file():
-        known = ", ".join(voc_splits(folder)) or "none"
-        raise DataError(f"{folder} has no split {split!r}: there is no file {path}; known: {known}, and '' for every XML file")
+    path = _lists(folder).get(split)
+    if path is None:
+        known, place = ", ".join(voc_splits(folder)) or "none", folder / "ImageSets" / "Main" / f"{split}.txt"
+        raise DataError(f"{folder} has no split {split!r}: there is no file {place}; known: {known}, and '' for every XML file")
     return list(dict.fromkeys(_listed(folder, path, line, names) for line in read_lines(path)))
 
 

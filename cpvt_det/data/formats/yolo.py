@@ -55,7 +55,16 @@ class YoloFile:
 
     def __init__(self, path: Path):
         self.path = find_yolo(path) or path
-        self.content = _read_yaml(self.path)
+        try:  # values as they are written: YAML 1.1 would make False of the class `no`, and 8 of `010`
+            content = yaml.load(read_text(self.path), yaml.BaseLoader)
+        except (yaml.YAMLError, RecursionError) as error:
+            where = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+            why = f"{getattr(error, 'problem', '') or first_line(error)}{where}"
+            raise DataError(f"{self.path} is not YAML: {why}") from error
+        if not isinstance(content, dict):
+            kind = {list: "list"}.get(type(content), "single value")
+            raise DataError(f"{self.path} is not a YOLO data set: expected keys train, val and names, got a {kind}")
+        self.content = {key: None if value in ("", "~", "null") else value for key, value in content.items()}
         root = self.path.parent / str(self.content.get("path") or "").replace("\\", "/")
         # `path:` may be of the machine that the file was written on
         self.root = root if os.path.isdir(root) else self.path.parent
@@ -281,11 +290,7 @@ def _settle(annotations: Sequence[dict[str, Any]], is_known: bool) -> dict[str, 
 
     A confidence, and a track, which is a whole number, may stand behind a box: where the first four numbers are boxes inside their
     images in all such lines, and four others are not. The polygons of a data set have different numbers of points, other than lists
-    of keypoints.
-
-    Args:
-        annotations: all annotations; those that cannot be decided become faults.
-        is_known: whether the data set says how many keypoints there are.
+    of keypoints, unless it ``is_known`` how many keypoints there are. Lines that cannot be decided become faults.
     """
     notes = {}
     of_count = {count: [box for box in annotations if box.get("count") == count] for count in (5, 6)}
@@ -350,19 +355,6 @@ def _listed_names(listing: Listing) -> list[str]:
     if other is not None:
         raise DataError(f"{files[0]} and {files[other]} have other names of classes, or another order; keep the one that is right")
     return contents[0] if contents else []
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    """The content, all values as they are written: YAML 1.1 would make False of the class ``no``, and 8 of ``010``."""
-    try:
-        content = yaml.load(read_text(path), yaml.BaseLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        where = f", line {error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
-        raise DataError(f"{path} is not YAML: {getattr(error, 'problem', '') or first_line(error)}{where}") from error
-    if not isinstance(content, dict):
-        kind = {list: "list"}.get(type(content), "single value")
-        raise DataError(f"{path} is not a YOLO data set: expected keys train, val and names, got a {kind}")
-    return {key: None if value in ("", "~", "null") else value for key, value in content.items()}
 
 
 def _ends(place: str) -> list[Path]:

@@ -33,11 +33,9 @@ SMALL = 0.1  # pixels; a smaller side may become 0 in the float32 of the records
 
 def category_fault(category: Any) -> Fault | None:
     """The fault of an entry of ``categories``, if any."""
-    missing = _missing(category, ("id", "name"))
-    if missing:
-        return missing
-    if not is_id(category["id"]):
-        return "ids that are not whole numbers", f"id {category['id']!r}"
+    fault = _entry_fault(category, ("id", "name"))
+    if fault:
+        return fault
     if not isinstance(category["name"], (str, int, float)):
         return "category names that are not text", f"category {category['id']} has name {category['name']!r}"
     return None
@@ -47,11 +45,9 @@ def image_fault(image: Any) -> Fault | None:
     """The fault of an entry of ``images``, if any."""
     if type(image) is dict and FAULT in image:
         return tuple(image[FAULT])
-    missing = _missing(image, ("id", "file_name", "height", "width"))
-    if missing:
-        return missing
-    if not is_id(image["id"]):
-        return "ids that are not whole numbers", f"id {image['id']!r}"
+    fault = _entry_fault(image, ("id", "file_name", "height", "width"))
+    if fault:
+        return fault
     where = f"image {image['id']}"
     if not isinstance(image["file_name"], str):
         return "file names that are not text", f"{where} has file_name {image['file_name']!r}"
@@ -118,11 +114,6 @@ def clip_box(box: list[float], size: Size) -> tuple[list[float] | None, str | No
     return [x0, y0, x1 - x0, y1 - y0], CLIPPED
 
 
-def is_id(value: Any) -> bool:
-    """Whether evaluators accept a value as an id."""
-    return type(value) is int and abs(value) <= LARGEST_ID
-
-
 def is_number(value: Any) -> bool:
     """Whether a value is a finite number in the range of pixels."""
     return isinstance(value, (int, float)) and -LARGEST_NUMBER < value < LARGEST_NUMBER
@@ -140,8 +131,12 @@ def _vanishes(x0: float, y0: float, x1: float, y1: float) -> bool:
     return bool((corners[2:] <= corners[:2]).any())
 
 
-def _missing(entry: Any, keys: tuple[str, ...]) -> Fault | None:
+def _entry_fault(entry: Any, keys: tuple[str, ...]) -> Fault | None:
     if type(entry) is not dict:
         return "entries that are not objects", repr(entry)[:80]
     missing = [key for key in keys if key not in entry]
-    return ("entries without a field", f"no {missing[0]!r}") if missing else None
+    if missing:
+        return "entries without a field", f"no {missing[0]!r}"
+    if type(entry["id"]) is not int or abs(entry["id"]) > LARGEST_ID:  # evaluators accept no other
+        return "ids that are not whole numbers", f"id {entry['id']!r}"
+    return None
