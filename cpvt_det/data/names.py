@@ -73,6 +73,7 @@ class Names:
         self.listing = listing
         self._files = {str(path): path for path in files}  # text is ten times quicker to take apart than paths are
         self._found: dict[str, dict[str, None]] = defaultdict(dict)
+        self._bases: dict[Path, str] = {}
         self._indices: dict[tuple[int, bool], dict[str, dict[Folder, list[str]]]] = {}
         self._folders: dict[str, Folder] = {}
 
@@ -89,8 +90,8 @@ class Names:
         """
         name = unquote(written.partition("/local-files/?d=")[2]) or written  # Label Studio's
         name = re.sub(r"^\w+://[^/]*/([^?]*).*$", r"\1", name.replace("\\", "/"))  # URLs
-        *folders, last = [part for part in name.split("/") if part not in ("", ".", "..")] or [""]
-        for base in (source.parent, self.listing.root):
+        *folders, last = parts = [part for part in name.split("/") if part not in ("", ".", "..")] or [""]
+        for base in (self._bases.get(source, source.parent), source.parent, self.listing.root):
             if (path := os.path.normpath(os.path.join(base, name))) in self._files:
                 return self._files[path]
         outside = source.parent / name
@@ -103,6 +104,8 @@ class Names:
             candidates = [path for folder, paths in groups.items() if known is None or known in folder for path in paths]
             if candidates:
                 path = self._files[self._nearest(candidates, list(map(form, folders)), f"{written!r} in {source}", source, form)]
+                if path.parts[-len(parts) :] == tuple(parts):
+                    self._bases[source] = str(path.parents[len(parts) - 1])
                 is_other = path.suffix.lower() in IMAGES and last not in (path.name, path.stem)
                 differs = differs or "with another suffix" * is_other
                 elsewhere = "below another folder" * bool(folders and form(folders[-1]) != form(path.parent.name))

@@ -71,8 +71,6 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
     found = [layout for name in own if wanted in ("", name) and (layout := _own_layout(listing, name))][-1:]
     if not found:  # a format of the user's is meant for the folder, whatever else there is
         found = [layout for name, find in FINDERS.items() if wanted in ("", name) and (layout := find(listing))]
-    if not found and wanted:
-        raise DataError(f"{listing.root} has nothing in the format {wanted}; leave --format out to take what it has")
     if len(found) > 1:
         listed = "; ".join(f"{layout.format} ({layout.what})" for layout in found)
         raise DataError(
@@ -80,7 +78,8 @@ def find_layout(listing: Listing, wanted: str = "") -> Layout:
             "the other"
         )
     if not found:
-        raise DataError(_nothing(listing))
+        nothing = f"{listing.root} has nothing in the format {wanted}; leave --format out to take what it has"
+        raise DataError(nothing if wanted else _nothing(listing))
     return found[0]
 
 

@@ -46,7 +46,8 @@ def divide(content: Sections, root: Path, seed: int, notes: list[str]) -> dict[s
     groups = _groups(images, root, seed)
     if sum(len(group) for group in groups if len(group) <= target) < target:
         long = [group for group in groups if len(group) > target]
-        groups = [piece for group in groups for piece in _cut(group, images, target)]
+        ordered = (sorted(group, key=images.__getitem__) for group in groups)
+        groups = [group[start : start + target] for group in ordered for start in range(0, len(group), target)]
         notes.append(
             f"{sum(map(len, long))} images are nearly the same, as frames of a film are, and there are few others: they were "
             "divided in the order of their names, so figures are of images that are like those of the training"
@@ -71,14 +72,6 @@ def _groups(images: Mapping[int, str], root: Path, seed: int) -> list[list[int]]
     for image_id in sorted(images, key=order.__getitem__):
         groups[number[image_id]].append(image_id)
     return list(groups.values())
-
-
-def _cut(group: list[int], images: Mapping[int, str], most: int) -> list[list[int]]:
-    """A group in pieces of at most so many images that follow each other by name."""
-    if len(group) <= most:
-        return [group]
-    ordered = sorted(group, key=images.__getitem__)
-    return [ordered[start : start + most] for start in range(0, len(ordered), most)]
 
 
 def _choose(classes: Sequence[set[str]], sizes: Sequence[int], target: int) -> set[int]:

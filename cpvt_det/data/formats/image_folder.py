@@ -5,7 +5,6 @@ An image is one object of its class that fills it. Files in deeper folders belon
 links lead to it again; files of other suffixes, and names that start with a dot, are not looked at.
 """
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from cpvt_det.data.formats.registry import Sections, make_sections, register_for
 from cpvt_det.data.listing import files_below, is_image, walk
 from cpvt_det.errors import DataError
 
-logger = logging.getLogger("cpvt_det")
 WHOLE = [0.5, 0.5, 1.0, 1.0]
 """The box of an image that is one object, cxcywh in [0, 1]."""
 
@@ -47,8 +45,6 @@ def read_image_folder(root: Path, split: str) -> Sections:
     own = {folder.name for folder in _folders(place)}
     if not own:
         raise DataError(f"{place} has no folder of a class; expected {place / 'CLASS'}/*.jpg")
-    if _has_image(place):
-        logger.warning("%s: images that are in no folder of a class are left out", place)
     siblings = [{folder.name for folder in _folders(other)} for other in _folders(root)] if split else []
     names = sorted(own.union(*(other for other in siblings if other & own)))
     files = [(number, path) for number, name in enumerate(names, start=1) for path in _images(place / name)]
@@ -56,7 +52,8 @@ def read_image_folder(root: Path, split: str) -> Sections:
         {"image_id": image_id, "category_id": number, "relative_cxcywh": WHOLE, "source": path}
         for image_id, (number, path) in enumerate(files, start=1)
     ]
-    return make_sections(({"file_name": path} for _, path in files), annotations, dict(enumerate(names, start=1)))
+    notes = {"folders with images that are in no folder of a class, left out": [place] if _has_image(place) else []}
+    return make_sections(({"file_name": path} for _, path in files), annotations, dict(enumerate(names, start=1)), notes)
 
 
 def _folders(path: Path) -> list[Path]:

@@ -15,19 +15,17 @@ def around_corners(x0: float, y0: float, x1: float, y1: float, angle: float) -> 
 def around_rotated(cx: float, cy: float, w: float, h: float, angle: float) -> list[float]:
     """The box around a rectangle that is turned by an angle, in radians, about its middle."""
     sine, cosine = abs(math.sin(angle)), abs(math.cos(angle))
-    return _around_middle(cx, cy, w * cosine + h * sine, w * sine + h * cosine)
+    width, height = w * cosine + h * sine, w * sine + h * cosine
+    return [cx - width / 2, cy - height / 2, width, height]
 
 
 def around_ellipse(cx: float, cy: float, rx: float, ry: float, angle: float) -> list[float]:
     """The box around an ellipse of two half axes that is turned by an angle, in radians, about its middle."""
     sine, cosine = math.sin(angle), math.cos(angle)
-    return _around_middle(cx, cy, 2 * math.hypot(rx * cosine, ry * sine), 2 * math.hypot(rx * sine, ry * cosine))
+    half_width, half_height = math.hypot(rx * cosine, ry * sine), math.hypot(rx * sine, ry * cosine)
+    return [cx - half_width, cy - half_height, 2 * half_width, 2 * half_height]
 
 
 def around_points(xs: Sequence[float], ys: Sequence[float]) -> list[float]:
     """The box around points."""
     return [min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)]
-
-
-def _around_middle(x: float, y: float, width: float, height: float) -> list[float]:
-    return [x - width / 2, y - height / 2, width, height]

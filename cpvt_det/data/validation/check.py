@@ -118,10 +118,9 @@ def check_data(
     """
     together = Issues("", examples)
     read: dict[str, CocoDataset] = {}
-    files = {one.name: one for one in (*train, *tests)}
-    for one in files.values():
+    for name, files in {one.name: one for one in (*train, *tests)}.items():
         try:
-            read[one.name] = read_coco(one, examples, cache)
+            read[name] = read_coco(files, examples, cache)
         except DataError as error:
             together.add_error("data sets that cannot be read", str(error))
     for dataset in read.values():
