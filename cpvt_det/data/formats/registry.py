@@ -51,12 +51,12 @@ def make_sections(
     places: dict[str, dict[str, None]] = defaultdict(dict)
     for heading, where in (item for some in notes for item in some.items()):
         places[heading] |= dict.fromkeys(map(str, where))
-    return {
-        "images": [{"id": number, **image} for number, image in enumerate(images, start=1)],
-        "annotations": [{"id": number, **annotation} for number, annotation in enumerate(annotations, start=1)],
-        "categories": [{"id": number, "name": name} for number, name in names.items()],
-        "notes": {heading: list(where) for heading, where in places.items() if where},
-    }
+    sections: Sections = {"images": list(images), "annotations": list(annotations)}
+    for number, entry in (item for entries in sections.values() for item in enumerate(entries, start=1)):
+        entry.setdefault("id", number)
+    sections["categories"] = [{"id": number, "name": name} for number, name in names.items()]
+    sections["notes"] = {heading: list(where) for heading, where in places.items() if where}
+    return sections
 
 
 FORMAT_REGISTRY = PartRegistry("FORMAT", "data format")
