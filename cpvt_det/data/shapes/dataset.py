@@ -20,8 +20,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from cpvt_det.data.shapes.scene import CLASS_NAMES, ShapesSpec, draw_image
-from cpvt_det.errors import ConfigError, DataError
-from cpvt_det.files import atomic_file
+from cpvt_det.errors import DataError
+from cpvt_det.files import write_json
 from cpvt_det.memory import usable_cores
 
 # A parameter in the JSON: increase it with any change of the drawing or of the JSON, so that older data can be distinguished.
@@ -37,13 +37,11 @@ def draw_dataset(
     seed: int = 0,
     spec: ShapesSpec = ShapesSpec(),
     num_processes: int | None = None,
-    overwrite: bool = False,
 ) -> None:
     """Draw the data set, or do nothing if the folder already contains it, complete and with the same parameters.
 
-    Writes ``annotations/train.json``, ``annotations/val.json``, ``train/000000.jpg``, ... A split's JSON is written last, so
-    a split with a JSON is complete. Processes are spawned: a script that uses more than one needs the usual
-    ``if __name__ == "__main__":``.
+    Writes ``annotations/train.json``, ``annotations/val.json``, ``train/000000.jpg``, ... Processes are spawned: a script that uses
+    more than one needs the usual ``if __name__ == "__main__":``.
 
     Args:
         root: folder to write to; created if missing.
@@ -52,28 +50,20 @@ def draw_dataset(
         seed: random seed, 0 or more.
         spec: properties of the images.
         num_processes: number of processes; ``None``: one per core that this process may use, at most 16.
-        overwrite: whether a shapes data set with other parameters is replaced.
 
     Raises:
-        ConfigError: a count or seed out of range.
-        DataError: a folder that contains a shapes data set with other parameters, while ``overwrite`` is False, or other files.
+        DataError: the folder contains other data, or this data set with other parameters or only a part of it.
     """
-    num_processes = min(16, usable_cores()) if num_processes is None else num_processes
-    given = {"num_train": num_train, "num_val": num_val, "seed": seed, "num_processes": num_processes}
-    for name, value in given.items():
-        least = 0 if name == "seed" else 1
-        if value < least:
-            raise ConfigError(f"{name} must be {least} or more, got {value}")
     root = Path(root)
-    if root.exists() and not root.is_dir():
-        raise DataError(f"{root} is a file; the shapes data set needs a folder")
-    counts = dict(zip(SPLITS, (num_train, num_val), strict=True))
-    wanted = {split: describe(split, count, seed, spec) for split, count in counts.items()}
-    missing = [split for split in SPLITS if not _is_drawn(root, wanted[split], overwrite)]
-    for split in missing:
-        _mark_unfinished(root, split)
-    for split in missing:
-        _draw_split(root, wanted[split], spec, num_processes)
+    infos = [describe(split, count, seed, spec) for split, count in zip(SPLITS, (num_train, num_val), strict=True)]
+    if all(_is_drawn(root, info) for info in infos):
+        return
+    if root.is_file() or any((root / name).exists() for name in ("annotations", *SPLITS)):
+        raise DataError(
+            f"{root} exists and is not this data set, complete and with the same parameters; remove it or choose another folder"
+        )
+    for info in infos:
+        _draw_split(root, info, spec, min(16, usable_cores()) if num_processes is None else num_processes)
 
 
 def describe(split: str, count: int, seed: int, spec: ShapesSpec) -> dict[str, Any]:
@@ -90,53 +80,23 @@ def describe(split: str, count: int, seed: int, spec: ShapesSpec) -> dict[str, A
     }
 
 
-def _is_drawn(root: Path, wanted: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the folder contains a split, complete and with the wanted parameters.
-
-    Raises:
-        DataError: other files, or a split with other parameters while ``overwrite`` is False.
-    """
-    path = _json_path(root, wanted["split"])
-    if not path.exists():
-        if not _unfinished_path(path).exists() and any(root.glob(f"{wanted['split']}/*")):
-            raise DataError(f"{root / wanted['split']} contains files, but {path} is missing; choose another folder")
-        return False
+def _is_drawn(root: Path, info: dict[str, Any]) -> bool:
+    """Whether the folder contains a split, complete and with these parameters."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["info"]
-        ours = found["description"] == wanted["description"]
-    except (ValueError, KeyError, TypeError):
-        ours = False
-    if not ours:
-        raise DataError(f"{path} is not from the shapes data set and is not overwritten; choose another folder")
-    if found == wanted:
-        return all((root / wanted["split"] / _file_name(i)).is_file() for i in range(wanted["num_images"]))
-    if overwrite:
+        found = json.loads(_json_path(root, info).read_text(encoding="utf-8"))["info"]
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    differ = [f"{key} {found.get(key)!r}, not {value!r}" for key, value in wanted.items() if found.get(key) != value]
-    way_out = "choose another folder, or replace the data set (overwrite=True, --overwrite)"
-    raise DataError(f"{path} was drawn with {'; '.join(differ)}; {way_out}")
+    return found == info and all((root / info["split"] / _file_name(i)).is_file() for i in range(info["num_images"]))
 
 
-def _json_path(root: Path, split: str) -> Path:
-    return root / "annotations" / f"{split}.json"
-
-
-def _unfinished_path(path: Path) -> Path:
-    return path.with_suffix(".json.part")
-
-
-def _mark_unfinished(root: Path, split: str) -> None:
-    """Mark the images of a split as ours but incomplete, before the first one changes."""
-    path = _json_path(root, split)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _unfinished_path(path).touch()
-    path.unlink(missing_ok=True)
+def _json_path(root: Path, info: dict[str, Any]) -> Path:
+    return root / "annotations" / f"{info['split']}.json"
 
 
 def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processes: int) -> None:
-    """Draw the images of a split, remove those left from an earlier, larger drawing, and write its JSON."""
+    """Draw the images of a split and write its JSON."""
     split, count = info["split"], info["num_images"]
-    (root / split).mkdir(exist_ok=True)
+    (root / split).mkdir(parents=True)
     draw = partial(_draw_file, root / split, spec, info["seed"], SPLITS.index(split))
     bar = partial(tqdm, total=count, desc=f"drawing {split}", unit="image", disable=None)
     num_processes = min(num_processes, -(-count // CHUNK))
@@ -147,14 +107,7 @@ def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processe
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
             drawn = list(bar(pool.map(draw, range(count), chunksize=CHUNK)))
-    path = _json_path(root, split)
-    kept = {_file_name(i) for i in range(count)}
-    for stale in (root / split).glob("[0-9]" * 6 + ".jpg"):
-        if stale.name not in kept:
-            stale.unlink()
-    with atomic_file(path) as file:
-        file.write(json.dumps(_to_coco(info, drawn)).encode())
-    _unfinished_path(path).unlink()
+    write_json(_to_coco(info, drawn), _json_path(root, info))
 
 
 def _draw_file(folder: Path, spec: ShapesSpec, seed: int, split_index: int, index: int) -> tuple[Any, ...]:
