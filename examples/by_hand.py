@@ -14,7 +14,7 @@ import torch
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import read_coco
-from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
+from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.data.shapes.scene import ShapesSpec
 from cpvt_det.evaluation.coco import CocoEvaluator
@@ -34,7 +34,7 @@ def main(iterations: int = 20) -> dict[str, float]:
     draw_dataset(root, 64, 16, 0, ShapesSpec())
     train, val = (read_coco(DatasetFiles(split, root / f"annotations/{split}.json", root / split)) for split in ("train", "val"))
     augment = Mapper(train_transform((96, 128), 160, flip=True, crop_sizes=(), crop_range=()), with_targets=True)
-    resize = Mapper(evaluation_transform(128, 160), with_targets=False)
+    resize = Mapper(RandomShortSide([128], 160), with_targets=False)
 
     # Model: five parts and a position encoding. The neck, the queries and the heads are DETR's own.
     classification = SoftmaxClassification(len(train.classes))

@@ -15,7 +15,7 @@ from cpvt_det.builders.outputs import build_device, build_postprocessor
 from cpvt_det.data.cache import KeptLook
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
-from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
+from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
 from cpvt_det.data.records import ImageRecord, Records, join
 from cpvt_det.data.shards import open_shards, split_at_shards
 from cpvt_det.data.validation.check import CheckedData, look_at_images
@@ -134,7 +134,7 @@ def build_test_mapper(cfg: CfgNode) -> Mapper:
         ConfigError: another order of channels than RGB.
     """
     require_rgb(cfg)
-    transform = evaluation_transform(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
+    transform = RandomShortSide([cfg.INPUT.MIN_SIZE_TEST], cfg.INPUT.MAX_SIZE_TEST)
     return Mapper(transform, with_targets=False, with_pixels=build_tiling(cfg) is not None)
 
 

@@ -66,7 +66,7 @@ class ImageHeader:
     Attributes:
         width, height: size in pixels after turning.
         mode: Pillow's name for the pixel format, such as "RGB" or "I;16".
-        orientation: EXIF orientation, 1 to 8; 1 means not turned.
+        orientation: EXIF orientation, 1 to 8; 1 means not turned, from 5 on turning swaps width and height.
         is_whole: whether the file contains the end mark of its format, or the format has none.
     """
 
@@ -75,11 +75,6 @@ class ImageHeader:
     mode: str
     orientation: int
     is_whole: bool
-
-    @property
-    def swaps_sides(self) -> bool:
-        """Whether turning swaps width and height."""
-        return self.orientation >= 5
 
 
 def is_file(path: str) -> bool:

@@ -7,7 +7,6 @@ iteration to continue where it stopped.
 
 import atexit
 import contextlib
-import functools
 import itertools
 import logging
 import math
@@ -201,7 +200,9 @@ class SampleLoader(DataLoader):
 
     def __init__(self, dataset: MappedDataset, batches: Iterable[list[Draw]], num_workers: int, pin_memory: bool = False):
         if num_workers and multiprocessing.current_process().daemon:
-            _tell_of_no_workers()
+            logger.warning(
+                "This process is daemonic and may start no others: it reads images itself, as with DATALOADER.NUM_WORKERS 0"
+            )
             num_workers = 0
         if num_workers:
             dataset.at_work = shared_memory(16 * num_workers).view(torch.int64).view(num_workers, 2).fill_(-1)
@@ -280,11 +281,6 @@ def evaluation_loader(
     draws = [(0, index) for index in range(rank, len(dataset), world_size)]
     batches = [draws[start : start + batch_size] for start in range(0, len(draws), batch_size)]
     return SampleLoader(dataset, batches, num_workers)
-
-
-@functools.cache
-def _tell_of_no_workers() -> None:
-    logger.warning("This process is daemonic and may start no others: it reads images itself, as with DATALOADER.NUM_WORKERS 0")
 
 
 def _begin_worker(worker: int) -> None:

@@ -35,7 +35,7 @@ class RandomShortSide(v2.Transform):
     """Resize to a short side drawn from a list, both sides at least one pixel.
 
     Args:
-        sizes: short sides in pixels to draw from; empty or 0: do not resize.
+        sizes: short sides in pixels to draw from, a single one in evaluation; empty or 0: do not resize.
         max_size: limit of the long side in pixels.
     """
 
@@ -131,16 +131,6 @@ def train_transform(
         crop = [RandomShortSide(crop_sizes), RandomSizeCrop(*crop_range), RandomShortSide(sizes, max_size), KeepVisible(1)]
         resize = v2.RandomChoice([resize, v2.Compose(crop)])
     return v2.Compose([v2.RandomHorizontalFlip(0.5 if flip else 0.0), resize])
-
-
-def evaluation_transform(size: int, max_size: int | None) -> v2.Transform:
-    """Resize to one short side.
-
-    Args:
-        size: short side in pixels; 0: do not resize.
-        max_size: limit of the long side in pixels.
-    """
-    return RandomShortSide([size], max_size)
 
 
 class Mapper:

@@ -92,8 +92,9 @@ class Patience:
         while True:
             try:
                 value = read()
-            except UnreachableError as error:
-                if isinstance(error, MissingFileError) and not even_if_missing:
+            except DataError as error:
+                is_missing = isinstance(error, MissingFileError) and not even_if_missing
+                if is_missing or not isinstance(error, UnreachableError):
                     self._answered = True
                     raise
                 if self._end == math.inf:
@@ -104,9 +105,6 @@ class Patience:
                     logger.warning("%s; trying again for %.0f s", error, self.seconds)
                 told = True
                 time.sleep(PAUSE)
-            except DataError:
-                self._answered = True
-                raise
             else:
                 self._answered = True
                 return value

@@ -548,7 +548,7 @@ def test_a_crop_that_only_fits_after_zooming_out_is_refused_where_that_is_left_t
 
 WRONG = {
     "None": (lambda i, b, n: None, r"returned NoneType"),
-    "two": (lambda i, b, n: (i, b), r"returned 2 values, Image, BoundingBoxes"),
+    "two": (lambda i, b, n: (i, b), r"returned Image, BoundingBoxes"),
     "floats": (lambda i, b, n: (i / 255, b, n), r"the image is torch\.float32 of shape \(3, 60, 90\) and not uint8"),
     "rows": (lambda i, b, n: (i.permute(1, 2, 0), b, n), r"the image is torch\.uint8 of shape \(60, 90, 3\)"),
     "flat": (lambda i, b, n: (i, b.flatten(), n), r"the boxes are torch\.float32 of shape \(12,\)"),

@@ -23,11 +23,11 @@ from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.data import loader
 from cpvt_det.data.coco import load_coco
 from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, dead_workers_named, evaluation_loader
-from cpvt_det.data.mapper import Mapper, evaluation_transform, train_transform
+from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
 from cpvt_det.errors import ConfigError, DeadWorkerError, RunStoppedError
 from cpvt_det.structures import PaddedBatch
 
-evaluation_loader.__test__ = evaluation_transform.__test__ = False  # no tests, whatever pytest thinks of their names
+evaluation_loader.__test__ = False  # no test, whatever pytest thinks of its name
 
 
 # Batches
@@ -178,7 +178,6 @@ def test_workers_that_cannot_be_started_are_told_with_the_way_out(dataset, monke
 
 def test_a_daemonic_process_reads_images_itself(dataset, monkeypatch, caplog):
     """It may have no children: multiprocessing's daemons, tasks of Celery."""
-    loader._tell_of_no_workers.cache_clear()
     expected = list(islice(make_loader(dataset), 3))
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     assert_same_batches(expected, list(islice(make_loader(dataset, num_workers=2), 3)))
@@ -279,7 +278,7 @@ def test_impossible_batches_are_refused(arguments, message):
 def test_evaluation_sees_every_image_once(drawn_coco, world_size):
     """Over all processes, also where there are more of them than images."""
     records = load_coco(drawn_coco.files).records
-    dataset = MappedDataset(records, Mapper(evaluation_transform(0, None), with_targets=False))
+    dataset = MappedDataset(records, Mapper(RandomShortSide([0], None), with_targets=False))
     seen = []
     for rank in range(world_size):
         for batch in evaluation_loader(dataset, 2, 0, rank, world_size):

@@ -20,7 +20,7 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.cli import main
 from cpvt_det.data.images import read_image
-from cpvt_det.data.mapper import evaluation_transform
+from cpvt_det.data.mapper import RandomShortSide
 from cpvt_det.errors import BadInputError, RunStoppedError
 from cpvt_det.export import Canvas, ExportModule, check, files, foreign_operators, prepare, program, trace
 from cpvt_det.layers.norm import MaskedGroupNorm, NoNorm
@@ -169,7 +169,7 @@ def test_the_script_without_this_package_sees_what_the_model_sees(shipped, tmp_p
     assert "import cpvt_det" not in source and "import torch" not in source
     script = [sys.executable, ROOT / "tools/run_onnx.py", path, tmp_path / "picture.png"]
     lines = subprocess.run(script, check=True, capture_output=True, text=True).stdout.splitlines()
-    batch = detector.preprocess([evaluation_transform(64, 90)(read_image(str(tmp_path / "picture.png")))])
+    batch = detector.preprocess([RandomShortSide([64], 90)(read_image(str(tmp_path / "picture.png")))])
     with torch.no_grad():
         found = builders.build_postprocessor(cfg)(detector(batch.images, batch.padding_mask), [(100, 150)])[0]
     expected = found.scores >= 0.5

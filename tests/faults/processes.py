@@ -165,7 +165,6 @@ def few_descriptors(folder: Path) -> Ending:
 
 
 def daemonic(folder: Path) -> Ending:
-    loader._tell_of_no_workers.cache_clear()
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=True):
         return call_on(draw(folder / "data", lambda _: None), "train", **SHORT, DATALOADER__NUM_WORKERS=1)
 

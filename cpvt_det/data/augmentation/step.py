@@ -108,9 +108,10 @@ class AugmentationStep:
 
 def _fault(found: Any) -> str:
     """What is wrong with the result of an augmentation; empty where nothing is."""
-    if not isinstance(found, (tuple, list)) or len(found) != 3 or not all(isinstance(part, Tensor) for part in found):
-        return f"returned {_kind(found)}"
-    image, boxes, labels = found
+    parts = found if isinstance(found, (tuple, list)) else (found,)
+    if len(parts) != 3 or not all(isinstance(part, Tensor) for part in parts):
+        return f"returned {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
+    image, boxes, labels = parts
     if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3 or 0 in image.shape:
         return f"the image is {image.dtype} of shape {tuple(image.shape)} and not uint8 of shape (3, height, width)"
     if not boxes.is_floating_point() or boxes.shape != (len(boxes), 4):
@@ -123,9 +124,3 @@ def _fault(found: Any) -> str:
     if not (corners[:, :2] <= corners[:, 2:]).all():  # false for NaN too
         return "a box is not [x0, y0, x1, y1] with x0 <= x1 and y0 <= y1"
     return ""
-
-
-def _kind(found: Any) -> str:
-    if isinstance(found, (tuple, list)):
-        return f"{len(found)} values, {', '.join(type(part).__name__ for part in found)}"
-    return type(found).__name__

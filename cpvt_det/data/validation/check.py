@@ -155,7 +155,7 @@ def _fault(path: str, size: Sequence[int], header: Seen) -> Fault | None:
     if (header.width, header.height) == said:
         return None
     detail = f"{path} has {header.width} x {header.height} pixels, but {said[0]} x {said[1]} in the annotations"
-    if header.swaps_sides and said == (header.height, header.width):
+    if header.orientation >= 5 and said == (header.height, header.width):
         detail += f"; EXIF orientation {header.orientation} turns it, and the annotations contain the size before turning"
     return "images whose size differs from the annotations", detail
 
