@@ -190,7 +190,7 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.INPUT.MAX_SIZE_TEST = 1333  # longest long side in pixels
     cfg.INPUT.AUGMENTATIONS = []  # each a name or [name, {option: value}], in this order, before flip, crop and resize
     cfg.INPUT.MIN_VISIBLE = 0.25  # boxes of which an augmentation leaves less than this share of the area are removed
-    cfg.INPUT.CLOSE_EPOCHS = 0.0  # length in epochs of the end of the run in which no images are mixed (Mosaic, MixUp, CopyPaste)
+    cfg.INPUT.CLOSE_EPOCHS = 0.0  # length in epochs of the end of the run in which no images are mixed (Mosaic, MixUp)
     cfg.INPUT.RANDOM_FLIP = "horizontal"  # horizontal: flip half of the images; none: do not flip
     cfg.INPUT.RESIZE_CROP = CfgNode()  # half the images: resize to one of SIZES, crop sides in RANGE, resize as above
     cfg.INPUT.RESIZE_CROP.ENABLED = True  # True: use DETR's random crop, on half of the images

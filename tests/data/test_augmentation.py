@@ -21,7 +21,6 @@ from cpvt_det.builders import build_train_loader, load_splits, training_records
 from cpvt_det.builders.augmentation import build_augmentations
 from cpvt_det.config import get_cfg, load_cfg
 from cpvt_det.data.augmentation import AUGMENTATION_REGISTRY, single
-from cpvt_det.data.augmentation.mixing import visible_part
 from cpvt_det.data.augmentation.step import as_scene, clip_to_visible
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.mapper import Mapper, train_transform
@@ -54,9 +53,8 @@ OPTIONS = {
     "RandomOrder": {"transforms": [["RandomCrop", {"size": [40, 50]}], ["RandomZoomOut", {"p": 1}]]},
     "Mosaic": {"p": 1},
     "MixUp": {"p": 1},
-    "CopyPaste": {"p": 1, "max_cover": 0.8},
 }
-OURS = (*single.COLOURS, *single.PLACES, *single.GROUPS, "RandomIoUCrop", "Mosaic", "MixUp", "CopyPaste")
+OURS = (*single.COLOURS, *single.PLACES, *single.GROUPS, "RandomIoUCrop", "Mosaic", "MixUp")
 LOSE_SOME = ("RandomAffine", "RandomCrop", "RandomResizedCrop", "RandomApply", "RandomChoice", "RandomOrder", "RandomIoUCrop")
 TURN = ("RandomAffine", "RandomPerspective", "RandomRotation")
 
@@ -263,60 +261,6 @@ def test_a_mixup_has_the_objects_of_both_images():
     assert len(lefts) > 10
 
 
-@pytest.mark.parametrize("size", [(60, 90), (120, 50)])
-def test_pasted_objects_have_boxes_and_covered_ones_are_those_of_what_is_left(size):
-    step, scene = step_of("CopyPaste", MIN_VISIBLE=0.1), paint(size, [(5, 5, 45, 50)])
-    other = paint((50, 80), [(5, 5, 25, 35), (50, 10, 75, 22), (30, 40, 70, 48)], 3)
-    other = (torch.where((other[0] > 0).any(0), other[0], 60), *other[1:])
-    pasted, shrunk, sides = 0, 0, set()
-    for seed in range(40):
-        torch.manual_seed(seed)
-        image, boxes, labels = step(*scene, lambda: other)
-        assert labels[0] == 0
-        unique = [number for number, label in enumerate(labels.tolist()) if labels.tolist().count(label) == 1]
-        assert_boxes_are_those_of_the_pixels((image, boxes[unique], labels[unique]), range(6))
-        box = boxes[0].as_subclass(Tensor)
-        left = pixels_of(image.as_subclass(Tensor), 0).sum() / (40 * 45)
-        assert left >= 1 - 0.8 - 0.01
-        pasted += len(labels) - 1
-        shrunk += box.tolist() != [5, 5, 45, 50]
-        sides |= {round(float(side)) for side in boxes[1:, 2] - boxes[1:, 0]}
-    assert pasted > 40 and shrunk > 1 and len(sides) > 10
-    nothing = step(*scene, lambda: paint((50, 80), []))
-    assert torch.equal(nothing[0], scene[0]) and torch.equal(nothing[1], scene[1])
-
-
-def test_pasting_covers_no_object_too_much():
-    """Counted in the pixels, of an image that is full of objects."""
-    boxes = [(x, y, x + 18, y + 18) for x in (1, 21, 41) for y in (1, 21)]
-    scene, other = paint((40, 60), boxes), paint((40, 60), [(5, 5, 35, 25)], 0)
-    other = (torch.where((other[0] > 0).any(0), 200, 60).byte().expand(3, -1, -1), *other[1:])
-    (step,) = steps_of(["CopyPaste", {"p": 1, "count": 1, "scale": [0.3, 0.5]}])
-    placed = 0
-    for seed in range(40):
-        torch.manual_seed(seed)
-        image, _, labels = step(*scene, lambda: other)
-        placed += len(labels) - 6
-        left = [int(pixels_of(image.as_subclass(Tensor), label).sum()) / 324 for label in range(6)]
-        assert min(left) >= 0.7 - 1e-6
-    assert 5 < placed < 40
-
-
-def test_visible_part_by_hand():
-    """Covers of [4, 10] x [0, 6] and [4, 10] x [6, 12]: over the right end, over the top end, within, over the middle, beside."""
-    covers = torch.tensor([[4.0, 0, 10, 6], [4, 6, 10, 12]])
-    for box, one, both in [
-        ([0, 1, 8, 5], [0, 1, 4, 5], [0, 1, 4, 5]),
-        ([5, 2, 9, 13], [5, 6, 9, 13], [5, 12, 9, 13]),
-        ([3, -1, 12, 13], [3, -1, 12, 13], [3, -1, 12, 13]),
-        ([0, 1, 14, 5], [0, 1, 14, 5], [0, 1, 14, 5]),
-        ([11, 0, 14, 6], [11, 0, 14, 6], [11, 0, 14, 6]),
-        ([3.5, 0.5, 8.5, 9.5], [3.5, 0.5, 8.5, 9.5], [3.5, 0.5, 4, 9.5]),
-    ]:
-        assert visible_part(torch.tensor(box).float(), covers[:1]).tolist() == one
-        assert visible_part(torch.tensor(box).float(), covers).tolist() == both
-
-
 def test_other_images_went_through_the_augmentations_before(tmp_path):
     """Zoomed out to at least twice the side before they are mixed in: a full object has half the side at most."""
     record = write(tmp_path, "full", (40, 60), [(0, 0, 60, 40)])
@@ -330,7 +274,7 @@ def test_other_images_went_through_the_augmentations_before(tmp_path):
 def test_the_size_of_the_canvas_is_the_first_image_s():
     """So that a wide image stays wide for its batch; a canvas of one pixel holds no four images."""
     others = [paint((100, 30), [(5, 5, 25, 95)], 1)] * 3
-    for name in ("Mosaic", "MixUp", "CopyPaste"):
+    for name in ("Mosaic", "MixUp"):
         assert step_of(name)(*paint((33, 90), []), iter(others).__next__)[0].shape == (3, 33, 90)
         assert step_of(name)(*paint((1, 1), []), iter(others).__next__)[0].shape == (3, 1, 1)
 
@@ -350,7 +294,6 @@ ALL = [
     ["RandomZoomOut", {"side_range": [1, 2]}],
     ["RandomApply", {"transforms": ["RandomIoUCrop"], "p": 0.8}],
     ["RandomRotation", {"degrees": 10}],
-    ["CopyPaste", {"p": 0.5}],
     ["MixUp", {"p": 0.5}],
     "noisy",
 ]
@@ -445,7 +388,7 @@ def test_a_run_that_is_all_closed_is_warned_of(drawn_cfg, caplog):
     assert "CLOSE_EPOCHS" not in caplog.text
 
 
-def test_crowds_are_neither_learned_nor_pasted(tmp_path):
+def test_crowds_are_not_learned(tmp_path):
     """Image 12 of the drawn data has one object and a crowd of another class."""
     drawn = draw_coco(tmp_path)
     cfg = get_cfg()
@@ -454,7 +397,7 @@ def test_crowds_are_neither_learned_nor_pasted(tmp_path):
     (data,), _ = load_splits(cfg)
     (record,) = (record for record in data.records if record.image_id == 12)
     before = [dict(annotation) for annotation in coco_dict(data)["annotations"]]
-    steps = steps_of(["Mosaic", {"p": 0.5}], ["CopyPaste", {"p": 1}], ["MixUp", {"p": 0.5}])
+    steps = steps_of(["Mosaic", {"p": 0.5}], ["MixUp", {"p": 0.5}])
     mapper, labels = Mapper(train_transform((), None), True, steps, [record]), []
     for seed in range(10):
         torch.manual_seed(seed)
@@ -467,7 +410,7 @@ def test_crowds_are_neither_learned_nor_pasted(tmp_path):
 
 def test_grey_images_are_mixed_with_coloured_ones(tmp_path):
     records = [write(tmp_path, "grey", (60, 90), BOXES, "L"), write(tmp_path, "colour", (90, 60), [(5, 5, 30, 40)])]
-    steps = steps_of(["Mosaic", {"p": 1}], "RandomPhotometricDistort", ["CopyPaste", {"p": 1}])
+    steps = steps_of(["Mosaic", {"p": 1}], "RandomPhotometricDistort", ["MixUp", {"p": 1}])
     for number in range(6):
         torch.manual_seed(number)
         sample = Mapper(train_transform((40, 50), 90), True, steps, records)(records[number % 2])
@@ -500,7 +443,6 @@ def test_grey_images_are_mixed_with_coloured_ones(tmp_path):
         ([["Mosaic", {"center": [0.7, 0.3]}]], r"'Mosaic': center must be a range \[low, high\] from at least 0 to at most 1"),
         ([["Mosaic", {"zoom": [0.5, 1]}]], r"'Mosaic': zoom must be a range \[low, high\] from at least 1, got"),
         ([["MixUp", {"share": [0.5]}]], r"'MixUp': share must be a range"),
-        ([["CopyPaste", {"max_cover": 1}]], r"'CopyPaste': count must be at least 1, .* max_cover in \[0, 1\), got 3, 0\.2 and 1"),
         ([["RandomApply", {"p": 0.5}]], r"'RandomApply' needs transforms, a list like INPUT\.AUGMENTATIONS, got None"),
         ([["RandomChoice", {"transforms": ["MixUp"]}]], r"'MixUp' mixes images and cannot be in 'RandomChoice'"),
         ([["RandomChoice", {"transforms": ["Mixup"]}]], r"unknown augmentation 'Mixup' \(did you mean 'MixUp'"),

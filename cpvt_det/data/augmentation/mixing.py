@@ -10,10 +10,8 @@ from torchvision.transforms.v2 import functional as TF
 from cpvt_det.data.augmentation.registry import AUGMENTATION_REGISTRY, DrawScene, Scene
 from cpvt_det.data.augmentation.step import clip_to_visible
 
-TRIALS = 10
-"""Places that are tried for an object that is pasted."""
 THIN = 2
-"""Pixels; smallest side of a corner and of a pasted rectangle, because torch 2.14 fails to resize to 1 x 1. A canvas that is not
+"""Pixels; smallest side of a corner, because torch 2.14 fails to resize to 1 x 1. A canvas that is not
 two such corners wide and high is not changed."""
 
 
@@ -128,93 +126,6 @@ class MixUp(Mixing):
         return canvas, torch.cat((boxes.as_subclass(Tensor), moved)), torch.cat((labels, other_labels))
 
 
-@AUGMENTATION_REGISTRY.register_as("CopyPaste")
-class CopyPaste(Mixing):
-    """Objects of another image, each as the rectangle around it, pasted where they cover little of what is there.
-
-    A rectangle shows some of the object's surroundings, so that its border is not the border of the object. What else is in it is
-    pasted too: other objects with their boxes, if enough of them is inside.
-
-    Args:
-        p: probability.
-        count: largest number of objects.
-        scale: range of the magnification, beyond that from the other image's size to this one's.
-        margin: largest width of the surroundings at each side, as a share of the object's side.
-        max_cover: largest share of an object that may be covered, in [0, 1); its box becomes that of its visible part.
-        min_visible: as in :func:`clip_to_visible`, for other objects in the rectangle.
-
-    Raises:
-        ValueError: an argument outside of its range.
-
-    Source: arXiv 1902.07296, section 4, and arXiv 2012.07177, with boxes in place of masks.
-    """
-
-    def __init__(
-        self,
-        p: float = 0.5,
-        count: int = 3,
-        scale: Sequence[float] = (0.5, 1.5),
-        margin: float = 0.2,
-        max_cover: float = 0.3,
-        min_visible: float = 0.0,
-    ):
-        super().__init__(p)
-        _require_range("scale", scale, 1e-3, None)
-        if count < 1 or margin < 0 or not 0 <= max_cover < 1:
-            raise ValueError(
-                f"count must be at least 1, margin at least 0 and max_cover in [0, 1), got {count}, {margin} and {max_cover}"
-            )
-        self.count, self.scale, self.margin, self.max_cover, self.min_visible = count, scale, margin, max_cover, min_visible
-
-    def mix(self, scene: Scene, draw: DrawScene) -> Scene:
-        """Paste objects of one other image, one after the other; those without a place are left out."""
-        canvas, boxes, labels = scene[0].as_subclass(Tensor).clone(), scene[1].as_subclass(Tensor), scene[2]
-        other, places, covered = draw(), [], torch.zeros(len(boxes))
-        earlier = torch.zeros(len(boxes), dtype=torch.int64)  # places that were filled before an object was there
-        ratio = (canvas[0].numel() / other[0][0].numel()) ** 0.5
-        chosen = torch.randperm(len(other[1]))[: 1 + _below(self.count)]
-        for number in chosen.tolist():
-            patch, inside, names = self._patch(other, number, ratio)
-            place = self._find_place(patch, canvas, boxes, covered)
-            if place is None:
-                continue
-            left, top, right, bottom = place.int().tolist()
-            canvas[:, top:bottom, left:right] = patch
-            places.append(place)
-            covered = torch.cat((covered + overlap_areas(boxes, place) / _areas(boxes), torch.zeros(len(inside))))
-            boxes, labels = torch.cat((boxes, inside + place[[0, 1, 0, 1]])), torch.cat((labels, names))
-            earlier = torch.cat((earlier, torch.full((len(inside),), len(places))))
-        for number in covered.nonzero()[:, 0].tolist():
-            boxes[number] = visible_part(boxes[number], places[earlier[number] :])
-        return canvas, boxes, labels
-
-    def _patch(self, scene: Scene, number: int, ratio: float) -> Scene:
-        """The rectangle around an object, resized, with the boxes in it."""
-        image, boxes, labels = scene[0].as_subclass(Tensor), scene[1].as_subclass(Tensor), scene[2]
-        height, width = image.shape[-2:]
-        box = boxes[number]
-        margins = torch.rand(4) * self.margin * (box[2:] - box[:2]).repeat(2)
-        left, top = (box[:2] - margins[:2]).floor().clamp(min=0).int().tolist()
-        right, bottom = (box[2:] + margins[2:]).ceil().minimum(box.new_tensor([width, height])).int().tolist()
-        scale, before = ratio * _uniform(self.scale), (bottom - top, right - left)
-        size = [max(THIN, round(side * scale)) for side in before]
-        inside, kept = clip_to_visible(boxes - boxes.new_tensor([left, top, left, top]), before, self.min_visible)
-        patch = TF.resize(image[:, top:bottom, left:right], size, antialias=True)
-        return patch, _scaled(inside[kept], before, size), labels[kept]
-
-    def _find_place(self, patch: Tensor, canvas: Tensor, boxes: Tensor, covered: Tensor) -> Tensor | None:
-        """(4,) float, xyxy: a random place that covers no box too much; ``None`` where none was found."""
-        (height, width), room = patch.shape[-2:], canvas.shape[-2:]
-        if height > room[0] or width > room[1]:
-            return None
-        for _ in range(TRIALS):
-            top, left = _below(room[0] - height + 1), _below(room[1] - width + 1)
-            place = boxes.new_tensor([left, top, left + width, top + height])
-            if (covered + overlap_areas(boxes, place) / _areas(boxes) <= self.max_cover).all():
-                return place
-        return None
-
-
 def _require_range(name: str, pair: Sequence[float], low: float, high: float | None) -> None:
     if len(pair) != 2 or not low <= pair[0] <= pair[1] or (high is not None and pair[1] > high):
         bounds = f"from at least {low:g}" + ("" if high is None else f" to at most {high:g}")
@@ -231,35 +142,7 @@ def _below(end: int) -> int:
     return int(torch.randint(end, ()))
 
 
-def _areas(boxes: Tensor) -> Tensor:
-    return (boxes[:, 2:] - boxes[:, :2]).prod(1)
-
-
 def _scaled(boxes: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
     """(G, 4) xyxy in an image of size ``before`` -> in the same image resized to ``after``, both (height, width)."""
     y, x = (new / old for new, old in zip(after, before, strict=True))
     return boxes * boxes.new_tensor([x, y, x, y])
-
-
-def overlap_areas(boxes: Tensor, other: Tensor) -> Tensor:
-    """(G, 4) and (4,) xyxy -> (G,): the areas that boxes share with another box."""
-    sides = boxes[:, 2:].minimum(other[2:]) - boxes[:, :2].maximum(other[:2])
-    return sides.clamp(min=0).prod(1)
-
-
-def visible_part(box: Tensor, covers: Sequence[Tensor]) -> Tensor:
-    """The box around what stays visible of a box behind rectangles.
-
-    Args:
-        box: (4,) float, xyxy in pixels.
-        covers: rectangles, (4,) each, xyxy in whole pixels, that together leave some of the box visible.
-    """
-    left, top = box[:2].floor().int().tolist()
-    right, bottom = box[2:].ceil().int().tolist()
-    is_free = torch.ones(bottom - top, right - left, dtype=torch.bool)
-    for cover in covers:
-        x0, y0, x1, y1 = cover.int().tolist()
-        is_free[max(0, y0 - top) : max(0, y1 - top), max(0, x0 - left) : max(0, x1 - left)] = False
-    rows, columns = (is_free.any(axis).nonzero()[:, 0] for axis in (1, 0))
-    starts = torch.stack((left + columns[0], top + rows[0])).maximum(box[:2])
-    return torch.cat((starts, torch.stack((left + columns[-1] + 1, top + rows[-1] + 1)).minimum(box[2:])))
