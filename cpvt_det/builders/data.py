@@ -14,7 +14,7 @@ from cpvt_det.builders.datasets import check_datasets, require_names
 from cpvt_det.builders.outputs import build_device, build_postprocessor
 from cpvt_det.data.cache import KeptLook
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
+from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, evaluation_loader
 from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
 from cpvt_det.data.records import ImageRecord, Records, join
 from cpvt_det.data.shards import open_shards, split_at_shards
@@ -94,7 +94,7 @@ def _open_index(records: Records) -> None:
             open_shards(shards)
 
 
-def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> TrainLoader:
+def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> SampleLoader:
     """Augmented batches of this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
@@ -124,7 +124,7 @@ def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> TrainLoader
             rank=distributed.rank(),
             world_size=distributed.world_size(),
         )
-        return TrainLoader(dataset, batches, loader.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
+        return SampleLoader(dataset, batches, loader.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
 
 
 def build_test_mapper(cfg: CfgNode) -> Mapper:

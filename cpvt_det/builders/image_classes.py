@@ -13,7 +13,7 @@ from cpvt_det.builders.detector import is_classifier
 from cpvt_det.builders.outputs import build_device
 from cpvt_det.data.classify import ClassMapper, central_transform, crop_transform
 from cpvt_det.data.coco import CocoDataset
-from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, evaluation_loader
+from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, evaluation_loader
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import ConfigError, config_errors
 from cpvt_det.losses.image_classes import ClassCriterion
@@ -39,7 +39,7 @@ def load_class_tests(cfg: CfgNode) -> list[CocoDataset]:
     return load_checked(cfg, ("TEST",), check_class_datasets).tests
 
 
-def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> TrainLoader:
+def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> SampleLoader:
     """Augmented batches of this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
@@ -61,7 +61,7 @@ def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed:
             world_size=distributed.world_size(),
             repeats=node.REPEATS,
         )
-        return TrainLoader(dataset, batches, cfg.DATALOADER.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
+        return SampleLoader(dataset, batches, cfg.DATALOADER.NUM_WORKERS, pin_memory=build_device(cfg).type == "cuda")
 
 
 def build_class_mapper(cfg: CfgNode) -> ClassMapper:

@@ -21,7 +21,7 @@ from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.d2.config import without_untouched
 from cpvt_det.d2.meta_arch import register_detectors
-from cpvt_det.data.loader import TrainLoader, dead_workers_named
+from cpvt_det.data.loader import SampleLoader, dead_workers_named
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import config_errors
 from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun
@@ -62,7 +62,7 @@ class StepTrainer(SimpleTrainer):
 
     batches: Iterator[list[Sample]]
 
-    def __init__(self, step: TrainStep, loader: TrainLoader):
+    def __init__(self, step: TrainStep, loader: SampleLoader):
         super().__init__(step.training_model.detector, loader, step.optimizer)
         self.step = step
         self.records: list[dict[str, Tensor]] = []

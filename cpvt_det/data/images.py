@@ -192,10 +192,8 @@ def read_pillow(image: Image.Image) -> "Tensor":
     _set_up_decoders()
     try:
         return _to_rgb(image)
-    except DataError:
-        raise
     except Exception as error:
-        raise DataError(f"the image cannot be decoded: {first_line(error)}") from error
+        raise _cannot_read("from Pillow", error) from error
 
 
 def _to_rgb(image: Image.Image) -> "Tensor":

@@ -218,6 +218,11 @@ class SampleLoader(DataLoader):
             timeout=NEWS if num_workers else 0,
         )
 
+    def from_iteration(self, iteration: int) -> "SampleLoader":
+        """Start with the batch of this iteration, where ``batches`` are :class:`TrainBatches`; returns the loader itself."""
+        self.batch_sampler.start = iteration
+        return self
+
     def __iter__(self) -> Iterator[list[Sample]]:
         """The batches.
 
@@ -261,17 +266,6 @@ class SampleLoader(DataLoader):
             children = multiprocessing.active_children()
             reading = [pid for pid, index in at_work.tolist() if index >= 0]  # others may hold a lock that torch takes
             _kill([child for child in children if child.pid in reading])
-
-
-class TrainLoader(SampleLoader):
-    """Batches for training, from a given iteration on; arguments as of :class:`SampleLoader`."""
-
-    batch_sampler: TrainBatches
-
-    def from_iteration(self, iteration: int) -> "TrainLoader":
-        """Start with the batch of this iteration; returns the loader itself."""
-        self.batch_sampler.start = iteration
-        return self
 
 
 def evaluation_loader(

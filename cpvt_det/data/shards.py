@@ -143,9 +143,8 @@ def index_shards(folder: str, names: Sequence[str]) -> Shards:
             raise DataError(f"{folder}/{name} is not a whole tar file: {error}") from error
         except FileNotFoundError as error:
             raise MissingFileError(f"there is no {folder}/{name}") from error
-    columns = [np.array(column, dtype) for column, dtype in zip(zip(*rows, strict=True), ("u8", "i4", "i8", "i8"), strict=True)]
-    order = np.argsort(columns[0], kind="stable") if columns else []
-    keys, *others = (column[order] for column in columns) if columns else (np.zeros(0, "i8"),) * 4
+    table = np.sort(np.array(rows, "u8, i4, i8, i8"), order="f0")
+    keys, *others = (np.ascontiguousarray(table[name]) for name in table.dtype.names)
     if (keys[1:] == keys[:-1]).any():
         raise DataError(f"a member's name is there twice in {folder}/{names[0]} and the tar files after it")
     lengths = np.array([os.path.getsize(f"{folder}/{name}") for name in names])

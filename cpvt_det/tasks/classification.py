@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
 
-    from cpvt_det.data.loader import TrainLoader
+    from cpvt_det.data.loader import SampleLoader
     from cpvt_det.data.mapper import Sample
     from cpvt_det.evaluation.top_k import ClassEvaluator
     from cpvt_det.solver.classify import ClassTrainingModel
@@ -72,7 +72,7 @@ class ClassificationTask:
         """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
         return describe_records(records)
 
-    def build_train_loader(self, records: Records, seed: int) -> "TrainLoader":
+    def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_class_train_loader`."""
         return builders.build_class_train_loader(self.cfg, records, seed)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from cpvt_det.data.loader import TrainLoader
+    from cpvt_det.data.loader import SampleLoader
     from cpvt_det.data.mapper import Mapper, Sample
     from cpvt_det.evaluation.coco import CocoEvaluator
     from cpvt_det.inference import PostProcessor
@@ -72,7 +72,7 @@ class DetectionTask:
         """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
         return describe_records(records)
 
-    def build_train_loader(self, records: Records, seed: int) -> "TrainLoader":
+    def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_train_loader`."""
         return builders.build_train_loader(self.cfg, records, seed)
 

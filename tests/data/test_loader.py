@@ -22,7 +22,7 @@ from cpvt_det.builders import build_test_loader, build_train_loader, load_splits
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.data import loader
 from cpvt_det.data.coco import load_coco
-from cpvt_det.data.loader import MappedDataset, TrainBatches, TrainLoader, dead_workers_named, evaluation_loader
+from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, dead_workers_named, evaluation_loader
 from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
 from cpvt_det.errors import ConfigError, DeadWorkerError, RunStoppedError
 from cpvt_det.structures import PaddedBatch
@@ -40,7 +40,7 @@ def dataset(drawn_coco):
 
 
 def make_loader(dataset, num_workers=0, batch_size=2, **options):
-    return TrainLoader(dataset, TrainBatches(len(dataset), batch_size, seed=3, **options), num_workers)
+    return SampleLoader(dataset, TrainBatches(len(dataset), batch_size, seed=3, **options), num_workers)
 
 
 def assert_same_batches(first, second):
