@@ -83,14 +83,10 @@ def describe(split: str, count: int, seed: int, spec: ShapesSpec) -> dict[str, A
 def _is_drawn(root: Path, info: dict[str, Any]) -> bool:
     """Whether the folder contains a split, complete and with these parameters."""
     try:
-        found = json.loads(_json_path(root, info).read_text(encoding="utf-8"))["info"]
+        found = json.loads((root / f"annotations/{info['split']}.json").read_text(encoding="utf-8"))["info"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return found == info and all((root / info["split"] / _file_name(i)).is_file() for i in range(info["num_images"]))
-
-
-def _json_path(root: Path, info: dict[str, Any]) -> Path:
-    return root / "annotations" / f"{info['split']}.json"
 
 
 def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processes: int) -> None:
@@ -107,7 +103,7 @@ def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processe
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
             drawn = list(bar(pool.map(draw, range(count), chunksize=CHUNK)))
-    write_json(_to_coco(info, drawn), _json_path(root, info))
+    write_json(_to_coco(info, drawn), root / f"annotations/{split}.json")
 
 
 def _draw_file(folder: Path, spec: ShapesSpec, seed: int, split_index: int, index: int) -> tuple[Any, ...]:

@@ -180,8 +180,9 @@ def plan_scene(spec: ShapesSpec, rng: np.random.Generator) -> Scene:
         shape = next((c for c in candidates if c is not None and _leaves_room(c, shapes, spec.max_overlap)), None)
         if shape is None:
             break
-        neighbours = [other.colour for other in shapes if _touch(other.box, shape.box)]
-        middle = (shape.box[:2] + shape.box[2:]) / 2 / (width, height)
+        start, end = shape.box[:2], shape.box[2:]
+        neighbours = [other.colour for other in shapes if (other.box[:2] < end).all() and (other.box[2:] > start).all()]
+        middle = (start + end) / 2 / (width, height)
         shape.colour = _pick_colour([backdrop.colour_at(*middle), *neighbours], rng)
         shape.shading = rng.uniform(-0.12, 0.12, 2)
         shapes.append(shape)
@@ -277,10 +278,6 @@ def _area(paths: Sequence[np.ndarray]) -> float:
     """The area of an outline without that of its holes."""
     areas = [abs(np.sum(p[:, 0] * np.roll(p[:, 1], -1) - p[:, 1] * np.roll(p[:, 0], -1))) / 2 for p in paths]
     return float(areas[0] - sum(areas[1:]))
-
-
-def _touch(box1: np.ndarray, box2: np.ndarray) -> bool:
-    return bool((np.minimum(box1[2:], box2[2:]) > np.maximum(box1[:2], box2[:2])).all())
 
 
 def _leaves_room(shape: Shape, others: Sequence[Shape], max_overlap: float) -> bool:
