@@ -16,7 +16,7 @@ two such corners wide and high is not changed."""
 
 
 class Mixing:
-    """Base class: happens to a share of the images.
+    """Base class: ``mix(scene, draw)`` of a class below it happens to a share of the images.
 
     Args:
         p: probability that an image is mixed, in [0, 1].
@@ -31,10 +31,6 @@ class Mixing:
         """Mix, or leave the image unchanged."""
         is_mixed = torch.rand(()) < self.p and min(image.shape[-2:]) >= 2 * THIN
         return self.mix((image, boxes, labels), draw) if is_mixed else (image, boxes, labels)
-
-    def mix(self, scene: Scene, draw: DrawScene) -> Scene:
-        """Mix other images into one."""
-        raise NotImplementedError
 
 
 @AUGMENTATION_REGISTRY.register_as("Mosaic")

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from cpvt_det.data.shapes.scene import CLASS_NAMES, ShapesSpec, draw_image
 from cpvt_det.errors import DataError
-from cpvt_det.files import write_json
+from cpvt_det.files import atomic_file
 from cpvt_det.memory import usable_cores
 
 # A parameter in the JSON: increase it with any change of the drawing or of the JSON, so that older data can be distinguished.
@@ -103,7 +103,9 @@ def _draw_split(root: Path, info: dict[str, Any], spec: ShapesSpec, num_processe
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
             drawn = list(bar(pool.map(draw, range(count), chunksize=CHUNK)))
-    write_json(_to_coco(info, drawn), root / f"annotations/{split}.json")
+    (root / "annotations").mkdir(exist_ok=True)
+    with atomic_file(root / f"annotations/{split}.json") as file:
+        file.write(json.dumps(_to_coco(info, drawn)).encode())
 
 
 def _draw_file(folder: Path, spec: ShapesSpec, seed: int, split_index: int, index: int) -> tuple[Any, ...]:
