@@ -255,18 +255,19 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.EMA.DECAY = 0.9997  # share of the old average that is kept in each step
     solver.MAX_BAD_STEPS = 10  # a step with a NaN or an infinity is skipped; this many in a row stop the run
     solver.CHECKPOINT_PERIOD = 5000  # iterations between checkpoints
+    solver.CHECKPOINT_MINUTES = 60.0  # minutes after which a checkpoint is written too, looked at in every LOG_PERIOD
     solver.CHECKPOINT_KEEP = 3  # number of newest periodic checkpoints that are kept, beside the best and the final one
     solver.EARLY_STOPPING = 0  # evaluations in a row without a new best one after which the run ends; 0: no early stopping
     solver.LOG_PERIOD = 20  # iterations between log lines
     solver.THREADS = 0  # threads of each process of a run on a CPU; 0: as many as torch takes, one per core (OMP_NUM_THREADS)
-    solver.PEER_TIMEOUT = 120.0  # seconds without a sign of life from a process after which the others save and end
+    solver.COLLECTIVE_TIMEOUT = 1800.0  # seconds that a process waits for the others of its run before it ends
 
 
 SAME_RUN = re.compile(
     r"VERSION$|OUTPUT_DIR$|CALLBACKS$|TEST\.|"
     r"MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|"
     r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER|CACHE)$|"
-    r"SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING|PEER_TIMEOUT)$"
+    r"SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_MINUTES|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING|COLLECTIVE_TIMEOUT)$"
 )
 """Keys that may change when a run is resumed: they do not change its steps."""
 

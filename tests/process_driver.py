@@ -14,7 +14,7 @@ from tiny import DETECTORS, DINO
 
 from cpvt_det import builders, distributed
 from cpvt_det.layers.norm import MaskedSyncBatchNorm2d
-from cpvt_det.runner.launch import launch
+from cpvt_det.runner.launch import launch, process_group
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 from cpvt_det.structures import Targets
@@ -75,7 +75,8 @@ def take_steps(folder, detector, spoilt):
 
 
 def _work(job, folder, detector):
-    take_steps(Path(folder), detector, spoilt=job == "spoilt")
+    with process_group(60):
+        take_steps(Path(folder), detector, spoilt=job == "spoilt")
 
 
 def start(job, folder, detector):

@@ -14,12 +14,15 @@ from nodes import free_port
 SIGNAL_IN_STEP = """
 import os, signal
 import cpvt_det.solver.step as step
-real = step.TrainStep._update
-def call(self, bad):
-    if self._begun.iteration + 1 == {iteration}:
+take, real = step.TrainStep.__call__, step.TrainStep._update
+def start(self, samples, iteration):
+    self.now = iteration
+    return take(self, samples, iteration)
+def call(self, argument):
+    if self.now == {iteration}:
         os.kill(os.getpid(), signal.{signum})
-    return real(self, bad)
-step.TrainStep._update = call
+    return real(self, argument)
+step.TrainStep.__call__, step.TrainStep._update = start, call
 """
 """Python in which a process sends itself a signal in the middle of a step, where it has changed nothing yet."""
 

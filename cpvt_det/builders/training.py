@@ -100,6 +100,8 @@ def build_step(
     for key in ("ACCUMULATE", "CHECKPOINT_PERIOD", "CHECKPOINT_KEEP", "LOG_PERIOD", "MAX_BAD_STEPS"):
         if solver[key] < 1:
             raise ConfigError(f"SOLVER.{key} must be at least 1, got {solver[key]}")
+    if solver.CHECKPOINT_MINUTES <= 0:
+        raise ConfigError(f"SOLVER.CHECKPOINT_MINUTES must be above 0, got {solver.CHECKPOINT_MINUTES:g}")
     options = StepOptions(
         clip_norm=solver.CLIP_NORM or None,
         accumulate=solver.ACCUMULATE,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fvcore.common.checkpoint import Checkpointer
-from torch import Tensor, nn
+from torch import nn
 
 from cpvt_det import distributed
 from cpvt_det.builders.unused import inapplicable_keys
@@ -30,7 +30,6 @@ from cpvt_det.checkpoint.resume import (
     choose_of_run,
     choose_to_resume,
     name_run,
-    named_run,
     run_id_of,
     wait_for,
 )
@@ -40,7 +39,7 @@ from cpvt_det.errors import BadInputError, RunStoppedError, WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.files import remove_unfinished
 from cpvt_det.solver.ema import MovingAverage
-from cpvt_det.solver.step import TrainStep, Whole
+from cpvt_det.solver.step import TrainStep
 
 logger = logging.getLogger("cpvt_det")
 BEST = "model_best"
@@ -186,26 +185,12 @@ class RunCheckpointer(Checkpointer):
         Raises:
             RunStoppedError: weights with a NaN or an infinity, or a file that cannot be written.
         """
-        if self.save_to_disk:
-            self._write(name, iteration, {})
-
-    def save_whole(self, whole: Whole) -> None:
-        """Write ``model_<iteration>.pth`` in whatever process, in the middle of a later step too.
-
-        Raises:
-            RunStoppedError: as :meth:`save`; or a folder that is not the one in which the first process works.
-        """
-        state: RunState = self.checkpointables["cpvt_det"]
-        if not self.save_to_disk and named_run(self.save_dir) != state.run_id:
-            raise RunStoppedError(f"OUTPUT_DIR {self.save_dir} is not a folder that all machines share")
-        self._write(f"model_{whole.iteration:07d}", whole.iteration, whole.statistics)
-
-    def _write(self, name: str, iteration: int, statistics: dict[int, Tensor]) -> None:
-        weights = self.model.state_dict()
-        content: dict[str, Any] = {"model": {key: statistics.get(value.data_ptr(), value) for key, value in weights.items()}}
+        if not self.save_to_disk:
+            return
+        content: dict[str, Any] = {"model": self.model.state_dict()}
         content |= {key: checkpointable.state_dict() for key, checkpointable in self.checkpointables.items()}
         for node in (content["trainer"], content["trainer"].get("_trainer", {})):
-            node.update({"iteration": iteration} if "iteration" in node else {})  # in the middle of a later step theirs is higher
+            node.update({"iteration": iteration} if "iteration" in node else {})  # after an error in the next step theirs is higher
         folder = Path(self.save_dir)
         broken = not_finite(content["model"]) or not_finite(content["cpvt_det"]["ema"] or {})
         if broken:

@@ -130,9 +130,9 @@ def run_config(
         else:
             from cpvt_det.builders import load_cfg
             from cpvt_det.runner.train import run
-        from cpvt_det.runner.peers import lost_peers_named
+        from cpvt_det.runner.launch import process_group
     cfg = load_cfg(config_file, overrides)
-    with lost_peers_named(cfg.SOLVER.PEER_TIMEOUT):
+    with process_group(cfg.SOLVER.COLLECTIVE_TIMEOUT):
         return run(cfg, resume, eval_only, allow_partial, sizes)
 
 

@@ -3,8 +3,8 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from fvcore.common.config import CfgNode
 
@@ -13,8 +13,6 @@ from cpvt_det.checkpoint.checkpointer import RunCheckpointer
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.data.mapper import Sample
 from cpvt_det.errors import DeadWorkerError, InterruptedRun, RunStoppedError
-from cpvt_det.layers.norm import has_own_statistics
-from cpvt_det.runner.peers import current
 from cpvt_det.runner.signals import Stopped, StopSignals
 from cpvt_det.solver.step import TrainStep
 
@@ -24,8 +22,7 @@ logger = logging.getLogger("cpvt_det")
 class RunGuard:
     """Saves the progress of a run. Every process must call its methods after the same steps.
 
-    If an error leaves its ``with`` block, the last step is saved: the weights of all processes are the same after it. Of several
-    processes with the same step one saves it, the first if it lives.
+    If an error leaves its ``with`` block, process 0 saves the last step, after which the weights of all processes are the same.
 
     Args:
         cfg: config of the run, whose ``SOLVER`` contains the periods.
@@ -40,29 +37,21 @@ class RunGuard:
         self.step = step
         self.max_iter = max_iter
         self._save_period, self._log_period = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.SOLVER.LOG_PERIOD
+        self._save_minutes, self._save_time = cfg.SOLVER.CHECKPOINT_MINUTES, time.monotonic()
         self._signals = StopSignals()
         self._is_due = False
         self._start, self._iteration, self._saved = start, start - 1, start - 1
-        self._peers = current()
 
     def __enter__(self) -> "RunGuard":
         self._signals.__enter__()
-        if self._peers is not None:
-            self._peers.rescue = self._rescue
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *more: object) -> None:
-        if self._peers is not None and isinstance(error, Exception):
-            self._peers.note_error()
         whole = isinstance(error, DeadWorkerError) or not isinstance(error, RunStoppedError)
         try:
             if isinstance(error, Exception) and whole:
-                saved = self._rescue()
-                if saved:
-                    logger.warning("%s", saved[0].upper() + saved[1:])
+                self._save_after_error()
         finally:
-            if self._peers is not None:
-                self._peers.rescue = None
             self._signals.__exit__(kind, error, *more)
 
     def after_step(self, iteration: int) -> None:
@@ -73,19 +62,23 @@ class RunGuard:
         """
         self._iteration = iteration
         is_last = iteration + 1 == self.max_iter
-        self._is_due |= (iteration + 1) % self._save_period == 0
-        if self._is_due or is_last or (iteration + 1) % self._log_period == 0:
+        is_logged = (iteration + 1) % self._log_period == 0
+        self._is_due |= (iteration + 1) % self._save_period == 0 or (is_logged and self._is_late())
+        if self._is_due or is_last or is_logged:
             self._report_bad_steps()
         if self._is_due and not self.step.bad_steps.in_a_row:
-            self._save()
+            self._save(iteration)
         if is_last:
             self.save_final(iteration)
 
+    def _is_late(self) -> bool:
+        """Whether the last checkpoint is older than ``SOLVER.CHECKPOINT_MINUTES``, by the clock of any process."""
+        return bool(distributed.all_reduce_max(int(time.monotonic() - self._save_time > 60 * self._save_minutes)))
+
     def save_final(self, iteration: int) -> None:
         """Save ``model_final.pth`` after the last evaluation, with its thresholds; it may have been saved before it too."""
-        with self.step.lock:
-            self.checkpointer.save(FINAL, iteration)
-            self._note_saved(iteration)
+        self.checkpointer.save(FINAL, iteration)
+        self._saved = iteration
 
     def obey_signals(self) -> None:
         """End the run if a signal was received, after all work of a step is done.
@@ -149,19 +142,13 @@ class RunGuard:
             return f"all steps since --resume were bad: {look}; or remove the last checkpoint, which may be bad, and --resume again"
         return f"the last checkpoint, of iteration {self._saved}, is good: {look}, or --resume with a lower SOLVER.BASE_LR"
 
-    def _rescue(self) -> str:
-        """Save the last whole step after an error, or where the main thread does not come back; the error still ends the run.
-
-        Returns:
-            A sentence about it; empty if there was nothing to save.
-        """
+    def _save_after_error(self) -> None:
+        """Save the last step after an error, which still ends the run."""
         try:
-            saved = self._save_unsaved()
+            if self._save_unsaved():
+                logger.warning("Iteration %d is saved; --resume continues after it", self._saved)
         except RunStoppedError as error:
-            saved = f"the last step could not be saved: {error}"
-        if self._peers is not None:
-            self._peers.saved = saved
-        return saved
+            logger.warning("The last step could not be saved: %s", error)
 
     def _leave(self, signum: int) -> None:
         self._save_unsaved()
@@ -170,32 +157,14 @@ class RunGuard:
         logger.warning("%s", error)
         raise error
 
-    def _save_unsaved(self) -> str:
-        """Save the last whole step, unless it is saved, or another process that has it too saves it; a sentence about it."""
-        is_first = distributed.rank() == 0
-        with self.step.lock:
-            whole = self.step.whole()
-        # The others have only asked for what is saved, and the first may have died while it wrote.
-        if whole is None or whole.iteration <= (self._saved if is_first else self._start - 1):
-            return ""
-        way_on = "--resume continues after it"
-        if not (self._peers.claims(whole.iteration, Path(self.checkpointer.save_dir)) if self._peers is not None else is_first):
-            return f"iteration {whole.iteration} is left to another process to save; {way_on}"
-        with self.step.lock:
-            whole = self.step.whole() or whole
-            self.checkpointer.save_whole(whole)
-            self._note_saved(whole.iteration)
-        own = not is_first and has_own_statistics(self.step.training_model)
-        told = f" (running statistics of norms are those of process {distributed.rank()})" if own else ""
-        return f"iteration {whole.iteration} is saved{told}; {way_on}"
+    def _save_unsaved(self) -> bool:
+        """Save the last step, in process 0, unless it is saved; whether it was saved now."""
+        done = self.step.done
+        if done is None or done <= self._saved:
+            return False
+        self._save(done)
+        return self.checkpointer.save_to_disk
 
-    def _save(self) -> None:
-        with self.step.lock:
-            self.checkpointer.save(f"model_{self._iteration:07d}", self._iteration)
-            self._note_saved(self._iteration)
-        self._is_due = False
-
-    def _note_saved(self, iteration: int) -> None:
-        self._saved = iteration
-        if self._peers is not None and self.checkpointer.save_to_disk:
-            self._peers.tell_saved(iteration)
+    def _save(self, iteration: int) -> None:
+        self.checkpointer.save(f"model_{iteration:07d}", iteration)
+        self._saved, self._save_time, self._is_due = iteration, time.monotonic(), False

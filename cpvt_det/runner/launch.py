@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process or several, started by ``torchrun`` or another launcher, or on this machine by ``--num-gpus N``."""
 
+import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,15 +16,10 @@ import torch.distributed as dist
 from cpvt_det import distributed
 from cpvt_det.errors import ConfigError, RunStoppedError, exit_code, first_line
 from cpvt_det.runner.launchers import is_of_torchrun, variables_of_group
-from cpvt_det.runner.peers import Peers
-from cpvt_det.runner.rounds import JOIN, Member, Round, join
-
-AT_WORK = timedelta(days=1)
-"""How long a collective waits for a process that works and gives signs of life; :class:`Peers` looks after the others."""
 
 
 def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
-    """Call ``main(*args)`` in every process of the run.
+    """Call ``main(*args)`` in every process of the run; there, :func:`process_group` joins them.
 
     Under ``torchrun``, or where another launcher started several and ``MASTER_ADDR`` and ``MASTER_PORT`` are set, this process is
     one of them, and ``num_gpus`` is ignored. Otherwise it starts ``num_gpus`` processes.
@@ -44,7 +41,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
     variables = {} if is_of_torchrun() else variables_of_group(os.environ)
     os.environ.update(variables)
     if is_of_torchrun() or variables:
-        return _run_in_group(main, args)
+        return main(*args)
     if num_gpus is None or num_gpus < 2:
         return main(*args)
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -54,7 +51,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would log its own traceback
     config = LaunchConfig(1, 1, num_gpus, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)  # no restart
     try:
-        return elastic_launch(config, _run_in_group)(main, args)[0]
+        return elastic_launch(config, main)(*args)[0]
     except SignalException as error:  # the processes had time to save
         raise SystemExit(exit_code(error.sigval)) from None
     except ChildFailedError as error:
@@ -78,38 +75,43 @@ def require_gpus(num_gpus: int | None) -> None:
         raise ConfigError(f"--num-gpus {num_gpus}, but torch sees {available} CUDA GPUs; use --num-gpus {available}")
 
 
-def _run_in_group(main: Callable[..., Any], args: tuple) -> Any:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    found = _join(rank, world_size, where)
-    _know_this_machine(found.members, rank)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"  # MODEL.DEVICE may be cpu
-    with Peers(found, rank, where) as peers:
-        dist.init_process_group(backend, store=found.store, rank=rank, world_size=world_size, timeout=AT_WORK)
-        try:
-            result = main(*args)
-            peers.finish()
-            distributed.all_reduce_max(0)  # the first process may hold the store, and must not be the first to end
-            return result
-        finally:
-            dist.destroy_process_group()
+@contextlib.contextmanager
+def process_group(seconds: float) -> Iterator[None]:
+    """Within this block, this process is one of those that its environment names; one that is alone stays so.
 
+    Args:
+        seconds: time that a collective waits for the other processes, after which it fails.
 
-def _join(rank: int, world_size: int, where: str) -> Round:
-    try:
-        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN)))[0]
-        return join(store, rank, world_size)
+    Raises:
+        ConfigError: a time below a second.
+        RunStoppedError: others that were not there in this time.
+    """
+    if seconds < 1:
+        raise ConfigError(f"SOLVER.COLLECTIVE_TIMEOUT must be at least 1 second, got {seconds:g}")
+    if not (is_of_torchrun() or "RANK" in variables_of_group(os.environ)):
+        yield
+        return
+    has_gpus = torch.cuda.is_available()
+    try:  # MODEL.DEVICE may be cpu
+        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=timedelta(seconds=seconds))
     except dist.DistError as error:
+        place = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
         raise RunStoppedError(
-            f"process {rank} of {world_size} does not reach the store of the run at {where} ({first_line(error)}); if torchrun has "
-            "replaced a machine, start all with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            f"{place} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({first_line(error)})"
         ) from error
+    try:
+        _know_this_machine()
+        if has_gpus:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        yield
+        distributed.all_reduce_max(0)  # the first process may hold the store, and must not be the first to end
+    finally:
+        dist.destroy_process_group()
 
 
-def _know_this_machine(members: list[Member], rank: int) -> None:
+def _know_this_machine() -> None:
     """Set what launchers other than torchrun may leave out."""
-    here = [other for other, member in enumerate(members) if member.host == members[rank].host]
-    os.environ.setdefault("LOCAL_RANK", str(here.index(rank)))
+    hosts = distributed.gather_objects(socket.gethostname())
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[distributed.rank()]]
+    os.environ.setdefault("LOCAL_RANK", str(here.index(distributed.rank())))
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(here)))

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import platform
+import socket
 import sys
 import time
 import uuid
@@ -24,7 +25,6 @@ from cpvt_det.checkpoint.files import write_line
 from cpvt_det.checkpoint.resume import named_run
 from cpvt_det.errors import ConfigError, output_errors
 from cpvt_det.files import atomic_file
-from cpvt_det.runner.peers import current
 
 try:
     import fcntl
@@ -34,8 +34,8 @@ except ImportError:  # on Windows, where nothing is locked
 logger = logging.getLogger("cpvt_det")
 LOCK = ".lock"
 """File in ``OUTPUT_DIR`` that the run there has locked."""
-AGENTS = ".agents"
-"""File in ``OUTPUT_DIR``: the id of the run that was started there last, and what identifies the torchruns that started it."""
+AGENT = ".agent"
+"""File in ``OUTPUT_DIR``: the id of the run that was started there last, and what identifies the torchrun of its first process."""
 RELEASE = 30.0
 """Seconds that a process of several waits for the folder: the one that it replaces may still be saving, on another machine."""
 METRICS_LOGGER = "cpvt_det.metrics"
@@ -177,28 +177,29 @@ def choose_seed(cfg: CfgNode) -> int:
 def choose_run_id(output: Path) -> str:
     """A random id for each run, the same in all its processes.
 
-    Processes that torchrun starts to replace dead ones belong to the run of those, and get its id. One of the torchruns that
-    started the run named in ``output`` has started them too: one whose machine is lost can be replaced, but not all of them.
+    Processes that torchrun starts to replace dead ones belong to the run of those, and get its id.
     """
     return distributed.broadcast_object(_kept_run_id(output) or uuid.uuid4().hex)
 
 
-def record_agents(output: Path, run_id: str) -> None:
-    """Write down which torchruns have started this run, for :func:`choose_run_id`."""
+def record_agent(output: Path, run_id: str) -> None:
+    """Write down which torchrun has started this run, for :func:`choose_run_id`."""
     if distributed.rank() == 0:
-        write_line("\n".join([run_id, *_agents()]), output / AGENTS)
+        write_line(f"{run_id}\n{_agent()}", output / AGENT)
 
 
 def _kept_run_id(output: Path) -> str:
-    if distributed.rank() != 0 or not (output / AGENTS).is_file():
+    if distributed.rank() != 0 or not (output / AGENT).is_file():
         return ""
-    run_id, *agents = (output / AGENTS).read_text(encoding="utf-8", errors="replace").split("\n")
-    return run_id if named_run(output) == run_id and not set(agents).isdisjoint(_agents()) else ""
+    run_id, _, agent = (output / AGENT).read_text(encoding="utf-8", errors="replace").partition("\n")
+    return run_id if agent and agent.strip() == _agent() and named_run(output) == run_id else ""
 
 
-def _agents() -> list[str]:
-    peers = current()
-    return sorted({member.agent for member in peers.members} - {""}) if peers is not None else []
+def _agent() -> str:
+    """What identifies the torchrun that started this process, and its machine; empty without one."""
+    # .../RUN_RANDOM/attempt_N/RANK/error.json: the first of these folders is made by each torchrun, once
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    return f"{socket.gethostname()}:{attempt[2]}" if len(attempt) > 3 else ""
 
 
 def _start_log(path: Path) -> None:

@@ -10,11 +10,9 @@ decides that, and the host does not wait for it.
 
 import contextlib
 import itertools
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +27,6 @@ from cpvt_det.solver.ema import MovingAverage
 from cpvt_det.solver.memory_check import out_of_memory_explained, require_memory
 from cpvt_det.solver.schedule import LRSchedule
 from cpvt_det.structures import Targets
-
-DEVICE = 5.0
-"""Seconds that a GPU may take for the rest of a step before it counts as one that waits for another process."""
 
 
 class TrainingModel(nn.Module):
@@ -73,18 +68,6 @@ def wrap_for_processes(model: TrainingModel) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
 
 
-class Whole(NamedTuple):
-    """A step that is there as a whole.
-
-    Attributes:
-        iteration: its number.
-        statistics: running statistics that a later step has changed already: address of the buffer -> its content after this step.
-    """
-
-    iteration: int
-    statistics: dict[int, Tensor]
-
-
 @dataclass
 class StepOptions:
     """How a step is taken.
@@ -117,8 +100,7 @@ class TrainStep:
 
     Attributes:
         bad_steps: counter of skipped steps, read at log time.
-        done: the last iteration whose weights are there; ``None`` before the first.
-        lock: held while weights, optimizer and average change, and by a thread that saves them.
+        done: the last iteration whose weights are whole; ``None`` before the first, and after an error in their change.
     """
 
     def __init__(
@@ -138,10 +120,6 @@ class TrainStep:
         self.seed = seed
         self.ema = ema
         self.done: int | None = None
-        self.lock = threading.RLock()
-        self._begun: Whole | None = None
-        self._is_changing = False
-        self._events: dict[int, torch.cuda.Event] = {}
         device = self.training_model.detector.pixel_mean.device
         self.bad_steps = NonFiniteGuard(options.max_bad_steps, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp_dtype == torch.float16)
@@ -193,49 +171,24 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         statistics = _running_statistics(self.training_model.detector)
         before = [buffer.clone() for buffer in statistics]
-        self._begun = Whole(iteration - 1, {buffer.data_ptr(): old for buffer, old in zip(statistics, before, strict=True)})
-        with out_of_memory_explained(len(samples), self.options.accumulate):
-            record, finite = self._backward(samples)
-        with self.lock:  # from here on nothing waits for another process
-            self._is_changing = True
-            record["grad_norm"] = self._clip()
-            bad = self.bad_steps.check(iteration, samples, finite, record["grad_norm"])
-            self._update(bad)
+        try:
+            with out_of_memory_explained(len(samples), self.options.accumulate):
+                record, finite = self._backward(samples)
+        except BaseException:  # such as of another process that has ended: the state is again that after the step before
             for buffer, old in zip(statistics, before, strict=True):
-                if buffer.is_floating_point():
-                    buffer.copy_(torch.where(bad, old, buffer))
-            if self.ema is not None:
-                self.ema.update_parameters(self.training_model.detector, ~bad)
-            self._note_done(iteration)
-            self._is_changing = False
-        return {**record, "skipped": bad.float()}
-
-    def whole(self) -> "Whole | None":
-        """The last step that is there as a whole, in the middle of the next one too; hold ``lock`` until it is saved.
-
-        Returns:
-            ``None`` before the first step, after an error in the change of the weights, and on a GPU that does not come to an end.
-        """
-        if self._begun is None or self._is_changing:
-            return None
-        before, is_done = self._begun, self.done == self._begun.iteration + 1
-        if is_done and self._is_over(self.done):
-            return Whole(self.done, {})
-        return before if is_done or self._is_over(before.iteration) else None
-
-    def _note_done(self, iteration: int) -> None:
+                buffer.copy_(old)
+            raise
+        self.done = None
+        record["grad_norm"] = self._clip()
+        bad = self.bad_steps.check(iteration, samples, finite, record["grad_norm"])
+        self._update(bad)
+        for buffer, old in zip(statistics, before, strict=True):
+            if buffer.is_floating_point():
+                buffer.copy_(torch.where(bad, old, buffer))
+        if self.ema is not None:
+            self.ema.update_parameters(self.training_model.detector, ~bad)
         self.done = iteration
-        if self.bad_steps.total.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-            self._events = {iteration: event, **{k: kept for k, kept in self._events.items() if k == iteration - 1}}
-
-    def _is_over(self, iteration: int) -> bool:
-        """Whether the device has done all of a step; a GPU that waits for another process never does."""
-        event, end = self._events.get(iteration), time.monotonic() + DEVICE
-        while event is not None and not event.query() and time.monotonic() < end:
-            time.sleep(0.01)
-        return event is None or event.query()
+        return {**record, "skipped": bad.float()}
 
     def _require_memory(self, samples: Sequence[Sample]) -> None:
         largest = max(split_samples(samples, self.options.accumulate), key=len)

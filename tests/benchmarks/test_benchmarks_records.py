@@ -266,7 +266,6 @@ WITHOUT_TIMES = {
     "foreign_weights",
     "parity",
     "detectron2_cpvt",
-    "kills",
     "house",
     "annotations_coco",
     "annotations_large",

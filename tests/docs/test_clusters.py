@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
-from faults.random_kills import SLOW, resumed_from, steps_taken
 from nodes import ENV, Nodes, family, free_port, steps_of, wait_for
 from run_commands import commands
 from several import run_group
@@ -27,17 +26,23 @@ LONG = {"DATASETS__TEST": (), "SOLVER__CHECKPOINT_PERIOD": 1000, "MODEL__BACKBON
 LONG |= {"MODEL__BACKBONE__NORM": "SyncBN", "MODEL__POSITION__NORM": "SyncBN"}
 TORCHRUN = """#!{python}
 import os, sys
-words = " ".join(sys.argv[1:]).replace("--nproc-per-node 8", "--nproc-per-node 1").replace("-m cpvt_det", {script!r}).split()
+words = " ".join(sys.argv[1:]).replace("--nproc-per-node 8", "--nproc-per-node 1").split()
 first = os.environ.get("SLURM_PROCID", os.environ.get("SKYPILOT_NODE_RANK")) == "0"
 here = ["--local-addr", "127.0.0.1", "--rdzv-conf", f"is_host={{int(first)}}"]
 os.execv("{python}", ["{python}", "-m", "torch.distributed.run", *here, *words, *{pairs!r}])
 """
-IMPATIENT = """
-import cpvt_det.runner.peers as peers
+SLOW = """
+import time
+import cpvt_det.solver.step as step
+real = step.TrainStep.__call__
+def call(self, *arguments):
+    time.sleep(0.2)
+    return real(self, *arguments)
+step.TrainStep.__call__ = call
 from cpvt_det.cli import main
-peers.UNSEEN = 2
 main()
 """
+"""A run of slow steps."""
 SRUN = """#!/bin/bash
 trap 'kill -KILL -- $(sed s/^/-/ step)' TERM
 for task in $(seq 0 $((SLURM_NNODES - 1))); do
@@ -69,44 +74,75 @@ def small(files, output: Path, **more) -> list[str]:
     return ["--runner", "builtin", "--num-gpus", "0", *overrides(files, output, **{**LONG, **more})]
 
 
-def test_the_two_machines_of_the_page_go_on_when_one_is_lost(drawn_coco, tmp_path):
-    """As it stands but for host, port and GPUs. Machine 1 is lost in the middle of the run; a new one starts the same command."""
+def resumed_from(run: Path) -> list[int]:
+    """Iterations of the checkpoints that a run went on from."""
+    log = run / "log.txt"
+    return [int(found) for found in re.findall(r"Resumed from .*model_(\d+)\.pth", log.read_text())] if log.exists() else []
+
+
+def two_machines(files, folder: Path, **more) -> Nodes:
+    """The command of the page, as it stands but for host, port and GPUs, with slow steps; it is not started yet."""
     (command,) = (text for text in commands(PAGE) if "torchrun" in text)
     words = shlex.split(command)
-    after = words[words.index("-m") + 1 :]
-    options = words[words.index("--max-restarts") :][:2]
+    after, options = words[words.index("-m") + 1 :], words[words.index("--max-restarts") :][:2]
     assert words[:6] == ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "torchrun", "--nnodes", "2", "--nproc-per-node", "8"]
     assert after[:2] == ["cpvt_det", "train"] and "--resume" in after and words[8:10] == ["--rdzv-backend", "c10d"]
-    slow = tmp_path / "slow.py"
+    slow = folder / "slow.py"
     slow.write_text(SLOW)
-    run = [slow, *after[1:], *small(drawn_coco.files, tmp_path / "hurt", SOLVER__MAX_ITER=8)]
-    nodes = Nodes(tmp_path / "printed", run, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    run = [slow, *after[1:], *small(files, folder / "run", **more)]
+    return Nodes(folder / "printed", run, *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+
+@pytest.mark.parametrize("agent", [False, True], ids=["a process", "a machine"])
+def test_when_a_machine_of_the_page_is_lost_the_run_goes_on_from_its_last_step(drawn_coco, tmp_path, agent):
+    """Of machine 1, in the middle of the run; where its torchrun is lost too, the same command is given there again."""
+    nodes = two_machines(drawn_coco.files, tmp_path, SOLVER__MAX_ITER=8)
     try:
         for number in (0, 1):
             nodes.start(number)
-        wait_for(lambda: steps_of(tmp_path / "hurt") >= 2)
-        before = max(steps_taken(tmp_path / "hurt"))
-        nodes.kill(1)
-        nodes.agents[1].wait()
-        nodes.start(1)
+        wait_for(lambda: steps_of(tmp_path / "run") >= 2)
+        before = steps_of(tmp_path / "run") - 1
+        nodes.kill(1, agent=agent)
+        if agent:
+            nodes.agents[1].wait()
+            nodes.start(1)
         assert [nodes.wait(number) for number in (0, 1)] == [0, 0], nodes.text(0)[-3000:]
     finally:
         nodes.stop()
-    assert "died or lost its machine; iteration" in nodes.text(0)
-    (resumed,) = resumed_from(tmp_path / "hurt")
+    (resumed,) = resumed_from(tmp_path / "run")
     assert resumed >= before  # no step is lost
-    whole = [*after[1:], *small(drawn_coco.files, tmp_path / "whole", SOLVER__MAX_ITER=8)]
+    (command,) = (text for text in commands(PAGE) if "torchrun" in text)
+    words = shlex.split(command)
+    whole = [*words[words.index("-m") + 2 :], *small(drawn_coco.files, tmp_path / "whole", SOLVER__MAX_ITER=8)]
     assert [one.code for one in run_group(tmp_path / "whole_printed", whole)] == [0, 0]
-    assert_same_run(tmp_path / "hurt", tmp_path / "whole")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_when_the_first_machine_of_the_page_is_lost_the_same_command_goes_on_from_the_last_checkpoint(drawn_coco, tmp_path):
+    more = {"SOLVER__MAX_ITER": 9, "SOLVER__CHECKPOINT_PERIOD": 2}
+    nodes = two_machines(drawn_coco.files, tmp_path, **more)
+    try:
+        for number in (0, 1):
+            nodes.start(number)
+        wait_for(lambda: steps_of(tmp_path / "run") >= 3)
+        nodes.kill(0)
+        nodes.agents[0].wait()
+        assert nodes.wait(1) != 0
+        before = steps_of(tmp_path / "run") - 1
+        for number in (0, 1):
+            nodes.start(number)
+        assert [nodes.wait(number) for number in (0, 1)] == [0, 0], nodes.text(0)[-3000:]
+    finally:
+        nodes.stop()
+    (resumed,) = resumed_from(tmp_path / "run")
+    assert before - 2 <= resumed <= before  # no more than a period is lost
 
 
 @pytest.fixture
 def cluster(tmp_path, drawn_coco):
     """Variables of a job of two machines, and stand-ins on the path; their torchrun trains a small model in ``tmp_path/run``."""
-    pairs = small(drawn_coco.files, tmp_path / "run", SOLVER__MAX_ITER=10_000, SOLVER__PEER_TIMEOUT=7)
-    script = tmp_path / "impatient.py"
-    script.write_text(IMPATIENT)
-    torchrun = TORCHRUN.format(python=sys.executable, script=str(script), pairs=pairs)
+    pairs = small(drawn_coco.files, tmp_path / "run", SOLVER__MAX_ITER=10_000)
+    torchrun = TORCHRUN.format(python=sys.executable, pairs=pairs)
     for name, text in {"torchrun": torchrun, "srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL}.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -142,26 +178,6 @@ def test_the_slurm_job_of_the_page_saves_at_its_end_and_queues_itself_again(clus
     assert re.search(r"interrupted by SIGTERM: iteration \d+ is saved; --resume continues", told), told
     assert (tmp_path / "requeued").read_text() == "17\n"
     assert len(list((tmp_path / "run").glob("model_*.pth"))) == 1
-
-
-def test_of_the_skypilot_task_of_the_page_a_machine_ends_when_that_with_the_store_is_frozen(cluster, tmp_path):
-    """On two machines of one process. The other process saves; its torchrun would wait for the store without a limit."""
-    (task,) = blocks("yaml")
-    run = yaml.safe_load(task)["run"].replace(":29500", f":{free_port()}")
-    machines = []
-    try:
-        for rank in (0, 1):
-            with (tmp_path / f"{rank}.txt").open("w") as printed:
-                env, streams = {**cluster, "SKYPILOT_NODE_RANK": str(rank)}, {"stdout": printed, "stderr": printed}
-                machines.append(subprocess.Popen(["bash", "-c", run], cwd=tmp_path, env=env, start_new_session=True, **streams))
-        wait_for(lambda: steps_of(tmp_path / "run") >= 1)
-        signal_families(signal.SIGSTOP, machines[0].pid)
-        assert machines[1].wait(60) in (137, -signal.SIGKILL)
-    finally:
-        signal_families(signal.SIGKILL, *(machine.pid for machine in machines))
-    told = (tmp_path / "1.txt").read_text()
-    assert re.search(r"the store of the run at \S+ in process 0 of 2 .* does not answer; iteration \d+ is saved", told), told
-    assert re.search(r"torchrun \(pid \d+\) has not seen for 2 s that its process has ended, and is killed", told)
 
 
 def test_the_other_lines_of_the_page_are_read(cluster):

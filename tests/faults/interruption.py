@@ -13,7 +13,7 @@ optimiser's state, the scaler, the best AP and the seed, with equality and no to
 | by SIGTERM within an evaluation | the evaluation is repeated | builtin, detectron2 | `test_interruption.py` |
 | after step 3, then continued in the other runner | dropout, EMA | builtin to detectron2 and back | `test_detectron2.py` |
 | by kill -9 of one of two processes, restarted by torchrun | synchronised norms | builtin, detectron2 | `test_processes.py` |
-| by kill -9 of either of two processes, in a step | synchronised norms; the survivor saves | builtin | `test_lost_processes.py` |
+| by kill -9 of either of two processes, in a step | synchronised norms; process 0 saves | builtin | `test_lost_processes.py` |
 
 A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130, at once where an evaluation runs or a step
 waits for its batch; a second one (half a second later at least, since a terminal and a launcher both send the first; 15 under

@@ -1,65 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several machines.
 
-Every process gives a sign of life each second. When one is gone, those that live save the step that they hold (the weights are the
-same in all of them; process 0 does it if it lives, else another), say which process on which machine it was, and end within
-seconds; after `SOLVER.PEER_TIMEOUT` seconds where it is frozen. Under `torchrun --max-restarts` the run then goes on by itself:
-[clusters.md](clusters.md).
-
-`python benchmarks/kills.py` does it twenty times to two processes on the loopback, each with its own torchrun, at random
-moments: it kills a process, a torchrun, both, both with the store, and these while the other torchrun starts; then it gives the
-same command again where a torchrun has gone. For each kill [kills.json](../benchmarks/results/kills.json) has the last step
-before it, the step from which the run went on, and the seconds until the earlier ones had ended, until new processes had imported
-torch, and until the next step (or until the other torchrun had ended, where the store was lost); for each run of five kills,
-whether its weights are those of an unhurt one.
-
-A torchrun whose store is on a frozen machine waits for it without a limit and does not see that its processes have ended; 40
-seconds later it is killed (`tests/docs/test_clusters.py` freezes one of two torchruns). A process that has to end waits for a
-disk that does not answer for `SOLVER.PEER_TIMEOUT` seconds (`tests/runner/test_peers.py`).
-
-A run of two processes of which either was killed in the middle of a step, and which was then resumed, has the weights, average,
-optimizer and losses of an unhurt one, with equality (`tests/whole/test_lost_processes.py`; norms are synchronised). Where process 0
-died and a `NORM` is `BN`, the running statistics that are saved are those of another process, and the message says so; the weights
-do not depend on them.
+What each loss costs: [clusters.md](clusters.md). A run of two processes of which either was killed in the middle of a step, and
+which was then resumed, has the weights, average, optimizer and losses of an unhurt one, with equality
+(`tests/whole/test_lost_processes.py`; norms are synchronised).
 """
 
 import os
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
-from several import SIGNAL_IN_STEP, end_group, run_group, start_group
+from several import SIGNAL_IN_STEP, run_group
 from tiny import overrides
 
 from faults.case import Case, Cut, Ending
 from faults.checkpoints import SHORT, after_run
 from faults.drawn import call_on, draw
 
-KILL_THE_AGENT = """
-import os, signal, time
-if os.fork():
-    time.sleep(100)
-import cpvt_det.solver.step as step
-real = step.TrainStep._update
-def call(self, bad):
-    if self._begun.iteration == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(self._begun.iteration > 0)
-    return real(self, bad)
-step.TrainStep._update = call
-"""
-"""Python that makes a process the parent of the one that trains, as torchrun is, and kills it in the second step."""
-OF_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "logs/torchelastic_a/none_b/attempt_0/0/error.json"}
-
 
 def words_of(folder: Path, *options: str) -> list[str]:
     """``train`` on a drawn data set, without a checkpoint on the way."""
     drawn, config = draw(folder / "data", lambda _: None), folder / "run.yaml"
     config.write_text("VERSION: 2\n")
-    more = {**SHORT, **drawn.words, "SOLVER__MAX_ITER": 9, "SOLVER__CHECKPOINT_PERIOD": 9, "SOLVER__PEER_TIMEOUT": 7}
+    more = {**SHORT, **drawn.words, "SOLVER__MAX_ITER": 9, "SOLVER__CHECKPOINT_PERIOD": 9, "SOLVER__COLLECTIVE_TIMEOUT": 4.0}
     return ["train", *options, "--config-file", str(config), "--runner", "builtin", *overrides(drawn.files, folder / "out", **more)]
 
 
@@ -71,16 +36,6 @@ def signalled(rank: int, signum: str) -> Callable[[Path], Ending]:
         return Ending(*run_group(folder / "printed", words_of(folder), before)[1 - rank])
 
     return run
-
-
-def without_torchrun(folder: Path) -> Ending:
-    """The torchrun of a process is killed; its process is nobody's child then, so that its end is looked for in what it prints."""
-    printed = folder / "0.txt"
-    printed.touch()
-    processes, end = start_group(folder, words_of(folder), [KILL_THE_AGENT], **OF_TORCHRUN), time.monotonic() + 60
-    while not re.search("is saved|Next: find", printed.read_text()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return Ending(*end_group(folder, processes)[0])
 
 
 def shrunk(out: Path) -> None:
@@ -97,60 +52,41 @@ def started_by(**environment: str) -> Callable[[Path], Ending]:
 
     def run(folder: Path) -> Ending:
         with mock.patch.dict(os.environ, environment):
-            return call_on(draw(folder / "data", lambda _: None), "train", **SHORT)
+            return call_on(draw(folder / "data", lambda _: None), "train", **SHORT, SOLVER__COLLECTIVE_TIMEOUT=2.0)
 
     return run
 
 
-NAMED = Cut("runner/peers.py", "lost = peers.lost()", 'lost = ""')
 JOINED = Cut("runner/launch.py", "{} if is_of_torchrun() else variables_of_group(os.environ)", "{}")
 
 CASES = [
     Case(
         "a process of another machine killed, or its machine lost",
         signalled(1, "SIGKILL"),
-        "stopped: process 1 of 2 (pid ... on ...) died or lost its machine; iteration ... is saved; --resume continues after it",
-        1,
-        guard=NAMED,
-    ),
-    Case(
-        "the same: what is left",
-        signalled(1, "SIGKILL"),
-        "Iteration ... is saved; --resume continues after it",
+        "Iteration ... is saved; --resume continues after it...failed: RuntimeError: ...",
         1,
         guard=Cut("runner/guard.py", "if isinstance(error, Exception) and whole:", "if False:"),
     ),
     Case(
-        "the machine with process 0 and the store lost",
-        signalled(0, "SIGKILL"),
-        "stopped: the store of the run at ... in process 0 of 2 (pid ... on ...) is gone, and maybe its machine; iteration ... is "
-        "saved (running statistics of norms are those of process 1); --resume continues after it",
-        1,
-        guard=(
-            Cut("runner/peers.py", "            return self._without_store()\n", "            raise\n"),
-            Cut("runner/peers.py", "if self._beats < 0 and not", "if False and not"),
-        ),
-    ),
-    Case(
         "a process of another machine frozen",
         signalled(1, "SIGSTOP"),
-        "stopped: process 1 of 2 (pid ... on ...) has given no sign of life for ... s (SOLVER.PEER_TIMEOUT); iteration 4 is saved",
+        "Iteration 4 is saved; --resume continues after it...failed: RuntimeError: ...Timed out waiting 4000ms for recv",
         1,
-        guard=Cut("runner/peers.py", "if silent * BEAT > self._patience:", "if False:"),
+        guard=Cut("runner/launch.py", "timeout=timedelta(seconds=seconds)", "timeout=timedelta(days=1)"),
     ),
     Case(
-        "the machine with the store frozen",
+        "the machine with process 0 frozen",
         signalled(0, "SIGSTOP"),
-        "stopped: the store of the run at ... in process 0 of 2 (pid ... on ...) does not answer; iteration 4 is saved",
+        "failed: RuntimeError: ...Timed out waiting 4000ms for recv",
         1,
-        guard=Cut("runner/peers.py", "if unanswered > self._patience and", "if False and"),
+        guard=Cut("runner/launch.py", "timeout=timedelta(seconds=seconds)", "timeout=timedelta(days=1)"),
     ),
     Case(
-        "torchrun killed, its process left",
-        without_torchrun,
-        "the torchrun that started this process is gone; the run ends...iteration ... is saved; --resume continues after it",
-        -9,
-        guard=Cut("runner/peers.py", "os.getppid() != self._parent:", "False:"),
+        "other machines that do not come",
+        started_by(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
+        "stopped: process 1 of 2 has not met the others at 127.0.0.1:1 (",
+        1,
+        guard=Cut("runner/launch.py", "except dist.DistError as error:", "except ZeroDivisionError as error:"),
     ),
     Case(
         "--resume with another number of processes",
@@ -179,9 +115,15 @@ CASES = [
         guard=JOINED,
     ),
     Case(
-        "SOLVER.PEER_TIMEOUT 1",
-        lambda folder: call_on(draw(folder / "data", lambda _: None), "train", **SHORT, SOLVER__PEER_TIMEOUT=1),
-        "error: SOLVER.PEER_TIMEOUT must be at least 7 seconds, got 1",
-        guard=Cut("runner/peers.py", "if patience < 2 * LOOK:", "if False:"),
+        "SOLVER.COLLECTIVE_TIMEOUT 0",
+        lambda folder: call_on(draw(folder / "data", lambda _: None), "train", **SHORT, SOLVER__COLLECTIVE_TIMEOUT=0.0),
+        "error: SOLVER.COLLECTIVE_TIMEOUT must be at least 1 second, got 0",
+        guard=Cut("runner/launch.py", "if seconds < 1:", "if False:"),
+    ),
+    Case(
+        "SOLVER.CHECKPOINT_MINUTES 0",
+        lambda folder: call_on(draw(folder / "data", lambda _: None), "train", **SHORT, SOLVER__CHECKPOINT_MINUTES=0.0),
+        "error: SOLVER.CHECKPOINT_MINUTES must be above 0, got 0",
+        guard=Cut("builders/training.py", "if solver.CHECKPOINT_MINUTES <= 0:", "if False:"),
     ),
 ]
