@@ -17,6 +17,8 @@ Counts any checkout, ``--root``; ``--beside`` puts the JSON of another one into 
 - **Arguments without a noun**: rows under ``Args:`` and ``Attributes:`` whose description begins with a preposition, a relative
   pronoun or a verb form (``HEADLESS``). A reference, as in ":class:`X`", is allowed. Several names in one row are one row.
 - **Functions**: lines from ``def`` to the end, docstring included. Public: also the methods of public classes, no nested functions.
+- **Code lines**: lines without blanks, comments and docstrings.
+- **Arrows between rooms**: pairs of rooms of which one imports the other, anywhere.
 - **CPU seconds** (``--timings``): user and system time of a process, one thread, median of three after one that is not counted.
 
 An earlier count of d2401b0, by other scripts: 127 / 22 for DETR (the first time, every batch padded; one without padding enters two
@@ -25,6 +27,7 @@ arguments, by a rule that is not known: 26 % of them, as here.
 """
 
 import ast
+import io
 import json
 import os
 import re
@@ -33,6 +36,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +74,7 @@ QUICKSTART = ["--config-file", "quickstart/deformable_peg.yaml"]
 CHECKPOINT = "output/quickstart/model_final.pth"
 ONE_STEP = ["--runner", "builtin", "SOLVER.EPOCHS", "0", "SOLVER.MAX_ITER", "1", "DATASETS.TEST", "()"]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 Graph = dict[str, set[str]]
 """Names of modules by the module that imports them."""
 
@@ -170,7 +175,31 @@ def import_rows(trees: dict[str, ast.Module]) -> dict[str, str]:
         graph = import_graph(trees, anywhere)
         rows[f"import circles, {where}"] = counted(" <-> ".join(circle) for circle in circles(graph))
         rows[f"imports of a room above, {where}"] = counted(f"{one} -> {other}" for one, other in upward(graph))
-    return rows
+    arrows = room_arrows(import_graph(trees, True))
+    return rows | {"rooms": str(len({room_of(name) for name in trees})), "arrows between rooms": str(len(arrows))}
+
+
+def room_of(module: str) -> str:
+    """The folder or file directly below the package that a module is in."""
+    return [*module.split("."), "__init__"][1]
+
+
+def room_arrows(graph: Graph) -> set[tuple[str, str]]:
+    """Pairs of rooms, of which the first imports the second."""
+    pairs = {(room_of(name), room_of(other)) for name, others in graph.items() for other in others}
+    return {pair for pair in pairs if pair[0] != pair[1]}
+
+
+def code_lines(path: Path) -> int:
+    """Lines of a module without blanks, comments and docstrings."""
+    text, lines = path.read_text(encoding="utf-8"), set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    return len(lines)
 
 
 def counted(items: Iterable[str]) -> str:
@@ -235,7 +264,7 @@ def upward(graph: Graph) -> list[tuple[str, str]]:
     Raises:
         KeyError: a room that ``ORDER`` does not name.
     """
-    floors = {name: FLOORS[[*name.split("."), "__init__"][1]] for name in graph}
+    floors = {name: FLOORS[room_of(name)] for name in graph}
     return [(name, other) for name, others in graph.items() for other in sorted(others) if floors[other] < floors[name]]
 
 
@@ -246,6 +275,9 @@ def text_rows(package: Path, trees: dict[str, ast.Module]) -> dict[str, str]:
     lengths = sorted(((node.end_lineno - node.lineno + 1, f"{name}.{node.name}") for name, node in nodes), reverse=True)
     public = [documented for tree in trees.values() for documented in public_functions(tree)]
     return {
+        "code lines": str(sum(map(code_lines, package.rglob("*.py")))),
+        "files": str(len(trees)),
+        "functions": str(len(nodes)),
         "arguments without a noun": f"{len(lines)} of {count}",
         "longest function": str(lengths[0][0]),
         f"functions over {LONG} lines": counted(f"{name} {length}" for length, name in lengths if length > LONG),

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ceilings on the size of the house: a change that exceeds one takes something out first. They are lowered, never raised."""
+
+import json
+import re
+
+import pytest
+from click.testing import CliRunner
+from conftest import ROOT
+
+from benchmarks import house
+from benchmarks.house_road import ROADS
+from cpvt_det.cli import main
+
+PACKAGE = ROOT / "cpvt_det"
+CEILINGS = {
+    "code lines": 22_040,
+    "code lines of data/": 3_740,
+    "files": 282,
+    "functions": 2_166,
+    "rooms": 37,
+    "arrows between rooms": 215,
+    "keys of the config": 186,
+}
+LONGEST = {
+    "records to losses, DETR": (120, 28),
+    "records to losses, Deformable-DETR, two stages": (140, 26),
+}
+"""Road of ``benchmarks/house.py`` -> functions and files above the kernels, whose number depends on the processor."""
+
+
+@pytest.fixture(scope="module")
+def counts():
+    trees = house.read_package(PACKAGE)
+    rows = house.text_rows(PACKAGE, trees) | house.import_rows(trees)
+    found = {name: int(rows[name]) for name in CEILINGS if name in rows}
+    keys = re.findall(r"^\| `[A-Z]", (ROOT / "docs/config.md").read_text(encoding="utf-8"), re.M)
+    data = sum(map(house.code_lines, (PACKAGE / "data").rglob("*.py")))
+    return {**found, "code lines of data/": data, "keys of the config": len(keys)}
+
+
+@pytest.mark.parametrize("what", CEILINGS)
+def test_the_house_does_not_grow(counts, what):
+    assert counts[what] <= CEILINGS[what]
+
+
+@pytest.mark.parametrize("title", LONGEST)
+def test_the_road_of_an_image_does_not_grow(tmp_path, title):
+    words = ["shapes", tmp_path / "datasets/shapes", "--train", "8", "--val", "4"]
+    assert CliRunner().invoke(main, [str(word) for word in words]).exit_code == 0
+    script = ROOT / "benchmarks/house_road.py"
+    road = json.loads(house.run(ROOT, str(tmp_path), str(script), str(PACKAGE), str(list(ROADS).index(title))))
+    functions, files = LONGEST[title]
+    assert road["above_kernels"] <= functions and road["files_above_kernels"] <= files
+
+
+def test_no_ceiling_is_far_above_the_house(counts):
+    """Or it would be none."""
+    assert {what: count for what, count in counts.items() if count < 0.97 * CEILINGS[what]} == {}
+
+
+def test_code_lines_are_those_without_blanks_comments_and_docstrings(tmp_path):
+    path = tmp_path / "one.py"
+    path.write_text('"""Doc.\n\nMore."""\n\n# comment\nx = (\n    1,  # one\n\n    2,\n)\ny = """text\nof two"""\n"""About y."""\n')
+    assert house.code_lines(path) == 6
