@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+try:
+    import fcntl
+except ImportError:  # on Windows, where nothing is locked, and of two that write the same one comes after the other
+    fcntl = None
+
 
 def remove_unfinished(folder: str | Path) -> None:
     """Remove what killed processes left of files they were writing; nobody may be writing there now."""

@@ -31,9 +31,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.g
 
 
 @pytest.fixture(scope="module", autouse=True)
-def memory_given_back():
-    """No object of a file's tests outlives them, but the C library keeps what they freed: some hundred MB of the largest maps."""
+def memory_given_back(request):
+    """What a file's tests have made once goes with them; and what the C library keeps: some hundred MB of the largest maps."""
     yield
+    for function in vars(request.module).values():
+        if hasattr(function, "cache_clear") and function.__module__ == request.module.__name__:
+            function.cache_clear()
     trim_heap()
 
 

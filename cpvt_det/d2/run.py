@@ -20,7 +20,7 @@ from cpvt_det.d2.trainer import Trainer, build_detector
 from cpvt_det.runner.advice import log_advice, log_next_steps
 from cpvt_det.runner.callbacks import Callback, build_callbacks
 from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate
-from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agent, setup_run, write_config
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.tasks.registry import Results, build_task
 
@@ -81,7 +81,7 @@ def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results
     log_advice(cfg, length, records)
     trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(output), all_callbacks)
     trainer.resume_or_load(resume)
-    record_agent(output, trainer.state.run_id)
+    record_agents(output, trainer.state.run_id)
     write_config(without_untouched(cfg))
     logger.info(
         "Seed %d: iterations %d to %d of %s",

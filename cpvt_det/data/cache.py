@@ -24,12 +24,7 @@ from cpvt_det.data.storage import is_url
 from cpvt_det.data.table import Table, load_table, save_table
 from cpvt_det.data.validation.issues import Issues, Looked
 from cpvt_det.errors import DataError
-from cpvt_det.files import atomic_file, write_json
-
-try:
-    import fcntl
-except ImportError:  # on Windows, where two makers write one after the other
-    fcntl = None
+from cpvt_det.files import atomic_file, fcntl, write_json
 
 logger = logging.getLogger("cpvt_det")
 SMALL = 2**22  # bytes; a smaller file is read in the time that it takes to say so

@@ -200,9 +200,10 @@ class SampleLoader(DataLoader):
 
     def __init__(self, dataset: MappedDataset, batches: Iterable[list[Draw]], num_workers: int, pin_memory: bool = False):
         if num_workers and multiprocessing.current_process().daemon:
-            logger.warning(
-                "This process is daemonic and may start no others: it reads images itself, as with DATALOADER.NUM_WORKERS 0"
-            )
+            if dataset.mapper.with_targets:  # once, and not for each evaluation
+                logger.warning(
+                    "This process is daemonic and may start no others: it reads images itself, as with DATALOADER.NUM_WORKERS 0"
+                )
             num_workers = 0
         if num_workers:
             dataset.at_work = shared_memory(16 * num_workers).view(torch.int64).view(num_workers, 2).fill_(-1)

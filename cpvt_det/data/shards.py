@@ -68,13 +68,35 @@ class Shards:
                 came = f"{len(content)} bytes came instead of {size}"
                 raise DataError(f"{path}: {came}; it is cut off, or newer than its {INDEX}, or its server sends no parts of files")
             return io.BytesIO(content)
-        with open(path, "rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            if length != self.lengths[shard]:
-                was = f"{path} has {length} bytes instead of {self.lengths[shard]}"
-                raise DataError(f"{was}: it is cut off, or newer than its {INDEX}")
-            file.seek(start)
-            return io.BytesIO(file.read(size))
+        file = _Part(path, start, size)  # of which a look reads only the ends
+        length = os.fstat(file.fileno()).st_size
+        if length != self.lengths[shard]:
+            file.close()
+            raise DataError(f"{path} has {length} bytes instead of {self.lengths[shard]}: it is cut off, or newer than its {INDEX}")
+        return io.BufferedReader(file)
+
+
+class _Part(io.FileIO):
+    """A part of a file on a disk, as a file."""
+
+    def __init__(self, path: str, start: int, size: int):
+        super().__init__(path)
+        self._start, self._size = start, size
+        super().seek(start)
+
+    def tell(self) -> int:
+        return super().tell() - self._start
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = 0 if whence == os.SEEK_SET else self.tell() if whence == os.SEEK_CUR else self._size
+        return super().seek(self._start + max(0, base + offset)) - self._start
+
+    def readinto(self, buffer) -> int:
+        left = max(0, self._size - self.tell())
+        return super().readinto(memoryview(buffer)[:left])
+
+    def readall(self) -> bytes:
+        return super().read(max(0, self._size - self.tell()))  # at once, not in small pieces
 
 
 def open_shards(pattern: str) -> Shards:

@@ -17,6 +17,9 @@ from cpvt_det import distributed
 from cpvt_det.errors import ConfigError, RunStoppedError, exit_code, first_line
 from cpvt_det.runner.launchers import is_of_torchrun, variables_of_group
 
+OF_GLOO = ("gloo/transport", "pair closure")
+"""What errors of collectives contain, which have no type of their own."""
+
 
 def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
     """Call ``main(*args)`` in every process of the run; there, :func:`process_group` joins them.
@@ -91,11 +94,15 @@ def process_group(seconds: float) -> Iterator[None]:
     if not (is_of_torchrun() or "RANK" in variables_of_group(os.environ)):
         yield
         return
-    has_gpus = torch.cuda.is_available()
-    try:  # MODEL.DEVICE may be cpu
-        dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", timeout=timedelta(seconds=seconds))
-    except dist.DistError as error:
-        place = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+    has_gpus, timeout = torch.cuda.is_available(), timedelta(seconds=seconds)
+    place = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # a torchrun alone keeps its store over restarts, with addresses of the dead
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"  # MODEL.DEVICE may be cpu
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    except RuntimeError as error:  # torch's own errors among them
         raise RunStoppedError(
             f"{place} has not met the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({first_line(error)})"
         ) from error
@@ -105,6 +112,13 @@ def process_group(seconds: float) -> Iterator[None]:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         yield
         distributed.all_reduce_max(0)  # the first process may hold the store, and must not be the first to end
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(word in str(error) for word in OF_GLOO):
+            raise
+        raise RunStoppedError(
+            f"{place} has lost another one, or waited for it for more than {seconds:g} s (SOLVER.COLLECTIVE_TIMEOUT): look at what "
+            f"that one printed; --resume continues ({first_line(error)})"
+        ) from error
     finally:
         dist.destroy_process_group()
 

@@ -24,18 +24,13 @@ from cpvt_det.builders import build_device
 from cpvt_det.checkpoint.files import write_line
 from cpvt_det.checkpoint.resume import named_run
 from cpvt_det.errors import ConfigError, output_errors
-from cpvt_det.files import atomic_file
-
-try:
-    import fcntl
-except ImportError:  # on Windows, where nothing is locked
-    fcntl = None
+from cpvt_det.files import atomic_file, fcntl
 
 logger = logging.getLogger("cpvt_det")
 LOCK = ".lock"
 """File in ``OUTPUT_DIR`` that the run there has locked."""
-AGENT = ".agent"
-"""File in ``OUTPUT_DIR``: the id of the run that was started there last, and what identifies the torchrun of its first process."""
+AGENTS = ".agents"
+"""File in ``OUTPUT_DIR``: the id of the run that was started there last, and what identifies the torchruns that started it."""
 RELEASE = 30.0
 """Seconds that a process of several waits for the folder: the one that it replaces may still be saving, on another machine."""
 METRICS_LOGGER = "cpvt_det.metrics"
@@ -177,22 +172,24 @@ def choose_seed(cfg: CfgNode) -> int:
 def choose_run_id(output: Path) -> str:
     """A random id for each run, the same in all its processes.
 
-    Processes that torchrun starts to replace dead ones belong to the run of those, and get its id.
+    Processes that torchrun starts to replace dead ones belong to the run of those, and get its id. One of the torchruns that
+    started the run named in ``output`` has started them too: one whose machine is lost can be replaced, but not all of them.
     """
-    return distributed.broadcast_object(_kept_run_id(output) or uuid.uuid4().hex)
+    return distributed.broadcast_object(_kept_run_id(output, distributed.gather_objects(_agent())) or uuid.uuid4().hex)
 
 
-def record_agent(output: Path, run_id: str) -> None:
-    """Write down which torchrun has started this run, for :func:`choose_run_id`."""
+def record_agents(output: Path, run_id: str) -> None:
+    """Write down which torchruns have started this run, for :func:`choose_run_id`."""
+    agents = distributed.gather_objects(_agent())
     if distributed.rank() == 0:
-        write_line(f"{run_id}\n{_agent()}", output / AGENT)
+        write_line("\n".join([run_id, *agents]), output / AGENTS)
 
 
-def _kept_run_id(output: Path) -> str:
-    if distributed.rank() != 0 or not (output / AGENT).is_file():
+def _kept_run_id(output: Path, agents: list[str]) -> str:
+    if distributed.rank() != 0 or not (output / AGENTS).is_file():
         return ""
-    run_id, _, agent = (output / AGENT).read_text(encoding="utf-8", errors="replace").partition("\n")
-    return run_id if agent and agent.strip() == _agent() and named_run(output) == run_id else ""
+    run_id, *before = (output / AGENTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    return run_id if named_run(output) == run_id and set(before) & set(agents) - {""} else ""
 
 
 def _agent() -> str:

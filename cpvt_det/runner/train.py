@@ -24,7 +24,7 @@ from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
 from cpvt_det.runner.progress import LossWatch, RunEvaluations, none_yet
-from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agent, setup_run, write_config
+from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
@@ -187,7 +187,7 @@ def begin(cfg: CfgNode, resume: bool, checkpointer: RunCheckpointer, trainer: Tr
     state: RunState = checkpointer.checkpointables["cpvt_det"]
     start = checkpointer.begin(resume)
     require_rest(cfg, start, length)
-    record_agent(Path(checkpointer.save_dir), state.run_id)
+    record_agents(Path(checkpointer.save_dir), state.run_id)
     if start == 0:
         load_initial_weights(cfg, checkpointer.model, state.classes)
     trainer.step.seed = state.seed

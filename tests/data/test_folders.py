@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -441,6 +442,35 @@ def test_images_that_no_annotation_names_are_noted(tmp_path):
         draw(tmp_path / "mine/more" / f"{name}.png", name)
     data = name_datasets(tmp_path / "mine", tmp_path / "out")
     assert f"3 of 9 images have no annotations and are not used, such as {tmp_path}/mine/more/x.png" in data.notes
+
+
+@pytest.mark.parametrize("make", [write_coco, write_roboflow_coco, write_voc, write_cvat], ids=lambda make: make.__name__)
+def test_photographs_that_cannot_be_read_are_noted_in_every_format(make, tmp_path):
+    make(tmp_path / "mine")
+    place = next((tmp_path / "mine").rglob("*.png")).parent
+    (place / "x.heic").touch()
+    notes = name_datasets(tmp_path / "mine", tmp_path / "out").notes
+    assert f"1 image left out; {place}/x.heic cannot be read here: convert them to JPEG or PNG" in notes
+
+
+def test_annotations_of_one_id_are_faults_where_a_folder_is_written_anew_too(tmp_path):
+    write_json_beside(tmp_path / "mine")
+    (path,) = (tmp_path / "mine").rglob("*.json")
+    content = json.loads(path.read_text())
+    for annotation in content["annotations"][:2]:
+        annotation["id"] = 7
+    path.write_text(json.dumps(content))
+    assert name_datasets(tmp_path / "mine", tmp_path / "out").written
+    with pytest.raises(DataError, match=r"annotation ids that are not unique"):
+        read(tmp_path / "mine", tmp_path / "other")
+
+
+def test_classes_that_training_lacks_are_left_out_of_the_table(tmp_path):
+    write_coco(tmp_path / "mine")
+    _, (train, val) = read(tmp_path / "mine", tmp_path / "out")
+    val.classes = train.classes
+    train.classes = replace(train.classes, ids=train.classes.ids[:1], names=train.classes.names[:1])
+    assert [row[0] for row in count_classes({"train": train, "val": val})[0]] == list(train.classes.names)
 
 
 def test_shapes_of_cvat_become_the_boxes_around_them(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """COCO JSONs of a folder, one or several, wherever their images are -> one data set in COCO's sections."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,12 @@ def read_coco_files(listing: Listing, files: Sequence[Path]) -> Sections:
             if other != path:
                 raise DataError(f"{images[-1]['file_name']} is in {other} and in {path}; keep one, or name the sets in a config")
         known = {"image_id": image_ids, "category_id": _add_categories(ids, _objects(read, path, "categories"), path)}
-        for number, annotation in enumerate(_objects(read, path, "annotations")):
+        boxes = _objects(read, path, "annotations")
+        count = Counter(repr(annotation["id"]) for annotation in boxes if annotation.get("id") is not None)
+        for number, annotation in enumerate(boxes):
             annotations.append(_annotation(annotation, number, path, known))
+            if count[repr(annotation.get("id"))] > 1:
+                annotations[-1][FAULT] = ["annotation ids that are not unique", "another annotation has the same id"]
     return make_sections(images, annotations, {number: name for name, number in ids.items()}, names.notes)
 
 

@@ -75,6 +75,8 @@ def name_datasets(folder: Path, output: Path, wanted: str = "", new_split: bool 
     listing = Listing(folder)
     layout = find_layout(listing, wanted)
     data = FolderData([], [f"{folder}: {layout.format}, {layout.what}", *layout.notes])
+    if listing.unreadable and layout.format != "yolo":  # whose reader says it itself
+        data.notes.append(f"{counted(len(listing.unreadable), 'image')} left out{cannot_read(listing.unreadable)}")
     name, places = folder.resolve().name or "data", dict(layout.places)
     if places and not new_split:
         _use_test_set(places, data.notes)
@@ -188,9 +190,8 @@ def count_classes(datasets: Mapping[str, CocoDataset]) -> tuple[list[tuple], lis
         Rows (class, boxes in each data set); and a line for each data set that lacks classes.
     """
     names = next(iter(datasets.values())).classes.names
-    counts = {}
-    for split, data in datasets.items():
-        counts[split] = np.bincount(data.records.boxes_to_learn()[2], minlength=len(names)).tolist()
+    labels = {split: data.records.boxes_to_learn()[2] for split, data in datasets.items()}
+    counts = {split: np.bincount(found, minlength=len(names))[: len(names)].tolist() for split, found in labels.items()}
     notes = []
     for split, count in counts.items():
         absent = [name for name, number in zip(names, count, strict=True) if not number]

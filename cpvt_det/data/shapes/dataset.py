@@ -52,8 +52,11 @@ def draw_dataset(
         num_processes: number of processes; ``None``: one per core that this process may use, at most 16.
 
     Raises:
+        ValueError: a number out of range.
         DataError: the folder contains other data, or this data set with other parameters or only a part of it.
     """
+    if min(num_train, num_val, num_processes or 1) < 1 or seed < 0:
+        raise ValueError(f"images and processes must be at least 1, the seed 0: {num_train}, {num_val}, {num_processes}, {seed}")
     root = Path(root)
     infos = [describe(split, count, seed, spec) for split, count in zip(SPLITS, (num_train, num_val), strict=True)]
     if all(_is_drawn(root, info) for info in infos):
