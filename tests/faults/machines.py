@@ -74,14 +74,14 @@ CASES = [
         "Iteration 4 is saved; --resume continues after it...stopped: process 0 of 2 has lost another one, or waited for it for "
         "more than 4 s (SOLVER.COLLECTIVE_TIMEOUT)",
         1,
-        guard=Cut("runner/launch.py", "timeout=timedelta(seconds=seconds)", "timeout=timedelta(days=1)"),
+        guard=Cut("runner/launch.py", "timedelta(seconds=seconds)", "timedelta(days=1)"),
     ),
     Case(
         "the machine with process 0 frozen",
         signalled(0, "SIGSTOP"),
         "stopped: process 1 of 2 has lost another one, or waited for it for more than 4 s (SOLVER.COLLECTIVE_TIMEOUT)",
         1,
-        guard=Cut("runner/launch.py", "timeout=timedelta(seconds=seconds)", "timeout=timedelta(days=1)"),
+        guard=Cut("runner/launch.py", "timedelta(seconds=seconds)", "timedelta(days=1)"),
     ),
     Case(
         "other machines that do not come",

@@ -14,10 +14,10 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 22_040,
-    "code lines of data/": 3_740,
+    "code lines": 22_063,
+    "code lines of data/": 3_765,
     "files": 282,
-    "functions": 2_166,
+    "functions": 2_170,
     "rooms": 37,
     "arrows between rooms": 215,
     "keys of the config": 186,
