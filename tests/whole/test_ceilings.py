@@ -15,7 +15,7 @@ from cpvt_det.cli import main
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
     "code lines": 22_063,
-    "code lines of data/": 3_765,
+    "code lines of data/": 3_751,
     "files": 282,
     "functions": 2_170,
     "rooms": 37,
