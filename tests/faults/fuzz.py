@@ -19,7 +19,8 @@ OUTCOMES = re.compile(r"- (\d+) passing\D+(\d+) failing")
 
 def fuzz(examples: int, file: str) -> str:
     """The counts, and what pytest says of a test that failed."""
-    words = [sys.executable, "-m", "pytest", str(FOLDER / file), "-q", "--hypothesis-show-statistics", "-o", "faulthandler_timeout=0"]
+    words = [sys.executable, "-m", "pytest", str(FOLDER / file), "-q", "--hypothesis-show-statistics"]
+    words += ["-o", "faulthandler_timeout=0"]  # of a single test, which takes as long as all its inputs
     environment = {**os.environ, "CPVT_FUZZ_EXAMPLES": str(examples)}
     told = subprocess.run(words, env=environment, capture_output=True, text=True).stdout
     found = [tuple(map(int, match)) for match in OUTCOMES.findall(told)]
