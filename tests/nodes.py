@@ -52,13 +52,11 @@ class Nodes:
         folder: folder for what they print.
         words: command after torchrun's options.
         options: options of torchrun.
-        conf: what goes into torchrun's ``--rdzv-conf`` beside what is needed here.
         env: further environment variables.
     """
 
-    def __init__(self, folder: Path, words: list, *options: str, conf: str = "", **env: str):
+    def __init__(self, folder: Path, words: list, *options: str, **env: str):
         self.folder, self.words, self.options = folder, [str(word) for word in words], options
-        self.conf = conf
         self.env = {**ENV, **env}
         self.port = free_port()
         self.agents: dict[int, subprocess.Popen] = {}
@@ -67,7 +65,7 @@ class Nodes:
     def start(self, number: int, **env: str) -> None:
         """Start a machine, for the first time or again."""
         where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", "127.0.0.1"]
-        where += ["--rdzv-conf", ",".join(filter(None, (f"is_host={int(number == 0)}", self.conf)))]
+        where += ["--rdzv-conf", f"is_host={int(number == 0)}"]
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *where]
         with self.printed(number).open("ab") as file:
             agent = [*command, *self.options, *self.words]
@@ -103,13 +101,6 @@ class Nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process still runs; one that has ended and that nobody has asked for does not."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def _is_worker(pid: int) -> bool:

@@ -120,12 +120,6 @@ def make_norm(name: str, channels: int) -> nn.Module:
     return NORM_LAYERS[name](channels)
 
 
-def has_own_statistics(model: nn.Module) -> bool:
-    """Whether running statistics of a model differ between the processes that train it: batch norms that are not synchronised."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    return not all(isinstance(norm, (MaskedSyncBatchNorm2d, nn.SyncBatchNorm)) for norm in norms)
-
-
 def group_count(channels: int) -> int:
     """The largest number of groups up to 32 that divides the channels."""
     return max(groups for groups in range(1, 33) if channels % groups == 0)

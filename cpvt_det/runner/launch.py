@@ -43,9 +43,7 @@ def launch(main: Callable[..., Any], num_gpus: int | None, *args: Any) -> Any:
     require_gpus(num_gpus)
     variables = {} if is_of_torchrun() else variables_of_group(os.environ)
     os.environ.update(variables)
-    if is_of_torchrun() or variables:
-        return main(*args)
-    if num_gpus is None or num_gpus < 2:
+    if is_of_torchrun() or variables or num_gpus is None or num_gpus < 2:
         return main(*args)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -10,6 +10,7 @@ from tiny import DETECTORS, DINO, overrides
 
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import BadInputError, ConfigError, DataError, WeightsError, first_line
+from cpvt_det.runner import setup
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.launch import launch
 from cpvt_det.runner.train import is_due, run
@@ -351,3 +352,22 @@ def test_two_processes_take_the_steps_of_one(detector, drawn_coco, train, tmp_pa
     assert one.keys() == two.keys()
     files = [json.loads((tmp_path / name / "inference/coco_instances_results.json").read_text()) for name in ("one", "two")]
     assert [found["image_id"] for found in files[0]] == [found["image_id"] for found in files[1]]
+
+
+def test_a_checkpoint_is_written_by_the_clock_too(drawn_coco, tmp_path):
+    """Looked at in every ``LOG_PERIOD``; an hour has not passed, and a billionth of a minute has."""
+    for name, minutes, expected in (("hour", 60.0, []), ("now", 1e-9, ["model_0000001", "model_0000003"])):
+        more = {"SOLVER__CHECKPOINT_MINUTES": minutes, "SOLVER__LOG_PERIOD": 2, "SOLVER__MAX_ITER": 5, "DATASETS__TEST": ()}
+        run(load_cfg("", overrides(drawn_coco.files, tmp_path / name, SOLVER__CHECKPOINT_PERIOD=100, **more)))
+        assert sorted(path.stem for path in (tmp_path / name).glob("model_0*.pth")) == expected
+
+
+def test_a_run_keeps_its_id_while_one_of_its_torchruns_is_there(tmp_path, monkeypatch):
+    """A lost machine is replaced by another; all new ones are a new run, and so are processes without a torchrun."""
+    ours = [["a:1", "b:1"], ["a:1", "c:2"], ["d:1", "e:1"], ["", ""]]
+    (tmp_path / "run_id").write_text("first")
+    for number, agents in enumerate(ours):
+        monkeypatch.setattr(setup.distributed, "gather_objects", lambda value, agents=agents: agents)
+        if number == 0:
+            setup.record_agents(tmp_path, "first")
+        assert (setup.choose_run_id(tmp_path) == "first") is (number < 2)
