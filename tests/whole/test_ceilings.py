@@ -14,10 +14,10 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 22_063,
+    "code lines": 22_058,
     "code lines of data/": 3_751,
     "files": 282,
-    "functions": 2_170,
+    "functions": 2_169,
     "rooms": 37,
     "arrows between rooms": 215,
     "keys of the config": 186,
