@@ -31,7 +31,7 @@ STEPS = {
     "training": 175,
     "processes": 60,
 }
-"""Steps in the order of their worth, and the most seconds of each."""
+"""Steps in the order of their worth, and the seconds of each; of fewer steps, each gets more."""
 NEED_OP = ("deformable_op", "whole_models")
 REHEARSAL = 170  # the most seconds of a step
 FOR_BUILD = 45.0  # seconds that the first step with the official op waits for its compiler, which has worked beside earlier steps
@@ -82,11 +82,12 @@ def main(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         settings = replace(settings, built=str(Path(place) / "built"))
         build = None if rehearse or not set(chosen) & set(NEED_OP) else _start_build(settings)
-        for name in chosen:
+        for number, name in enumerate(chosen):
             if name in NEED_OP:
                 _wait_for_build(build, settings, summary)
             left = begin + seconds - time.time()
-            limit = min(REHEARSAL if rehearse else STEPS[name], left)
+            share = STEPS[name] / sum(STEPS[one] for one in chosen[number:])  # what steps leave over is for those after them
+            limit = min(REHEARSAL if rehearse else max(STEPS[name], share * left), left)
             if limit < 10:
                 summary["steps"][name] = {"left_out": "no time was left"}
                 _say(begin, f"{name}: left out, no time was left")

@@ -21,6 +21,7 @@ SIZE, BATCH = (800, 1333), 2
 PLAN = Plan(warm_up=2, rounds=ROUNDS, most_rounds=15, seconds=3.0)
 QUICK = Plan(warm_up=0, rounds=2, most_rounds=2)
 PROFILED = 1  # steps
+ALSO_FLOAT32 = ("official", "cpvt_det")  # the official op of deformable attention has no bf16
 REHEARSED = Recipe(channels=32, layers=1, queries=20)
 FOR_COMPILING = 60.0  # seconds that must be left for a compiled training step
 
@@ -92,6 +93,9 @@ def time_models(fleet: Fleet, passes: str, settings: Settings, size: Size = SIZE
     inputs = models.make_inputs(shape, settings.device)
     make, bf16 = partial(contender_of, shape, inputs), not settings.rehearse
     contenders = [make(name, model, name in fleet.peers, bf16) for name, model in fleet.all.items()]
+    for name, model in fleet.all.items() if bf16 else ():
+        if name in ALSO_FLOAT32:
+            contenders.append(replace(make(name, model, name in fleet.peers, False), name=f"{name}, float32"))
     left_out = dict(fleet.left_out)
     work = Work(contenders, models.FEW_OTHERS[passes] if shape.recipe.is_dino else 1e-3, left_out)
     measured = measure(work, QUICK if settings.rehearse else PLAN, settings.device, partial(_drop_gradients, fleet))
