@@ -35,6 +35,7 @@ RECORDS = {
         "benchmarks/results/family_25/quickstart_time_cpu_avx2.json",
         "benchmarks/results/limited/quickstart_time_cpu_avx2.json",
         "benchmarks/results/first_run_memory.json",
+        "benchmarks/results/gpu_h100",
         "benchmarks/results/gpu_h200",
     ],
     "docs/results.md": [
@@ -65,6 +66,7 @@ RECORDS = {
         "benchmarks/results/before_after_cpu_avx2.md",
         "benchmarks/results/model_cpu.json",
         "benchmarks/results/family_25/detr/model_cpu.json",
+        "benchmarks/results/gpu_h100",
         "benchmarks/results/gpu_h200",
     ],
 }

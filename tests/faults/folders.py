@@ -222,7 +222,7 @@ def with_url_alone(content: dict) -> None:
 
 def one_more(odd: OddFolder, **values: object) -> None:
     def change(content: dict) -> None:
-        number = max(image["id"] for image in content["images"]) + 1
+        number = 1 + max(int(image["id"]) for image in content["images"])
         content["images"].append({**content["images"][0], "id": number, **values})
         content["annotations"].append({**content["annotations"][0], "id": 5000, "image_id": number, "bbox": [1, 2, 9, 8]})
 
