@@ -112,7 +112,7 @@ def main(folder: Path, images: int, boxes: int, epochs: int, output: Path | None
         draw(path, images, boxes)
     for old in cache.glob("*"):
         old.unlink()
-    from cpvt_det.study.origin import describe_origin
+    from benchmarks.origin import describe_origin
 
     command = f"python benchmarks/annotations.py FOLDER --images {images} --boxes {boxes} --epochs {epochs}"
     found = {"command": command, **describe_origin(), "images": images, "boxes": boxes, "json_gb": path.stat().st_size / 2**30}

@@ -175,8 +175,8 @@ def main(photos: Path, count: int, configs: tuple[str, ...], output: Path | None
     import torch
 
     from benchmarks.machine import machine, versions
+    from benchmarks.origin import commit_of
     from benchmarks.report import file_stem
-    from cpvt_det.study.origin import commit_of
 
     files = sorted(photos.glob("*.jpg"))
     if not files:

@@ -15,10 +15,10 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
 
 from benchmarks.machine import machine, versions
+from benchmarks.origin import commit_of
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.data import read_folder
 from cpvt_det.errors import RunStoppedError
-from cpvt_det.study.origin import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

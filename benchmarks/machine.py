@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.clocks import clock_of
-from cpvt_det.study.origin import WITHOUT, cpu_model, instructions, read_lines
+from benchmarks.origin import WITHOUT, cpu_model, instructions, read_lines
 
 LIBRARIES = ("torch", "torchvision", "numpy", "scipy", "numba", "triton", "pillow", "pycocotools", "faster-coco-eval")
 COPIES = {"copy_in_cache_gb_per_s": 4, "copy_in_memory_gb_per_s": 512}

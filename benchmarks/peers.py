@@ -19,8 +19,8 @@ import torch
 import torchvision
 
 import cpvt_det
+from benchmarks.origin import commit_of
 from cpvt_det.errors import BadInputError, UnknownNameError
-from cpvt_det.study.origin import commit_of
 
 CHECKOUTS = {
     "deformable_detr": ("fundamentalvision/Deformable-DETR", "models/ops/functions/ms_deform_attn_func.py"),

@@ -119,8 +119,8 @@ def main(rounds: int, steps: int, whole: bool, config: str, output: Path | None,
     load_average = check_load(busy)
     from benchmarks.harness import Spread
     from benchmarks.machine import machine, versions
+    from benchmarks.origin import commit_of
     from benchmarks.report import file_stem
-    from cpvt_det.study.origin import commit_of
 
     words = " ".join([f"--rounds {rounds}", f"--steps {steps}", *["--whole"] * whole, *["--busy"] * busy])
     record: dict[str, Any] = {"command": f"python benchmarks/quickstart_time.py {words}", "config": config, "busy": busy}

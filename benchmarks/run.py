@@ -80,8 +80,8 @@ def main(
 
 
 def _train_quickstart() -> None:
-    from cpvt_det.study.report import write_report
-    from cpvt_det.study.run import run_study
+    from studies.engine.report import write_report
+    from studies.engine.run import run_study
 
     run_study(QUICKSTART, processes=1, write_line=click.echo)
     click.echo(write_report(QUICKSTART)[0])

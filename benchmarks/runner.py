@@ -13,10 +13,10 @@ from benchmarks import machine, report
 from benchmarks.clocks import clock_of, fixed_threads
 from benchmarks.harness import Case, Plan, UnequalWorkError, compare, without_failures
 from benchmarks.memory import peak_bytes
+from benchmarks.origin import commit_of
 from benchmarks.peers import ROOT, peer_versions
 from benchmarks.suites import Options
 from cpvt_det.errors import BadInputError
-from cpvt_det.study.origin import commit_of
 
 
 def run_suite(name: str, suite: ModuleType, options: Options, output: Path, pattern: str = "*", memory: bool = True) -> list[str]:

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 
 from benchmarks.load import check_load
 from benchmarks.machine import machine, versions
+from benchmarks.origin import commit_of
 from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import folder_config
@@ -41,7 +42,6 @@ from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.files import write_json
 from cpvt_det.memory import usable_cores
 from cpvt_det.own_modules import import_words
-from cpvt_det.study.origin import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_A_PLACE = ("OUTPUT_DIR", "DATASETS")

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 from benchmarks.harness import Spread
 from benchmarks.load import check_load
 from benchmarks.machine import machine, versions
+from benchmarks.origin import commit_of
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.errors import BadInputError
-from cpvt_det.study.origin import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("cpvt_det.cli.train", "cpvt_det.runner.train")

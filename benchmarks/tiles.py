@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder i
 
 from benchmarks.load import check_load
 from benchmarks.machine import machine, versions
+from benchmarks.origin import commit_of
 from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.cli import common_options, report_errors
@@ -33,7 +34,6 @@ from cpvt_det.data.coco import CocoDataset
 from cpvt_det.errors import BadInputError
 from cpvt_det.files import write_json
 from cpvt_det.runner.evaluate import evaluate
-from cpvt_det.study.origin import commit_of
 from cpvt_det.tasks.registry import build_task
 
 FIGURES = ("AP", "AP50", "APs", "APm", "APl")

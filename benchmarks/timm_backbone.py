@@ -29,11 +29,11 @@ from benchmarks.clocks import clock_of, fixed_threads
 from benchmarks.harness import Contender, Plan, Work, ratios, run_rounds
 from benchmarks.load import check_load
 from benchmarks.machine import machine, name_of_instructions, versions
+from benchmarks.origin import commit_of
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.files import write_json
 from cpvt_det.models.backbones.timm import TimmBackbone
 from cpvt_det.structures import PaddedBatch
-from cpvt_det.study.origin import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("tf_efficientnet_lite0", "resnet50", "efficientnet_b0", "convnext_atto")

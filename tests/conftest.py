@@ -17,6 +17,7 @@ from fvcore.common.config import CfgNode
 from PIL import Image
 from worker_pipes import pytest_configure  # noqa: F401
 
+import studies.ablations  # noqa: F401, contract tests run over these encodings too
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.memory import trim_heap

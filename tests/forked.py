@@ -21,7 +21,7 @@ PRELOADED = [
     *("cpvt_det.cli.train", "cpvt_det.runner.train", "cpvt_det.runner.launch", "cpvt_det.cli.predict", "cpvt_det.predict"),
     *("cpvt_det.builders", "cpvt_det.evaluation", "torch.optim", "torch._dynamo", "torch.distributed.run", "scipy.optimize"),
     *("matplotlib.figure", "matplotlib.backends.backend_agg", "numba", "faster_coco_eval", "torch.utils.tensorboard"),
-    *("cpvt_det.visualize.pictures", "cpvt_det.study.run", "cpvt_det.d2.run"),
+    *("cpvt_det.visualize.pictures", "cpvt_det.d2.run"),
 ]
 """Modules that the server imports; one that cannot be imported is left out."""
 CONTEXT.set_forkserver_preload(PRELOADED)

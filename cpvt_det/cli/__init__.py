@@ -31,7 +31,6 @@ COMMANDS = {
     "serve": "Look at detections in the browser.",
     "shapes": "Draw the shapes data set, in COCO format.",
     "show": "Draw attention, position encodings, or the model's input.",
-    "study": "Train the runs of a plan, and compare them.",
     "train": "Train a detector or a classifier, on a folder or by a config, and evaluate it.",
 }
 

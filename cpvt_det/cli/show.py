@@ -15,7 +15,6 @@ from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.show_options import output_option, read_size, weights_config_option
-from cpvt_det.cli.show_patches import features, patches, pixels
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import Sample
@@ -156,10 +155,6 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
         torch.manual_seed(cfg.SEED)
         path = output / "denoising.png"
         click.echo(f"{path}: {draw_denoising(_parts(task, records), detector, denoising, classes, count, path)} images")
-
-
-for _command in (patches, features, pixels):
-    show.add_command(_command)
 
 
 def _parts(task: Any, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:

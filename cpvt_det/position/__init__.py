@@ -7,7 +7,6 @@ Start with :mod:`cpvt_det.position.registry` (the contract) and :mod:`cpvt_det.p
 from cpvt_det.position import relative, rotary, sums  # noqa: F401, registers encodings
 from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
-from cpvt_det.position.peg_ablations import QueryKeyPEG
 from cpvt_det.position.registry import POSITION_REGISTRY, PositionEncoding, build_position, register_position
 from cpvt_det.position.sine import SineEncoding
 from cpvt_det.position.table import TableEncoding
@@ -18,7 +17,6 @@ __all__ = [
     "PEGDetection",
     "PEGEncoding",
     "PositionEncoding",
-    "QueryKeyPEG",
     "SineEncoding",
     "TableEncoding",
     "build_position",

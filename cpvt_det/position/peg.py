@@ -184,7 +184,7 @@ class PEGEncoding(PositionEncoding):
         num_layers: encoder layers, the bound of ``positions``.
         additive: builder, from the channels, of the encoding beside it; ``None``: there is none.
         peg: builder of one PEG, from the channels and the last four arguments: :class:`PEGDetection` or one of
-            ``position/peg_ablations.py``.
+            ``studies/ablations.py``.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
         share_levels: one PEG for all levels at a position, whose norm looks at all of them, instead of one for each.
         kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEG as in CPVT's classifiers, and what it is without one of its parts: a convolution with a bias, no norm, no activation."""
+"""PEG as in CPVT's classifiers: a convolution with a bias, no norm, no activation."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,7 +8,6 @@ from torch import nn
 
 from cpvt_det import defaults
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
-from cpvt_det.position.peg_ablations import ABLATIONS
 from cpvt_det.position.registry import PositionEncoding, register_position
 
 
@@ -42,5 +41,3 @@ class PlainPEGEncoding(PEGEncoding):
 
 
 register_position("peg_plain")(PlainPEGEncoding)
-for _name, _peg in ABLATIONS.items():
-    register_position(f"peg_plain_{_name}")(functools.partial(PlainPEGEncoding, peg=_peg))

@@ -10,13 +10,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import load, machine, memory, peers, products, products_alone, report
+from benchmarks import load, machine, memory, origin, peers, products, products_alone, report
 from benchmarks.equal import difference
 from benchmarks.harness import ROUNDS, Contender, Plan, Work, without_failures
 from benchmarks.run import main
 from benchmarks.suites import Options, find_suite, known_suites, op
 from cpvt_det.errors import BadInputError
-from cpvt_det.study import origin
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 

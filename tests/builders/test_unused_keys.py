@@ -27,7 +27,7 @@ from cpvt_det.losses.terms import l1_loss
 from cpvt_det.models import BACKBONE_REGISTRY, QUERY_REGISTRY
 from cpvt_det.position import POSITION_REGISTRY
 from cpvt_det.runner.setup import stop_log
-from cpvt_det.study.plan import load_plan
+from studies.engine.plan import load_plan
 
 ONE_STAGE = {**DEFORMABLE, "MODEL__DEFORMABLE__TWO_STAGE": False}
 FOCAL = {"MODEL__CRITERION__CLASSIFICATION": "focal"}

@@ -26,6 +26,7 @@ from tiny import MODEL, RUN
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.runner.train import run as train_run
+from studies.__main__ import main as studies
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
@@ -33,14 +34,14 @@ ELSEWHERE = {
     r"make (quickstart|test|matrix)\b": "its parts are commands of their own, or how tests and site are run",
     r"(pip|git|apt-get|python3 -m venv) ": "installs",
     r"export DETECTRON2_ENV_MODULE=cpvt_det.d2$": "tests/d2/test_detectron2_home.py",
-    r"python studies/classifiers/prepare.py ": "60,000 images: tests/study/test_classifier_study.py",
+    r"python studies/classifiers/prepare.py ": "60,000 images: tests/studies/test_classifier_study.py",
     r"python (\$D2|detectron2)/tools/": "detectron2's own: tests/d2/test_detectron2_home.py, tests/plug/test_plug_detectron2.py",
     r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/checkpoint/test_checkpoint.py",
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
     r"PYTHONPATH=tests python -m plug_matrix .*--peer": "other projects' checkouts: tests/plug/test_plug_families.py",
     r"python benchmarks/detectron2_cpvt.py ": "detectron2's own script: tests/benchmarks/test_detectron2_cpvt.py",
     r"python benchmarks/before_after.py ": "another checkout: tests/benchmarks/test_before_after.py",
-    r"(DETECTRON2_DATASETS=DIR )?cpvt-det study run ": "hours of training: tests/study/test_study.py",
+    r"(DETECTRON2_DATASETS=DIR )?python -m studies run ": "hours of training: tests/studies/test_study.py",
     r"cpvt-det train --import my_parts ": "tests/docs/test_extend.py",
     r"cpvt-det train .* CALLBACKS ": "packages of others: tests/runner/test_callbacks.py",
     r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ": "tests/docs/test_clusters.py",
@@ -107,10 +108,14 @@ def test_a_documented_command_runs(command, playground, shared_exports, monkeypa
     if words[0] == "python" and words[1] == "tools/run_onnx.py":
         subprocess.run([sys.executable, *words[1:]], check=True)
         return
-    assert words[0] == "cpvt-det" or words[1] == "tools/train_net.py", f"neither run here nor listed in ELSEWHERE: {command}"
-    words = words[1:] if words[0] == "cpvt-det" else ["train", *words[2:]]
+    command_line = main
+    if words[:3] == ["python", "-m", "studies"]:
+        command_line, words = studies, words[3:]
+    else:
+        assert words[0] == "cpvt-det" or words[1] == "tools/train_net.py", f"neither run here nor listed in ELSEWHERE: {command}"
+        words = words[1:] if words[0] == "cpvt-det" else ["train", *words[2:]]
     small = _short_and_small(words) if words[0] == "train" else SMALL_IMAGES.get(words[1 if words[0] == "show" else 0], [])
-    result = CliRunner().invoke(main, [*words, *small])
+    result = CliRunner().invoke(command_line, [*words, *small])
     assert result.exit_code == 0, result.output
 
 

@@ -14,7 +14,7 @@ import record_tables
 from click.testing import CliRunner
 
 from cpvt_det.cli import main as cpvt_det
-from cpvt_det.study.statistics import interval, paired
+from studies.engine.statistics import interval, paired
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -156,7 +156,8 @@ def known_to(document):
             records = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
             values = [record["AP"] for record in records if "AP" in record]
             numbers += interval(values) if len(values) > 1 else ()
-    return texts, sorted([*numbers, *(number / 1000 for number in numbers)])  # MB are written as GB
+    in_gb = [number / 1000 for number in numbers] + [number / 1e9 for number in numbers if number > 1e8]  # of MB, and of bytes
+    return texts, sorted([*numbers, *in_gb])
 
 
 def is_rounded_from(decimal, known):

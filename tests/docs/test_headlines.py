@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from cpvt_det.runner.choose import COSTS
-from cpvt_det.study.corrections import all_comparisons, corrected, values_at
-from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import curves_of, iterations_to, read_group
-from cpvt_det.study.statistics import Values, holm, interval, paired, unpaired
+from studies.engine.corrections import all_comparisons, corrected, values_at
+from studies.engine.plan import load_plan
+from studies.engine.report import curves_of, iterations_to, read_group
+from studies.engine.statistics import Values, holm, interval, paired, unpaired
 
 ROOT = Path(__file__).resolve().parents[2]
 EACH = "longer_each_layer/sine+peg each layer"

@@ -434,7 +434,7 @@ QUIRKS = [
     Quirk(
         "images with the prefix of an upload",
         YOLO + VOC[:1],
-        lambda odd: [setattr(p, "image", p.image.replace(p.stem, f"ab12cd34-{p.stem}")) for p in odd.pictures],
+        lambda odd: [setattr(p, "image", p.image.replace(f"{p.stem}.", f"ab12cd34-{p.stem}.")) for p in odd.pictures],
         "names found without the prefix of an upload: ",
         touches=("names",),
         guard=form("without the prefix of an upload", "_joined, _unprefixed"),
@@ -481,7 +481,7 @@ QUIRKS = [
         YOLO,
         lambda odd: [rename(odd, os.fsdecode(b"\xd5\xd5") + "{}"), without_label(odd)],
         "images without a label file, which are taken to show no object: 1",
-        touches=("names", "boxes"),
+        touches=("names", "boxes", "lists"),
         guard="names are what the system gives",
     ),
     Quirk(
@@ -598,7 +598,7 @@ QUIRKS = [
             f"XML that declares {declared}",
             VOC,
             encoded(encoding, declared, *words),
-            touches=("classes", "encoding of xml"),
+            touches=("names", "classes", "encoding of xml"),  # names of files are written in it, too
             guard=guard,
         )
         for encoding, declared, words, guard in (
@@ -789,7 +789,7 @@ QUIRKS = [
         put(objects=lambda *corners: "<pose>left</pose>"),
         "objects without a box: ...object 1 ('cat'): it has no <bndbox>, <robndbox> or <polygon>",
         2,
-        ("objects",),
+        ("objects", "classes"),
         voc('return {FAULT: ["objects without a box",', 'return {"bbox": [1, 1, 9, 9]} or {FAULT: ["",'),
     ),
     Quirk(
@@ -830,14 +830,14 @@ QUIRKS = [
         "VOC: image names without suffix in the XML",
         VOC,
         lambda odd: [setattr(p, "written", p.stem) for p in odd.pictures],
-        touches=("written",),
+        touches=("names", "written"),
         guard="an XML file's own name comes first",
     ),
     Quirk(
         "VOC: image names of other files in the XML",
         VOC,
         lambda odd: [setattr(p, "written", "x.png") for p in odd.pictures],
-        touches=("written",),
+        touches=("names", "written"),
         guard="an XML file's own name comes first",
     ),
     Quirk(
@@ -862,7 +862,7 @@ QUIRKS = [
             f"COCO: file names such as {text}",
             (*COCO, "cvat"),
             lambda odd, text=text: [setattr(p, "written", text.format(p.written)) for p in odd.pictures],
-            touches=("written",),
+            touches=("names", "written"),
             guard=guard,
         )
         for text, guard in (
@@ -894,7 +894,7 @@ QUIRKS = [
         (*COCO, "cvat"),
         lambda odd: [setattr(p, "written", p.written.upper()) for p in odd.pictures],
         "names found in other upper or lower case: ",
-        touches=("written",),
+        touches=("names", "written"),
         guard=form("in other upper or lower case", "_lower, _lower"),
     ),
     Quirk(
@@ -902,21 +902,21 @@ QUIRKS = [
         (*COCO, "cvat"),
         lambda odd: [setattr(p, "written", f"{p.stem}.jpeg") for p in odd.pictures],
         "names found with another suffix: ",
-        touches=("written",),
+        touches=("names", "written"),
         guard=names("*([(start, False)] if suffix.lower() in IMAGES else [])", ""),
     ),
     Quirk(
         "COCO: file names without suffix",
         (*COCO, "cvat"),
         lambda odd: [setattr(p, "written", p.stem) for p in odd.pictures],
-        touches=("written",),
+        touches=("names", "written"),
         guard=names("(name, is_stem), *([", "*(["),
     ),
     Quirk(
         "COCO: coco_url in the place of file names",
         COCO,
         lambda odd: odd.change.append(with_url_alone),
-        touches=("written",),
+        touches=("names", "written"),
         guard=coco('url.rpartition("/")[2] if isinstance(url, str) else', "None if isinstance(url, str) else"),
     ),
     Quirk(
@@ -925,7 +925,7 @@ QUIRKS = [
         of_first("images", file_name=None),
         "file names that are not text: ",
         2,
-        ("written",),
+        ("names", "written"),
         coco("if isinstance(written, str):", "if True:"),
     ),
     Quirk(

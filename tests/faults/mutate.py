@@ -263,7 +263,7 @@ def main() -> int:
     for result in bad:
         print(f"{result.verdict}: {result.row}: {result.why[:2000]}")
     if options.write:
-        from cpvt_det.study.origin import commit_of
+        from benchmarks.origin import commit_of
 
         write_record(results, known, commit_of(PACKAGE.parent, short=True))
         DOCUMENT.write_text(document(known), encoding="utf-8")

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cpvt_det.study.origin import commit_of, cpu_model
+from benchmarks.origin import commit_of, cpu_model
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

@@ -287,7 +287,6 @@ def test_decay_of_pegs_is_that_of_a_backbone_s_too():
         ({"NUM_TOKENS": 3}, r"tokens beside the patches are 0, 1 \(class\) or 2 \(class and distillation\), got 3"),
         ({"DROP_PATH": 1.0}, "the probability to drop a path must be at least 0 and below 1, got 1"),
         ({"POSITION__POSITIONS": [3]}, r"PEG positions must be different layers from -1 \(before the first\) to 2, got \[3\]"),
-        ({"POSITION__NAME": "peg_query_key"}, "adds an encoding to its patches, so values would have it too; take peg_plain"),
         ({"POSITION__NAME": "pge"}, r"unknown position encoding 'pge' \(did you mean 'peg'\?\)"),
         ({"POSITION__GRID": (7, 7)}, "MODEL.BACKBONE.POSITION.GRID is .*, but the position encoding 'peg_plain' does not take it"),
         ({"POSITION__KERNEL": 5}, "unknown option of position encoding 'peg_plain' 'kernel'"),

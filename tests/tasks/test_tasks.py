@@ -16,11 +16,11 @@ from cpvt_det.config import load_cfg
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.coco import CocoEvaluator
 from cpvt_det.runner.train import run
-from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import write_report
-from cpvt_det.study.run import execute
 from cpvt_det.tasks import TASK_REGISTRY, DetectionTask, build_task, flatten, main_value
 from cpvt_det.visualize.curves import main_figures, read_metrics
+from studies.engine.plan import load_plan
+from studies.engine.report import write_report
+from studies.engine.run import execute
 
 PACKAGE = Path(__file__).resolve().parents[2] / "cpvt_det"
 

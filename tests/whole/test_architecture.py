@@ -9,8 +9,6 @@ import pytest
 from benchmarks import house
 
 PACKAGE = Path(__file__).resolve().parents[2] / "cpvt_det"
-OLD_NAMES = {"cpvt_det.build", "cpvt_det.layers.position"}
-"""Modules that only give on what has moved, until version 1.0."""
 
 
 def graph(anywhere=False):
@@ -28,10 +26,10 @@ def floors():
 def test_no_import_points_up():
     """In the drawing of docs/architecture.md, where every room and module has a place."""
     floor_of, found = floors(), graph()
-    places = {name: floor_of[name.split(".")[1]] for name in found if name.split(".")[1:] not in ([], ["__main__"], ["build"])}
+    places = {name: floor_of[name.split(".")[1]] for name in found if name.split(".")[1:] not in ([], ["__main__"])}
     up = [(name, other) for name in places for other in found[name] if other in places and places[other] < places[name]]
-    assert [pair for pair in up if pair[0] not in OLD_NAMES] == []
-    assert [pair for pair in house.upward(found) if pair[0] not in OLD_NAMES] == []
+    assert up == []
+    assert house.upward(found) == []
 
 
 @pytest.mark.parametrize("anywhere", [False, True], ids=["at import", "anywhere"])
@@ -40,10 +38,6 @@ def test_there_is_no_circle(anywhere):
     assert house.circles(graph(anywhere)) == []
 
 
-def test_old_names_are_used_nowhere():
-    assert {name: others & OLD_NAMES for name, others in graph().items() if others & OLD_NAMES} == {}
-
-
 def test_tests_stand_in_rooms_of_the_package():
-    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"whole", "docs", "benchmarks"}
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"whole", "docs", "benchmarks", "studies"}
     assert {path.parent.name for path in PACKAGE.parent.glob("tests/*/test_*.py")} <= rooms

@@ -26,7 +26,7 @@ ALLOWED = {
     "memory.py": set(),
     "class_names.py": {"errors"},
     "ops": {"errors", "structures", "garbage"},
-    "layers": {"errors", "structures", "boxes", "distributed", "ops", "position"},  # the last in aliases, until version 1.0
+    "layers": {"errors", "structures", "boxes", "distributed", "ops"},
     "position": {"errors", "structures", "registry", "layers", "defaults"},
     "models": {"defaults", "errors", "structures", "boxes", "registry", "ops", "layers", "position"},
     "losses": {"defaults", "errors", "structures", "boxes", "registry", "distributed"},

@@ -14,12 +14,12 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 22_058,
+    "code lines": 20_832,
     "code lines of data/": 3_751,
-    "files": 282,
-    "functions": 2_169,
-    "rooms": 37,
-    "arrows between rooms": 215,
+    "files": 267,
+    "functions": 2_034,
+    "rooms": 35,
+    "arrows between rooms": 197,
     "keys of the config": 186,
 }
 LONGEST = {

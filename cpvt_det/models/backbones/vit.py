@@ -18,7 +18,7 @@ from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.vit_weights import load_vit
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.ops.linear import Linear
-from cpvt_det.position import PositionEncoding, QueryKeyPEG, TableEncoding, build_position
+from cpvt_det.position import PositionEncoding, TableEncoding, build_position
 from cpvt_det.structures import Size, has_padding, level_padding_mask
 
 SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12)}
@@ -92,11 +92,6 @@ class VisionTransformer(nn.Module):
         self.num_tokens, self.drop_path = num_tokens, drop_path
         self.special_tokens = nn.Parameter(torch.empty(num_tokens, channels)) if num_tokens else None
         self.position = position(channels=channels, num_layers=num_layers, num_heads=num_heads)
-        if isinstance(self.position, QueryKeyPEG):
-            raise ValueError(
-                "peg_query_key is for the encoder of DETR: a vision transformer adds an encoding to its patches, so values would "
-                "have it too; take peg_plain or peg"
-            )
         has_table = any(isinstance(part, TableEncoding) for part in self.position.modules())
         self.special_positions = nn.Parameter(torch.empty(num_tokens, channels)) if num_tokens and has_table else None
         self._build(channels, num_layers, num_heads, checkpointing, **layers)

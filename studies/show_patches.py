@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det show patches``, ``features`` and ``pixels``: pictures of vision transformers, of classifiers and detectors."""
+"""``python -m studies patches``, ``features`` and ``pixels``: pictures of vision transformers, of classifiers and detectors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +11,13 @@ from torch import Tensor
 from cpvt_det import builders
 from cpvt_det.builders.unused import backbone_position
 from cpvt_det.checkpoint.trained import load_trained
-from cpvt_det.cli import common_options
+from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.show_options import output_option, read_size, weights_config_option
 from cpvt_det.errors import BadInputError
 from cpvt_det.visualize.attention_by_position import draw_found
 from cpvt_det.visualize.images import images_of_size
-from cpvt_det.visualize.patches import (
+from cpvt_det.visualize.position import NamedDetector
+from studies.patches import (
     draw_attention_grids,
     draw_features,
     draw_pixels,
@@ -24,7 +25,6 @@ from cpvt_det.visualize.patches import (
     require_size,
     transformer_of,
 )
-from cpvt_det.visualize.position import NamedDetector
 
 layers_option = click.option("--layers", default="", metavar="N,N,...", help="Layers from 0.  [default: first, middle, last]")
 
@@ -42,6 +42,7 @@ def _options(size: str) -> Callable[[Callable], Callable]:
     )
 
     def add(command: Callable) -> Callable:
+        command = report_errors(command)
         for option in reversed(options):
             command = option(command)
         return command
@@ -61,7 +62,7 @@ def patches(sources: tuple[str, ...], output: Path, size: str, source: str, conf
 
     \b
     Example:
-      cpvt-det show patches output/none/model_best.pth output/table/model_best.pth output/peg/model_best.pth --output pictures
+      python -m studies patches output/none/model_best.pth output/table/model_best.pth output/peg/model_best.pth --output pictures
     """
     models, images = _models_and_images(sources, config_file, size, source, output)
     found = [(model.name, patch_attention(model, images, layer)) for model in models]
@@ -80,7 +81,7 @@ def features(sources: tuple[str, ...], output: Path, size: str, source: str, con
 
     \b
     Example:
-      cpvt-det show features imagenet/deit_small.yaml imagenet/tnt_small.yaml --output pictures --layers 0,5,11
+      python -m studies features imagenet/deit_small.yaml imagenet/tnt_small.yaml --output pictures --layers 0,5,11
     """
     chosen = _layers(layers)
     models, images = _models_and_images(sources, config_file, size, source, output)
@@ -95,7 +96,7 @@ def pixels(sources: tuple[str, ...], output: Path, size: str, source: str, confi
 
     \b
     Example:
-      cpvt-det show pixels imagenet/tnt_small.yaml --output pictures --layers 0,5,11
+      python -m studies pixels imagenet/tnt_small.yaml --output pictures --layers 0,5,11
     """
     chosen = _layers(layers)
     models, images = _models_and_images(sources, config_file, size, source, output)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cpvt_det.study.report import iterations_to
-from cpvt_det.study.statistics import holm, interval, paired, unpaired
+from studies.engine.report import iterations_to
+from studies.engine.statistics import holm, interval, paired, unpaired
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,10 +16,10 @@ from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError
 from cpvt_det.runner.evaluate import evaluate
-from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import write_report
-from cpvt_det.study.run import execute, is_done
 from cpvt_det.tasks import build_task
+from studies.engine.plan import load_plan
+from studies.engine.report import write_report
+from studies.engine.run import execute, is_done
 
 ROOT = Path(__file__).parents[2]
 VIT = {

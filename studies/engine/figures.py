@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cpvt_det.study.plan import Group, Plan
-from cpvt_det.study.statistics import Curves, Values, interval
 from cpvt_det.visualize.curves import new_figure, save_figure
+from studies.engine.plan import Group, Plan
+from studies.engine.statistics import Curves, Values, interval
 
 
 def draw_figure(plan: Plan, group: Group, axis: str, curves: Curves) -> Path:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What PEG is without one of its parts, or with more of one: the paper's ablations, each an encoding of its own.
 
-They are for comparison; :mod:`cpvt_det.position.peg` is the module to use. Kernel sizes, positions, norms and the authors' masking
-need no class: ``MODEL.POSITION`` has keys for them.
+They are for comparison; :mod:`cpvt_det.position.peg` is the module to use. ``python -m studies`` knows them, other commands by
+``--import studies.ablations``. Kernel sizes, positions, norms and the authors' masking need no class: ``MODEL.POSITION`` has keys
+for them.
 
 Source: arXiv 2102.10882, the ablation tables on ImageNet, and of ``wide`` the code of Twins. Three are our reading of a line there:
 the twelve 1x1 convolutions are depthwise, PEG without zero padding keeps its residual, and that on queries and keys is made once,
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
+from cpvt_det.position.peg_plain import PlainPEGEncoding
 from cpvt_det.position.registry import PositionEncoding, register_position
 from cpvt_det.structures import Size
 
@@ -176,4 +178,5 @@ ABLATIONS: dict[str, Callable[..., nn.Module]] = {
 """Name -> builder of one PEG; registered as ``peg_<name>``, and of the classifiers' PEG as ``peg_plain_<name>``."""
 for _name, _peg in ABLATIONS.items():
     register_position(f"peg_{_name}")(functools.partial(PEGEncoding, peg=_peg))
+    register_position(f"peg_plain_{_name}")(functools.partial(PlainPEGEncoding, peg=_peg))
 register_position("peg_query_key")(QueryKeyPEG)

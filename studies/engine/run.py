@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.origin import describe_origin
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.errors import MapSizeError, RunStoppedError, first_line
@@ -26,11 +27,10 @@ from cpvt_det.runner.callbacks import Callback, TrainingRun
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.setup import describe_environment, stop_log
 from cpvt_det.runner.train import run as train
-from cpvt_det.study.origin import describe_origin
-from cpvt_det.study.plan import Plan, Run, load_plan
-from cpvt_det.study.probes import PROBES
 from cpvt_det.tasks.registry import build_task, flatten, main_value
 from cpvt_det.visualize.curves import read_metrics
+from studies.engine.plan import Plan, Run, load_plan
+from studies.engine.probes import PROBES
 
 WEIGHTS, BACKBONE, ATTEMPT = "model_final.pth", "backbone.pth", "attempt.json"
 FAILED = "failed"

@@ -10,7 +10,7 @@ import torch
 from cpvt_det.data.shapes.scene import Shape
 from cpvt_det.position import build_position
 from cpvt_det.structures import Detections, padding_mask_of
-from cpvt_det.study import probes
+from studies.engine import probes
 
 
 def test_translation_moves_the_object_and_nothing_else():

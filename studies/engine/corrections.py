@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from cpvt_det.study.plan import Group, Plan
-from cpvt_det.study.run import Record
-from cpvt_det.study.statistics import Curves, Values, holm, paired, unpaired
+from studies.engine.plan import Group, Plan
+from studies.engine.run import Record
+from studies.engine.statistics import Curves, Values, holm, paired, unpaired
 
 Groups = Mapping[str, Mapping[str, Mapping[int, Record]]]
 """Group -> variant -> seed -> record."""

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from cpvt_det.position import PEGDetection, build_position
-from cpvt_det.position.peg_ablations import BorderlessPEG, FrozenPEG, SeparablePEG, WidePEG, stacked_separable, stacked_single_cell
 from cpvt_det.structures import padding_mask_of
+from studies.ablations import BorderlessPEG, FrozenPEG, SeparablePEG, WidePEG, stacked_separable, stacked_single_cell
 
 CHANNELS, SHAPE = 16, (5, 7)
 SIZES = [(5, 7), (4, 3), (2, 6), (1, 1)]  # valid (h, w) of the images of a batch

@@ -12,13 +12,14 @@ from PIL import Image
 from torch import nn
 
 from cpvt_det.builders import build_detector
-from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import BadInputError
-from cpvt_det.visualize import attention_by_position, patches
+from cpvt_det.visualize import attention_by_position
 from cpvt_det.visualize.attention_by_position import AttentionByPosition
-from cpvt_det.visualize.patches import as_tiles, channels_of, patch_attention, patch_features, pixel_features
 from cpvt_det.visualize.position import NamedDetector
+from studies import patches
+from studies.__main__ import main
+from studies.patches import as_tiles, channels_of, patch_attention, patch_features, pixel_features
 
 HEIGHT, WIDTH = 3, 5
 """Patches of the images."""
@@ -175,7 +176,7 @@ def test_models_are_drawn_side_by_side(figures, tmp_path):
     configs = [write(tmp_path, name, **{**VIT, "MODEL__BACKBONE__POSITION__NAME": name}) for name in ("none", "table")]
     Image.new("RGB", (30, 20), "red").save(tmp_path / "image.png")
     options = ["--output", tmp_path / "out", "--size", "48x80", "--input", tmp_path / "image.png"]
-    result = call("show", "patches", *configs, *options, "--layer", 2)
+    result = call("patches", *configs, *options, "--layer", 2)
     assert result.exit_code == 0, result.output
     assert result.output.split() == [str(tmp_path / "out" / f"{name}.png") for name in ("attention", "grids")]
     red = torch.tensor([255, 0, 0], dtype=torch.uint8)[:, None, None].expand(3, 48, 80)
@@ -191,7 +192,7 @@ def test_features_and_pixels_are_drawn(figures, tmp_path):
     path = write(tmp_path, "tnt", **TNT)
     for command, panels in (("features", 2 * 5), ("pixels", 2)):
         more = ["--channels", 5] if command == "features" else []
-        result = call("show", command, path, "--output", tmp_path / "out", "--size", "48x80", "--layers", "0,2", *more)
+        result = call(command, path, "--output", tmp_path / "out", "--size", "48x80", "--layers", "0,2", *more)
         assert result.exit_code == 0, result.output
         assert result.output.strip() == str(tmp_path / "out" / f"{command}.png")
         assert len(figures[f"{command}.png"].axes) == panels
@@ -200,7 +201,7 @@ def test_features_and_pixels_are_drawn(figures, tmp_path):
 
 
 def test_without_layers_they_are_first_middle_and_last(figures, tmp_path):
-    result = call("show", "pixels", write(tmp_path, "tnt", **TNT), "--output", tmp_path / "out", "--size", "32x48")
+    result = call("pixels", write(tmp_path, "tnt", **TNT), "--output", tmp_path / "out", "--size", "32x48")
     assert result.exit_code == 0, result.output
     assert [axes.get_title() for axes in figures["pixels.png"].axes] == ["layer 0", "layer 1", "layer 2"]
 
@@ -218,9 +219,7 @@ def test_without_layers_they_are_first_middle_and_last(figures, tmp_path):
 )
 def test_what_cannot_be_drawn_is_refused(command, more, options, message, tmp_path):
     path = write(tmp_path, "one", **more)
-    result = call(
-        "show", command, path, "--output", tmp_path / "out", *(["--size", "32x48"] if "--size" not in options else []), *options
-    )
+    result = call(command, path, "--output", tmp_path / "out", *(["--size", "32x48"] if "--size" not in options else []), *options)
     assert result.exit_code == 2 and message in result.output
 
 

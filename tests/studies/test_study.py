@@ -14,14 +14,14 @@ import yaml
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError, RunStoppedError, UnknownNameError
-from cpvt_det.study import probes
-from cpvt_det.study import run as study
-from cpvt_det.study.corrections import all_comparisons, corrected, corrected_over_levels, corrected_over_sweeps
-from cpvt_det.study.figures import draw_bars
-from cpvt_det.study.plan import load_plan
-from cpvt_det.study.report import curves_of, read_group, write_report
-from cpvt_det.study.run import is_done, missing_runs, run_study
-from cpvt_det.study.statistics import interval, paired
+from studies.engine import probes
+from studies.engine import run as study
+from studies.engine.corrections import all_comparisons, corrected, corrected_over_levels, corrected_over_sweeps
+from studies.engine.figures import draw_bars
+from studies.engine.plan import load_plan
+from studies.engine.report import curves_of, read_group, write_report
+from studies.engine.run import is_done, missing_runs, run_study
+from studies.engine.statistics import interval, paired
 
 ROOT = Path(__file__).parents[2]
 STUDIES = sorted(ROOT.glob("studies/*/plan.yaml"))

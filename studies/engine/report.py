@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from cpvt_det.study.corrections import (
+from studies.engine.corrections import (
     Comparison,
     Groups,
     all_comparisons,
@@ -21,10 +21,10 @@ from cpvt_det.study.corrections import (
     corrected_over_sweeps,
     values_at,
 )
-from cpvt_det.study.figures import draw_bars, draw_figure
-from cpvt_det.study.plan import Group, Plan, load_plan
-from cpvt_det.study.run import Record, is_done, read_record
-from cpvt_det.study.statistics import Curves, holm, interval, paired, unpaired
+from studies.engine.figures import draw_bars, draw_figure
+from studies.engine.plan import Group, Plan, load_plan
+from studies.engine.run import Record, is_done, read_record
+from studies.engine.statistics import Curves, holm, interval, paired, unpaired
 
 
 def write_report(path: Path) -> list[Path]:
@@ -37,7 +37,7 @@ def write_report(path: Path) -> list[Path]:
         BadInputError: a plan that cannot be read, or matplotlib is not installed.
     """
     plan = load_plan(path)
-    parts, files = [f"# {plan.folder.name}", f"`cpvt-det study report {os.path.relpath(path)}`"], []
+    parts, files = [f"# {plan.folder.name}", f"`python -m studies report {os.path.relpath(path)}`"], []
     groups = {group.name: read_group(plan, group) for group in plan.groups}
     for group in plan.groups:
         records = groups[group.name]
