@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Train and evaluate a LazyConfig (``configs/lazy/``), with the options of detectron2's script of this name."""
+"""Train and evaluate a LazyConfig, or one made of a YAML file, with the options of detectron2's script of this name."""
 
 from detectron2.engine import default_argument_parser, launch
 

@@ -1,76 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our models with LazyConfigs (``configs/lazy/``): functions that such a config needs, and the training script."""
+"""LazyConfigs: one made of any YAML of ours, for detectron2's ``lazyconfig_train_net.py``; and a script of ours for them."""
 
 import argparse
 import builtins
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
+import detectron2.data.transforms as T
 import torch
+import yaml
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.config import LazyConfig, instantiate
+from detectron2.config import CfgNode, LazyConfig, get_cfg, instantiate
+from detectron2.config import LazyCall as L
+from detectron2.data import DatasetMapper, build_detection_test_loader, build_detection_train_loader, get_detection_dataset_dicts
 from detectron2.engine import AMPTrainer, SimpleTrainer, default_setup, default_writers, hooks
 from detectron2.engine.defaults import create_ddp_model
-from detectron2.evaluation import inference_on_dataset, print_csv_format
+from detectron2.evaluation import COCOEvaluator, inference_on_dataset, print_csv_format
+from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.utils import comm
+from fvcore.common.param_scheduler import ParamScheduler
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from cpvt_det.builders import build_schedule
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
-from cpvt_det.checkpoint.load import load_backbone_weights
-from cpvt_det.config import config_root
+from cpvt_det.config import find_config, merge_checked
+from cpvt_det.d2.config import add_cpvt_det_config, load_cfg, without_untouched
 from cpvt_det.errors import ConfigError, first_line
-from cpvt_det.models import ResNetBackbone
+from cpvt_det.solver.optimizer import parameter_groups
+from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule
 
+COCO = 118_287
+"""Images of COCO 2017's training set."""
 _ABSENT = object()
 
 
+def lazy_config(config_file: str, overrides: Sequence[str] = (), num_images: int = COCO) -> DictConfig:
+    """The LazyConfig of a YAML config of a detector: the same network, optimiser and length; data by detectron2's own parts.
+
+    ``model`` takes parts of the detector by keyword, which replace those of the YAML, as in ``cfg.model.backbone = L(...)(...)``.
+    Keys that shape the model may be changed in ``cfg.model.yaml``.
+
+    Args:
+        config_file: YAML file, or its name in the package, such as ``coco/detr_r50_peg_50ep.yaml``.
+        overrides: KEY VALUE words.
+        num_images: number of training images, which gives the length of a run that counts epochs.
+
+    Returns:
+        A config with ``model``, ``dataloader``, ``optimizer``, ``lr_multiplier`` and ``train``.
+
+    Raises:
+        ConfigError: as :func:`cpvt_det.d2.config.load_cfg`; or keys of ours that detectron2's trainers have nothing for.
+    """
+    cfg = load_cfg(config_file, overrides)
+    _refuse_ours_alone(cfg)
+    solver, length = cfg.SOLVER, build_schedule(cfg, num_images)
+    has_cuda = torch.cuda.is_available()
+    return OmegaConf.create(
+        {
+            "model": L(build_model)(yaml=yaml.safe_load(without_untouched(cfg).dump())),
+            "dataloader": _dataloader(cfg),
+            "optimizer": L(ClippedAdamW)(
+                # params.model is set by the script.
+                params=L(parameter_groups)(
+                    lr="${..lr}",
+                    backbone_lr=solver.BACKBONE_LR,
+                    weight_decay="${..weight_decay}",
+                    points_lr_multiplier=solver.POINTS_LR_MULTIPLIER,
+                    norm_weight_decay=solver.WEIGHT_DECAY_NORM,
+                    peg_weight_decay=solver.WEIGHT_DECAY_PEG,
+                    bias_weight_decay=solver.WEIGHT_DECAY_BIAS,
+                    embed_weight_decay=solver.WEIGHT_DECAY_EMBED,
+                    lr_multipliers=[list(pair) for pair in solver.LR_MULTIPLIERS],
+                    layer_decay=solver.LAYER_DECAY,
+                ),
+                lr=solver.BASE_LR,
+                weight_decay=solver.WEIGHT_DECAY,
+                clip_norm=solver.CLIP_NORM,
+            ),
+            "lr_multiplier": L(LearningRateFactor)(
+                kind=solver.SCHEDULE,
+                gamma=solver.GAMMA,
+                end=solver.COSINE_END,
+                max_iter="${train.max_iter}",
+                steps=list(length.steps),
+                warmup=length.warmup,
+            ),
+            # What detectron2's lazyconfig_train_net.py reads beside these.
+            "train": {
+                "output_dir": cfg.OUTPUT_DIR,
+                "init_checkpoint": cfg.MODEL.WEIGHTS,
+                "seed": cfg.SEED,
+                "max_iter": length.max_iter,
+                "amp": {"enabled": solver.AMP.ENABLED},
+                "ddp": {"broadcast_buffers": False} if has_cuda else {"broadcast_buffers": False, "device_ids": None},
+                "checkpointer": {"period": solver.CHECKPOINT_PERIOD, "max_to_keep": 10},
+                "eval_period": length.eval_period,
+                "log_period": solver.LOG_PERIOD,
+                "device": cfg.MODEL.DEVICE,
+            },
+        },
+        flags={"allow_objects": True},
+    )
+
+
+def _refuse_ours_alone(cfg: CfgNode) -> None:
+    solver, given = cfg.SOLVER, cfg.INPUT
+    ours = {
+        "SOLVER.ACCUMULATE": solver.ACCUMULATE > 1,
+        "SOLVER.EMA.ENABLED": solver.EMA.ENABLED,
+        "SOLVER.AMP.DTYPE": solver.AMP.ENABLED and solver.AMP.DTYPE != "float16",
+        "INPUT.AUGMENTATIONS": bool(given.AUGMENTATIONS),
+    }
+    for key, is_set in ours.items():
+        if is_set:
+            raise ConfigError(f"{key}: detectron2's trainers of LazyConfigs have nothing for it; leave it at its default")
+
+
+def _dataloader(cfg: CfgNode) -> DictConfig:
+    """DETR's augmentation from detectron2's parts: flip; resize and crop half of the images; a random short side."""
+    given, crop = cfg.INPUT, cfg.INPUT.RESIZE_CROP
+    resize = L(T.ResizeShortestEdge)(
+        short_edge_length=list(given.MIN_SIZE_TRAIN), sample_style="choice", max_size=given.MAX_SIZE_TRAIN
+    )
+    cropped = [
+        L(T.ResizeShortestEdge)(short_edge_length=list(crop.SIZES), sample_style="choice"),
+        L(T.RandomCrop)(crop_type="absolute_range", crop_size=list(crop.RANGE)),
+    ]
+    augmentations = [L(T.RandomFlip)(horizontal=True)] * (given.RANDOM_FLIP == "horizontal")
+    augmentations += [L(T.RandomApply)(tfm_or_aug=L(T.AugmentationList)(augs=cropped), prob=0.5)] * bool(crop.ENABLED)
+    test_resize = L(T.ResizeShortestEdge)(short_edge_length=given.MIN_SIZE_TEST, max_size=given.MAX_SIZE_TEST)
+    workers = cfg.DATALOADER.NUM_WORKERS
+    return OmegaConf.create(
+        {
+            "train": L(build_detection_train_loader)(
+                dataset=L(get_detection_dataset_dicts)(
+                    names=list(cfg.DATASETS.TRAIN), filter_empty=cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+                ),
+                mapper=L(DatasetMapper)(is_train=True, augmentations=[*augmentations, resize], image_format=given.FORMAT),
+                total_batch_size=cfg.SOLVER.IMS_PER_BATCH,
+                num_workers=workers,
+            ),
+            "test": L(build_detection_test_loader)(
+                dataset=L(get_detection_dataset_dicts)(names=list(cfg.DATASETS.TEST)[:1], filter_empty=False),
+                mapper=L(DatasetMapper)(is_train=False, augmentations=[test_resize], image_format=given.FORMAT),
+                num_workers=workers,
+            ),
+            "evaluator": L(COCOEvaluator)(dataset_name="${..test.dataset.names[0]}"),
+        },
+        flags={"allow_objects": True},
+    )
+
+
+def build_model(yaml: DictConfig, **parts: Any) -> nn.Module:
+    """The meta architecture of a YAML's content.
+
+    Args:
+        yaml: keys and values, nested.
+        parts: arguments of the detector that replace those of the YAML, such as ``backbone`` or ``position``.
+
+    Raises:
+        ConfigError: keys or values that cannot be used.
+    """
+    cfg = get_cfg()
+    add_cpvt_det_config(cfg)
+    merge_checked(cfg, CfgNode(OmegaConf.to_container(yaml)), "model.yaml")
+    return META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE)(cfg, **parts)
+
+
 def load_lazy_config(config_file: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Load a LazyConfig and apply ``key=value`` words.
+    """Load a LazyConfig, or make one of a YAML file, and apply ``key=value`` words.
 
     detectron2's own loading replaces Python's import function while it runs, and does not restore it if the config fails; this
     function does.
 
     Args:
-        config_file: path of the config, or its name below ``configs/lazy``.
+        config_file: path of the config; a YAML may be one of the package, by its name.
         overrides: words such as ``train.max_iter=100``; a ``+`` before the key adds a new key.
 
     Raises:
         ConfigError: a file that does not exist or cannot be run, or a word with an unknown key.
     """
-    ours = config_root() / "lazy" / config_file
-    path = str(ours) if ours.is_file() and not Path(config_file).is_file() else config_file
     imported = builtins.__import__
     try:
-        cfg = LazyConfig.load(path)
+        is_yaml = config_file.endswith((".yaml", ".yml"))
+        cfg = lazy_config(config_file) if is_yaml else LazyConfig.load(config_file)
         for word in overrides:
             key = word.partition("=")[0]
             if not word.startswith("+") and OmegaConf.select(cfg, key, default=_ABSENT) is _ABSENT:
                 raise KeyError(f"unknown key {key}; to add it, write +{word}")
         return LazyConfig.apply_overrides(cfg, list(overrides))
+    except ConfigError:
+        raise
     except Exception as error:  # a config is code
         raise ConfigError(f"LazyConfig {config_file}: {type(error).__name__}: {first_line(error)}") from error
     finally:
         builtins.__import__ = imported
 
 
-def pretrained_resnet(name: str, weights: str, **options: Any) -> ResNetBackbone:
-    """A :class:`ResNetBackbone` with trained weights.
+class LearningRateFactor(ParamScheduler):
+    """Our schedule of the learning rate, by the part of the run that is done.
 
     Args:
-        name: name of the ResNet, such as ``resnet50``.
-        weights: name of torchvision weights (``IMAGENET1K_V1``), or path of a file; empty for random weights.
-        options: further arguments of :class:`ResNetBackbone`.
-
-    Raises:
-        WeightsError: weights that cannot be read or downloaded, or that do not fit.
+        kind, gamma, end: as in :class:`LRSchedule`.
+        max_iter, steps, warmup: as in :class:`TrainingSchedule`.
     """
-    backbone = ResNetBackbone(name, **options)
-    if weights:
-        load_backbone_weights(backbone, weights, name)
-    return backbone
+
+    def __init__(self, kind: str, gamma: float, end: float, max_iter: int, steps: Sequence[int], warmup: int):
+        self.schedule = LRSchedule(TrainingSchedule(max_iter, tuple(steps), warmup, 0, ""), kind, gamma, end)
+
+    def __call__(self, where: float) -> float:
+        return self.schedule.factor(round(where * self.schedule.schedule.max_iter))
 
 
 class SafeCheckpointer(DetectionCheckpointer):
@@ -121,6 +262,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: as in :func:`load_lazy_config`.
         WeightsError: weights that cannot be read without running code.
     """
+    args.config_file = str(find_config(args.config_file))
     cfg = load_lazy_config(args.config_file, args.opts)
     default_setup(cfg, args)
     model = instantiate(cfg.model).to(cfg.train.device)

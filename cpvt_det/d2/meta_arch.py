@@ -9,7 +9,7 @@ from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import get_event_storage, has_event_storage
-from torch import Tensor
+from torch import Tensor, nn
 
 from cpvt_det import builders
 from cpvt_det.boxes import xyxy_to_cxcywh
@@ -40,8 +40,8 @@ class Detectron2Protocol:
         self.postprocessor = postprocessor or PostProcessor(classification)
 
     @classmethod
-    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        """A config -> the constructor's arguments.
+    def from_config(cls, cfg: CfgNode, backbone: nn.Module | None = None) -> dict[str, Any]:
+        """A config -> the constructor's arguments; with the config's backbone, if none is given.
 
         This also registers ``DATASETS.REGISTER``, since detectron2's trainers build the model before the data. If
         ``MODEL.NUM_CLASSES`` is 0, the number of classes of the first data set is read from detectron2's catalog. Without
@@ -49,10 +49,10 @@ class Detectron2Protocol:
         """
         register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
         cfg = _with_classes(cfg)
-        _, arguments = builders.detector_arguments(cfg, build_detector_backbone(cfg))
-        backbone = cfg.MODEL.BACKBONE
-        if backbone.WEIGHTS and not cfg.MODEL.WEIGHTS:
-            load_backbone_weights(arguments["backbone"], backbone.WEIGHTS, backbone.NAME)
+        _, arguments = builders.detector_arguments(cfg, backbone or build_detector_backbone(cfg))
+        node = cfg.MODEL.BACKBONE
+        if backbone is None and node.WEIGHTS and not cfg.MODEL.WEIGHTS:
+            load_backbone_weights(arguments["backbone"], node.WEIGHTS, node.NAME)
         return {**arguments, "criterion": builders.build_criterion(cfg), "postprocessor": builders.build_postprocessor(cfg)}
 
     @property

@@ -18,71 +18,95 @@ from test_checkpoint import Payload
 from cpvt_det import builders
 from cpvt_det.config import config_root
 from cpvt_det.errors import ConfigError, WeightsError
+from cpvt_det.solver.schedule import LRSchedule
 
 pytestmark = pytest.mark.detectron2
-LAZY = sorted(path.name for path in (config_root() / "lazy").glob("*.py"))
-COCO = sorted(
-    path.stem
-    for path in (config_root() / "coco").glob("*_r50_*_*ep.yaml")
-    if not path.stem.startswith("_") and not path.stem.endswith("_24ep")
-)
+COCO = sorted(path.name for path in (config_root() / "coco").glob("*.yaml") if not path.stem.startswith("_"))
+DETR, DEFORMABLE = "coco/detr_r50_sine+peg_50ep.yaml", "coco/deformable_detr_r50_official_two_stage_50ep.yaml"
+WORDS = ["MODEL.NUM_CLASSES", "80", "MODEL.BACKBONE.WEIGHTS", ""]
 
 
-def test_every_coco_yaml_of_50_and_12_epochs_has_its_lazy_config():
-    assert [Path(name).stem for name in LAZY] == COCO and len(COCO) == 29
-
-
-@pytest.mark.parametrize("name", LAZY)
-def test_lazy_config_builds_the_network_of_the_yaml(name):
-    """The same modules with the same arguments; weights of the same names and shapes; the same loss."""
+@pytest.mark.parametrize("name", COCO)
+def test_a_yaml_s_lazy_config_has_its_network_rates_and_length(name):
+    """Data by detectron2's parts, of which the sizes and the random crop are those of the YAML."""
     from detectron2.config import instantiate
-    from detectron2.modeling import build_model
 
     from cpvt_det.d2.config import load_cfg
-    from cpvt_det.d2.lazy import load_lazy_config
+    from cpvt_det.d2.lazy import lazy_config
 
-    lazy = load_lazy_config(name, ["model.backbone.weights=''"])
-    cfg = load_cfg(
-        f"coco/{Path(name).stem}.yaml", ["MODEL.NUM_CLASSES", "80", "MODEL.BACKBONE.WEIGHTS", "", "MODEL.DEVICE", "meta"]
-    )
+    words = [*WORDS, "MODEL.DEVICE", "meta"]
+    lazy, cfg = lazy_config(f"coco/{name}", words), load_cfg(f"coco/{name}", words)
     with torch.device("meta"):
-        by_lazy, by_yaml = instantiate(lazy.model), build_model(cfg)
-    assert str(by_lazy) == str(by_yaml)
-    shapes = [{key: tensor.shape for key, tensor in model.state_dict().items()} for model in (by_lazy, by_yaml)]
+        model, expected = instantiate(lazy.model), builders.build_detector(cfg)
+    shapes = [{key: tensor.shape for key, tensor in one.state_dict().items()} for one in (model, expected)]
     assert shapes[0] == shapes[1]
-    for attribute in ("num_queries", "box_refinement", "mask_padding", "strides", "decoder_same", "size_divisibility"):
-        assert getattr(by_lazy, attribute, None) == getattr(by_yaml, attribute, None), attribute
-    lazy.optimizer.params.model = by_lazy
+    lazy.optimizer.params.model = model
     rates = [
         sorted((group["lr"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups)
-        for optimizer in (instantiate(lazy.optimizer), builders.build_optimizer(cfg, by_yaml))
+        for optimizer in (instantiate(lazy.optimizer), builders.build_optimizer(cfg, expected))
     ]
     assert rates[0] == rates[1]
     length = builders.build_schedule(cfg, 118287)
     assert (lazy.train.max_iter, lazy.train.eval_period) == (length.max_iter, length.eval_period)
     assert instantiate(lazy.optimizer).clip_norm == cfg.SOLVER.CLIP_NORM
-    criterion, expected = by_lazy.criterion, builders.build_criterion(cfg)
-    assert criterion.weights == expected.weights
-    assert vars(criterion.classification) == vars(expected.classification)
-    costs = [(m.class_cost, m.l1_cost, m.giou_cost) for m in (criterion.matcher, expected.matcher)]
-    assert costs[0] == costs[1]
+    factor, solver = instantiate(lazy.lr_multiplier), cfg.SOLVER
+    schedule = LRSchedule(length, solver.SCHEDULE, solver.GAMMA, solver.COSINE_END)
+    for iteration in (0, length.max_iter // 2, *length.steps, length.max_iter - 1):
+        assert factor(iteration / length.max_iter) == schedule.factor(iteration), iteration
+    mapper, test = lazy.dataloader.train.mapper, lazy.dataloader.test.mapper.augmentations[0]
+    sizes = [list(one.short_edge_length) for one in mapper.augmentations if "short_edge_length" in one]
+    assert sizes == [list(cfg.INPUT.MIN_SIZE_TRAIN)]
+    assert any("tfm_or_aug" in one for one in mapper.augmentations) == cfg.INPUT.RESIZE_CROP.ENABLED
+    assert (test.short_edge_length, test.max_size) == (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
+    instantiate(mapper.augmentations)
 
 
-@pytest.mark.parametrize("name", ["detr_r50_sine+peg_50ep.py", "deformable_detr_r50_official_two_stage_50ep.py"])
-def test_lazy_config_draws_the_weights_of_the_yaml(name):
+@pytest.mark.parametrize("name", [DETR, DEFORMABLE])
+def test_a_lazy_config_draws_the_weights_of_the_yaml(name):
     from detectron2.config import instantiate
     from detectron2.modeling import build_model
 
     from cpvt_det.d2.config import load_cfg
-    from cpvt_det.d2.lazy import load_lazy_config
+    from cpvt_det.d2.lazy import lazy_config
 
-    lazy = load_lazy_config(name, ["model.backbone.weights=''"])
-    cfg = load_cfg(f"coco/{Path(name).stem}.yaml", ["MODEL.NUM_CLASSES", "80", "MODEL.BACKBONE.WEIGHTS", "", "MODEL.DEVICE", "cpu"])
     torch.manual_seed(0)
-    by_lazy = instantiate(lazy.model).state_dict()
+    by_lazy = instantiate(lazy_config(name, WORDS).model).state_dict()
     torch.manual_seed(0)
-    by_yaml = build_model(cfg).state_dict()
+    by_yaml = build_model(load_cfg(name, [*WORDS, "MODEL.DEVICE", "cpu"])).state_dict()
     assert all(torch.equal(by_lazy[key], by_yaml[key]) for key in by_yaml)
+
+
+def test_parts_and_keys_of_a_lazy_config_replace_those_of_the_yaml():
+    from detectron2.config import LazyCall, instantiate
+
+    from cpvt_det.d2.lazy import lazy_config
+    from cpvt_det.models import ResNetBackbone
+    from cpvt_det.position import SineEncoding, build_position
+
+    cfg = lazy_config("coco/detr_r50_peg_50ep.yaml", WORDS)
+    cfg.model.yaml.MODEL.DETR.NUM_OBJECT_QUERIES = 7
+    cfg.model.backbone = LazyCall(ResNetBackbone)(name="resnet18", stages=[5])
+    cfg.model.position = LazyCall(build_position)(name="sine", channels=256)
+    with torch.device("meta"):
+        model = instantiate(cfg.model)
+    assert (model.num_queries, model.backbone.channels, type(model.position)) == (7, [512], SineEncoding)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["SOLVER.EMA.ENABLED", "True"],
+        ["SOLVER.ACCUMULATE", "2"],
+        ["INPUT.AUGMENTATIONS", "['mosaic']"],
+        ["SOLVER.AMP.ENABLED", "True"],
+    ],
+)
+def test_what_these_trainers_have_nothing_for_is_refused(words):
+    from cpvt_det.d2.lazy import lazy_config
+
+    key = "SOLVER.AMP.DTYPE" if "AMP" in words[0] else words[0]
+    with pytest.raises(ConfigError, match=f"{key}: detectron2's trainers of LazyConfigs have nothing for it"):
+        lazy_config(DETR, words)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +135,7 @@ def test_lazy_words_and_files_that_are_not_there_are_told():
     with pytest.raises(ConfigError, match=r"LazyConfig nothing\.py"):
         load_lazy_config("nothing.py")
     with pytest.raises(ConfigError, match="no_value"):
-        load_lazy_config(LAZY[0], ["no_value"])
+        load_lazy_config(DETR, ["no_value"])
 
 
 def test_clipped_adamw_bounds_the_norm_of_all_gradients():
@@ -127,22 +151,22 @@ def test_clipped_adamw_bounds_the_norm_of_all_gradients():
 
 
 LAZY_WORDS = [
-    "model.backbone.name=resnet10",
-    "model.backbone.weights=''",
-    "model.backbone.norm=BN",
-    "model.backbone.freeze_at=0",
-    "+model.backbone.width=16",
-    "model.channels=32",
-    "model.transformer.num_heads=4",
-    "model.transformer.encoder_layers=1",
-    "model.transformer.decoder_layers=1",
-    "model.num_queries=10",
-    "model.criterion.matcher.classification.num_classes=3",
+    "model.yaml.MODEL.BACKBONE.NAME=resnet10",
+    "model.yaml.MODEL.BACKBONE.WEIGHTS=''",
+    "model.yaml.MODEL.BACKBONE.NORM=BN",
+    "model.yaml.MODEL.BACKBONE.FREEZE_AT=0",
+    "model.yaml.MODEL.BACKBONE.WIDTH=16",
+    "model.yaml.MODEL.DETR.HIDDEN_DIM=32",
+    "model.yaml.MODEL.DETR.NHEADS=4",
+    "model.yaml.MODEL.DETR.ENC_LAYERS=1",
+    "model.yaml.MODEL.DETR.DEC_LAYERS=1",
+    "model.yaml.MODEL.DETR.NUM_OBJECT_QUERIES=10",
+    "model.yaml.MODEL.NUM_CLASSES=3",
     "dataloader.train.total_batch_size=2",
     "dataloader.train.num_workers=0",
     "dataloader.test.num_workers=0",
-    "dataloader.train.dataset.names=drawn",
-    "dataloader.test.dataset.names=drawn",
+    "dataloader.train.dataset.names=[drawn]",
+    "dataloader.test.dataset.names=[drawn]",
     "dataloader.train.mapper.augmentations.2.short_edge_length=[64]",
     "dataloader.test.mapper.augmentations.0.short_edge_length=64",
     "train.max_iter=2",
@@ -172,7 +196,7 @@ def test_lazy_config_trains_and_evaluates_in_one_process_or_two(drawn_coco, tmp_
     words = [*LAZY_WORDS, f"train.output_dir={tmp_path / 'run'}"]
     annotations, root = str(drawn_coco.files.annotations), str(drawn_coco.files.image_root)
     command = [sys.executable, str(script), annotations, root, str(processes)]
-    command += ["--config-file", str(config_root() / f"lazy/{model}_r50_peg_50ep.py"), *words]
+    command += ["--config-file", f"coco/{model}_r50_peg_50ep.yaml", *words]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "AP " in done.stdout
@@ -187,15 +211,18 @@ def test_lazy_config_trains_and_evaluates_in_one_process_or_two(drawn_coco, tmp_
         assert torch.load(tmp_path / "run/model_final.pth", weights_only=True)["iteration"] == 2
 
 
-def test_a_lazy_config_of_the_users_comes_before_ours_and_its_words_are_checked(tmp_path, monkeypatch):
+def test_a_lazy_config_of_the_user_s_is_run_and_its_words_are_checked(tmp_path):
+    """As detectron2's own script takes it, too."""
     from cpvt_det.d2.lazy import load_lazy_config
 
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / LAZY[0]).write_text("train = dict(max_iter=7)\n")
-    assert load_lazy_config(LAZY[0]).train.max_iter == 7
+    path = str(tmp_path / "mine.py")
+    text = f"from cpvt_det.d2.lazy import lazy_config\n\ncfg = lazy_config({DETR!r})\n"
+    Path(path).write_text(text + "model, train = cfg.model, cfg.train\ntrain.max_iter = 7\n")
+    cfg = load_lazy_config(path)
+    assert cfg.train.max_iter == 7 and cfg.model.yaml.MODEL.POSITION.NAME == "sine+peg"
     with pytest.raises(ConfigError, match=r"unknown key train\.max_itre; to add it, write \+train\.max_itre"):
-        load_lazy_config(LAZY[0], ["train.max_itre=4"])
-    assert load_lazy_config(LAZY[0], ["+train.extra=4"]).train.extra == 4
+        load_lazy_config(path, ["train.max_itre=4"])
+    assert load_lazy_config(path, ["+train.extra=4"]).train.extra == 4
 
 
 @pytest.mark.parametrize("suffix", [".pkl", ".pth"])

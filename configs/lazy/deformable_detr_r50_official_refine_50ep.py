@@ -1,5 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-from .deformable_detr_r50_official_50ep import dataloader, lr_multiplier, model, optimizer, train
-
-model.box_refinement = True
-train.output_dir = "output/lazy/deformable_detr_r50_official_refine"
