@@ -2,6 +2,7 @@
 """What the tests share: one thread, a small drawn data set, the real one beside the repository, and the detectron2 marker."""
 
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -17,7 +18,6 @@ from fvcore.common.config import CfgNode
 from PIL import Image
 from worker_pipes import pytest_configure  # noqa: F401
 
-import studies.ablations  # noqa: F401, contract tests run over these encodings too
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.memory import trim_heap
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # another number: tests/matrix.py
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 sys.path.extend(sorted({str(path.parent) for path in ROOT.glob("tests/*/test_*.py")}))  # some import from others, of another room
+importlib.import_module("studies.ablations")  # contract tests run over these encodings too
 # What tests start is to import the package of this tree too, whatever tree an environment was installed from.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
