@@ -2,6 +2,7 @@
 """What the tests share: one thread, a small drawn data set, the real one beside the repository, and the detectron2 marker."""
 
 import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -32,6 +33,16 @@ importlib.import_module("studies.ablations")  # contract tests run over these en
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
+GROWTH, USUAL = 200e6, 1.2e9  # bytes
+_resident = USUAL
+
+
+def _memory_now() -> float:
+    """Bytes of this process in memory; 0 where the system does not tell."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * 4096.0 if path.exists() else 0.0
+
+
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back(request):
     """What a file's tests have made once goes with them; and what the C library keeps: some hundred MB of the largest maps."""
@@ -40,6 +51,15 @@ def memory_given_back(request):
         if hasattr(function, "cache_clear") and function.__module__ == request.module.__name__:
             function.cache_clear()
     trim_heap()
+
+
+def pytest_runtest_logfinish():
+    """Large networks are in cycles, which Python's collector, that counts objects, finds late."""
+    global _resident
+    if _memory_now() > _resident + GROWTH:
+        gc.collect()
+        trim_heap()
+        _resident = max(_memory_now(), USUAL)
 
 
 def pytest_collection_modifyitems(items):

@@ -4,7 +4,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -24,7 +23,7 @@ from cpvt_det.models import Detector
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.runner.setup import choose_seed
 from cpvt_det.solver.step import split_samples
-from cpvt_det.tasks import build_task
+from cpvt_det.tasks import Task, build_task
 from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
 from cpvt_det.visualize.data import draw_batches, draw_denoising
@@ -157,7 +156,7 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
         click.echo(f"{path}: {draw_denoising(_parts(task, records), detector, denoising, classes, count, path)} images")
 
 
-def _parts(task: Any, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:
+def _parts(task: Task, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:
     """Parts of training batches that are worked through at the same time."""
     for samples in task.build_train_loader(records, task.cfg.SEED):
         yield from split_samples(samples, max(1, task.cfg.SOLVER.ACCUMULATE))

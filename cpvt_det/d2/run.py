@@ -22,7 +22,7 @@ from cpvt_det.runner.callbacks import Callback, build_callbacks
 from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
 from cpvt_det.runner.sizes import evaluate_sizes
-from cpvt_det.tasks.registry import Results, build_task
+from cpvt_det.tasks.task import Results, build_task
 
 __all__ = ["load_cfg", "run"]
 

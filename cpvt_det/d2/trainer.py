@@ -30,7 +30,7 @@ from cpvt_det.runner.metrics import step_means
 from cpvt_det.runner.progress import LossWatch, RunEvaluations, none_yet
 from cpvt_det.runner.train import is_due, require_rest
 from cpvt_det.solver.step import TrainStep, wrap_for_processes
-from cpvt_det.tasks.registry import Results, flatten
+from cpvt_det.tasks.task import Results, Task, flatten
 
 
 def build_detector(cfg: CfgNode) -> nn.Module:
@@ -116,7 +116,7 @@ class Trainer(DefaultTrainer):
     """
 
     def __init__(
-        self, task: Any, datasets: Sequence[Any], tests: Sequence[Any], seed: int, run_id: str, callbacks: Sequence[Callback] = ()
+        self, task: Task, datasets: Sequence[Any], tests: Sequence[Any], seed: int, run_id: str, callbacks: Sequence[Callback] = ()
     ):
         TrainerBase.__init__(self)
         self._callbacks = callbacks

@@ -22,6 +22,7 @@ from cpvt_det import distributed
 from cpvt_det.data.records import Records
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.checks import check_classes, checked_arrays
+from cpvt_det.evaluation.evaluator import Evaluator
 from cpvt_det.evaluation.ground_truth import COUNTED, ground_truth_of
 from cpvt_det.evaluation.matching import pair_images
 from cpvt_det.evaluation.precision_recall import class_curve, pooled_curve
@@ -56,11 +57,8 @@ Found = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Detections of one image: labels (n,) int64 in [0, K), boxes xywh (n, 4) float64, scores (n,) float64."""
 
 
-class CocoEvaluator:
+class CocoEvaluator(Evaluator):
     """Collects detections image by image, then computes their average precision.
-
-    Images that are never added count as images without detections. Every process of a distributed evaluation fills its
-    own evaluator; one of them merges the ``state`` of the others.
 
     Args:
         ground_truth: records of the test set, or a COCO dict with ``images``, ``annotations`` and ``categories``, as of
@@ -100,8 +98,7 @@ class CocoEvaluator:
         limits = [limit for limit in (1, 10) if self.max_detections is None or limit < self.max_detections]
         self._limits = limits + ([COUNTED, None] if self.max_detections is None else [self.max_detections])
         self._image_ids = self._ground_truth.image_ids.tolist()
-        self._known = frozenset(self._image_ids)
-        self._found: dict[int, Found] = {}
+        super().__init__(self._image_ids)
 
     def add(self, image_id: int, detections: Detections) -> None:
         """Add the detections of one image.
@@ -114,23 +111,9 @@ class CocoEvaluator:
             ValueError: an image that is unknown or was already added; boxes, scores or labels that differ in number, are not
                 finite or out of range. NaN scores have no order, and could give a broken model an AP of 100.
         """
-        self._check_new(image_id)
+        self.check_new(image_id)
         boxes, scores, labels = checked_arrays(image_id, detections, len(self.class_ids))
         self._found[int(image_id)] = labels, np.concatenate((boxes[:, :2], boxes[:, 2:] - boxes[:, :2]), axis=1), scores
-
-    def state(self) -> dict[int, Found]:
-        """The detections added so far, by image id; can be sent to another process."""
-        return dict(self._found)
-
-    def merge(self, state: dict[int, Found]) -> None:
-        """Add the ``state`` of another evaluator with the same ground truth.
-
-        Raises:
-            ValueError: an image that is unknown or was already added.
-        """
-        for image_id in state:
-            self._check_new(image_id)
-        self._found.update(state)
 
     def coco_results(self) -> list[dict[str, Any]]:
         """The detections in COCO's results format: category ids of the file, boxes xywh.
@@ -172,7 +155,7 @@ class CocoEvaluator:
             The figures on process 0; an empty dict on the others. Those of a subclass's own :meth:`evaluate` are not divided.
         """
         if type(self).evaluate is not CocoEvaluator.evaluate:
-            return self.evaluate() if distributed.rank() == 0 else {}
+            return super().evaluate_together()
         rank, number, columns = distributed.rank(), distributed.world_size(), self._columns()
         shares = [range(first, len(self.class_ids), number) for first in range(number)]
         own = [[column[np.isin(columns[1], share)] for column in columns] for share in shares] if rank == 0 else []
@@ -208,12 +191,6 @@ class CocoEvaluator:
             curves = [class_curve(images, label) for label in range(len(self.class_ids))]
             overall, *classes = (curve.best() for curve in (pooled_curve(curves), *curves))
         return Thresholds(overall and overall.threshold, tuple(best and best.threshold for best in classes))
-
-    def _check_new(self, image_id: int) -> None:
-        if image_id not in self._known:
-            raise ValueError(f"image id {image_id!r} is not in the ground truth of {len(self._image_ids)} images")
-        if image_id in self._found:
-            raise ValueError(f"the detections of image id {image_id!r} were already added; add every image once")
 
 
 def format_table(results: dict[str, dict[str, float]]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cpvt_det.class_names import Classes
 from cpvt_det.data.records import ImageRecord
+from cpvt_det.evaluation.evaluator import Evaluator
 from cpvt_det.files import atomic_file
 
 BEST = 5
@@ -24,11 +25,10 @@ Answer = tuple[list[int], list[float]]
 """The best classes of an image, and their scores."""
 
 
-class ClassEvaluator:
+class ClassEvaluator(Evaluator):
     """Collects the best classes image by image, then computes accuracies.
 
-    Images that are never added count as wrong. Every process of a distributed evaluation fills its own evaluator; one of them
-    merges the ``state`` of the others.
+    Images that are never added count as wrong.
 
     Args:
         records: images of the test set, each with its class as first label.
@@ -39,7 +39,7 @@ class ClassEvaluator:
         self.classes = classes
         self._files = {record.image_id: record.file_name for record in records}
         self._labels = {record.image_id: int(record.labels[0]) for record in records}
-        self._found: dict[int, Answer] = {}
+        super().__init__(self._labels)
 
     def add(self, image_id: int, scores: Tensor) -> None:
         """Add the scores of one image.
@@ -52,7 +52,7 @@ class ClassEvaluator:
             ValueError: an image that is unknown or was already added; another number of scores, or scores that are not finite: NaN
                 has no order.
         """
-        self._check_new(image_id)
+        self.check_new(image_id)
         if scores.shape != (len(self.classes),) or not scores.isfinite().all():
             wanted = f"{len(self.classes)} finite scores"
             raise ValueError(
@@ -60,20 +60,6 @@ class ClassEvaluator:
             )
         best = scores.topk(min(BEST, len(scores)))
         self._found[int(image_id)] = best.indices.tolist(), best.values.tolist()
-
-    def state(self) -> dict[int, Answer]:
-        """The answers added so far, by image id; can be sent to another process."""
-        return dict(self._found)
-
-    def merge(self, state: Mapping[int, Answer]) -> None:
-        """Add the ``state`` of another evaluator of the same test set.
-
-        Raises:
-            ValueError: an image that is unknown or was already added.
-        """
-        for image_id in state:
-            self._check_new(image_id)
-        self._found.update(state)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Compare the answers with the classes.
@@ -108,12 +94,6 @@ class ClassEvaluator:
             place = {"image_id": image_id, "file_name": self._files[image_id], "class": names[self._labels[image_id]]}
             rows.append({**place, "found": found})
         return rows
-
-    def _check_new(self, image_id: int) -> None:
-        if image_id not in self._labels:
-            raise ValueError(f"image id {image_id!r} is not among the {len(self._labels)} images of the test set")
-        if image_id in self._found:
-            raise ValueError(f"the scores of image id {image_id!r} were already added; add every image once")
 
 
 def format_accuracies(results: Mapping[str, Mapping[str, float]]) -> str:

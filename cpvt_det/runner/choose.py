@@ -37,7 +37,7 @@ from cpvt_det.runner.recipe import (
     too_little_time,
 )
 from cpvt_det.runner.setup import set_threads
-from cpvt_det.tasks.registry import build_task, require_figure
+from cpvt_det.tasks.task import Task, build_task, require_figure
 
 TYPED = "from the command line"
 PIP = "pip install 'cpvt-det[pretrained]'"
@@ -221,7 +221,7 @@ def _step_pace(step: Callable[[Any, int], Any], loader: Iterator[Any], device: t
     return statistics.median(times)
 
 
-def _evaluation_pace(cfg: CfgNode, task: Any, detector: torch.nn.Module, records: Sequence[Any]) -> float:
+def _evaluation_pace(cfg: CfgNode, task: Task, detector: torch.nn.Module, records: Sequence[Any]) -> float:
     start = time.perf_counter()
     with evaluation_mode(detector):
         for samples in builders.build_test_loader(cfg, records):

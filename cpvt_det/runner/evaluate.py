@@ -20,7 +20,7 @@ from cpvt_det.evaluation.coco import write_results
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.files import remove_unfinished
 from cpvt_det.inference import evaluation_mode
-from cpvt_det.tasks.registry import Results, place_of
+from cpvt_det.tasks.task import Results, Task, place_of
 from cpvt_det.visualize.curves import draw_curves
 
 logger = logging.getLogger("cpvt_det")
@@ -38,12 +38,12 @@ class Measured(NamedTuple):
     thresholds: Thresholds | None
 
 
-def evaluate(task: Any, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Results:
+def evaluate(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Results:
     """The figures of :func:`measure`."""
     return measure(task, detector, datasets, output).results
 
 
-def measure(task: Any, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Measured:
+def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Measured:
     """Evaluate on every test set and write ``results.json`` and, in ``inference/``, what the task writes of its outputs.
 
     Args:
@@ -99,7 +99,7 @@ def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[No
 
 
 def _evaluate_one(
-    task: Any, detector: nn.Module, dataset: Any, folder: Path, with_thresholds: bool
+    task: Task, detector: nn.Module, dataset: Any, folder: Path, with_thresholds: bool
 ) -> tuple[Results, Thresholds | None]:
     """The figures of one test set, and its thresholds if asked for; the first process has what all computed."""
     evaluator, loader = task.build_evaluator(dataset), task.build_test_loader(dataset)
@@ -114,15 +114,12 @@ def _evaluate_one(
     if not is_alone:
         for state in distributed.gather_to_first(evaluator.state())[1:]:
             evaluator.merge(state)
-    if not is_alone and hasattr(evaluator, "evaluate_together"):
-        results = evaluator.evaluate_together()
-    else:
-        results = evaluator.evaluate() if is_first else {}
+    results = evaluator.evaluate() if is_alone else evaluator.evaluate_together()
     measured = None
     if is_first:
         task.write_outputs(evaluator, folder)
         logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
-        measured = results, evaluator.thresholds() if with_thresholds and hasattr(evaluator, "thresholds") else None
+        measured = results, evaluator.thresholds() if with_thresholds else None
     return distributed.broadcast_object(measured)
 
 

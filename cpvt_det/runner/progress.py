@@ -15,7 +15,7 @@ from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
 from cpvt_det.errors import ConfigError
 from cpvt_det.runner.evaluate import measure
-from cpvt_det.tasks.registry import Results, figure_of, flatten, require_figure
+from cpvt_det.tasks.task import Results, Task, figure_of, flatten, require_figure
 
 logger = logging.getLogger("cpvt_det")
 FIRST_LOOK = 400
@@ -42,7 +42,7 @@ class RunEvaluations:
         ConfigError: ``TEST.BEST_FIGURE`` that cannot be used.
     """
 
-    def __init__(self, cfg: CfgNode, task: Any, records: Sequence[Any], tests: Sequence[Any], checkpointer: RunCheckpointer):
+    def __init__(self, cfg: CfgNode, task: Task, records: Sequence[Any], tests: Sequence[Any], checkpointer: RunCheckpointer):
         self.task = task
         self.tests = tests
         self.checkpointer = checkpointer
@@ -50,7 +50,7 @@ class RunEvaluations:
         self._records = records
         self._baseline: dict[str, float] | None = None
         self._helps = what_helps(cfg)
-        self._constant = getattr(task, "constant", "an answer that is the same for every image")
+        self._constant = task.constant
         figure = cfg.TEST.BEST_FIGURE
         if figure and not tests:
             raise ConfigError(
@@ -70,8 +70,7 @@ class RunEvaluations:
     def _compare(self, results: Results, iteration: int) -> None:
         """Warn of figures below the baseline, which is computed once, without looking at an image."""
         if self._baseline is None:
-            has_one = hasattr(self.task, "baseline")
-            self._baseline = self.task.baseline(self._records, self.tests[0]) if has_one else {}
+            self._baseline = self.task.baseline(self._records, self.tests[0])
             if self._baseline:
                 listed = ", ".join(f"{name} {value:.1f}" for name, value in self._baseline.items())
                 logger.info("For comparison, %s: %s", self._constant, listed)
@@ -82,7 +81,7 @@ class RunEvaluations:
             logger.warning("After iteration %d the model is worse than %s: %s; %s", iteration, self._constant, listed, self._helps)
 
 
-def none_yet(cfg: CfgNode, task: Any) -> BestSoFar:
+def none_yet(cfg: CfgNode, task: Task) -> BestSoFar:
     """The best evaluation of a run that has had none: ``TEST.BEST_FIGURE``, or else the task's figure, of the first test set."""
     return BestSoFar(cfg.TEST.BEST_FIGURE or task.main_figure, next(iter(cfg.DATASETS.TEST), ""))
 

@@ -12,21 +12,21 @@ from tabulate import tabulate
 from torch import nn
 
 from cpvt_det import builders, distributed
-from cpvt_det.errors import ConfigError, MapSizeError
+from cpvt_det.errors import MapSizeError
 from cpvt_det.evaluation.coco import write_results
 from cpvt_det.position.table import TableEncoding
 from cpvt_det.runner.evaluate import evaluate
-from cpvt_det.tasks.registry import Results, flatten
+from cpvt_det.tasks.task import Results, Task, flatten
 
 logger = logging.getLogger("cpvt_det")
 SECONDS = "seconds"
 
 
-def evaluate_sizes(task: Any, detector: nn.Module, datasets: Sequence[Any], sizes: Sequence[int], output: Path) -> Results:
+def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], sizes: Sequence[int], output: Path) -> Results:
     """Evaluate at every size; write ``sizes/<size>/`` as :func:`cpvt_det.runner.evaluate.evaluate` does, and the table.
 
     Args:
-        task: the run's task, with ``set_test_size``; its config is the same afterwards.
+        task: the run's task; its config is the same afterwards.
         detector: the model.
         datasets: the task's test sets.
         sizes: test sizes in pixels.
@@ -39,8 +39,6 @@ def evaluate_sizes(task: Any, detector: nn.Module, datasets: Sequence[Any], size
     Raises:
         ConfigError: a task whose images have no size to set; a size below that of a patch, before the first evaluation.
     """
-    if not hasattr(task, "set_test_size"):
-        raise ConfigError(f"--sizes: the task {task.cfg.TASK!r} has no set_test_size, which sets the size of test images")
     before, results, why = task.cfg.INPUT.clone(), {}, []
     for size in sizes:
         task.set_test_size(size)

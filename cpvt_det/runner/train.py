@@ -28,7 +28,7 @@ from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, on
 from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
-from cpvt_det.tasks.registry import Results, build_task, flatten
+from cpvt_det.tasks.task import Results, Task, build_task, flatten
 
 logger = logging.getLogger("cpvt_det")
 
@@ -147,7 +147,7 @@ def train(cfg: CfgNode, resume: bool = False, callbacks: Sequence[Callback] = ()
 
 
 def build_run(
-    cfg: CfgNode, task: Any, records: Sequence[Any], classes: Classes, length: TrainingSchedule, output: Path
+    cfg: CfgNode, task: Task, records: Sequence[Any], classes: Classes, length: TrainingSchedule, output: Path
 ) -> tuple[nn.Module, TrainerState, RunState]:
     """The model, the trainer whose step changes it, and what else a checkpoint keeps of a run.
 

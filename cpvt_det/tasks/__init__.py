@@ -3,6 +3,6 @@
 
 from cpvt_det.tasks.classification import ClassificationTask
 from cpvt_det.tasks.detection import DetectionTask
-from cpvt_det.tasks.registry import TASK_REGISTRY, Results, build_task, flatten, main_value
+from cpvt_det.tasks.task import TASK_REGISTRY, Results, Task, build_task, flatten, main_value
 
-__all__ = ["TASK_REGISTRY", "ClassificationTask", "DetectionTask", "Results", "build_task", "flatten", "main_value"]
+__all__ = ["TASK_REGISTRY", "ClassificationTask", "DetectionTask", "Results", "Task", "build_task", "flatten", "main_value"]

@@ -8,18 +8,18 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
 from cpvt_det.class_names import Classes
-from cpvt_det.data.coco import CocoDataset, describe_records
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.image_classes import count_images
 from cpvt_det.data.validation.issues import EXAMPLES
-from cpvt_det.tasks.registry import TASK_REGISTRY, Results, flatten, place_of
+from cpvt_det.tasks.task import TASK_REGISTRY, Results, Task, flatten, place_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,19 +35,15 @@ ANSWERS, CONFUSION = "classes.json", "confusion.csv"
 
 
 @TASK_REGISTRY.register_as("classification")
-class ClassificationTask:
-    """Records of one class each; cross-entropy; accuracies.
-
-    Args:
-        cfg: config of the run. ``load_splits`` and ``load_tests`` set its ``MODEL.NUM_CLASSES``; call one of them first.
-    """
+class ClassificationTask(Task):
+    """Records of one class each; cross-entropy; accuracies."""
 
     main_figure = "classes/top1"
     figures = ("top1", "top1_class_mean", "top5")
     constant = "the answer that is the same for every image, the classes by their number of training images"
 
     def __init__(self, cfg: CfgNode):
-        self.cfg = cfg
+        super().__init__(cfg)
         self._classes: Classes | None = None
 
     def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
@@ -67,10 +63,6 @@ class ClassificationTask:
     def training_records(self, datasets: list[CocoDataset]) -> Records:
         """Images to train on: all."""
         return join([dataset.records for dataset in datasets])
-
-    def describe(self, records: Records) -> dict[str, Any]:
-        """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
-        return describe_records(records)
 
     def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_class_train_loader`."""
@@ -93,7 +85,6 @@ class ClassificationTask:
         return ClassTrainingModel(detector, builders.build_class_criterion(self.cfg), builders.build_mixing(self.cfg), teacher)
 
     def build_evaluator(self, dataset: CocoDataset) -> "ClassEvaluator":
-        """The evaluator of a test set; the first key of what it returns is the group of :attr:`main_figure`."""
         from cpvt_det.evaluation.top_k import ClassEvaluator
 
         return ClassEvaluator(dataset.records, dataset.classes)
@@ -109,13 +100,11 @@ class ClassificationTask:
         return {self.main_figure: flatten(evaluator.evaluate())[self.main_figure]}
 
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Tensor]":
-        """What the evaluator's ``add`` takes beside the image's id, for each sample of a batch: (K,) scores."""
         from cpvt_det.inference import classify
 
         return classify(detector, samples)
 
     def format_results(self, results: Results) -> str:
-        """The figures of one test set as text."""
         from cpvt_det.evaluation.top_k import format_accuracies
 
         return format_accuracies(results)
@@ -129,14 +118,6 @@ class ClassificationTask:
         write_confusion(evaluator.confusion(), evaluator.classes.names, folder / CONFUSION)
 
     def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
-        """Write what there is to look at after the last evaluation: pictures, and with ``TEST.REPORT`` the report.
-
-        Args:
-            detector: the evaluated model; not used, as its answers are in files.
-            datasets: the test sets.
-            results: what the evaluation returned.
-            output: ``OUTPUT_DIR``, with the answers of the evaluation.
-        """
         from cpvt_det import distributed
         from cpvt_det.visualize.classes import draw_answers, write_class_report
 

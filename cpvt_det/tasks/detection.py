@@ -9,17 +9,15 @@ import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from fvcore.common.config import CfgNode
+from typing import TYPE_CHECKING
 
 from cpvt_det import builders
-from cpvt_det.data.coco import CocoDataset, describe_records
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records
 from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.issues import EXAMPLES
 from cpvt_det.files import write_json
-from cpvt_det.tasks.registry import TASK_REGISTRY, Results, flatten, place_of
+from cpvt_det.tasks.task import TASK_REGISTRY, Results, Task, flatten, place_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,19 +36,12 @@ DETECTIONS = "coco_instances_results.json"
 
 
 @TASK_REGISTRY.register_as("detection")
-class DetectionTask:
-    """Records with boxes; a set loss; COCO's figures.
-
-    Args:
-        cfg: config of the run. ``load_splits`` and ``load_tests`` set its ``MODEL.NUM_CLASSES``; call one of them first.
-    """
+class DetectionTask(Task):
+    """Records with boxes; a set loss; COCO's figures."""
 
     main_figure = "bbox/AP"
     figures = ("AP", "AP50", "AP75", "APs", "APm", "APl")
     constant = "the mean training box of each class, in every image the same"
-
-    def __init__(self, cfg: CfgNode):
-        self.cfg = cfg
 
     def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
         """Training and test sets with their faults, as :func:`cpvt_det.builders.check_datasets`."""
@@ -67,10 +58,6 @@ class DetectionTask:
     def training_records(self, datasets: list[CocoDataset]) -> Records:
         """Images to train on, as :func:`cpvt_det.builders.training_records`."""
         return builders.training_records(self.cfg, datasets)
-
-    def describe(self, records: Records) -> dict[str, Any]:
-        """What a checkpoint keeps of the training data, as :func:`cpvt_det.data.coco.describe_records`."""
-        return describe_records(records)
 
     def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
         """Batches for training, as :func:`cpvt_det.builders.build_train_loader`."""
@@ -94,7 +81,6 @@ class DetectionTask:
         return TrainingModel(detector, builders.build_criterion(self.cfg))
 
     def build_evaluator(self, dataset: CocoDataset) -> "CocoEvaluator":
-        """The evaluator of a test set; the first key of what it returns is the group of :attr:`main_figure`."""
         from cpvt_det.evaluation.ground_truth import COUNTED
 
         evaluator = builders.build_evaluator(self.cfg, dataset)
@@ -138,7 +124,6 @@ class DetectionTask:
         return builders.build_tiling(self.cfg)
 
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
-        """What the evaluator's ``add`` takes beside the image's id, for each sample of a batch."""
         from cpvt_det import distributed
         from cpvt_det.inference import detect
         from cpvt_det.tiles import detect_tiles
@@ -149,7 +134,6 @@ class DetectionTask:
         return detect_tiles(detector, self.postprocessor, samples, self.mapper, self.tiling, share)
 
     def format_results(self, results: Results) -> str:
-        """The figures of one test set as text."""
         from cpvt_det.evaluation.coco import format_table
 
         return format_table(results)
@@ -159,14 +143,6 @@ class DetectionTask:
         write_json(evaluator.coco_results(), folder / DETECTIONS)
 
     def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
-        """Write what there is to look at after the last evaluation: pictures, and with ``TEST.REPORT`` the report.
-
-        Args:
-            detector: the evaluated model.
-            datasets: the test sets.
-            results: what the evaluation returned.
-            output: ``OUTPUT_DIR``, with the detections of the evaluation.
-        """
         from cpvt_det import distributed
         from cpvt_det.visualize.report import write_report
 

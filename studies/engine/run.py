@@ -27,7 +27,7 @@ from cpvt_det.runner.callbacks import Callback, TrainingRun
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.setup import describe_environment, stop_log
 from cpvt_det.runner.train import run as train
-from cpvt_det.tasks.registry import build_task, flatten, main_value
+from cpvt_det.tasks.task import build_task, flatten, main_value
 from cpvt_det.visualize.curves import read_metrics
 from studies.engine.plan import Plan, Run, load_plan
 from studies.engine.probes import PROBES

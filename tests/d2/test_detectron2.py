@@ -17,7 +17,7 @@ from cpvt_det.errors import ConfigError, WeightsError
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.train import run as run_builtin
 from cpvt_det.solver.step import TrainingModel
-from cpvt_det.tasks.registry import build_task
+from cpvt_det.tasks.task import build_task
 
 pytestmark = pytest.mark.detectron2
 

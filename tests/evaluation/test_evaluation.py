@@ -398,7 +398,7 @@ def test_detections_of_wrong_shape_or_dtype_are_refused():
 
 
 def test_an_image_that_is_not_in_the_ground_truth_is_refused():
-    with pytest.raises(ValueError, match="image id 6 is not in the ground truth of 2 images"):
+    with pytest.raises(ValueError, match="image id 6 is not among the 2 images of the test set"):
         evaluator_of(scene()).add(6, detections())
 
 

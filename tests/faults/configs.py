@@ -138,7 +138,7 @@ CASES = [
         "TEST.BEST_FIGURE of large objects, where there are none",
         train(TEST__BEST_FIGURE="APl"),
         "TEST.BEST_FIGURE APl: drawn has no objects that it measures; choose another figure",
-        guard=Cut("tasks/registry.py", "if math.isnan(", "if not ("),
+        guard=Cut("tasks/task.py", "if math.isnan(", "if not ("),
     ),
     Case(
         "early stopping without evaluations during the run",

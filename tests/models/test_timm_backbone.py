@@ -19,7 +19,6 @@ from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.class_names import Classes
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError
-from cpvt_det.memory import trim_heap
 from cpvt_det.models import BACKBONE_REGISTRY
 from cpvt_det.models.backbones import masking, packaged
 from cpvt_det.models.backbones import timm as own
@@ -28,13 +27,6 @@ from cpvt_det.models.backbones.timm_networks import fix_padding
 from cpvt_det.structures import PaddedBatch, Targets
 
 timm = pytest.importorskip("timm")
-
-
-@pytest.fixture(autouse=True)
-def memory_given_back_at_once():
-    """The C library keeps some hundred MB of a network's maps, and the next network's are of other sizes."""
-    yield
-    trim_heap()
 
 
 EXACT = [

@@ -17,7 +17,7 @@ from cpvt_det.errors import ConfigError, InterruptedRun, RunStoppedError, Unknow
 from cpvt_det.runner.callbacks import CALLBACK_REGISTRY, Callback, TrainingRun
 from cpvt_det.runner.train import run as run_builtin
 from cpvt_det.solver.step import TrainStep
-from cpvt_det.tasks.registry import flatten
+from cpvt_det.tasks.task import flatten
 
 RUNNERS = ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)]
 

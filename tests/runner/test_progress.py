@@ -273,7 +273,7 @@ def test_the_best_checkpoint_is_that_of_the_chosen_figure(train, monkeypatch):
         ap, ar = next(aps)
         return {"bbox": {"AP": ap, "AP50": ap, "AR100": ar}}
 
-    monkeypatch.setattr("cpvt_det.tasks.registry.require_figure", lambda *_: None)
+    monkeypatch.setattr("cpvt_det.tasks.task.require_figure", lambda *_: None)
     monkeypatch.setattr("cpvt_det.runner.progress.require_figure", lambda *_: None)
     monkeypatch.setattr(DetectionTask, "baseline", lambda *_: {})
     monkeypatch.setattr(DetectionTask, "format_results", lambda *_: "")

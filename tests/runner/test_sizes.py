@@ -13,7 +13,7 @@ from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError
 from cpvt_det.runner.sizes import evaluate_sizes, sizes_table
 from cpvt_det.runner.train import run
-from cpvt_det.tasks import build_task
+from cpvt_det.tasks import DetectionTask, Task, build_task
 
 
 def call(*words):
@@ -99,11 +99,11 @@ def test_a_size_below_a_patch_is_refused_before_any_evaluation(tmp_path):
 
 
 def test_a_task_whose_images_have_no_size_is_refused(drawn_cfg, tmp_path):
-    class Other:
-        cfg = drawn_cfg
+    class Other(DetectionTask):
+        set_test_size = Task.set_test_size
 
     with pytest.raises(ConfigError, match=r"the task 'detection' has no set_test_size"):
-        evaluate_sizes(Other(), None, [], [32], tmp_path)
+        evaluate_sizes(Other(drawn_cfg), None, [], [32], tmp_path)
 
 
 def test_test_sizes_keep_the_proportion_of_the_sides(drawn_cfg):

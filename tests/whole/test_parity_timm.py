@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole classifiers against timm's in float64, with its random weights: scores, loss, every gradient; for docs/parity.md."""
 
+import os
+
 import pytest
 import timm
 import torch
@@ -24,17 +26,21 @@ MODELS = {
     "tnt_small_legacy": "tnt_s_legacy_patch16_224",
 }
 """Ours, and timm's name."""
+DEPTH = 12 if os.environ.get("TEST_THREADS") else 3
+"""Layers of the largest: all for the record of ``benchmarks/parity.py``, which sets the variable; they need 6 GB in float64."""
 
 
 def pair(name):
     """Both with the same weights; heads, tables and tokens are drawn wider than they start, so that scores differ."""
     torch.manual_seed(0)
-    theirs = timm.create_model(MODELS[name], num_classes=CLASSES, img_size=SIZE).double().eval()
+    depth = DEPTH if name == "deit_base" else 12
+    theirs = timm.create_model(MODELS[name], num_classes=CLASSES, img_size=SIZE, depth=depth).double().eval()
     for key, parameter in theirs.named_parameters():
         if key.startswith("head") or parameter.ndim == 1 or not key.endswith("weight"):
             nn.init.normal_(parameter, mean=float(parameter.ndim == 1 and key.endswith("weight")), std=0.2)
     family, distilled = name.partition(",")[0], "distilled" in name
     words = ["MODEL.BACKBONE.NAME", family, "MODEL.BACKBONE.NUM_TOKENS", str(1 + distilled), "MODEL.DEVICE", "cpu"]
+    words += ["MODEL.BACKBONE.DEPTH", str(depth)]
     cfg = load_cfg(f"imagenet/{'tnt_small' if 'tnt' in family else 'deit_tiny'}.yaml", words)
     cfg.MODEL.NUM_CLASSES = CLASSES
     cfg.MODEL.BACKBONE.POSITION.GRID = [SIZE[0] // 16, SIZE[1] // 16]
@@ -73,5 +79,7 @@ def test_scores_losses_and_gradients_are_timm_s(name):
     gradients = convert_state_dict(gradients, "tnt" if "tnt" in name else "deit")
     own = dict(ours.named_parameters())
     assert gradients.keys() == own.keys()
-    every = [torch.cat([parts[key].flatten() for key in own]) for parts in ({k: p.grad for k, p in own.items()}, gradients)]
-    assert_near(*every, 1e-10, f"{name}, float64 | any gradient")
+    gaps = {key: (parameter.grad - gradients[key]).abs().max().item() for key, parameter in own.items()}
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
+    print(f"| {name}, float64 | any gradient | {max(gaps.values()):.1e} | {largest:.3g} |")
+    assert {key: gap for key, gap in gaps.items() if not gap <= 1e-10} == {}

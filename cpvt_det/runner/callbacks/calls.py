@@ -13,7 +13,7 @@ from cpvt_det.errors import BadInputError, ConfigError, RunStoppedError, config_
 from cpvt_det.runner.callbacks import loggers  # noqa: F401, registers
 from cpvt_det.runner.callbacks.contract import CALLBACK_REGISTRY, Callback, TrainingRun
 from cpvt_det.runner.callbacks.early_stopping import build_early_stopping
-from cpvt_det.tasks.registry import Results
+from cpvt_det.tasks.task import Results
 
 logger = logging.getLogger("cpvt_det")
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.registry import PartRegistry
-from cpvt_det.tasks.registry import Results
+from cpvt_det.tasks.task import Results
 
 CALLBACK_REGISTRY = PartRegistry("CALLBACK", "callback")
 """Name in ``CALLBACKS`` of a config -> class of a :class:`Callback`; its keywords are options."""

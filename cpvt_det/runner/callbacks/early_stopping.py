@@ -8,7 +8,7 @@ from fvcore.common.config import CfgNode
 
 from cpvt_det.errors import ConfigError, counted
 from cpvt_det.runner.callbacks.contract import Callback, TrainingRun
-from cpvt_det.tasks.registry import Results
+from cpvt_det.tasks.task import Results
 
 
 class EarlyStopping(Callback):

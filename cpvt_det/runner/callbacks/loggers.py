@@ -13,7 +13,7 @@ from types import ModuleType
 from cpvt_det.config import flat_items
 from cpvt_det.errors import ConfigError
 from cpvt_det.runner.callbacks.contract import CALLBACK_REGISTRY, Callback, TrainingRun
-from cpvt_det.tasks.registry import Results, flatten
+from cpvt_det.tasks.task import Results, flatten
 
 FILES = ("config.yaml", "results.json", "pictures")
 

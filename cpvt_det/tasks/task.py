@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a task, and the registry of tasks."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fvcore.common.config import CfgNode
+
+from cpvt_det.data.coco import CocoDataset, describe_records
+from cpvt_det.data.records import Records
+from cpvt_det.data.validation.check import CheckedData
+from cpvt_det.data.validation.issues import EXAMPLES
+from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.registry import PartRegistry
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from cpvt_det.data.loader import SampleLoader
+    from cpvt_det.data.mapper import Sample
+    from cpvt_det.evaluation.evaluator import Evaluator
+
+TASK_REGISTRY = PartRegistry("TASK", "task")
+"""``TASK`` of a config -> a :class:`Task`, called with ``cfg``; further keywords are options, keys of ``TASK_OPTIONS``."""
+Results = dict[str, Any]
+"""Figures by group, ``{"bbox": {"AP": ...}}``; of several test sets, these by the name of the set."""
+
+
+class Task(ABC):
+    """What a run reads, feeds, compares, measures and shows.
+
+    Both runners, ``check-data``, ``show data``, studies and the checkpoints of a run ask it.
+
+    What computes imports torch when it is called: ``cpvt-det check-data`` asks the task too, and needs none.
+
+    Args:
+        cfg: config of the run. ``load_splits`` and ``load_tests`` set its ``MODEL.NUM_CLASSES``; call one of them first.
+
+    Attributes:
+        main_figure: name in the metrics of the figure that decides which checkpoint is the best, higher is better: ``group/name``,
+            as :func:`flatten` makes it of the results. Curves and comparisons draw the first two names of every group, in
+            alphabetical order: the main figure comes first.
+        figures: names in the group of ``main_figure`` of the figures that a study records, the main one first.
+        constant: what the answer of :meth:`baseline` is, for the log.
+    """
+
+    main_figure: str
+    figures: Sequence[str]
+    constant = "an answer that is the same for every image"
+
+    def __init__(self, cfg: CfgNode):
+        self.cfg = cfg
+
+    @abstractmethod
+    def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
+        """Training and test sets with their faults, whatever ``DATASETS.ON_BAD`` is.
+
+        Args:
+            decode: read every image.
+            examples: largest number of faults of a kind that are kept.
+        """
+
+    @abstractmethod
+    def load_splits(self) -> tuple[list[CocoDataset], list[CocoDataset]]:
+        """Training sets and test sets."""
+
+    @abstractmethod
+    def load_tests(self) -> list[CocoDataset]:
+        """Test sets alone."""
+
+    @abstractmethod
+    def training_records(self, datasets: list[CocoDataset]) -> Records:
+        """Images to train on."""
+
+    def describe(self, records: Records) -> dict[str, Any]:
+        """What a checkpoint keeps of the training data."""
+        return describe_records(records)
+
+    @abstractmethod
+    def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
+        """Batches of samples: dicts with ``image``, ``image_id`` and ``targets``, whose ``to`` moves them to a device."""
+
+    @abstractmethod
+    def build_test_loader(self, dataset: CocoDataset) -> "DataLoader":
+        """Batches of samples with every image of a test set once, over all processes."""
+
+    def set_test_size(self, size: int) -> None:
+        """Change ``INPUT`` so that test images have this size in pixels, for ``--sizes``.
+
+        Raises:
+            ConfigError: images that have no size to set.
+        """
+        raise ConfigError(f"--sizes: the task {self.cfg.TASK!r} has no set_test_size, which sets the size of test images")
+
+    @abstractmethod
+    def build_training_model(self, detector: "nn.Module") -> "nn.Module":
+        """A module with ``detector``, called with samples, that returns :class:`cpvt_det.losses.Losses`; its
+        ``normalizers(samples)`` is what it is also called with where the samples are a part of a step."""
+
+    @abstractmethod
+    def build_evaluator(self, dataset: CocoDataset) -> "Evaluator":
+        """The evaluator of a test set; the first key of what it returns is the group of ``main_figure``."""
+
+    def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
+        """Figures of an answer that is the same for every image of a test set, by name, as in the metrics: a run below is warned.
+
+        Args:
+            records: images to train on.
+            dataset: the test set.
+        """
+        return {}
+
+    @abstractmethod
+    def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> Sequence[Any]:
+        """What the evaluator's ``add`` takes beside the image's id, for each sample of a batch."""
+
+    @abstractmethod
+    def format_results(self, results: Results) -> str:
+        """The figures of one test set as text."""
+
+    @abstractmethod
+    def write_outputs(self, evaluator: "Evaluator", folder: Path) -> None:
+        """Write the answers to a test set."""
+
+    @abstractmethod
+    def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
+        """Write what there is to look at after the last evaluation: pictures, and with ``TEST.REPORT`` the report.
+
+        Args:
+            detector: the evaluated model.
+            datasets: the test sets.
+            results: what the evaluation returned.
+            output: ``OUTPUT_DIR``, with the answers of the evaluation in ``inference``.
+        """
+
+
+def build_task(cfg: CfgNode) -> Task:
+    """The task of a config.
+
+    Raises:
+        UnknownNameError: a name that is not registered, or an option that the task does not take.
+    """
+    return TASK_REGISTRY.build(cfg.TASK, {"cfg": cfg}, {key.lower(): value for key, value in cfg.TASK_OPTIONS.items()})
+
+
+def flatten(results: Results) -> dict[str, float]:
+    """Results as scalars by their path: ``bbox/AP``, or ``<data set>/bbox/AP`` where there are several sets."""
+    scalars: dict[str, float] = {}
+    for name, value in results.items():
+        parts = flatten(value) if isinstance(value, dict) else {"": value}
+        scalars |= {f"{name}/{rest}".rstrip("/"): number for rest, number in parts.items()}
+    return scalars
+
+
+def main_value(task: Task | type[Task], results: Results) -> float:
+    """The main figure of the first test set; NaN where there is no ground truth for it.
+
+    Raises:
+        KeyError: results without it; the best checkpoint could not be chosen.
+    """
+    try:
+        return figure_of(task.main_figure, results)
+    except UnknownNameError as error:
+        names = ", ".join(flatten(results))
+        raise KeyError(f"the results have no {task.main_figure!r}, the task's main figure; they have {names}") from error
+
+
+def figure_of(figure: str, results: Results) -> float:
+    """A figure by its name in the metrics, or by the end of that: ``AP50`` is ``bbox/AP50``, of the first test set.
+
+    Raises:
+        UnknownNameError: results without it.
+    """
+    scalars = flatten(results)
+    for name, value in scalars.items():
+        if f"/{name}".endswith(f"/{figure}"):
+            return value
+    raise UnknownNameError("figure of the evaluation (TEST.BEST_FIGURE)", figure, scalars)
+
+
+def require_figure(figure: str, task: Task, datasets: Sequence[Any]) -> None:
+    """Refuse a figure that evaluations will not have: those of no answers at all have the same names.
+
+    Raises:
+        UnknownNameError: a name that no evaluation has.
+        ConfigError: a figure that is not defined, because the test set has no objects for it.
+    """
+    results = {dataset.name: task.build_evaluator(dataset).evaluate() for dataset in datasets}
+    if math.isnan(figure_of(figure, results[datasets[0].name] if len(datasets) == 1 else results)):
+        raise ConfigError(f"TEST.BEST_FIGURE {figure}: {datasets[0].name} has no objects that it measures; choose another figure")
+
+
+def place_of(dataset: Any, datasets: Sequence[Any], folder: Path) -> Path:
+    """Where the files of one of the test sets go: ``folder``, or where there are several its part of that name."""
+    return folder if len(datasets) == 1 else folder / dataset.name
