@@ -10,7 +10,7 @@ DETECTRON2_TESTS = $(sort $(shell grep -rl --include='test_*.py' detectron2 test
 
 OLDEST := .venv-oldest
 # The loop of a contributor: parts, contracts and losses by value; no processes, no commands.
-QUICK := $(patsubst %,tests/%.py,whole/test_architecture whole/test_old_names layers/test_attention ops/test_nms layers/test_norm \
+QUICK := $(patsubst %,tests/%.py,whole/test_architecture layers/test_attention ops/test_nms layers/test_norm \
 	position/test_peg test_structures losses/test_losses whole/test_seams test_config)
 
 .PHONY: quickstart test check matrix docs lint clean
