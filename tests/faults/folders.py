@@ -368,7 +368,7 @@ QUIRKS = [
         YOLO,
         twice,
         "boxes that an image has twice, of one class, left out",
-        touches=("twice",),
+        touches=("twice", "tail"),
         guard=table("rows = self._without_copies(", "rows = (lambda rows, *_: rows)("),
     ),
     Quirk("text files with CRLF", (*YOLO, "voc lists"), put(ends="\r\n"), touches=("ends",), guard="line.strip()"),
