@@ -25,7 +25,8 @@ def fuzz(examples: int, file: str) -> str:
     told = subprocess.run(words, env=environment, capture_output=True, text=True).stdout
     found = [tuple(map(int, match)) for match in OUTCOMES.findall(told)]
     passed, failed = sum(one[0] for one in found), sum(one[1] for one in found)
-    return f"{passed + failed} inputs tried, {failed} of them failed\n{told.splitlines()[-1]}"
+    why = "\n".join(line for line in told.splitlines() if line.startswith("E "))
+    return f"{passed + failed} inputs tried, {failed} of them failed\n{why}\n{told.splitlines()[-1]}"
 
 
 if __name__ == "__main__":
