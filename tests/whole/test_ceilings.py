@@ -14,10 +14,10 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_939,
+    "code lines": 20_977,
     "code lines of data/": 3_751,
-    "files": 267,
-    "functions": 2_039,
+    "files": 268,
+    "functions": 2_054,
     "rooms": 35,
     "arrows between rooms": 197,
     "keys of the config": 186,
