@@ -33,8 +33,9 @@ ONE_STAGE = {**DEFORMABLE, "MODEL__DEFORMABLE__TWO_STAGE": False}
 FOCAL = {"MODEL__CRITERION__CLASSIFICATION": "focal"}
 SINE = {"MODEL__POSITION__NAME": "sine"}
 PARTS = ("separable", "stacked", "frozen", "wide", "borderless", "twelve_1x1")
-PEGS = ", ".join(["peg", *(f"peg_{part}" for part in PARTS)])
-PLAIN_PEGS = ", ".join(["peg_plain", *(f"peg_plain_{part}" for part in PARTS)]) + ", sine+peg, sine_offset+peg, table+peg_plain"
+OF_PARTS = ", ".join(f"peg_{part}, peg_plain_{part}" for part in PARTS)
+PEGS = f"peg, peg_plain, sine+peg, sine_offset+peg, table+peg_plain, {OF_PARTS}"
+"""The package's own, and those of ``studies/ablations.py``, in the order of their registration."""
 BARE = {
     "MODEL__BACKBONE__NAME": "bare",
     "MODEL__BACKBONE__NORM": "FrozenBN",
@@ -182,12 +183,12 @@ def test_a_key_of_a_backbone_s_encoding_changes_it_or_is_refused(backbone, encod
         (
             {**SINE, "MODEL__POSITION__KERNEL_SIZE": 7},
             f"MODEL.POSITION.KERNEL_SIZE is 7, but the position encoding 'sine' does not take it; leave it at 3, or set "
-            f"MODEL.POSITION.NAME to {PEGS}, peg_query_key, {PLAIN_PEGS}",
+            f"MODEL.POSITION.NAME to {PEGS}, peg_query_key",
         ),
         (
             {"MODEL__POSITION__NAME": "peg_query_key", "MODEL__POSITION__POSITIONS": [1]},
             "MODEL.POSITION.POSITIONS is [1], but the position encoding 'peg_query_key' does not take it; leave it at [0], or set "
-            f"MODEL.POSITION.NAME to {PEGS}, {PLAIN_PEGS}",
+            f"MODEL.POSITION.NAME to {PEGS}",
         ),
         (
             {"MODEL__POSITION__TABLE_SIZE": 60},

@@ -155,7 +155,7 @@ def test_no_network_for_named_weights_is_bad_input(drawn_coco, tmp_path, monkeyp
     assert "network" in result.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["eval", "--help"], ["study", "--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["eval", "--help"]], ids=" ".join)
 def test_help_does_not_wait_for_torch(words):
     code = "import sys; from cpvt_det.cli import main; main(standalone_mode=False); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=100, check=True)
