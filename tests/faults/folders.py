@@ -615,7 +615,7 @@ QUIRKS = [
         encoded("gbk", "", "猫", "狗"),
         "; save it as UTF-8",
         2,
-        ("classes", "encoding of xml"),
+        ("names", "classes", "encoding of xml"),
         text("except (UnicodeDecodeError, LookupError) as error:", "except ZeroDivisionError as error:"),
     ),
     Quirk(
@@ -624,7 +624,7 @@ QUIRKS = [
         encoded("utf-8", "ansi-x", "cat", "dog"),
         "unknown encoding: ansi-x; save it as UTF-8",
         2,
-        ("classes", "encoding of xml"),
+        ("names", "classes", "encoding of xml"),
         text("except (UnicodeDecodeError, LookupError) as error:", "except UnicodeDecodeError as error:"),
     ),
     # lists
