@@ -53,7 +53,7 @@ ORDER = (
     "runner d2 predict serve study studies",
     "tasks",
     "visualize show export checkpoint plug",
-    "builders",
+    "builders build",
     "models losses solver evaluation inference tiles postprocess",
     "position",
     "layers data",

@@ -21,7 +21,7 @@ from worker_pipes import pytest_configure  # noqa: F401
 
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.memory import trim_heap
+from cpvt_det.memory import resident, trim_heap
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,12 +37,6 @@ GROWTH, USUAL = 200e6, 1.2e9  # bytes
 _resident = USUAL
 
 
-def _memory_now() -> float:
-    """Bytes of this process in memory; 0 where the system does not tell."""
-    path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * 4096.0 if path.exists() else 0.0
-
-
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back(request):
     """What a file's tests have made once goes with them; and what the C library keeps: some hundred MB of the largest maps."""
@@ -56,10 +50,10 @@ def memory_given_back(request):
 def pytest_runtest_logfinish():
     """Large networks are in cycles, which Python's collector, that counts objects, finds late."""
     global _resident
-    if _memory_now() > _resident + GROWTH:
+    if resident() > _resident + GROWTH:
         gc.collect()
         trim_heap()
-        _resident = max(_memory_now(), USUAL)
+        _resident = max(resident(), USUAL)
 
 
 def pytest_collection_modifyitems(items):

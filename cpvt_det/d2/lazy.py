@@ -112,10 +112,13 @@ def _refuse_ours_alone(cfg: CfgNode) -> None:
         "SOLVER.EMA.ENABLED": solver.EMA.ENABLED,
         "SOLVER.AMP.DTYPE": solver.AMP.ENABLED and solver.AMP.DTYPE != "float16",
         "INPUT.AUGMENTATIONS": bool(given.AUGMENTATIONS),
+        "TEST.TILES.SIZE": cfg.TEST.TILES.SIZE > 0,
     }
     for key, is_set in ours.items():
         if is_set:
             raise ConfigError(f"{key}: detectron2's trainers of LazyConfigs have nothing for it; leave it at its default")
+    if len(cfg.DATASETS.TEST) != 1:
+        raise ConfigError(f"DATASETS.TEST: a LazyConfig evaluates on one data set, got {list(cfg.DATASETS.TEST)}")
 
 
 def _dataloader(cfg: CfgNode) -> DictConfig:
@@ -143,7 +146,7 @@ def _dataloader(cfg: CfgNode) -> DictConfig:
                 num_workers=workers,
             ),
             "test": L(build_detection_test_loader)(
-                dataset=L(get_detection_dataset_dicts)(names=list(cfg.DATASETS.TEST)[:1], filter_empty=False),
+                dataset=L(get_detection_dataset_dicts)(names=list(cfg.DATASETS.TEST), filter_empty=False),
                 mapper=L(DatasetMapper)(is_train=False, augmentations=[test_resize], image_format=given.FORMAT),
                 num_workers=workers,
             ),

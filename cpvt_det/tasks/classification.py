@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image classification: images of one class each in, scores of all classes out, top-1 in the metrics.
-
-What computes imports torch when it is called, as in ``tasks/detection.py``.
-"""
+"""Image classification: images of one class each in, scores of all classes out, top-1 in the metrics."""
 
 import json
 import logging

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object detection: COCO-style data sets in, boxes out, AP in the metrics.
-
-What computes imports torch when it is called: ``cpvt-det check-data`` asks the task too, and needs none.
-"""
+"""Object detection: COCO-style data sets in, boxes out, AP in the metrics."""
 
 import json
 import logging

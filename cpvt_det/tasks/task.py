@@ -35,7 +35,7 @@ class Task(ABC):
 
     Both runners, ``check-data``, ``show data``, studies and the checkpoints of a run ask it.
 
-    What computes imports torch when it is called: ``cpvt-det check-data`` asks the task too, and needs none.
+    What computes imports torch when it is called: ``cpvt-det check-data`` asks the task too, but does not need torch.
 
     Args:
         cfg: config of the run. ``load_splits`` and ``load_tests`` set its ``MODEL.NUM_CLASSES``; call one of them first.

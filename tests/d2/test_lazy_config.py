@@ -59,6 +59,9 @@ def test_a_yaml_s_lazy_config_has_its_network_rates_and_length(name):
     assert any("tfm_or_aug" in one for one in mapper.augmentations) == cfg.INPUT.RESIZE_CROP.ENABLED
     assert (test.short_edge_length, test.max_size) == (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
     instantiate(mapper.augmentations)
+    train = lazy.dataloader.train
+    assert (train.total_batch_size, list(train.dataset.names)) == (cfg.SOLVER.IMS_PER_BATCH, list(cfg.DATASETS.TRAIN))
+    assert lazy.dataloader.evaluator.dataset_name == cfg.DATASETS.TEST[0]
 
 
 @pytest.mark.parametrize("name", [DETR, DEFORMABLE])
@@ -90,6 +93,13 @@ def test_parts_and_keys_of_a_lazy_config_replace_those_of_the_yaml():
     with torch.device("meta"):
         model = instantiate(cfg.model)
     assert (model.num_queries, model.backbone.channels, type(model.position)) == (7, [512], SineEncoding)
+
+
+def test_one_test_set_is_evaluated_and_several_are_refused():
+    from cpvt_det.d2.lazy import lazy_config
+
+    with pytest.raises(ConfigError, match=r"DATASETS.TEST: a LazyConfig evaluates on one data set, got \['a', 'b'\]"):
+        lazy_config(DETR, ["DATASETS.TEST", "('a', 'b')"])
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEG's ablations: what each has and does, by count and by value. Their contract is in test_position.py, with all encodings'."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 
 from cpvt_det.position import PEGDetection, build_position
 from cpvt_det.structures import padding_mask_of
@@ -140,3 +144,11 @@ def test_query_key_adds_the_branch_to_queries_and_keys_and_leaves_the_tokens():
     expected = encoding.pegs[0](tokens, mask, SHAPE) - tokens
     torch.testing.assert_close(embedding.flatten(2).transpose(1, 2)[~mask], expected[~mask], rtol=0, atol=1e-12)
     assert all(encoding.inject(tokens, mask, [SHAPE], layer) is tokens for layer in range(-1, 6))
+
+
+def test_the_engine_registers_them_and_the_package_does_not():
+    """In a process of its own, as all tests know them."""
+    code = "from cpvt_det.position import POSITION_REGISTRY as known; print('peg_frozen' in known)"
+    code += "; import studies.engine.plan; print('peg_frozen' in known, 'peg_plain_frozen' in known)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]

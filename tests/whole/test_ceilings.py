@@ -14,7 +14,7 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_979,
+    "code lines": 20_982,
     "code lines of data/": 3_751,
     "files": 268,
     "functions": 2_054,
