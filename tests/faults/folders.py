@@ -473,7 +473,7 @@ QUIRKS = [
         YOLO,
         without_label,
         "images without a label file, which are taken to show no object: 1",
-        touches=("boxes",),
+        touches=("boxes", "names", "label suffix", "suffix"),
         guard=yolo('alone = (image["file_name"] for image in images if', 'alone = (image["file_name"] for image in () if'),
     ),
     Quirk(
@@ -481,7 +481,7 @@ QUIRKS = [
         YOLO,
         lambda odd: [rename(odd, os.fsdecode(b"\xd5\xd5") + "{}"), without_label(odd)],
         "images without a label file, which are taken to show no object: 1",
-        touches=("names", "boxes", "lists"),
+        touches=("names", "boxes", "lists", "label suffix", "suffix"),
         guard="names are what the system gives",
     ),
     Quirk(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from faults.folders import QUIRKS, Quirk, case, meet
 from faults.odd_folder import KINDS, plain
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("CPVT_FUZZ_EXAMPLES", "200"))
@@ -35,8 +35,12 @@ def odd_folders(draw) -> tuple[str, int, list[Quirk]]:
 def test_a_random_folder_is_read_as_meant_or_refused_by_name(folder):
     kind, seed, quirks = folder
     odd = plain(kind, seed)
-    for quirk in quirks:
-        quirk.change(odd)
+    try:
+        for quirk in quirks:
+            quirk.change(odd)
+    except (KeyError, IndexError, ValueError):
+        assume(len(quirks) == 1)  # one has taken away what another would change
+        raise
     with tempfile.TemporaryDirectory() as place:
         ending = meet(Path(place), odd)
     said = [case(quirk, kind) for quirk in quirks if quirk.code]
