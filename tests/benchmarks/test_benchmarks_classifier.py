@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The suite classifier: timm's models and ours do the same work. Never a speed."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -20,9 +22,17 @@ def test_shapes():
     assert float(batch.padding_mask.float().mean()) == pytest.approx(0.21, abs=0.01)
 
 
+@pytest.fixture
+def shallow(monkeypatch):
+    """Three layers of the twelve, of both: all, with gradients, have 350 MB."""
+    timm = pytest.importorskip("timm")
+    create, load = timm.create_model, classifier.load_cfg
+    monkeypatch.setattr(timm, "create_model", partial(create, depth=3))
+    monkeypatch.setattr(classifier, "load_cfg", lambda name, words: load(name, [*words, "MODEL.BACKBONE.DEPTH", "3"]))
+
+
 @pytest.mark.parametrize("model", classifier.MODELS)
-def test_ours_with_timm_s_weights_does_its_work_and_another_weight_is_found(model, monkeypatch):
-    pytest.importorskip("timm")
+def test_ours_with_timm_s_weights_does_its_work_and_another_weight_is_found(model, shallow, monkeypatch):
     shape = classifier.Shape(model, 1, "training step")
     theirs, ours = classifier.make_models(model, "cpu")
     monkeypatch.setattr(classifier, "make_models", lambda *_: (theirs, ours))
@@ -36,8 +46,7 @@ def test_ours_with_timm_s_weights_does_its_work_and_another_weight_is_found(mode
         assert_equal_work(work)
 
 
-def test_unequal_sizes_are_ours_alone():
-    pytest.importorskip("timm")
+def test_unequal_sizes_are_ours_alone(shallow):
     work = classifier.make_work(classifier.Shape("DeiT-S", 2, "inference", unequal=True), Options())
     assert [contender.name for contender in work.contenders] == ["cpvt_det, full canvas", "cpvt_det"] and "timm" in work.left_out
     full, padded = (contender.output() for contender in work.contenders)

@@ -3,6 +3,8 @@
 
 import fnmatch
 import functools
+import importlib
+import importlib.util
 import json
 import os
 
@@ -22,6 +24,18 @@ pytestmark = pytest.mark.usefixtures("quiet_machine")
 TINY_RECIPES = {name: models.Recipe(name, channels=32, layers=2, queries=5, classes=91) for name in ("DETR", "Deformable-DETR")}
 
 TINY_DINO = models.Recipe("DINO", channels=32, layers=2, queries=5, two_stage=True, dropout=0.0)
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    """A quarter of the ResNet's channels, ours and that of transformers: a full one has 94 MB, and there are up to seven."""
+    load, width = models.load_cfg, ["MODEL.BACKBONE.WIDTH", "16"]
+    monkeypatch.setattr(models, "load_cfg", lambda path, words: load(path, [*words, *width]))
+    if importlib.util.find_spec("transformers"):
+        transformers = importlib.import_module("transformers")
+        full = transformers.ResNetConfig
+        smaller = functools.partial(full, embedding_size=16, hidden_sizes=[64, 128, 256, 512])
+        monkeypatch.setattr(transformers, "ResNetConfig", smaller)
 
 
 def test_without_chance_a_step_of_dino_is_the_same_twice_and_its_noise_comes_back():
@@ -138,7 +152,7 @@ class Attentive(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.convolution = torch.nn.Conv2d(3, 8, 3)
+        self.convolution = torch.nn.Conv2d(3, 8, 3, stride=2)  # weights of all pairs of cells, at stride 1, have 240 MB
         self.attention = torch.nn.MultiheadAttention(8, 2)
         self.seen = []
 

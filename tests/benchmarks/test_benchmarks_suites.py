@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-from benchmarks import criteria, mask_padding, peers, photos
+from benchmarks import criteria, mask_padding, models, peers, photos
 from benchmarks.harness import Plan, UnequalWorkError, assert_equal_work
 from benchmarks.peers import ROOT
 from benchmarks.run import main
@@ -176,7 +176,10 @@ def test_detectron2_is_a_library_or_a_checkout(tmp_path, monkeypatch):
     assert peers.detectron2_coco_eval() is None
 
 
-def test_padding_changes_an_image_where_it_is_not_masked(tmp_path):
+def test_padding_changes_an_image_where_it_is_not_masked(tmp_path, monkeypatch):
+    """With a quarter of the ResNet's channels."""
+    load = models.load_cfg
+    monkeypatch.setattr(models, "load_cfg", lambda path, words: load(path, [*words, "MODEL.BACKBONE.WIDTH", "16"]))
     result = CliRunner().invoke(mask_padding.main, ["--quick", "--rounds", "2", "--busy", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     (record,) = (json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("mask_padding_cpu*.json"))

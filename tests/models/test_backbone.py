@@ -2,6 +2,7 @@
 """The ResNets: torchvision's names and numbers, strides, frozen stages, narrow widths, and what is refused."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +17,37 @@ from cpvt_det.ops import routes
 from cpvt_det.structures import padding_mask_of
 
 
+class NarrowResNet(torchvision.models.ResNet):
+    """torchvision's own network, but with a stem of 16 channels and stages in proportion."""
+
+    def _make_layer(self, block, planes, *args, **more):
+        if planes == 64:
+            self.inplanes = 16
+            self.conv1, self.bn1 = torch.nn.Conv2d(3, 16, 7, 2, 3, bias=False), torch.nn.BatchNorm2d(16)
+        return super()._make_layer(block, planes // 4, *args, **more)
+
+
+def narrow_resnet(name):
+    """torchvision's network of a name, narrow, with random weights: in float64 with gradients a full one has hundreds of MB."""
+    with mock.patch("torchvision.models.resnet.ResNet", NarrowResNet):
+        return getattr(torchvision.models, name)(weights=None)
+
+
 @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50", "resnet101"])
-def test_backbone_without_padding_is_torchvision_s(name):
-    """The same names and, on images without padding, the same numbers."""
-    backbone = ResNetBackbone(name, norm="BN", stages=(2, 3, 4, 5)).eval().double()
-    reference = getattr(torchvision.models, name)(weights=None).eval().double()
-    missing, unexpected = backbone.body.load_state_dict(reference.state_dict(), strict=False)
+def test_names_and_shapes_are_torchvision_s(name):
+    with torch.device("meta"):
+        own, other = ResNetBackbone(name, norm="BN").body.state_dict(), getattr(torchvision.models, name)(weights=None).state_dict()
+    shapes = {key: tensor.shape for key, tensor in other.items() if not key.startswith("fc.")}
+    assert {key: tensor.shape for key, tensor in own.items()} == shapes
+
+
+@pytest.mark.parametrize(("name", "width"), [("resnet18", 64), ("resnet34", 64), ("resnet50", 64), ("resnet101", 16)])
+def test_backbone_without_padding_is_torchvision_s(name, width):
+    """The same numbers on images without padding; both have the same tensors, which are 200 MB of a ResNet-50."""
+    with torch.device("meta"):
+        backbone = ResNetBackbone(name, norm="BN", stages=(2, 3, 4, 5), width=width).eval().double()
+    reference = (narrow_resnet(name) if width == 16 else getattr(torchvision.models, name)(weights=None)).eval().double()
+    missing, unexpected = backbone.body.load_state_dict(reference.state_dict(), strict=False, assign=True)
     assert missing == []
     assert unexpected == ["fc.weight", "fc.bias"]
     nodes = {f"layer{stage - 1}": str(stage) for stage in (2, 3, 4, 5)}

@@ -154,7 +154,7 @@ def test_bottlenecks_and_dilation_keep_images_apart(name, dilation):
 def test_features_do_not_depend_on_padding_whatever_the_size():
     """Sides of 32 to 63 pixels have every remainder by 2, 4, 8, 16 and 32; against the image on no canvas at all."""
     torch.manual_seed(0)
-    backbone = unlike_initial(ResNetBackbone("resnet18", stages=(2, 3, 4, 5))).eval()
+    backbone = unlike_initial(ResNetBackbone("resnet18", stages=(2, 3, 4, 5))).eval().requires_grad_(False)
     for side in range(32, 64):
         image = torch.randn(3, side, 95 - side)
         maps_alone = backbone(image[None], torch.zeros(1, *image.shape[1:], dtype=torch.bool))
@@ -172,7 +172,7 @@ def test_features_of_an_image_do_not_depend_on_its_padding(name, dilation):
     differences = {}
     for mask_padding in (True, False):
         torch.manual_seed(0)
-        backbone = ResNetBackbone(name, stages=(2, 3, 4, 5), dilation=dilation, mask_padding=mask_padding)
+        backbone = ResNetBackbone(name, stages=(2, 3, 4, 5), dilation=dilation, mask_padding=mask_padding, width=16)
         backbone = unlike_initial(backbone.double()).eval().requires_grad_(False)
         together = PaddedBatch.from_images(images)
         maps_together = backbone(together.images, together.padding_mask)

@@ -6,9 +6,9 @@ Single cases of it are in the tests of each part; here hypothesis draws sizes, b
 
 import pytest
 import torch
-import torchvision
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from test_backbone import narrow_resnet
 from test_solver import tiny_cfg
 from tiny import DETECTORS
 
@@ -164,8 +164,8 @@ def test_training_does_not_see_amount_or_content_of_padding(detector, norm):
 def test_masked_batch_norm_trains_as_torchvision_does_where_nothing_is_padded(name):
     """The oracle: torchvision's own network and ``nn.BatchNorm2d``. The mask has a padded margin that must not be seen."""
     torch.manual_seed(0)
-    theirs = getattr(torchvision.models, name)(weights=None).double().train()
-    ours = ResNetBackbone(name, norm="BN", stages=[5], freeze_at=0).double().train()
+    theirs = narrow_resnet(name).double().train()
+    ours = ResNetBackbone(name, norm="BN", stages=[5], freeze_at=0, width=16).double().train()
     ours.body.load_state_dict(theirs.state_dict(), strict=False)
     images = torch.randn(3, 3, 64, 96, dtype=torch.float64)
     x = theirs.maxpool(theirs.relu(theirs.bn1(theirs.conv1(images))))

@@ -11,6 +11,7 @@ of its own ResNet where it means the first stages. Its loss leaves proposals out
 """
 
 import copy
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -34,10 +35,12 @@ OBJECTS = [3, 0, 2]
 NAMES = {"loss_class": "loss_ce", "loss_l1": "loss_bbox", "loss_giou": "loss_giou"}
 FIRST_STAGES = ("backbone.body.conv1.", "backbone.body.bn1.", "backbone.body.layer1.")  # frozen in ours
 
-
+WIDTH = 64 if os.environ.get("TEST_THREADS") else 16
+"""Channels of a ResNet's stem: all for the record of ``benchmarks/parity.py``, which sets the variable; they need 0.6 GB."""
+WIDTHS = [WIDTH, 2 * WIDTH, 4 * WIDTH, 8 * WIDTH]
 BACKBONES = {
-    "resnet10": {"layer_type": "basic", "depths": [1, 1, 1, 1], "hidden_sizes": [64, 128, 256, 512]},
-    "resnet50": {"layer_type": "bottleneck", "depths": [3, 4, 6, 3], "hidden_sizes": [256, 512, 1024, 2048]},
+    "resnet10": {"layer_type": "basic", "depths": [1, 1, 1, 1], "hidden_sizes": WIDTHS},
+    "resnet50": {"layer_type": "bottleneck", "depths": [3, 4, 6, 3], "hidden_sizes": [4 * channels for channels in WIDTHS]},
 }
 
 
@@ -69,7 +72,9 @@ TRAINED = ["single scale", "multi-scale", "refinement", "two stages"]
 def hf_detector(variant: Variant) -> torch.nn.Module:
     """A small one with weights drawn wide: as initialised it hardly looks at the image."""
     stages = ["stage2", "stage3", "stage4"] if variant.levels > 1 else ["stage4"]
-    resnet = transformers.ResNetConfig(downsample_in_bottleneck=False, out_features=stages, **BACKBONES[variant.backbone])
+    resnet = transformers.ResNetConfig(
+        embedding_size=WIDTH, downsample_in_bottleneck=False, out_features=stages, **BACKBONES[variant.backbone]
+    )
     config = transformers.DeformableDetrConfig(
         backbone_config=resnet,
         num_labels=CLASSES,
@@ -118,7 +123,7 @@ def draw_weights(model: torch.nn.Module) -> None:
 def our_config(variant: Variant):
     cfg = get_cfg()
     cfg.MODEL.META_ARCHITECTURE, cfg.MODEL.NUM_CLASSES = "CPVTDeformableDetr", CLASSES
-    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.MASK_PADDING = variant.backbone, False
+    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.WIDTH, cfg.MODEL.BACKBONE.MASK_PADDING = variant.backbone, WIDTH, False
     cfg.MODEL.BACKBONE.STAGES = (3, 4, 5) if variant.levels > 1 else (5,)
     cfg.MODEL.POSITION.NAME = {"sine": "sine_offset"}.get(variant.position, variant.position)
     detr, deformable, criterion = cfg.MODEL.DETR, cfg.MODEL.DEFORMABLE, cfg.MODEL.CRITERION

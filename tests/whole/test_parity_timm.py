@@ -26,14 +26,15 @@ MODELS = {
     "tnt_small_legacy": "tnt_s_legacy_patch16_224",
 }
 """Ours, and timm's name."""
-DEPTH = 12 if os.environ.get("TEST_THREADS") else 3
-"""Layers of the largest: all for the record of ``benchmarks/parity.py``, which sets the variable; they need 6 GB in float64."""
+FEWER_LAYERS = {} if os.environ.get("TEST_THREADS") else {"small": 3, "base": 1}
+"""Size -> layers of the larger ones: 12 for the record of ``benchmarks/parity.py``, which sets the variable; they need up to 6 GB
+in float64."""
 
 
 def pair(name):
     """Both with the same weights; heads, tables and tokens are drawn wider than they start, so that scores differ."""
     torch.manual_seed(0)
-    depth = DEPTH if name == "deit_base" else 12
+    depth = next((layers for size, layers in FEWER_LAYERS.items() if size in name), 12)
     theirs = timm.create_model(MODELS[name], num_classes=CLASSES, img_size=SIZE, depth=depth).double().eval()
     for key, parameter in theirs.named_parameters():
         if key.startswith("head") or parameter.ndim == 1 or not key.endswith("weight"):

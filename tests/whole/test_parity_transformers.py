@@ -8,6 +8,7 @@ in the default dtype.
 """
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -22,9 +23,12 @@ transformers = pytest.importorskip("transformers")
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss  # noqa: E402
 
 CLASSES, CHANNELS, QUERIES, LAYERS = 5, 32, 12, 3
+WIDTH = 64 if os.environ.get("TEST_THREADS") else 16
+"""Channels of a ResNet's stem: all for the record of ``benchmarks/parity.py``, which sets the variable; they need 0.7 GB."""
+WIDTHS = [WIDTH, 2 * WIDTH, 4 * WIDTH, 8 * WIDTH]
 BACKBONES = {
-    "resnet18": {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]},
-    "resnet50": {"layer_type": "bottleneck", "depths": [3, 4, 6, 3], "hidden_sizes": [256, 512, 1024, 2048]},
+    "resnet18": {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": WIDTHS},
+    "resnet50": {"layer_type": "bottleneck", "depths": [3, 4, 6, 3], "hidden_sizes": [4 * channels for channels in WIDTHS]},
 }
 SIZES = [(70, 128), (96, 45), (33, 90)]  # on a canvas of 96 x 128: not square, padded below, at the right, and both
 OBJECTS = [3, 0, 2]
@@ -34,7 +38,9 @@ FIRST_STAGES = ("backbone.body.conv1.", "backbone.body.bn1.", "backbone.body.lay
 
 def hf_detector(backbone: str, position: str) -> torch.nn.Module:
     """A small one whose statistics, norms, biases and matrices are drawn wide: as initialised it hardly looks at the image."""
-    resnet = transformers.ResNetConfig(downsample_in_bottleneck=False, out_features=["stage4"], **BACKBONES[backbone])
+    resnet = transformers.ResNetConfig(
+        embedding_size=WIDTH, downsample_in_bottleneck=False, out_features=["stage4"], **BACKBONES[backbone]
+    )
     config = transformers.DetrConfig(
         backbone_config=resnet,
         num_labels=CLASSES,
@@ -65,7 +71,7 @@ def hf_detector(backbone: str, position: str) -> torch.nn.Module:
 def our_config(backbone: str, position: str):
     cfg = get_cfg()
     cfg.MODEL.NUM_CLASSES = CLASSES
-    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.MASK_PADDING = backbone, False
+    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.WIDTH, cfg.MODEL.BACKBONE.MASK_PADDING = backbone, WIDTH, False
     cfg.MODEL.POSITION.NAME, cfg.MODEL.POSITION.DECODER = position, "same"
     detr = cfg.MODEL.DETR
     detr.HIDDEN_DIM, detr.NHEADS, detr.DIM_FEEDFORWARD, detr.DROPOUT = CHANNELS, 4, 48, 0.0
