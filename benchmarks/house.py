@@ -54,6 +54,7 @@ ORDER = (
     "tasks",
     "visualize show export checkpoint plug",
     "builders build",
+    "fast",
     "models losses solver evaluation inference tiles postprocess",
     "position",
     "layers data",
@@ -136,13 +137,13 @@ def describe_machine() -> dict[str, Any]:
     return {**versions(), **machine("cpu")}
 
 
-def run(root: Path, folder: str, *words: str) -> str:
-    """Standard output of Python with the package of a checkout, in a working folder.
+def run(root: Path, folder: str, *words: str, left_out: str = "") -> str:
+    """Standard output of Python with the package of a checkout, in a working folder; with ``CPVT_DET_WITHOUT``.
 
     Raises:
         ClickException: the process failed.
     """
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CPVT_DET_WITHOUT": left_out}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise click.ClickException(f"python {' '.join(words)} failed:\n{done.stderr}")
@@ -150,19 +151,20 @@ def run(root: Path, folder: str, *words: str) -> str:
 
 
 def trace_roads(root: Path, folder: str) -> dict[str, dict[str, Any]]:
-    """Counts of each road by its title; in processes, so that no road finds what another one loaded."""
+    """Counts of each road by its title, as built on this processor and without fast paths; in processes, so that no road finds what
+    another one loaded."""
     script = str(Path(__file__).resolve().with_name("house_road.py"))
-    return {title: json.loads(run(root, folder, script, str(root / PACKAGE), str(i))) for i, title in enumerate(ROADS)}
+    return {
+        f"{title}, {how}": json.loads(run(root, folder, script, str(root / PACKAGE), str(i), left_out=left_out))
+        for how, left_out in (("fast paths switched off", "all"), ("as built", ""))
+        for i, title in enumerate(ROADS)
+    }
 
 
 def road_rows(roads: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Table rows of traced roads."""
     rows = {
         f"functions / files, {title}": "{functions} / {files} (first time {first_time})".format(**road)
-        for title, road in roads.items()
-    }
-    rows |= {
-        f"of these above the kernels, {title}": "{above_kernels} / {files_above_kernels}".format(**road)
         for title, road in roads.items()
     }
     return rows | {f"hops; deepest stack, {title}": "{hops}; {deepest}".format(**road) for title, road in roads.items()}

@@ -11,7 +11,6 @@ import functools
 import importlib
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,8 +63,6 @@ ROADS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Goal and config keys by title."""
 BATCHES = 8
-KERNELS = re.compile(r"ops/|layers/(deformable|dropout|kernels|nms|products)")
-"""Files of kernels and of what routes to them, before and after they had a room of their own."""
 Function = tuple[str, int, str]
 """Path below the package, first line, name."""
 
@@ -124,13 +121,10 @@ def trace(package: Path, goal: str, keys: dict[str, Any]) -> dict[str, Any]:
         sys.setprofile(tracer)
         take()
         sys.setprofile(None)
-    above = {function for function in second.entered if not KERNELS.match(function[0])}
     marked = [(*function, " (hop)" if function in second.hops else "") for function in sorted(second.entered)]
     return {
         "functions": len(second.entered),
         "files": len({path for path, _, _ in second.entered}),
-        "above_kernels": len(above),
-        "files_above_kernels": len({path for path, _, _ in above}),
         "first_time": len(first.entered),
         "hops": len(second.hops),
         "deepest": second.deepest,

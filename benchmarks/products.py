@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 PRODUCTS = (torch.matmul, torch.bmm, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__)
-UNSEEN = ("winograd", "blocks", "hidden")
+UNSEEN = ("winograd",)
 """Our ways of computing, by their names in ``CPVT_DET_WITHOUT``, that torch does not see or sees in parts."""
 LIKE_WINOGRADS = {"stride": (1, 1), "padding": (1, 1), "groups": 1}
 Ways = dict[str, Callable[[], Any]]
@@ -98,9 +98,10 @@ def watched(call: Callable[[], Any]) -> Counter[Kind]:
 
 
 def optional(name: str) -> ModuleType | None:
-    """A module of ``cpvt_det.ops``, in checkouts that have it."""
-    with contextlib.suppress(ImportError):
-        return importlib.import_module(f"cpvt_det.ops.{name}")
+    """A module of ``cpvt_det.fast`` or ``cpvt_det.ops``, in checkouts that have it."""
+    for room in ("fast", "ops"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"cpvt_det.{room}.{name}")
     return None
 
 
@@ -136,7 +137,7 @@ def ways_of(kind: Kind) -> Ways:
 
 
 def _ways_of_linear(x: Tensor, weight: Tensor) -> Ways:
-    """``F.linear``, and 1x1 convolutions; torch gives the dilated one to oneDNN on one thread too (``ops/linear.py``)."""
+    """``F.linear``, and 1x1 convolutions; torch gives the dilated one to oneDNN on one thread too (``fast/linear.py``)."""
     last = x[None, :, None].permute(0, 3, 1, 2)  # (rows, C) -> (1, C, rows, 1), channels last
     kernel = weight[:, :, None, None]
     inputs = {"channels last, dilated": (last, 2), "channels last": (last, 1), "contiguous": (last.contiguous(), 1)}

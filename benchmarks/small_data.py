@@ -41,7 +41,7 @@ from cpvt_det.errors import ConfigError
 from cpvt_det.evaluation.ground_truth import ground_truth_of
 from cpvt_det.files import write_json
 from cpvt_det.memory import usable_cores
-from cpvt_det.own_modules import import_words
+from cpvt_det.registry import import_words
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_A_PLACE = ("OUTPUT_DIR", "DATASETS")

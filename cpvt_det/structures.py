@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data classes that modules exchange, and the functions from image sizes to padding masks.
 
-On the road of one image: after ``data/mapper.py``, around ``models/detector.py``, before ``losses/`` and ``inference.py``.
+On the road of one image: after ``data/mapper.py``, around ``models/detector.py``, before ``losses/`` and ``inference/``.
 """
 
-import contextlib
-import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +13,6 @@ from torch import Tensor
 Size = tuple[int, int]
 PROPOSAL_LABEL = 0
 """The row of the proposals' class head that means "an object"; the other rows are not classes, and are trained as negatives."""
-LARGE = 4 << 20
-"""Bytes; larger allocations use pages of 2 MB."""
 
 
 @dataclass
@@ -57,27 +52,12 @@ class PaddedBatch:
         height, width = (-(-max(side) // divisor) * divisor for side in zip(*sizes, strict=True))
         like = images[0] if mean is None else mean
         shape = (len(images), 3, height, width)
-        canvas = _zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_zeros(shape)
+        canvas = like.new_zeros(shape)
         for place, image in zip(canvas, images, strict=True):
             here = place[:, : image.shape[1], : image.shape[2]].copy_(image.to(canvas.device, non_blocking=True))
             if mean is not None:
                 here.sub_(mean).div_(std)
         return cls(canvas, padding_mask_of(sizes, (height, width), canvas.device), sizes)
-
-
-def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The same as ``torch.zeros`` on the CPU, but in pages of 2 MB where Linux has them.
-
-    A new canvas of 8 images is 84 MB. With pages of 4 KB, the first access to them takes three quarters of the time of normalising
-    and padding.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(pages, dtype=dtype).view(*shape)
-    return torch.zeros(*shape, dtype=dtype)
 
 
 @dataclass

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpvt_det.position.encoding import PositionEncoding, register_position
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
 from cpvt_det.position.peg_plain import PlainPEGEncoding
-from cpvt_det.position.registry import PositionEncoding, register_position
 from cpvt_det.structures import Size
 
 NUM_SEPARABLE = 4

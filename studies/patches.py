@@ -33,7 +33,7 @@ def transformer_of(model: NamedDetector) -> VisionTransformer:
     """
     backbone = model.detector.backbone
     if not isinstance(backbone, VisionTransformer):
-        raise BadInputError(f"{model.name} has no patches: its backbone is a {type(backbone).__name__}, and no DeiT, CPVT or TNT")
+        raise BadInputError(f"{model.name} has no patches: its backbone is no DeiT, CPVT or TNT")
     return backbone
 
 

@@ -12,7 +12,7 @@ from cpvt_det import builders
 from cpvt_det.builders.unused import backbone_position
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.cli.show_options import output_option, read_size, weights_config_option
+from cpvt_det.cli.show import output_option, read_size, weights_config_option
 from cpvt_det.errors import BadInputError
 from cpvt_det.visualize.attention_by_position import draw_found
 from cpvt_det.visualize.images import images_of_size

@@ -30,7 +30,7 @@ _NAMES = {
     ),
     "outputs": ("build_criterion", "build_decoder", "build_device", "build_postprocessor"),
     "parts": ("build_backbone", "build_classification", "build_encoder_position", "require_patches"),
-    "image_classes": (
+    "classifier_run": (
         "build_class_criterion",
         "build_class_mapper",
         "build_class_test_loader",

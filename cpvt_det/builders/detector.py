@@ -20,6 +20,7 @@ from cpvt_det.builders.parts import (
 from cpvt_det.builders.unused import UNUSED_BY, refuse_unused
 from cpvt_det.config import get_cfg, key_names
 from cpvt_det.errors import ConfigError, config_errors
+from cpvt_det.fast import accelerate
 from cpvt_det.models import (
     DETR,
     NECK_REGISTRY,
@@ -92,7 +93,7 @@ def build_detector(cfg: CfgNode) -> nn.Module:
     """
     detector, arguments = detector_arguments(cfg)
     with config_errors("MODEL"):
-        return detector(**arguments)
+        return accelerate(detector(**arguments))
 
 
 def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple[type[nn.Module], dict[str, Any]]:

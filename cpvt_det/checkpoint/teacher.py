@@ -14,7 +14,7 @@ from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.class_names import Classes
 from cpvt_det.errors import ConfigError, WeightsError, first_line
 from cpvt_det.models import Classifier
-from cpvt_det.models.backbones.registry import load_all
+from cpvt_det.models.backbones.contract import load_all
 
 Teacher = Callable[[Tensor], Tensor]
 """(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64 in [0, K), the best class of each image."""

@@ -16,7 +16,7 @@ from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError
-from cpvt_det.export import check, files, program
+from cpvt_det.export import check, program, programs
 from cpvt_det.files import atomic_file
 from cpvt_det.models import ImageModel
 from cpvt_det.structures import Size
@@ -27,7 +27,7 @@ HALF_TOLERANCE = 2e-2
 
 @click.command(context_settings=RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
-@click.option("--format", type=click.Choice(files.FORMATS), required=True, help="Format of FILE.")
+@click.option("--format", type=click.Choice(programs.FORMATS), required=True, help="Format of FILE.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE", help="File to write.")
 @click.option(
     "--dynamic", default=",".join(program.DIMENSIONS), show_default=True, help="Dimensions that may change between calls, or none."
@@ -68,7 +68,7 @@ def export(
       cpvt-det export output/model_best.pth --format onnx --output detector.onnx
       cpvt-det export output/model_best.pth --format torch_export --output detector.pt2 --dynamic batch --size 800x1216
     """
-    files.require_format(format)
+    programs.require_format(format)
     _require_place(output)
     names = _dimensions(dynamic)
     trained = load_trained(weights, "cpu", config_file, overrides)
@@ -79,13 +79,13 @@ def export(
     if names:
         click.echo(f"tracing a program of any {', '.join(names)}: this may take some minutes (--dynamic none is quicker)", err=True)
     with atomic_file(output) as file:
-        files.write_program(program.trace(module, canvas, names), format, file, _metadata(trained), half, postprocess.outputs)
+        programs.write_program(program.trace(module, canvas, names), format, file, _metadata(trained), half, postprocess.outputs)
         file.flush()
-        run = files.open_program(file.name, format)
+        run = programs.open_program(file.name, format)
         unseen = enumerate(check.unseen_canvases(detector, canvas, names))
         rows = [check.compare(detector, postprocess, run, other, seed) for seed, other in unseen]
         _report(rows, HALF_TOLERANCE if half else TOLERANCE)
-    needs = f", opset {files.OPSET}, for onnxruntime {files.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
+    needs = f", opset {programs.OPSET}, for onnxruntime {programs.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
     click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB{needs}")
 
 

@@ -14,8 +14,8 @@ from tabulate import tabulate
 
 from cpvt_det.errors import BadInputError, ConfigError, output_errors
 from cpvt_det.files import atomic_file
-from cpvt_det.garbage import quick_imports
-from cpvt_det.own_modules import import_words
+from cpvt_det.memory import quick_imports
+from cpvt_det.registry import import_words
 from cpvt_det.runner.launchers import is_of_torchrun, variables_of_group
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from cpvt_det.data.validation.issues import POLICIES
 from cpvt_det.errors import BadInputError, counted
 from cpvt_det.models import Classifier
 from cpvt_det.predict import ClassPredictor, Predictor
-from cpvt_det.predict.files import check_files, predict_classes, predict_files
+from cpvt_det.predict.detect_files import check_files, predict_classes, predict_files
 
 
 @click.command(context_settings=RUN_CONTEXT)

@@ -13,7 +13,6 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.options import build_any, config_options, load_any
-from cpvt_det.cli.show_options import output_option, read_size, weights_config_option
 from cpvt_det.cli.train import RUN_CONTEXT
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import Sample
@@ -23,6 +22,7 @@ from cpvt_det.models import Detector
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.runner.setup import choose_seed
 from cpvt_det.solver.step import split_samples
+from cpvt_det.structures import Size
 from cpvt_det.tasks import Task, build_task
 from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
@@ -30,6 +30,14 @@ from cpvt_det.visualize.data import draw_batches, draw_denoising
 from cpvt_det.visualize.forward_record import Point, centers_of, record_forward, tokens_at
 from cpvt_det.visualize.images import images_of_size
 from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels
+
+output_option = click.option(
+    "--output", required=True, type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Folder for the pictures."
+)
+
+weights_config_option = click.option(
+    "--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'."
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -195,3 +203,15 @@ def _inside(points: list[Point], size: tuple[int, int]) -> list[Point]:
     """Points inside the image: the centre of a box at the right or bottom border may lie on the border itself."""
     height, width = size
     return [(min(x, width - 1), min(y, height - 1)) for x, y in points]
+
+
+def read_size(text: str) -> Size:
+    """(h, w) of ``--size``.
+
+    Raises:
+        BadInputError: a text that is not HEIGHTxWIDTH.
+    """
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if match is None:
+        raise BadInputError(f"--size {text!r} is not HEIGHTxWIDTH, such as 480x640")
+    return int(match[1]), int(match[2])

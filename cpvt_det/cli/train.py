@@ -10,8 +10,8 @@ import click
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import budget_option, choose_run, folder_options, take_folder
 from cpvt_det.errors import BadInputError
-from cpvt_det.garbage import quick_imports
-from cpvt_det.own_modules import import_inherited
+from cpvt_det.memory import quick_imports
+from cpvt_det.registry import import_inherited
 
 RUNNERS = ("auto", "builtin", "detectron2")
 RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}  # KEY VALUE may contain negative numbers

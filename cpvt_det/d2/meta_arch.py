@@ -19,6 +19,7 @@ from cpvt_det.d2.classifier import ClassifierProtocol
 from cpvt_det.d2.data import class_names, register_datasets
 from cpvt_det.data.catalog import registered_datasets
 from cpvt_det.errors import DataError
+from cpvt_det.fast import accelerate
 from cpvt_det.inference import PostProcessor
 from cpvt_det.losses import SetCriterion
 from cpvt_det.models import Classifier, Detector
@@ -115,6 +116,7 @@ def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
     @configurable
     def __init__(self, **arguments: Any):
         super(made, self).__init__(**arguments)
+        accelerate(self)
 
     text = f":class:`{detector.__module__}.{detector.__qualname__}` in detectron2, from a config or by keyword."
     protocol = ClassifierProtocol if issubclass(detector, Classifier) else Detectron2Protocol

@@ -17,7 +17,7 @@ import numpy as np
 import PIL
 
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.formats.registry import find_format
+from cpvt_det.data.formats.format import find_format
 from cpvt_det.data.records import Records
 from cpvt_det.data.shards import INDEX, open_shards, split_at_shards
 from cpvt_det.data.storage import is_url

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cpvt_det.data.formats.registry import find_format
+from cpvt_det.data.formats.format import find_format
 from cpvt_det.data.storage import root_of
 from cpvt_det.errors import ConfigError, UnknownNameError
 

@@ -29,7 +29,7 @@ from cpvt_det.data.text import decode
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, require_no_errors
 from cpvt_det.data.validation.rules import Id, category_fault
 from cpvt_det.errors import DataError
-from cpvt_det.garbage import no_garbage_collection
+from cpvt_det.memory import no_garbage_collection
 
 
 @dataclass

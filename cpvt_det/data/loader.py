@@ -264,9 +264,9 @@ class SampleLoader(DataLoader):
                     seen, silent = None, 0.0
                     yield batch.samples() if self.num_workers else batch
         finally:  # torch would wait ten seconds for each worker that does not come back
-            children = multiprocessing.active_children()
             reading = [pid for pid, index in at_work.tolist() if index >= 0]  # others may hold a lock that torch takes
-            _kill([child for child in children if child.pid in reading])
+            if stuck := [child for child in multiprocessing.active_children() if child.pid in reading]:
+                _kill(stuck)
 
 
 def evaluation_loader(

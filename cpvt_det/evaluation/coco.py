@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average precision as COCO defines it: the detections of many images against their ground truth.
 
-On the road of one image: after ``inference.py``, the last step.
+On the road of one image: after ``inference/``, the last step.
 
 A backend matches detections and objects; the metrics are computed from its arrays here, in one function for all backends, because
 ``summarize`` of pycocotools returns -1 for AP with any limit other than 100 detections.
@@ -28,7 +28,7 @@ from cpvt_det.evaluation.matching import pair_images
 from cpvt_det.evaluation.precision_recall import class_curve, pooled_curve
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.files import write_json
-from cpvt_det.garbage import no_garbage_collection
+from cpvt_det.memory import no_garbage_collection
 from cpvt_det.structures import Detections
 
 AREA_SUFFIXES = ("s", "m", "l")  # area of a box: below 32^2 pixels, up to 96^2, above

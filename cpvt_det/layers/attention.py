@@ -2,18 +2,15 @@
 """Attention, batch first: multi-head on ``scaled_dot_product_attention``, and multi-scale deformable."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers.packing import Packing
 from cpvt_det.ops.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
-from cpvt_det.ops.dropout import dropout
-from cpvt_det.ops.linear import Linear, linear
-from cpvt_det.structures import Levels, has_padding, require_bool
+from cpvt_det.structures import Levels, require_bool
 
 Place = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """Projected queries and keys (B, M, N, C / M) -> the same turned, and what is added to their scores: a position encoding's
@@ -35,6 +32,9 @@ class Attention(nn.Module):
         ValueError: channels that the heads do not divide.
     """
 
+    _linear = staticmethod(F.linear)
+    _attend = staticmethod(F.scaled_dot_product_attention)
+
     def __init__(self, channels: int, num_heads: int, dropout: float = 0.0, bias: bool = True):
         super().__init__()
         if num_heads < 1 or channels % num_heads:
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.in_proj_weight = nn.Parameter(torch.empty(3 * channels, channels))
         self.register_parameter("in_proj_bias", nn.Parameter(torch.zeros(3 * channels)) if bias else None)
-        self.out_proj = Linear(channels, channels)
+        self.out_proj = nn.Linear(channels, channels)
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
 
@@ -55,7 +55,6 @@ class Attention(nn.Module):
         padding_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
         place: Place | None = None,
-        packing: Packing | None = None,
     ) -> Tensor:
         """Attend. Pass the same object twice where two inputs are the same: it is projected in one product.
 
@@ -67,39 +66,29 @@ class Attention(nn.Module):
             attention_mask: float, of a shape that broadcasts to (B, M, Q, N), added to the scores; -inf hides a key from a query.
                 Each query needs one key.
             place: what a position encoding does here, of which the bias takes the place of ``attention_mask``.
-            packing: the inputs are packed, (1, T, C), and tokens of an image see each other alone; without a mask or ``place``.
 
         Returns:
-            (B, Q, C); packed like the inputs.
+            (B, Q, C).
 
         Raises:
             TypeError: an attention mask that is not float; the two meanings of a bool one are opposites.
         """
         if attention_mask is not None and not attention_mask.is_floating_point():
             raise TypeError(f"attention_mask is added to the scores and must be float, got {attention_mask.dtype}")
-        projected = self._project(queries, keys, values)
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected)  # (B, N, C) -> (B, M, N, C / M)
+        q, k, v = self.project(queries, keys, values)
         if place is not None:
             q, k, attention_mask = place(q, k)
-        attend = None if padding_mask is None or not has_padding(padding_mask) else ~padding_mask[:, None, None, :]
+        attend = None if padding_mask is None else ~padding_mask[:, None, None, :]
         if attention_mask is not None:
             attend = attention_mask.to(q.dtype) if attend is None else attention_mask.to(q.dtype).where(attend, -math.inf)
-        images = [(q, k, v)] if packing is None else zip(*(packing.images(x, 2) for x in (q, k, v)), strict=True)
-        attended = [self._attend(*image, attend).transpose(1, 2) for image in images]  # (B, Q, M, C / M)
-        return self.out_proj((attended[0] if packing is None else torch.cat(attended, dim=1)).flatten(2))
+        attended = self._attend(q, k, v, attn_mask=attend, dropout_p=self.dropout if self.training else 0.0)
+        return self.out_proj(attended.transpose(1, 2).flatten(2))  # (B, M, Q, C / M) -> (B, Q, C)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None) -> Tensor:
-        """``scaled_dot_product_attention`` with the dropout of this layer."""
-        probability = self.dropout if self.training else 0.0
-        if probability and q.device.type == "cpu":  # torch's own is not fused either, and draws more slowly
-            return _attend(q, k, v, attend, probability)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=attend, dropout_p=probability)
-
-    def _project(self, queries: Tensor, keys: Tensor, values: Tensor) -> Sequence[Tensor]:
-        """The projections 0 (of queries), 1 (of keys) and 2 (of values); those that share an input share a product."""
+    def project(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """The projected queries, keys and values, (B, M, N, C / M) each; those that share an input share a product."""
         if queries is keys and keys is values:
-            return linear(queries, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-        if queries is keys:
+            products = [(queries, 0, 3)]
+        elif queries is keys:
             products = [(queries, 0, 2), (values, 2, 3)]
         elif keys is values:
             products = [(queries, 0, 1), (keys, 1, 3)]
@@ -109,16 +98,8 @@ class Attention(nn.Module):
         for x, start, stop in products:
             rows = slice(start * x.shape[-1], stop * x.shape[-1])
             bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-            projected += linear(x, self.in_proj_weight[rows], bias).chunk(stop - start, dim=-1)
-        return projected
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, attend: Tensor | None, probability: float) -> Tensor:
-    """``scaled_dot_product_attention``, step by step."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    if attend is not None:
-        scores = scores.masked_fill(~attend, -math.inf) if attend.dtype == torch.bool else scores + attend
-    return dropout(scores.softmax(-1), probability) @ v
+            projected += self._linear(x, self.in_proj_weight[rows], bias).chunk(stop - start, dim=-1)
+        return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
 
 
 class DeformableAttention(nn.Module):
@@ -149,10 +130,10 @@ class DeformableAttention(nn.Module):
         self.samples = (num_heads, num_levels, num_points)
         self.implementation = implementation
         count = num_heads * num_levels * num_points
-        self.sampling_offsets = Linear(channels, 2 * count)
-        self.attention_weights = Linear(channels, count)
-        self.value_proj = Linear(channels, channels)
-        self.output_proj = Linear(channels, channels)
+        self.sampling_offsets = nn.Linear(channels, 2 * count)
+        self.attention_weights = nn.Linear(channels, count)
+        self.value_proj = nn.Linear(channels, channels)
+        self.output_proj = nn.Linear(channels, channels)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -171,9 +152,7 @@ class DeformableAttention(nn.Module):
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
 
-    def forward(
-        self, queries: Tensor, reference_points: Tensor, tokens: Tensor, levels: Levels, packing: Packing | None = None
-    ) -> Tensor:
+    def forward(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, levels: Levels) -> Tensor:
         """Attend.
 
         Args:
@@ -182,24 +161,22 @@ class DeformableAttention(nn.Module):
                 point, in halves of a P-th of the sides around a box.
             tokens: (B, N, C) float.
             levels: layout of the tokens; padded ones count as zeros.
-            packing: the first three are packed, (1, T, ...), queries being those of the tokens.
 
         Returns:
-            (B, Q, C); packed like the inputs.
+            (B, Q, C).
 
         Raises:
             TypeError: a mask that is not bool.
             ValueError: shapes that disagree.
         """
-        if packing is None:
-            self._check(queries, reference_points, tokens, levels.padding_mask)
+        self._check(queries, reference_points, tokens, levels.padding_mask)
+        values = self.value_proj(tokens).masked_fill(levels.padding_mask[..., None], 0).unflatten(-1, (self.samples[0], -1))
+        sampled = self.sample(queries, reference_points, levels)
+        return self.output_proj(ms_deform_attn(values, levels.shapes, *sampled, self.implementation))
+
+    def sample(self, queries: Tensor, reference_points: Tensor, levels: Levels) -> tuple[Tensor, Tensor]:
+        """Where the queries look, (B, Q, M, L, P, 2), and the weights of what is there, (B, Q, M, L, P); arguments as in a call."""
         heads, num_levels, points = self.samples
-        values = self.value_proj(tokens)
-        if packing is not None:
-            values = packing.unpack(values)
-        elif has_padding(levels.padding_mask):
-            values = values.masked_fill(levels.padding_mask[..., None], 0)
-        values = values.unflatten(-1, (heads, -1))
         offsets = self.sampling_offsets(queries).unflatten(-1, (heads, -1))  # (B, Q, M, L * P * 2)
         weights = self.attention_weights(queries).unflatten(-1, (heads, num_levels * points)).softmax(-1)
         centers = self._at_points(reference_points[..., :2])
@@ -208,12 +185,7 @@ class DeformableAttention(nn.Module):
         else:
             units = self._at_points(reference_points[..., 2:] * (0.5 / points))
         locations = torch.addcmul(centers, offsets, units).unflatten(-1, (num_levels, points, 2))
-        weights = weights.unflatten(-1, (num_levels, points))
-        images = [(values, locations, weights)]
-        if packing is not None:
-            images = zip(values.split(1), packing.images(locations), packing.images(weights), strict=True)
-        attended = [ms_deform_attn(value, levels.shapes, *sampled, self.implementation) for value, *sampled in images]
-        return self.output_proj(attended[0] if packing is None else torch.cat(attended, dim=1))
+        return locations, weights.unflatten(-1, (num_levels, points))
 
     def _at_points(self, x: Tensor) -> Tensor:
         """(..., L, 2) -> (..., 1, L * P * 2): of every point, for all heads, in rows that are quick to add and multiply."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.boxes import inverse_sigmoid
-from cpvt_det.ops.linear import Linear
 from cpvt_det.structures import Predictions
 
 
@@ -72,7 +71,7 @@ class MLP(nn.Module):
 
     def __init__(self, *channels: int):
         super().__init__()
-        self.layers = nn.ModuleList(Linear(a, b) for a, b in itertools.pairwise(channels))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(channels))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., first width) -> (..., last width)."""
@@ -86,7 +85,7 @@ def class_head(channels: int, num_logits: int, prior_probability: float | None) 
 
     So the many negatives do not swamp the first steps.
     """
-    head = Linear(channels, num_logits)
+    head = nn.Linear(channels, num_logits)
     if prior_probability is not None:
         nn.init.constant_(head.bias, math.log(prior_probability / (1 - prior_probability)))
     return head

@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class Matched:
         matches: indices of the pairs.
         classification: the kind of class scores.
         normalizers: divisors of the step.
+        boxes: (P, 4) float, cxcywh, predicted boxes of the pairs.
+        target_boxes: (P, 4) float, cxcywh, target boxes of the pairs.
+        classes: (D, B, Q) int64, the class that every query should give, K for no object.
     """
 
     predictions: Predictions
@@ -45,24 +48,16 @@ class Matched:
     matches: Matches
     classification: Classification
     normalizers: Normalizers
+    boxes: Tensor = field(init=False)
+    target_boxes: Tensor = field(init=False)
+    classes: Tensor = field(init=False)
 
-    @functools.cached_property
-    def boxes(self) -> Tensor:
-        """(P, 4) float, cxcywh: the predicted boxes of the pairs."""
-        return self.predictions.boxes[self.matches.layer, self.matches.image, self.matches.query]
-
-    @functools.cached_property
-    def target_boxes(self) -> Tensor:
-        """(P, 4) float, cxcywh: the target boxes of the pairs."""
-        return self.targets.boxes_cxcywh[self.matches.image, self.matches.target]
-
-    @functools.cached_property
-    def classes(self) -> Tensor:
-        """(D, B, Q) int64: the class that every query should give, K for no object."""
-        logits, matches = self.predictions.logits, self.matches
-        classes = torch.full(logits.shape[:3], self.classification.num_classes, dtype=torch.int64, device=logits.device)
-        classes[matches.layer, matches.image, matches.query] = self.targets.labels[matches.image, matches.target]
-        return classes
+    def __post_init__(self) -> None:
+        logits, matches, targets = self.predictions.logits, self.matches, self.targets
+        self.boxes = self.predictions.boxes[matches.layer, matches.image, matches.query]
+        self.target_boxes = targets.boxes_cxcywh[matches.image, matches.target]
+        self.classes = torch.full(logits.shape[:3], self.classification.num_classes, dtype=torch.int64, device=logits.device)
+        self.classes[matches.layer, matches.image, matches.query] = targets.labels[matches.image, matches.target]
 
     @functools.cached_property
     def overlaps(self) -> Tensor:

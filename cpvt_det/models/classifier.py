@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image classification: a backbone, one vector per image, a linear head.
 
-On the road of one image: after ``structures.PaddedBatch``, before ``losses/image_classes.py``.
+On the road of one image: after ``structures.PaddedBatch``, before ``losses/soft_labels.py``.
 """
 
 import math
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from cpvt_det import defaults
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.heads import full_precision
-from cpvt_det.models.image_model import ImageModel, require_contract, without_padding
-from cpvt_det.ops.linear import Linear
+from cpvt_det.models.image_model import ImageModel, require_contract
 from cpvt_det.structures import Targets, level_padding_mask
 
 POOLS = ("token", "mean")
@@ -94,8 +93,7 @@ class Classifier(ImageModel):
             TypeError: a mask that is not bool, or weights in half precision.
             ValueError: a mask of another shape.
         """
-        self.require_full_precision()
-        special, tokens, mask = self._tokens(without_padding(images, padding_mask), padding_mask)
+        special, tokens, mask = self._tokens(self.without_padding(images, padding_mask), padding_mask)
         if self.pool == "token":
             pooled = special.unbind(1)
         else:
@@ -120,8 +118,8 @@ def _mean_of_valid(tokens: Tensor, padding_mask: Tensor) -> Tensor:
     return tokens.masked_fill(padding_mask[..., None], 0).sum(1) / valid
 
 
-def _head(channels: int, num_classes: int) -> Linear:
-    head = Linear(channels, num_classes)
+def _head(channels: int, num_classes: int) -> nn.Linear:
+    head = nn.Linear(channels, num_classes)
     nn.init.trunc_normal_(head.weight, std=INITIAL_STD)
     nn.init.zeros_(head.bias)
     return head

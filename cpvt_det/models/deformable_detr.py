@@ -15,7 +15,7 @@ from cpvt_det.models.detector import Detector
 from cpvt_det.models.image_model import require_contract
 from cpvt_det.models.necks import MultiLevelNeck
 from cpvt_det.models.queries import LearnedQueries, ProposedQueries
-from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.position.encoding import PositionEncoding
 
 
 class DeformableDETR(Detector):

@@ -15,17 +15,14 @@ from cpvt_det import defaults
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.heads import Heads
-from cpvt_det.layers.packing import Packing
-from cpvt_det.models.packing import inject, packing_for
+from cpvt_det.models.encoder import FeedForward
 from cpvt_det.models.queries import Queries
 from cpvt_det.models.transformer import Memory
-from cpvt_det.ops.dropout import Dropout
-from cpvt_det.ops.linear import Linear
-from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.structures import Levels, Predictions, flatten_levels
 
 
-class DeformableEncoderLayer(nn.Module):
+class DeformableEncoderLayer(FeedForward):
     """Deformable self-attention and a feed-forward network, each with a residual and a norm after it.
 
     Args:
@@ -51,14 +48,12 @@ class DeformableEncoderLayer(nn.Module):
         super().__init__()
         self.self_attn = DeformableAttention(channels, num_heads, num_levels, num_points, implementation)
         self.norm1 = nn.LayerNorm(channels)
-        self.linear1 = Linear(channels, ffn_channels)
-        self.linear2 = Linear(ffn_channels, channels)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
         self.norm2 = nn.LayerNorm(channels)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, reference_points: Tensor, levels: Levels, packing: Packing | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, reference_points: Tensor, levels: Levels) -> Tensor:
         """One layer.
 
         Args:
@@ -66,14 +61,13 @@ class DeformableEncoderLayer(nn.Module):
             positions: (B, N, C) float, added to the queries.
             reference_points: (B, N, L, 2) float.
             levels: layout of the tokens.
-            packing: the first three are packed, (1, T, ...).
 
         Returns:
-            (B, N, C); packed like the tokens.
+            (B, N, C).
         """
-        attended = self.self_attn(tokens + positions, reference_points, tokens, levels, packing=packing)
-        tokens = self.norm1(self.dropout.add(tokens, attended))
-        return self.norm2(self.dropout.add(tokens, self.dropout.feed_forward(self.linear1, self.linear2, tokens)))
+        attended = self.self_attn(tokens + positions, reference_points, tokens, levels)
+        tokens = self.norm1(tokens + self.dropout(attended))
+        return self.norm2(tokens + self.dropout(self.feed_forward(self.linear1, self.linear2, tokens)))
 
 
 class DeformableEncoder(nn.Module):
@@ -104,17 +98,14 @@ class DeformableEncoder(nn.Module):
         """
         reference_points = levels.to_level_coordinates(levels.centers())
         tokens = position.inject(tokens, levels.padding_mask, levels.shapes, -1)
-        packing = packing_for(self.layers, (DeformableEncoderLayer, DeformableAttention), tokens, levels.padding_mask, position)
-        if packing is not None:
-            tokens, positions, reference_points = map(packing.pack, (tokens, positions, reference_points))
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
-            tokens = run_layer(tokens, positions, reference_points, levels, packing)
-            tokens = inject(position, tokens, packing, levels.padding_mask, levels.shapes, index)
-        return tokens if packing is None else packing.unpack(tokens)
+            tokens = run_layer(tokens, positions, reference_points, levels)
+            tokens = position.inject(tokens, levels.padding_mask, levels.shapes, index)
+        return tokens
 
 
-class DeformableDecoderLayer(nn.Module):
+class DeformableDecoderLayer(FeedForward):
     """Self-attention among queries, deformable attention to the memory, and a feed-forward network.
 
     Args:
@@ -137,10 +128,10 @@ class DeformableDecoderLayer(nn.Module):
         self.norm1 = nn.LayerNorm(channels)
         self.self_attn = Attention(channels, num_heads, dropout)
         self.norm2 = nn.LayerNorm(channels)
-        self.linear1 = Linear(channels, ffn_channels)
-        self.linear2 = Linear(ffn_channels, channels)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
         self.norm3 = nn.LayerNorm(channels)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(
         self,
@@ -166,10 +157,10 @@ class DeformableDecoderLayer(nn.Module):
         """
         placed = queries + positions
         attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
-        queries = self.norm2(self.dropout.add(queries, attended))
+        queries = self.norm2(queries + self.dropout(attended))
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
-        queries = self.norm1(self.dropout.add(queries, attended))
-        return self.norm3(self.dropout.add(queries, self.dropout.feed_forward(self.linear1, self.linear2, queries)))
+        queries = self.norm1(queries + self.dropout(attended))
+        return self.norm3(queries + self.dropout(self.feed_forward(self.linear1, self.linear2, queries)))
 
 
 class MixedDecoderLayer(DeformableDecoderLayer):
@@ -184,8 +175,8 @@ class MixedDecoderLayer(DeformableDecoderLayer):
 
     def __init__(self, channels: int, num_heads: int, ffn_channels: int, *more):
         super().__init__(channels, num_heads, ffn_channels, *more)
-        self.linear3 = Linear(channels, ffn_channels)
-        self.linear4 = Linear(ffn_channels, channels)
+        self.linear3 = nn.Linear(channels, ffn_channels)
+        self.linear4 = nn.Linear(ffn_channels, channels)
         self.norm4 = nn.LayerNorm(channels)
 
     def forward(
@@ -204,16 +195,16 @@ class MixedDecoderLayer(DeformableDecoderLayer):
             its own; ``None`` in evaluation.
         """
         attended = self.cross_attn(queries + positions, reference_points, memory, levels)
-        queries = self.norm1(self.dropout.add(queries, attended))
+        queries = self.norm1(queries + self.dropout(attended))
         candidates = None
         if self.training:
-            candidates = self.dropout.feed_forward(self.linear3, self.linear4, queries)
-            candidates = self.norm4(self.dropout.add(queries, candidates))
+            candidates = self.feed_forward(self.linear3, self.linear4, queries)
+            candidates = self.norm4(queries + self.dropout(candidates))
         placed = queries + positions
         attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
-        queries = self.norm2(self.dropout.add(queries, attended))
-        fed = self.dropout.feed_forward(self.linear1, self.linear2, queries)
-        return self.norm3(self.dropout.add(queries, fed)), candidates
+        queries = self.norm2(queries + self.dropout(attended))
+        fed = self.feed_forward(self.linear1, self.linear2, queries)
+        return self.norm3(queries + self.dropout(fed)), candidates
 
 
 class DeformableDecoder(nn.Module):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The road that all detectors share: backbone -> neck -> encoder -> queries -> decoder.
 
-On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``inference.py`` in evaluation.
+On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``inference/`` in evaluation.
 """
 
 import math
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from cpvt_det.layers.heads import Heads
-from cpvt_det.models.image_model import ImageModel, require_contract, without_padding
-from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.models.image_model import ImageModel, require_contract
+from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.structures import Predictions, Targets
 
 
@@ -86,8 +86,7 @@ class Detector(ImageModel):
             TypeError: a mask that is not bool, or weights in half precision.
             ValueError: a mask of another shape.
         """
-        self.require_full_precision()
-        maps = self.backbone(without_padding(images, padding_mask), padding_mask)
+        maps = self.backbone(self.without_padding(images, padding_mask), padding_mask)
         features, levels = self.input_proj(maps, padding_mask)  # the neck; zero under the padding
         memory = self.transformer.encode(features, levels, self.position)
         queries = self.queries(memory.tokens, levels, targets)

@@ -15,7 +15,7 @@ from cpvt_det.models.image_model import require_contract
 from cpvt_det.models.necks import ProjectionNeck
 from cpvt_det.models.queries import QueryEmbedding
 from cpvt_det.models.transformer import Transformer
-from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.position.encoding import PositionEncoding
 
 
 class DETR(Detector):

@@ -14,17 +14,24 @@ from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.attention import Attention, Place
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.drop_path import DropPath
-from cpvt_det.layers.packing import Packing
-from cpvt_det.models.packing import inject, packing_for
-from cpvt_det.ops.dropout import Dropout
-from cpvt_det.ops.linear import Linear
-from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.structures import Size
 
-ACTIVATIONS = ("relu", "gelu")
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
 
-class EncoderLayer(nn.Module):
+class FeedForward(nn.Module):
+    """What every layer of a transformer has: two linear layers with an activation and dropout between them."""
+
+    dropout: nn.Dropout
+    activation = staticmethod(F.relu)
+
+    def feed_forward(self, first: nn.Linear, second: nn.Linear, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """The network of two layers, (..., C) -> (..., C), of every token by itself; a subclass may look at all valid ones."""
+        return second(self.dropout(self.activation(first(x))))
+
+
+class EncoderLayer(FeedForward):
     """Self-attention and a feed-forward network, each with a residual and a norm.
 
     Args:
@@ -59,13 +66,13 @@ class EncoderLayer(nn.Module):
         if activation not in ACTIVATIONS:
             raise UnknownNameError("activation", activation, ACTIVATIONS)
         self.pre_norm = pre_norm
-        self.is_gelu = activation == "gelu"
+        self.activation = ACTIVATIONS[activation]
         self.self_attn = Attention(channels, num_heads, dropout, attention_bias)
-        self.linear1 = Linear(channels, ffn_channels)
-        self.linear2 = Linear(ffn_channels, channels)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
         self.norm1 = nn.LayerNorm(channels, norm_eps)
         self.norm2 = nn.LayerNorm(channels, norm_eps)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(
@@ -74,7 +81,6 @@ class EncoderLayer(nn.Module):
         positions: Tensor | None,
         padding_mask: Tensor | None,
         place: Place | None = None,
-        packing: Packing | None = None,
     ) -> Tensor:
         """One layer.
 
@@ -83,26 +89,20 @@ class EncoderLayer(nn.Module):
             positions: (B, N, C) float, added to queries and keys; ``None`` lets all three share one product.
             padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
             place: what a position encoding does inside the attention, as in :class:`Attention`.
-            packing: tokens and positions are packed, (1, T, C); without a mask or ``place``.
 
         Returns:
-            (B, N, C); packed like the tokens.
+            (B, N, C).
         """
         x = self.norm1(tokens) if self.pre_norm else tokens
         placed = x if positions is None else x + positions  # x itself, so that attention sees that its inputs are one
-        x = self.self_attn(placed, placed, x, padding_mask, None, place, packing=packing)
-        tokens = self.dropout.add(tokens, self.drop_path(x))
+        x = self.self_attn(placed, placed, x, padding_mask, None, place)
+        tokens = tokens + self.dropout(self.drop_path(x))
         tokens = tokens if self.pre_norm else self.norm1(tokens)
 
         x = self.norm2(tokens) if self.pre_norm else tokens
-        tokens = self.dropout.add(tokens, self.drop_path(self._feed_forward(x, padding_mask)))
+        x = self.feed_forward(self.linear1, self.linear2, x, padding_mask)
+        tokens = tokens + self.dropout(self.drop_path(x))
         return tokens if self.pre_norm else self.norm2(tokens)
-
-    def _feed_forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        """The network, of every token by itself; a subclass may look at all valid ones."""
-        if self.is_gelu:
-            return self.linear2(self.dropout(F.gelu(self.linear1(x))))
-        return self.dropout.feed_forward(self.linear1, self.linear2, x)
 
 
 class Encoder(nn.Module):
@@ -156,24 +156,14 @@ class Encoder(nn.Module):
             (B, N, C), the memory; what is at padded tokens means nothing.
         """
         tokens = position.inject(tokens, padding_mask, level_shapes, -1)
-        packing = packing_for(self.layers, (EncoderLayer, Attention), tokens, padding_mask, position)
-        keys_mask = padding_mask
-        if packing is not None:
-            tokens, positions = packing.pack(tokens), None if positions is None else packing.pack(positions)
-            keys_mask = None
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
-            tokens = run_layer(tokens, positions, keys_mask, place_in(position, padding_mask, level_shapes, index), packing)
-            tokens = inject(position, tokens, packing, padding_mask, level_shapes, index)
-        tokens = tokens if self.norm is None else self.norm(tokens)
-        return tokens if packing is None else packing.unpack(tokens)
-
-
-def place_in(position: PositionEncoding, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Place | None:
-    """:meth:`PositionEncoding.place` for the attention of one layer; ``None`` if the encoding does nothing there."""
-    if not position.acts_in_attention:
-        return None
-    return partial(position.place, padding_mask=padding_mask, level_shapes=level_shapes, layer=layer)
+            place = None
+            if position.acts_in_attention:
+                place = partial(position.place, padding_mask=padding_mask, level_shapes=level_shapes, layer=index)
+            tokens = run_layer(tokens, positions, padding_mask, place)
+            tokens = position.inject(tokens, padding_mask, level_shapes, index)
+        return tokens if self.norm is None else self.norm(tokens)
 
 
 def rising_rates(last: float, num_layers: int) -> list[float]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.models.parts import belongs_to_part, freeze
-from cpvt_det.ops.convolution import guard_strided_1x1
+from cpvt_det.ops.strided_1x1 import guard_strided_1x1
 from cpvt_det.structures import PaddedBatch, require_bool
 
 
@@ -59,12 +59,17 @@ class ImageModel(nn.Module):
                 module.eval()
         return self
 
-    def require_full_precision(self) -> None:
-        """Refuse weights in half precision: boxes and positions are computed in float32 at least.
+    def without_padding(self, images: Tensor, padding_mask: Tensor) -> Tensor:
+        """The images (B, 3, H, W), zero under a padding mask (B, H, W), in channels-last layout.
 
         Raises:
-            TypeError: float16 or bfloat16, after ``half()`` or made under such a default dtype.
+            TypeError: a mask that is not bool; weights in float16 or bfloat16, after ``half()`` or made under such a default dtype,
+                as boxes and positions are computed in float32 at least.
+            ValueError: a mask of another shape.
         """
+        require_bool(padding_mask)
+        if padding_mask.shape != (images.shape[0], *images.shape[2:]):
+            raise ValueError(f"images {tuple(images.shape)} need a padding_mask (B, H, W), got {tuple(padding_mask.shape)}")
         dtype = self.pixel_mean.dtype
         if dtype in (torch.float16, torch.bfloat16):
             raise TypeError(
@@ -72,6 +77,7 @@ class ImageModel(nn.Module):
                 "torch.set_default_dtype before it is built) and call it under torch.autocast(device, torch.bfloat16), which "
                 "computes in half precision what can be; in training SOLVER.AMP.ENABLED does it"
             )
+        return images.masked_fill(padding_mask[:, None], 0).contiguous(memory_format=torch.channels_last)
 
     def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
         """Images as the mapper gives them -> one normalised, padded batch on the model's device.
@@ -92,16 +98,3 @@ def require_contract(part: nn.Module, kind: str, *names: str) -> None:
     if missing:
         lacks, needs = " and no ".join(missing), ", ".join(names)
         raise TypeError(f"the {kind} {type(part).__name__} has no {lacks}; its contract asks for {needs}")
-
-
-def without_padding(images: Tensor, padding_mask: Tensor) -> Tensor:
-    """The images (B, 3, H, W), zero under a padding mask (B, H, W), in channels-last layout.
-
-    Raises:
-        TypeError: a mask that is not bool.
-        ValueError: a mask of another shape.
-    """
-    require_bool(padding_mask)
-    if padding_mask.shape != (images.shape[0], *images.shape[2:]):
-        raise ValueError(f"images {tuple(images.shape)} need a padding_mask (B, H, W), got {tuple(padding_mask.shape)}")
-    return images.masked_fill(padding_mask[:, None], 0).contiguous(memory_format=torch.channels_last)

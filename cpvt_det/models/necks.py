@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cpvt_det.layers.heads import full_precision
 from cpvt_det.layers.norm import MaskedGroupNorm, group_count
-from cpvt_det.ops.convolution import Conv2d
 from cpvt_det.registry import PartRegistry
 from cpvt_det.structures import Levels, has_padding, level_padding_mask
 
@@ -28,7 +27,7 @@ The contract of a neck, an ``nn.Module``:
 
 
 @NECK_REGISTRY.register_as("projection")
-class ProjectionNeck(Conv2d):
+class ProjectionNeck(nn.Conv2d):
     """DETR's: one level, a 1x1 convolution of the backbone's last map.
 
     Args:
@@ -102,9 +101,9 @@ def _projections(map_channels: Sequence[int], channels: int, num_levels: int) ->
     projections = []
     for index, width in enumerate(inputs):
         if index < len(map_channels):
-            convolution = Conv2d(width, channels, kernel_size=1)
+            convolution = nn.Conv2d(width, channels, kernel_size=1)
         else:
-            convolution = Conv2d(width, channels, kernel_size=3, stride=2, padding=1)
+            convolution = nn.Conv2d(width, channels, kernel_size=3, stride=2, padding=1)
         nn.init.xavier_uniform_(convolution.weight)
         nn.init.zeros_(convolution.bias)
         projections.append(nn.Sequential(convolution, MaskedGroupNorm(group_count(channels), channels)))

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from cpvt_det.layers.heads import full_precision
 from cpvt_det.models.necks import NECK_REGISTRY
-from cpvt_det.ops.convolution import Conv2d
 from cpvt_det.structures import Levels, has_padding, level_padding_mask
 
 
@@ -61,9 +60,9 @@ class _Level(nn.Module):
             finer += [_ChannelNorm(width), nn.GELU()] if number else []
             finer.append(nn.ConvTranspose2d(width, width := max(1, width // 2), kernel_size=2, stride=2))
         self.finer = nn.Sequential(*finer)
-        self.projection = Conv2d(width, channels, kernel_size=1, bias=False)
+        self.projection = nn.Conv2d(width, channels, kernel_size=1, bias=False)
         self.norm1 = _ChannelNorm(channels)
-        self.mix = Conv2d(channels, channels, kernel_size=3, padding=1, bias=False)
+        self.mix = nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False)
         self.norm2 = _ChannelNorm(channels)
 
     def forward(self, x: Tensor, padding_mask: Tensor, mask: Tensor) -> Tensor:

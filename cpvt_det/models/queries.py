@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.layers.heads import box_head, class_head, full_precision
-from cpvt_det.ops.linear import Linear
 from cpvt_det.ops.nms import nms_topk
 from cpvt_det.position.sine import sines
 from cpvt_det.registry import PartRegistry
@@ -132,7 +131,7 @@ class LearnedQueries(nn.Module):
         super().__init__()
         self.num_queries = at_least_one(num_queries)
         self.query_embed = nn.Embedding(num_queries, 2 * channels)
-        self.reference_points = Linear(channels, 2)
+        self.reference_points = nn.Linear(channels, 2)
         nn.init.xavier_uniform_(self.reference_points.weight)
         nn.init.zeros_(self.reference_points.bias)
 
@@ -197,11 +196,11 @@ class ProposedQueries(nn.Module):
         self.nms_threshold = nms_threshold
         self.class_proposals = class_proposals
         self.hybrid = hybrid
-        self.enc_output = Linear(channels, channels)
+        self.enc_output = nn.Linear(channels, channels)
         self.enc_output_norm = nn.LayerNorm(channels)
         self.class_embed = class_head(channels, num_logits, prior_probability)
         self.bbox_embed = box_head(channels, 0.0)
-        self.pos_trans = Linear(2 * channels, 2 * channels)
+        self.pos_trans = nn.Linear(2 * channels, 2 * channels)
         self.pos_trans_norm = nn.LayerNorm(2 * channels)
         for layer in (self.enc_output, self.pos_trans):
             nn.init.xavier_uniform_(layer.weight)

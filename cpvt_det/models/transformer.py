@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from cpvt_det import defaults
 from cpvt_det.layers.attention import Attention
 from cpvt_det.layers.heads import Heads
-from cpvt_det.models.encoder import Encoder
+from cpvt_det.models.encoder import Encoder, FeedForward
 from cpvt_det.models.queries import Queries
-from cpvt_det.ops.dropout import Dropout
-from cpvt_det.ops.linear import Linear
-from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.structures import Levels, Predictions, flatten_levels
 
 
@@ -34,7 +32,7 @@ class Memory:
     keys: Tensor
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(FeedForward):
     """Self-attention among queries, attention to the memory, and a feed-forward network.
 
     Args:
@@ -46,12 +44,12 @@ class DecoderLayer(nn.Module):
         self.pre_norm = pre_norm
         self.self_attn = Attention(channels, num_heads, dropout)
         self.multihead_attn = Attention(channels, num_heads, dropout)
-        self.linear1 = Linear(channels, ffn_channels)
-        self.linear2 = Linear(ffn_channels, channels)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
         self.norm1 = nn.LayerNorm(channels)
         self.norm2 = nn.LayerNorm(channels)
         self.norm3 = nn.LayerNorm(channels)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(
         self, queries: Tensor, query_positions: Tensor, memory: Memory, padding_mask: Tensor, attention_mask: Tensor | None = None
@@ -70,15 +68,15 @@ class DecoderLayer(nn.Module):
         """
         x = self.norm1(queries) if self.pre_norm else queries
         placed = x + query_positions
-        queries = self.dropout.add(queries, self.self_attn(placed, placed, x, attention_mask=attention_mask))
+        queries = queries + self.dropout(self.self_attn(placed, placed, x, attention_mask=attention_mask))
         queries = queries if self.pre_norm else self.norm1(queries)
 
         placed = (self.norm2(queries) if self.pre_norm else queries) + query_positions
-        queries = self.dropout.add(queries, self.multihead_attn(placed, memory.keys, memory.tokens, padding_mask))
+        queries = queries + self.dropout(self.multihead_attn(placed, memory.keys, memory.tokens, padding_mask))
         queries = queries if self.pre_norm else self.norm2(queries)
 
         x = self.norm3(queries) if self.pre_norm else queries
-        queries = self.dropout.add(queries, self.dropout.feed_forward(self.linear1, self.linear2, x))
+        queries = queries + self.dropout(self.feed_forward(self.linear1, self.linear2, x))
         return queries if self.pre_norm else self.norm3(queries)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpvt_det.errors import UnknownNameError, first_line
-from cpvt_det.garbage import no_garbage_collection
+from cpvt_det.memory import no_garbage_collection
 from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_eager import embedding_bag_attention, gather_attention, grid_sample_attention
 from cpvt_det.ops.exporting import is_exporting

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which way an operation takes on a CPU: by the processor's instructions, never by its maker.
 
-``CPVT_DET_WITHOUT=winograd,rows`` in the environment leaves ways out, one or more; torch's own is taken instead.
+``CPVT_DET_WITHOUT=winograd,rows`` in the environment leaves ways out, one or more; torch's own is taken instead. ``all`` leaves
+out all of them.
 """
 
 import functools
@@ -16,11 +17,9 @@ from cpvt_det.errors import ConfigError
 IN_HALVES = "AVX512 in halves"
 ROUTES = {
     "linear": ("AVX512",),
-    "hidden": ("AVX2", "AVX512"),
     "pointwise": ("AVX2", "AVX512"),
     "rows": ("AVX2", IN_HALVES),
     "winograd": ("AVX2", IN_HALVES),
-    "blocks": ("",),
     "dropout": ("",),
     "deformable": ("",),
     "canvases": ("",),
@@ -29,23 +28,21 @@ ROUTES = {
 }
 """Way -> the instruction sets that take it, as the beginning of what :func:`instructions` calls them.
 
-- ``linear`` (``ops/linear.py``): linear layers by oneDNN;
-- ``hidden`` (``ops/feed_forward.py``): feed-forward networks by blocks of rows;
-- ``pointwise`` (``ops/convolution.py``): 1x1 convolutions by oneDNN;
-- ``rows`` (``ops/convolution.py``): gradients of weights as products of rows;
-- ``blocks`` (``ops/convolution.py``): residual sums by blocks of cells, where no gradient is wanted;
-- ``winograd`` (``ops/winograd.py``): 3x3 convolutions with fewer multiplications;
-- ``dropout`` (``ops/dropout.py``): dropout by a kernel of our own;
+- ``linear`` (``fast/linear.py``): linear layers by oneDNN;
+- ``pointwise`` (``fast/convolution.py``): 1x1 convolutions by oneDNN;
+- ``rows`` (``fast/convolution.py``): gradients of weights as products of rows;
+- ``winograd`` (``fast/winograd.py``): 3x3 convolutions with fewer multiplications;
+- ``dropout`` (``fast/dropout.py``): dropout by a kernel of our own;
 - ``deformable`` (``ops/deformable_attention.py``): deformable attention by numba's kernel;
-- ``canvases`` (``models/backbones/canvases.py``): images of a padded batch on canvases of their own;
-- ``packing`` (``models/packing.py``): encoders leave padded tokens out;
+- ``canvases`` (``fast/resnet.py``): images of a padded batch on canvases of their own;
+- ``packing`` (``fast/encoders.py``): encoders leave padded tokens out;
 - ``openmp`` (``ops/numba_threads.py``): numba's kernels in torch's own threads, where these are GCC's OpenMP; else in a pool.
 """
 OWN = ("dropout", "deformable", "canvases", "packing", "openmp")
 """Ways that take nothing of oneDNN."""
 OF_WIDE_UNITS = ("avx512fp16", "avx512vp2intersect", "avxvnni")
 """Instructions by LLVM's names. Of processors with AVX-512's products of bf16, those with units of full width have one at least."""
-SWITCH = "CPVT_DET_WITHOUT"
+SWITCH, ALL = "CPVT_DET_WITHOUT", "all"
 
 
 @functools.cache
@@ -55,12 +52,21 @@ def is_on(route: str) -> bool:
     Raises:
         ConfigError: a switch with a name that is none of :data:`ROUTES`.
     """
-    left_out = [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
+    left_out = _left_out()
     for name in left_out:
-        if name not in ROUTES:
-            raise ConfigError(f"{SWITCH} names the unknown way {name!r}; known: {', '.join(ROUTES)}")
+        if name not in (*ROUTES, ALL):
+            raise ConfigError(f"{SWITCH} names the unknown way {name!r}; known: {', '.join((*ROUTES, ALL))}")
     has_library = route in OWN or torch.backends.mkldnn.is_available()
-    return route not in left_out and has_library and instructions().startswith(ROUTES[route])
+    return not {route, ALL} & set(left_out) and has_library and instructions().startswith(ROUTES[route])
+
+
+def is_all_left_out() -> bool:
+    """Whether the switch leaves out every way."""
+    return ALL in _left_out()
+
+
+def _left_out() -> list[str]:
+    return [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
 
 
 def instructions() -> str:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heart of the project: the contract of position encodings, and every encoding.
 
-Start with :mod:`cpvt_det.position.registry` (the contract) and :mod:`cpvt_det.position.peg` (PEG itself).
+Start with :mod:`cpvt_det.position.encoding` (the contract) and :mod:`cpvt_det.position.peg` (PEG itself).
 """
 
-from cpvt_det.position import relative, rotary, sums  # noqa: F401, registers encodings
+from cpvt_det.position import peg_plain, relative, rotary  # noqa: F401, registers encodings
+from cpvt_det.position.encoding import POSITION_REGISTRY, PositionEncoding, build_position, register_position
 from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
-from cpvt_det.position.registry import POSITION_REGISTRY, PositionEncoding, build_position, register_position
 from cpvt_det.position.sine import SineEncoding
 from cpvt_det.position.table import TableEncoding
 
@@ -22,3 +22,6 @@ __all__ = [
     "build_position",
     "register_position",
 ]
+
+for _name in ("sine+peg", "sine_offset+peg", "table+peg_plain"):  # the registry makes other sums when one asks
+    register_position(_name)(POSITION_REGISTRY.find(_name))

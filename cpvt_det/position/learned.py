@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.errors import MapSizeError
-from cpvt_det.position.registry import PositionEncoding, register_position
+from cpvt_det.position.encoding import PositionEncoding, register_position
 
 
 @register_position("learned")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cpvt_det import defaults
 from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, make_norm
-from cpvt_det.position.registry import PositionEncoding, register_position
+from cpvt_det.position.encoding import PositionEncoding, register_position
 from cpvt_det.structures import Size, has_padding, require_bool
 
 
@@ -214,12 +214,13 @@ class PEGEncoding(PositionEncoding):
             )
         self.mask_input = mask_input
         self.additive = None if additive is None else additive(channels)
+        self.names = {layer: "before" if layer < 0 else str(layer) for layer in positions}
         self.pegs = nn.ModuleDict(
             {
-                _key(position): nn.ModuleList(
+                name: nn.ModuleList(
                     peg(channels, kernel_size, norm, mask_input, zero_init) for _ in range(1 if share_levels else num_levels)
                 )
-                for position in positions
+                for name in self.names.values()
             }
         )
 
@@ -227,12 +228,12 @@ class PEGEncoding(PositionEncoding):
         return None if self.additive is None else self.additive(features, padding_masks)
 
     def inject(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
-        if not self.acts_after(layer):
+        if layer not in self.names:
             return tokens
-        return encode_levels(self.pegs[_key(layer)], tokens, padding_mask, level_shapes)
+        return encode_levels(self.pegs[self.names[layer]], tokens, padding_mask, level_shapes)
 
     def acts_after(self, layer: int) -> bool:
-        return _key(layer) in self.pegs
+        return layer in self.names
 
     @property
     def looks_at_padding(self) -> bool:
@@ -247,11 +248,6 @@ class PEGEncoding(PositionEncoding):
     @property
     def acts_in_attention(self) -> bool:
         return self.additive is not None and self.additive.acts_in_attention
-
-
-def _key(layer: int) -> str:
-    """The name of the PEGs that act after a layer."""
-    return "before" if layer < 0 else str(layer)
 
 
 register_position("peg")(PEGEncoding)

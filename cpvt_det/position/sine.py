@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cpvt_det import defaults
-from cpvt_det.position.registry import PositionEncoding, register_position
+from cpvt_det.position.encoding import PositionEncoding, register_position
 from cpvt_det.structures import require_bool
 
 

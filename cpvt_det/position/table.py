@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.position.registry import PositionEncoding, register_position
+from cpvt_det.position.encoding import PositionEncoding, register_position
 from cpvt_det.structures import Size, require_bool
 
 CUBIC, CUBIC_ANTIALIASED = -0.75, -0.5

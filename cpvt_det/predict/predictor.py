@@ -21,10 +21,10 @@ from cpvt_det.data.mapper import Mapper
 from cpvt_det.errors import ConfigError, DataError
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.inference import PostProcessor, detect
+from cpvt_det.inference.tiles import Tiling, detect_tiles
 from cpvt_det.models import Classifier
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.inputs import ImageInput, read_input
-from cpvt_det.tiles import Tiling, detect_tiles
 
 
 class Predictor:

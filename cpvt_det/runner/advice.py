@@ -11,7 +11,7 @@ from cpvt_det import builders, distributed
 from cpvt_det.checkpoint.checkpointer import BEST, RunState
 from cpvt_det.checkpoint.resume import FINAL
 from cpvt_det.data.records import Records
-from cpvt_det.own_modules import import_words
+from cpvt_det.registry import import_words
 from cpvt_det.solver.schedule import TrainingSchedule
 
 logger = logging.getLogger("cpvt_det")

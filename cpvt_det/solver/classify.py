@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from cpvt_det.data.mapper import Sample
 from cpvt_det.losses import Losses
-from cpvt_det.losses.image_classes import ClassCriterion
+from cpvt_det.losses.soft_labels import ClassCriterion
 
 Teacher = Callable[[Tensor], Tensor]
 """(B, 3, h, w) float, RGB from 0 to 255 -> (B,) int64, the classes that the teacher finds."""

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from cpvt_det.data.mapper import Mapper, Sample
     from cpvt_det.evaluation.coco import CocoEvaluator
     from cpvt_det.inference import PostProcessor
+    from cpvt_det.inference.tiles import Tiling
     from cpvt_det.solver.step import TrainingModel
     from cpvt_det.structures import Detections
-    from cpvt_det.tiles import Tiling
 
 logger = logging.getLogger("cpvt_det")
 DETECTIONS = "coco_instances_results.json"
@@ -123,7 +123,7 @@ class DetectionTask(Task):
     def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
         from cpvt_det import distributed
         from cpvt_det.inference import detect
-        from cpvt_det.tiles import detect_tiles
+        from cpvt_det.inference.tiles import detect_tiles
 
         if self.tiling is None:
             return detect(detector, self.postprocessor, samples)

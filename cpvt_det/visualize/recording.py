@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
-from cpvt_det.position.registry import PositionEncoding
+from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.structures import Levels, Size
 
 

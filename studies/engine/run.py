@@ -22,7 +22,7 @@ from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.errors import MapSizeError, RunStoppedError, first_line
 from cpvt_det.files import write_json
-from cpvt_det.own_modules import import_inherited
+from cpvt_det.registry import import_inherited
 from cpvt_det.runner.callbacks import Callback, TrainingRun
 from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.runner.setup import describe_environment, stop_log

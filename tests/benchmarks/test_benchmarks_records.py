@@ -219,8 +219,8 @@ def test_winograd_is_a_way_and_hides_nothing(monkeypatch):
     kind = products.Kind("convolution", ((1, 4, 5, 5), (4, 4, 3, 3)), padding=(1, 1))
     assert "winograd" in products.ways_of(kind)
     seen = []
-    products.watched(lambda: seen.extend(Routes.takes(route, None) for route in ("winograd", "onednn", "blocks")))
-    assert seen == [False, True, False]
+    products.watched(lambda: seen.extend(Routes.takes(route, None) for route in ("winograd", "onednn", "rows")))
+    assert seen == [False, True, True]
     assert Routes.takes("winograd", None)
 
 

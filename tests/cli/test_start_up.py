@@ -10,7 +10,7 @@ import pytest
 from tiny import overrides, save_random
 
 from cpvt_det import builders
-from cpvt_det.garbage import quick_imports
+from cpvt_det.memory import quick_imports
 from cpvt_det.ops import routes
 
 RUN = """

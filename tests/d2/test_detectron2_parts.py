@@ -13,7 +13,7 @@ from tiny import SMALL_WORDS, overrides
 
 from cpvt_det import builders
 from cpvt_det.errors import ConfigError
-from cpvt_det.position.registry import POSITION_REGISTRY
+from cpvt_det.position.encoding import POSITION_REGISTRY
 
 pytestmark = pytest.mark.detectron2
 
@@ -23,7 +23,7 @@ def deformable(backbone, num_levels=3):
     from cpvt_det.d2 import CPVTDeformableDetr
     from cpvt_det.losses import HungarianMatcher, SetCriterion, make_classification
     from cpvt_det.models import DeformableTransformer
-    from cpvt_det.position.registry import build_position
+    from cpvt_det.position.encoding import build_position
 
     return CPVTDeformableDetr(
         backbone=backbone,

@@ -19,7 +19,7 @@ from cpvt_det.data.catalog import find_datasets
 from cpvt_det.data.coco import load_coco
 from cpvt_det.data.folders.layouts import find_layout
 from cpvt_det.data.folders.prepare import count_classes, name_datasets, refuse_overlap
-from cpvt_det.data.formats.registry import FORMAT_REGISTRY, register_format
+from cpvt_det.data.formats.format import FORMAT_REGISTRY, register_format
 from cpvt_det.data.listing import Listing, split_named
 from cpvt_det.errors import DataError, UnknownNameError
 

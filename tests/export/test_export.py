@@ -22,7 +22,7 @@ from cpvt_det.cli import main
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import RandomShortSide
 from cpvt_det.errors import BadInputError, RunStoppedError
-from cpvt_det.export import Canvas, ExportModule, check, files, foreign_operators, prepare, program, trace
+from cpvt_det.export import Canvas, ExportModule, check, foreign_operators, prepare, program, programs, trace
 from cpvt_det.layers.norm import MaskedGroupNorm, NoNorm
 from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Detections
@@ -151,7 +151,7 @@ def test_an_onnx_file_has_aten_alone_left_of_its_domains_and_takes_one_stride(sh
     onnx.checker.check_model(model)
     assert b"stack_trace" not in path.read_bytes() and str(ROOT).encode() not in path.read_bytes()
     assert shipped[3].endswith(" MB, opset 18, for onnxruntime 1.14 or later\n")
-    answers = files.open_program(path, "onnx")(torch.full((1, 3, 16, 16), 99.0), torch.zeros(1, 16, 16, dtype=torch.bool))
+    answers = programs.open_program(path, "onnx")(torch.full((1, 3, 16, 16), 99.0), torch.zeros(1, 16, 16, dtype=torch.bool))
     with torch.no_grad():
         batch = detector.preprocess([torch.full((3, 16, 16), 99)])
         expected = builders.build_postprocessor(cfg).decode(detector(batch.images, batch.padding_mask))
@@ -424,5 +424,5 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, words, said):
 def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(BadInputError, match=r"--format onnx needs onnxscript: pip install 'cpvt-det\[export\]'"):
-        files.require_format("onnx")
-    files.require_format("torch_export")
+        programs.require_format("onnx")
+    programs.require_format("torch_export")

@@ -168,7 +168,7 @@ CASES = [
         "NMS of detections at 0",
         train(TEST__NMS=0.0),
         "TEST.DETECTIONS_PER_IMAGE, TEST.NMS: nms must be above 0 and at most 1, got 0.0",
-        guard=Cut("inference.py", "if not 0 < nms <= 1:", "if False:"),
+        guard=Cut("inference/answers.py", "if not 0 < nms <= 1:", "if False:"),
     ),
     Case(
         "threshold of pictures that is no score",

@@ -140,7 +140,7 @@ CASES = [
         "show position: a size that is none",
         position("--size", "800"),
         "--size '800' is not HEIGHTxWIDTH, such as 480x640",
-        guard=none_matches("size", "cli/show_options.py"),
+        guard=none_matches("size", "cli/show.py"),
     ),
     Case(
         "show position: a size below one stride",

@@ -11,9 +11,8 @@ from test_models import small_cfg
 
 from cpvt_det.builders import build_backbone, build_detector
 from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.fast import accelerate, resnet
 from cpvt_det.models import ResNetBackbone
-from cpvt_det.models.backbones import resnet
-from cpvt_det.ops import routes
 from cpvt_det.structures import padding_mask_of
 
 
@@ -143,47 +142,17 @@ def test_unknown_backbone_and_norm_list_the_known():
 def test_zeros_by_sizes_are_zeros_by_mask(name, norm, monkeypatch):
     """Writing to the padding alone, and multiplying by the mask: outputs, and gradients of images and weights, to the digit."""
     torch.manual_seed(0)
-    backbone = ResNetBackbone(name, norm, stages=(2, 5), freeze_at=0, width=8).double()
+    backbone = accelerate(ResNetBackbone(name, norm, stages=(2, 5), freeze_at=0, width=8)).double()
     images = torch.randn(3, 3, 64, 96, dtype=torch.float64)
     mask = padding_mask_of([(64, 96), (33, 50), (1, 96)], (64, 96))
     found = []
     for sizes_of in (resnet.valid_sizes, lambda mask: None):
         monkeypatch.setattr(resnet, "valid_sizes", sizes_of)
         inputs = images.masked_fill(mask[:, None], 0).requires_grad_()
-        maps = backbone._extract(inputs, mask)
+        maps = ResNetBackbone.forward(backbone, inputs, mask)
         total = sum((map_ * torch.linspace(-1, 1, map_.numel(), dtype=map_.dtype).view(map_.shape)).sum() for map_ in maps)
         grads = torch.autograd.grad(total, [inputs, *(part for part in backbone.parameters() if part.requires_grad)])
         found.append([*maps, *grads])
     for actual, expected in zip(*found, strict=True):
         assert torch.equal(actual, expected)
         assert expected.any()
-
-
-def test_inference_is_training_s_forward_pass():
-    """Residual sums are made in another memory, by blocks of cells."""
-    backbone = ResNetBackbone("resnet50", stages=(2, 3, 5), freeze_at=0, width=16).to(memory_format=torch.channels_last).eval()
-    images, mask = torch.randn(2, 3, 64, 96), padding_mask_of([(64, 96), (33, 50)], (64, 96))
-    images = images.masked_fill(mask[:, None], 0)
-    expected = backbone(images, mask)
-    with torch.no_grad():
-        found = backbone(images, mask)
-    for actual, map_ in zip(found, expected, strict=True):
-        torch.testing.assert_close(actual, map_, rtol=1e-5, atol=1e-5 * map_.abs().max().item())
-
-
-def test_frozen_stages_by_blocks_change_no_map_and_no_gradient(monkeypatch):
-    """In training residual sums of frozen stages are made in another memory too; images that want gradients get them."""
-    images, mask = torch.randn(2, 3, 64, 96), padding_mask_of([(64, 96), (33, 50)], (64, 96))
-    images = images.masked_fill(mask[:, None], 0)
-    backbone = ResNetBackbone("resnet50", stages=(2, 3, 5), freeze_at=3, width=16).to(memory_format=torch.channels_last)
-    learned = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
-    for wants in (False, True):
-        found = []
-        for has_blocks in (True, False):
-            monkeypatch.setattr(routes, "is_on", lambda route, on=has_blocks: on and route == "blocks")
-            inputs = images.clone().requires_grad_(wants)
-            maps = backbone(inputs, mask)
-            grads = torch.autograd.grad(sum(map_.square().mean() for map_ in maps), [*learned, *[inputs] * wants])
-            found.append([*maps, *grads])
-        for actual, expected in zip(*found, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())

@@ -20,7 +20,7 @@ from cpvt_det.layers.norm import MaskedGroupNorm
 from cpvt_det.losses import FocalClassification, HungarianMatcher, SetCriterion
 from cpvt_det.models import DeformableDETR, DeformableTransformer, ResNetBackbone
 from cpvt_det.models.queries import PADDED_LOGIT, ProposedQueries
-from cpvt_det.position.registry import build_position
+from cpvt_det.position.encoding import build_position
 from cpvt_det.structures import Levels, PaddedBatch, Predictions, Targets, padding_mask_of
 
 DEFORMABLE = {"META_ARCHITECTURE": "CPVTDeformableDetr", "CRITERION__CLASSIFICATION": "focal", "DETR__NUM_OBJECT_QUERIES": 6}

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from cpvt_det.builders import build_detector
 from cpvt_det.models.backbones import BACKBONE_REGISTRY
-from cpvt_det.ops.convolution import NARROW, guard_strided_1x1
+from cpvt_det.ops.strided_1x1 import NARROW, guard_strided_1x1
 
 TIMM = {"repvgg_a0": 4, "mobileone_s0": 3, "gernet_s": 3, "fastvit_t8": 3}
 """Networks with such a convolution -> last stage of the test."""

@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cpvt_det.errors import ConfigError
-from cpvt_det.models.backbones.resnet import ResNetBackbone
+from cpvt_det.fast.resnet import FastResNetBackbone
 from cpvt_det.ops import deformable_attention, routes
 
-EVERYWHERE = {"blocks", "dropout", "deformable", "canvases", "packing", "openmp"}
-WIDE = {"linear", "hidden", "pointwise", *EVERYWHERE}
-NARROW = {"hidden", "pointwise", "rows", "winograd", *EVERYWHERE}
+EVERYWHERE = {"dropout", "deformable", "canvases", "packing", "openmp"}
+WIDE = {"linear", "pointwise", *EVERYWHERE}
+NARROW = {"pointwise", "rows", "winograd", *EVERYWHERE}
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_a_way_is_left_out_by_name(monkeypatch):
 
 def test_an_unknown_way_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv(routes.SWITCH, "winogard")
-    with pytest.raises(ConfigError, match=r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, hidden, pointwise"):
+    with pytest.raises(ConfigError, match=r"CPVT_DET_WITHOUT names the unknown way 'winogard'; known: linear, pointwise, rows"):
         routes.is_on("rows")
 
 
@@ -112,13 +112,13 @@ def test_a_process_reads_the_switch_from_its_environment():
 def test_without_canvases_a_padded_batch_is_computed_at_once(monkeypatch):
     """To the same features; the parts of a batch are not even asked for."""
     torch.manual_seed(0)
-    backbone = ResNetBackbone("resnet10", "FrozenBN", (3, 4)).eval()
+    backbone = FastResNetBackbone("resnet10", "FrozenBN", (3, 4)).eval()
     images, mask = torch.randn(2, 3, 96, 96), torch.zeros(2, 96, 96, dtype=torch.bool)
     images[1, :, 32:], mask[1, 32:] = 0, True
     in_parts = backbone(images, mask)
     routes.is_on.cache_clear()
     monkeypatch.setenv(routes.SWITCH, "canvases")
-    monkeypatch.setattr("cpvt_det.models.backbones.resnet.parts_of", lambda *_: pytest.fail("parts"))
+    monkeypatch.setattr("cpvt_det.fast.resnet.parts_of", lambda *_: pytest.fail("parts"))
     for one, other in zip(backbone(images, mask), in_parts, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 

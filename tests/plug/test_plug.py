@@ -20,7 +20,7 @@ from cpvt_det.plug import PlugError, add_peg, fold_peg, peg_report, remove_peg
 from cpvt_det.plug.families import FAMILIES
 from cpvt_det.plug.hooks import apply_levels
 from cpvt_det.position import PEGDetection
-from cpvt_det.position.registry import build_position
+from cpvt_det.position.encoding import build_position
 
 BY_NAME = {example.name: example for example in EXAMPLES}
 GRID = (2, 4)

@@ -14,8 +14,8 @@ from cpvt_det.builders import build_detector, build_encoder_position
 from cpvt_det.builders.unused import keyword_of
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.position.encoding import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.position.peg import PEGEncoding
-from cpvt_det.position.registry import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.structures import padding_mask_of
 
 NAMES = [*POSITION_REGISTRY.names, "relative+peg", "rope+peg_plain"]

@@ -16,7 +16,7 @@ from pycocotools.coco import COCO
 
 from cpvt_det import Predictor
 from cpvt_det.cli import main
-from cpvt_det.predict.files import picture_names
+from cpvt_det.predict.detect_files import picture_names
 
 
 @pytest.fixture(scope="module")

@@ -209,7 +209,7 @@ def test_without_layers_they_are_first_middle_and_last(figures, tmp_path):
 @pytest.mark.parametrize(
     ("command", "more", "options", "message"),
     [
-        ("patches", {}, [], "has no patches: its backbone is a ResNetBackbone, and no DeiT, CPVT or TNT"),
+        ("patches", {}, [], "has no patches: its backbone is no DeiT, CPVT or TNT"),
         ("patches", VIT, ["--layer", 3], "deit_tiny, table, random weights has layers 0 to 2, not 3"),
         ("patches", VIT, ["--size", "48x50"], "--size 48x50: the sides must be multiples of 16 for deit_tiny"),
         ("features", VIT, ["--layers", "0;2"], "--layers '0;2' is not a list of numbers, such as 0,5,11"),
@@ -224,5 +224,5 @@ def test_what_cannot_be_drawn_is_refused(command, more, options, message, tmp_pa
 
 
 def test_another_backbone_is_refused_in_python_too(tmp_path):
-    with pytest.raises(BadInputError, match="its backbone is a ResNetBackbone"):
+    with pytest.raises(BadInputError, match="its backbone is no DeiT"):
         patches.transformer_of(make(tmp_path))

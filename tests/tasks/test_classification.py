@@ -25,7 +25,7 @@ from cpvt_det.data.loader import MappedDataset, TrainBatches
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError
 from cpvt_det.evaluation.top_k import ClassEvaluator, format_accuracies, most_confused
-from cpvt_det.losses.image_classes import ClassCriterion
+from cpvt_det.losses.soft_labels import ClassCriterion
 from cpvt_det.models import BACKBONE_REGISTRY, Classifier
 from cpvt_det.runner.train import run
 from cpvt_det.solver.classify import BatchMixing, ClassTrainingModel

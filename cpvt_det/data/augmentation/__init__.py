@@ -2,7 +2,7 @@
 """Augmentations that are chosen by name, whose boxes stay those of the pixels."""
 
 from cpvt_det.data.augmentation import mixing, single  # noqa: F401, registers augmentations
-from cpvt_det.data.augmentation.registry import AUGMENTATION_REGISTRY, DrawScene, Scene
+from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, DrawScene, Scene
 from cpvt_det.data.augmentation.step import AugmentationStep
 
 __all__ = ["AUGMENTATION_REGISTRY", "AugmentationStep", "DrawScene", "Scene"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
-from cpvt_det.data.augmentation.registry import AUGMENTATION_REGISTRY, DrawScene, Scene
+from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, DrawScene, Scene
 from cpvt_det.data.augmentation.step import clip_to_visible
 
 THIN = 2

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as TF
 
-from cpvt_det.data.augmentation.registry import AUGMENTATION_REGISTRY, Scene
+from cpvt_det.data.augmentation.contract import AUGMENTATION_REGISTRY, Scene
 from cpvt_det.errors import UnknownNameError
 
 COLOURS = (

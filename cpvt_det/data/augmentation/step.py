@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
-from cpvt_det.data.augmentation.registry import DrawScene, Scene
+from cpvt_det.data.augmentation.contract import DrawScene, Scene
 from cpvt_det.errors import BadInputError, ConfigError, first_line
 
 MIN_SIDE = 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.data.coco import read_json
-from cpvt_det.data.formats.registry import Sections, make_sections
+from cpvt_det.data.formats.format import Sections, make_sections
 from cpvt_det.data.listing import Listing
 from cpvt_det.data.names import Names
 from cpvt_det.data.validation.rules import FAULT, category_fault

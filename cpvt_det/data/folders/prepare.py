@@ -17,8 +17,8 @@ import numpy as np
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.folders.layouts import Layout, find_layout
 from cpvt_det.data.folders.split import divide
+from cpvt_det.data.formats.format import Sections
 from cpvt_det.data.formats.reading import complete
-from cpvt_det.data.formats.registry import Sections
 from cpvt_det.data.listing import SPLITS, Listing, cannot_read, few
 from cpvt_det.data.validation.rules import FAULT, annotation_fault, image_fault
 from cpvt_det.errors import DataError, counted

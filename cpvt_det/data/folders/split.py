@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cpvt_det.data.formats.registry import Sections
+from cpvt_det.data.formats.format import Sections
 from cpvt_det.data.validation.duplicates import group_near_duplicates
 from cpvt_det.errors import DataError
 

@@ -2,6 +2,6 @@
 """Readers of data formats other than COCO JSON."""
 
 from cpvt_det.data.formats import image_folder, voc, yolo  # noqa: F401, registers formats; of several that match the last counts
-from cpvt_det.data.formats.registry import FORMAT_REGISTRY, register_format
+from cpvt_det.data.formats.format import FORMAT_REGISTRY, register_format
 
 __all__ = ["FORMAT_REGISTRY", "register_format"]

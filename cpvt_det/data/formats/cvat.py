@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpvt_det.data.formats.registry import Sections, make_sections
+from cpvt_det.data.formats.format import Sections, make_sections
 from cpvt_det.data.formats.shapes import around_corners, around_ellipse, around_points
 from cpvt_det.data.listing import Listing
 from cpvt_det.data.names import Names

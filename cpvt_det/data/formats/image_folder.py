@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cpvt_det.data.formats.registry import Sections, make_sections, register_format
+from cpvt_det.data.formats.format import Sections, make_sections, register_format
 from cpvt_det.data.listing import files_below, is_image, walk
 from cpvt_det.errors import DataError
 

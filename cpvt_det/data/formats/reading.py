@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cpvt_det.data.catalog import DatasetFiles
-from cpvt_det.data.formats.registry import Sections, find_format
+from cpvt_det.data.formats.format import Sections, find_format
 from cpvt_det.data.images import file_threads, read_header
 from cpvt_det.data.validation.rules import FAULT, LARGEST_SHARE
 from cpvt_det.errors import DataError

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cpvt_det.data.formats.registry import Sections, make_sections, register_format
+from cpvt_det.data.formats.format import Sections, make_sections, register_format
 from cpvt_det.data.formats.shapes import around_points, around_rotated
 from cpvt_det.data.listing import Listing, files_below
 from cpvt_det.data.names import Names

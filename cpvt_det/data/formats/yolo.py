@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from cpvt_det.data.formats.registry import Sections, make_sections, register_format
+from cpvt_det.data.formats.format import Sections, make_sections, register_format
 from cpvt_det.data.listing import IMAGES, SPLIT_NAMES, SPLITS, Listing, cannot_read
 from cpvt_det.data.names import Names
 from cpvt_det.data.text import ends_of, numbered_lines, read_lines, read_text

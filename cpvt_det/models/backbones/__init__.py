@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backbones: feature maps of an image, by stride."""
 
-from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.resnet import ResNetBackbone
 from cpvt_det.models.backbones.timm import TimmBackbone
 from cpvt_det.models.backbones.timm_transformer import TimmTransformer

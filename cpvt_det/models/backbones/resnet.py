@@ -6,6 +6,7 @@ On the road of one image: the first part of ``models/detector.py``.
 
 import http.client
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +19,8 @@ from torchvision.ops import FrozenBatchNorm2d
 from cpvt_det.errors import UnknownNameError, WeightsError, first_line
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import BACKBONE_NORMS, NORM_LAYERS
-from cpvt_det.models.backbones.canvases import in_parts, parts_of
-from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY, load_all
-from cpvt_det.ops import routes
-from cpvt_det.ops.convolution import add_convolved, convolve
-from cpvt_det.structures import Size, has_padding, level_padding_mask, valid_sizes
+from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY, load_all
+from cpvt_det.structures import has_padding, level_padding_mask
 
 STEM_WIDTH = 64
 DEPTHS = {
@@ -32,6 +30,39 @@ DEPTHS = {
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
     "resnet101": (Bottleneck, (3, 4, 23, 3)),
 }
+
+
+@dataclass
+class ValidCells:
+    """The cells of every stride that are not padded, made once per batch.
+
+    Attributes:
+        padding_mask: (B, H, W) bool, True = padded; ``None``: no cell is masked, because nothing is padded, or the padding carries
+            what the convolutions put there, as in the official code.
+        dtype: dtype of the maps.
+        by_stride: (B, 1, H, W) float of the strides that were asked for, 1 = valid.
+    """
+
+    padding_mask: Tensor | None
+    dtype: torch.dtype
+    by_stride: dict[int, Tensor] = field(default_factory=dict)
+
+    def at(self, stride: int) -> Tensor | None:
+        """(B, 1, H, W) float, 1 = valid; ``None`` where no cell is masked."""
+        if self.padding_mask is not None and stride not in self.by_stride:
+            valid = ~level_padding_mask(self.padding_mask, stride)
+            self.by_stride[stride] = valid[:, None].to(self.dtype)
+        return self.by_stride.get(stride)
+
+    def rectify(self, x: Tensor, stride: int) -> Tensor:
+        """The ReLU of ``x`` (B, C, H, W), in place, with zeros under the padding."""
+        return x.relu_() if self.padding_mask is None else x.mul_(self.at(stride).to(x.dtype)).relu_()
+
+    def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
+        """``norm(convolution(x))``, of this stride, and a residual that nobody needs any more; statistics are of valid cells."""
+        x = convolution(x)
+        x = norm(x) if isinstance(norm, FrozenBatchNorm2d) else norm(x, self.at(stride))
+        return x if residual is None else x.add_(residual)
 
 
 class ResNetBackbone(nn.Module):
@@ -53,6 +84,8 @@ class ResNetBackbone(nn.Module):
         UnknownNameError: another name or norm.
         ValueError: no stages, stages outside 2 to 5, a ``freeze_at`` outside 0 to 5, or no width.
     """
+
+    valid_cells = ValidCells
 
     def __init__(
         self,
@@ -126,21 +159,8 @@ class ResNetBackbone(nn.Module):
         Returns:
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
-        # Who counts operations counts those of the whole canvas; and a norm in training looks at the whole batch.
-        may_cut = self.mask_padding and routes.is_plain(images) and routes.is_on("canvases") and has_padding(padding_mask)
-        may_cut = may_cut and not any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
-        sizes = valid_sizes(padding_mask) if may_cut else None
-        if sizes is not None:
-            canvas = tuple(images.shape[2:])
-            parts = parts_of(canvas, sizes, self.size_divisibility)
-            if [part.canvas for part in parts] != [canvas]:
-                return in_parts(self._extract, images, padding_mask, parts, self.strides)
-        return self._extract(images, padding_mask)
-
-    def _extract(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
-        """The maps of a batch that is computed at once."""
         is_masked = self.mask_padding and has_padding(padding_mask)
-        valid = _ValidCells(padding_mask if is_masked else None, images.dtype)
+        valid = self.valid_cells(padding_mask if is_masked else None, images.dtype)
         body = self.body
         x = valid.rectify(valid.convolve(body.conv1, body.bn1, images, 2), 2)
         x = body.maxpool(x)
@@ -191,65 +211,7 @@ def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
         ) from error
 
 
-class _ValidCells:
-    """The cells of every stride that are not padded, made once per batch.
-
-    Args:
-        padding_mask: (B, H, W) bool, True = padded; ``None``: no cell is masked, because nothing is padded, or the padding carries
-            what the convolutions put there, as in the official code.
-        dtype: dtype of the maps.
-    """
-
-    def __init__(self, padding_mask: Tensor | None, dtype: torch.dtype):
-        self._padding_mask, self._dtype = padding_mask, dtype
-        self._by_stride: dict[int, Tensor] = {}
-        self._sizes = None if padding_mask is None else valid_sizes(padding_mask)
-
-    def at(self, stride: int) -> Tensor | None:
-        """(B, 1, H, W) float, 1 = valid; ``None`` where no cell is masked."""
-        if self._padding_mask is not None and stride not in self._by_stride:
-            valid = ~level_padding_mask(self._padding_mask, stride)
-            self._by_stride[stride] = valid[:, None].to(self._dtype)
-        return self._by_stride.get(stride)
-
-    def rectify(self, x: Tensor, stride: int) -> Tensor:
-        """The ReLU of ``x`` (B, C, H, W), in place, with zeros under the padding."""
-        if self._padding_mask is None:
-            return x.relu_()
-        if self._sizes is None or not routes.is_plain(x):
-            return x.mul_(self.at(stride).to(x.dtype)).relu_()
-        return _RectifyValid.apply(x, [tuple(-(-side // stride) for side in size) for size in self._sizes])
-
-    def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
-        """``norm(convolution(x))``, of this stride, in memory that nobody else needs; statistics come from valid cells alone. And
-        ``residual``, if any, is added, which nobody else needs where no gradient is wanted."""
-        if isinstance(norm, FrozenBatchNorm2d):
-            return convolve(convolution, x, norm) if residual is None else add_convolved(convolution, x, norm, residual)
-        out = norm(convolve(convolution, x), self.at(stride))
-        return out if residual is None else out.add_(residual)
-
-
-class _RectifyValid(torch.autograd.Function):
-    """The ReLU in place, then zeros outside (h, w) of each image: only the padding is written twice, and the gradient of a ReLU,
-    which is zero where its output is, needs no change."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, sizes: Sequence[Size]) -> Tensor:
-        x.relu_()
-        for image, (height, width) in zip(x, sizes, strict=True):
-            image[:, height:] = 0
-            image[:, :height, width:] = 0
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        (out,) = ctx.saved_tensors
-        return torch.ops.aten.threshold_backward(grad, out, 0), None
-
-
-def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: _ValidCells, is_returned: bool) -> tuple[Tensor, int]:
+def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: ValidCells, is_returned: bool) -> tuple[Tensor, int]:
     """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it.
 
     Between two bottlenecks nothing looks across cells, unless a norm counts them: there the wide map is not masked.

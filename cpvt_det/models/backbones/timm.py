@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cpvt_det.errors import UnknownNameError, first_line
 from cpvt_det.layers.checkpointing import recomputed
 from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, MaskedSyncBatchNorm2d
+from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.masking import (
     Grid,
     InexactError,
@@ -30,7 +31,6 @@ from cpvt_det.models.backbones.masking import (
     treat,
     unsettle,
 )
-from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.timm_networks import is_transformer, load_weights, pixel_statistics, timm_with
 from cpvt_det.models.backbones.timm_transformer import TimmTransformer
 from cpvt_det.structures import has_padding

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cpvt_det.errors import ConfigError, UnknownNameError, WeightsError, first_line
 from cpvt_det.models.backbones import packaged
-from cpvt_det.models.backbones.registry import load_all
+from cpvt_det.models.backbones.contract import load_all
 
 TRANSFORMERS = ("VisionTransformer", "Eva")
 """timm's classes of ViTs whose attention takes a mask; the second has rotary positions (EVA-02, DINOv3)."""

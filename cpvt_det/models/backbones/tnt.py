@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.layers.checkpointing import recomputed
-from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
 from cpvt_det.models.backbones.vit import INITIAL_STD, OWN_POSITIONS, BesideTokens, PositionBuilder, VisionTransformer
 from cpvt_det.models.backbones.vit_weights import load_vit
-from cpvt_det.models.encoder import EncoderLayer, place_in, rising_rates
-from cpvt_det.ops.linear import Linear
+from cpvt_det.models.encoder import EncoderLayer, rising_rates
 from cpvt_det.position import build_position
 
 SIZES = {"small": (384, 12, 6, 24), "base": (640, 12, 10, 40)}
@@ -107,7 +106,7 @@ class _PixelsToPatch(nn.Module):
         width = inner_channels * num_pixels
         self.per_pixel = per_pixel
         self.norm1 = nn.LayerNorm(inner_channels if per_pixel else width)
-        self.linear = Linear(width, channels, bias)
+        self.linear = nn.Linear(width, channels, bias)
         self.norm2 = nn.Identity() if per_pixel else nn.LayerNorm(channels)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -150,11 +149,11 @@ class _SqueezedLayer(EncoderLayer):
     def __init__(self, channels: int, *arguments: Any, **named: Any):
         super().__init__(channels, *arguments, **named)
         hidden = channels // 4
-        parts = (nn.LayerNorm(channels), Linear(channels, hidden), nn.ReLU(), Linear(hidden, channels), nn.Tanh())
+        parts = (nn.LayerNorm(channels), nn.Linear(channels, hidden), nn.ReLU(), nn.Linear(hidden, channels), nn.Tanh())
         self.squeeze = nn.Sequential(*parts)
 
-    def _feed_forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        out = super()._feed_forward(x, padding_mask)
+    def feed_forward(self, first: nn.Linear, second: nn.Linear, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        out = super().feed_forward(first, second, x)
         if padding_mask is None:
             mean = out.mean(1, keepdim=True)
         else:
@@ -177,7 +176,10 @@ class _Encoder(nn.Module):
         tokens = position.inject(tokens, padding_mask, shapes, -1)
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
-            tokens, pixels = run_layer(tokens, pixels, padding_mask, place_in(position, padding_mask, shapes, index))
+            place = None
+            if position.acts_in_attention:
+                place = partial(position.place, padding_mask=padding_mask, level_shapes=shapes, layer=index)
+            tokens, pixels = run_layer(tokens, pixels, padding_mask, place)
             tokens = position.inject(tokens, padding_mask, shapes, index)
         return self.norm(tokens)
 

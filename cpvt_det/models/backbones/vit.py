@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.attention import Attention
-from cpvt_det.models.backbones.registry import BACKBONE_REGISTRY
+from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.vit_weights import load_vit
 from cpvt_det.models.encoder import Encoder
-from cpvt_det.ops.linear import Linear
 from cpvt_det.position import PositionEncoding, TableEncoding, build_position
 from cpvt_det.structures import Size, has_padding, level_padding_mask
 
@@ -259,7 +258,7 @@ def _initialise(module: nn.Module) -> None:
     """DeiT's values: truncated normals, cut at -2 and 2, and biases of 0; of norms and convolutions torch's."""
     if isinstance(module, Attention):
         nn.init.trunc_normal_(module.in_proj_weight, std=INITIAL_STD)
-    elif isinstance(module, Linear):
+    elif isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=INITIAL_STD)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.errors import WeightsError
-from cpvt_det.models.backbones.registry import load_all
+from cpvt_det.models.backbones.contract import load_all
 
 logger = logging.getLogger("cpvt_det")
 TABLE = re.compile(r"^position\.(additive\.)?table$")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cpvt_det.data.mapper import Mapper, Sample
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.inference import PostProcessor, detect
+from cpvt_det.inference.answers import PostProcessor, detect
 from cpvt_det.structures import Detections
 
 MERGES = ("ios", "nms")

@@ -16,7 +16,7 @@ from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.loader import MappedDataset, SampleLoader, TrainBatches, evaluation_loader
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import ConfigError, config_errors
-from cpvt_det.losses.image_classes import ClassCriterion
+from cpvt_det.losses.soft_labels import ClassCriterion
 from cpvt_det.solver.classify import BatchMixing
 
 

@@ -5,9 +5,7 @@ On one thread torch gives 1x1 convolutions to MKL, unless they are strided or di
 processors with AVX-512: so they are dilated here, which on a kernel of one cell means nothing.
 """
 
-import copy
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,21 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchvision.ops import FrozenBatchNorm2d
 
-from cpvt_det.ops import routes, winograd
+from cpvt_det.fast import winograd
+from cpvt_det.ops import routes
+from cpvt_det.ops.strided_1x1 import needs_guard, skip_cells
 
-NARROW = 16
-"""Input channels below which no strided 1x1 convolution is handed to torch: oneDNN gathers the cells of the stride itself, for the
-weight's gradient in channels last, into memory for ``cells * channels`` numbers, and begins at ``cell * block``: past the end where
-there are fewer channels than in a block, of 16 with AVX-512 and of 8 with AVX2 (``tests/upstream/strided_1x1.py``). Skipping the
-cells first, with a stride of 1 after it, is the same sum.
-
-Source: oneDNN ``jit_avx512_common_1x1_convolution.cpp`` (``rp.ws``), ``jit_uni_1x1_conv_utils.hpp``; its issue 6035."""
-BLOCK = 1 << 20  # numbers of a block of cells
 SMALL_PRODUCT = 1 << 25  # multiplications, below which torch's own way is the quicker one
 FEW_CELLS = 6400  # of a batch's output, below which oneDNN makes the gradient of a 1x1 weight slower than MKL does
 
 
-class Conv2d(nn.Conv2d):
+class FastConv2d(nn.Conv2d):
     """``nn.Conv2d`` by :func:`convolve`."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,8 +39,8 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
     """
     weight, bias = (convolution.weight, convolution.bias) if norm is None else _folded(convolution, norm)
     stride, padding, dilation, groups = convolution.stride, convolution.padding, convolution.dilation, convolution.groups
-    if _needs_guard(convolution):
-        x, stride = _skip(x, stride), (1, 1)
+    if needs_guard(convolution):
+        x, stride = skip_cells(x, stride), (1, 1)
     if x.dim() != 4 or isinstance(padding, str):
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     is_3x3 = convolution.kernel_size == (3, 3)
@@ -60,59 +52,6 @@ def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None =
     if is_strided and _learns(x, weight) and x[:, 0, ::2, ::2].numel() * weight.numel() >= SMALL_PRODUCT:
         return _ByRows.apply(x, weight, bias, stride, padding, dilation)
     return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-
-
-def add_convolved(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d, residual: Tensor) -> Tensor:
-    """``residual + norm(convolution(x))``; ``residual`` is overwritten where no gradient is wanted.
-
-    That is so in inference, and in a training's frozen stages. The sum is then made by blocks of cells: a convolved block stays in
-    the cache, and no further map is made, whose new pages of memory take longer than the sum.
-
-    Args:
-        convolution: convolution that pads with zeros.
-        x: (B, C, H, W) float.
-        norm: frozen norm of the convolution's output.
-        residual: (B, C', H', W') float, which the caller needs no more.
-    """
-    is_1x1 = (convolution.kernel_size, convolution.stride, convolution.padding, convolution.groups) == ((1, 1), (1, 1), (0, 0), 1)
-    cells = residual.permute(0, 2, 3, 1)
-    is_learned = torch.is_grad_enabled() and any(part.requires_grad for part in (x, residual, *convolution.parameters()))
-    if is_learned or not is_1x1 or not cells.is_contiguous() or not routes.takes("blocks", x):
-        return convolve(convolution, x, norm).add_(residual)
-    weight, bias = _folded(convolution, norm)
-    rows, sums = x.permute(0, 2, 3, 1).flatten(0, 2), cells.flatten(0, 2)  # (B, C, H, W) -> (B * H * W, C)
-    for some, total in zip(rows.split(BLOCK // len(weight)), sums.split(BLOCK // len(weight)), strict=True):
-        total += _convolve_1x1(some.T[None, :, :, None], weight, bias)[0, :, :, 0].T
-    return residual
-
-
-def guard_strided_1x1(network: nn.Module) -> None:
-    """Have strided 1x1 convolutions of few channels (:data:`NARROW`) skip the cells first, in place, whoever wrote the network.
-
-    Of a convolution only ``forward`` is replaced: its class, attributes, parameters and hooks stay.
-
-    Args:
-        network: any network.
-    """
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d) and not isinstance(module, Conv2d) and _needs_guard(module):
-            unstrided = copy.copy(module)  # shares the dict of its parameters
-            unstrided.stride = (1, 1)
-            module.forward = partial(_skip_and_convolve, unstrided, module.stride)
-
-
-def _skip_and_convolve(unstrided: nn.Conv2d, stride: Sequence[int], x: Tensor) -> Tensor:
-    return type(unstrided).forward(unstrided, _skip(x, stride))
-
-
-def _needs_guard(convolution: nn.Conv2d) -> bool:
-    is_strided_1x1 = convolution.kernel_size == (1, 1) and max(convolution.stride) > 1
-    return is_strided_1x1 and convolution.padding in ((0, 0), "valid") and convolution.in_channels < NARROW
-
-
-def _skip(x: Tensor, stride: Sequence[int]) -> Tensor:
-    """The cells of (..., H, W) that a kernel of one cell looks at."""
-    return x[..., :: stride[0], :: stride[1]]
 
 
 def _folded(convolution: nn.Conv2d, norm: FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 """Linear layers and convolutions on the faster library: the same numbers and gradients, wherever they run."""
 
 import copy
-import functools
 import os
 import subprocess
 import sys
@@ -11,15 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.profiler import profile
 from torchvision.ops import FrozenBatchNorm2d
 
-from cpvt_det.ops import convolution as convolution_module
-from cpvt_det.ops import linear as linear_module
-from cpvt_det.ops import routes, winograd
-from cpvt_det.ops.convolution import Conv2d, add_convolved, convolve
-from cpvt_det.ops.dropout import Dropout
-from cpvt_det.ops.linear import Linear, linear
+from cpvt_det.fast import convolution as convolution_module
+from cpvt_det.fast import linear as linear_module
+from cpvt_det.fast import winograd
+from cpvt_det.fast.convolution import FastConv2d, convolve
+from cpvt_det.fast.layers import FastEncoderLayer
+from cpvt_det.fast.linear import FastLinear, linear
+from cpvt_det.ops import routes
 
 
 @pytest.fixture(
@@ -61,21 +60,6 @@ def test_linear_is_torch_s(library, shape, dtype):
     assert_near(gradients(linear, x, weight), gradients(F.linear, x, weight))
 
 
-@pytest.mark.parametrize("shape", [(48,), (7, 48), (2, 300, 48), (0, 48)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rectified_linear_is_torch_s_in_the_memory_of_the_product(library, shape, dtype):
-    torch.manual_seed(0)  # no product so near to 0 that rounding decides on its sign
-    x, weight, bias = torch.randn(shape, dtype=dtype), torch.randn(33, 48, dtype=dtype), torch.randn(33, dtype=dtype)
-    rectified = functools.partial(linear, rectify=True)
-    if not x.numel():
-        assert rectified(x, weight, bias).shape == (0, 33)
-        return
-    assert_near(gradients(rectified, x, weight, bias), gradients(lambda *inputs: F.linear(*inputs).relu(), x, weight, bias), 2e-5)
-    with profile() as seen:
-        rectified(x, weight, bias)
-    assert "aten::relu_" in {event.key for event in seen.key_averages()}
-
-
 def test_a_wrapper_of_a_linear_layer_is_called_before_the_relu():
     """As of LoRA, which adds to the product."""
 
@@ -87,9 +71,10 @@ def test_a_wrapper_of_a_linear_layer_is_called_before_the_relu():
         def forward(self, x):
             return self.layer(x) - 1
 
-    layer, x = Linear(4, 6), torch.randn(3, 4)
-    assert torch.equal(Dropout(0.0).of_relu(Wrapper(layer), x), (layer(x) - 1).relu())
-    assert torch.equal(Dropout(0.0).of_relu(layer, x), layer(x).relu())
+    layer, last, x = FastLinear(4, 6), FastLinear(6, 4), torch.randn(3, 4)
+    feed_forward = FastEncoderLayer(4, 1, 6, 0.0, pre_norm=False).feed_forward
+    assert torch.equal(feed_forward(Wrapper(layer), last, x), last((layer(x) - 1).relu()))
+    assert torch.equal(feed_forward(layer, last, x), last(layer(x).relu()))
 
 
 def test_linear_takes_a_view(library):
@@ -123,39 +108,6 @@ def test_a_convolution_with_its_norm_is_torch_s(library, kernel, stride, padding
     before = convolve(convolution, x, norm)
     norm.bias += 1
     torch.testing.assert_close(convolve(convolution, x, norm), before + 1)  # no folded weight was kept
-
-
-LAYOUTS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
-
-
-@pytest.mark.parametrize(("kernel", "stride", "padding"), [(1, 1, 0), (1, 2, 0), (1, 1, 1), (3, 1, 1)])
-@pytest.mark.parametrize("learned", ["nothing", "weight", "bias", "x", "residual"])
-@pytest.mark.parametrize("layout_of_x", LAYOUTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_residual_is_added_to_a_convolution(library, kernel, stride, padding, learned, layout_of_x, layout, monkeypatch):
-    """In its memory where no gradient is wanted: in inference, and in the frozen stages of a training."""
-    monkeypatch.setattr("cpvt_det.ops.convolution.BLOCK", 32 * 10)  # blocks of ten cells
-    convolution, norm = nn.Conv2d(40, 32, kernel, stride, padding).requires_grad_(False), FrozenBatchNorm2d(32)
-    norm.running_var.uniform_(0.5, 1.5)
-    x = torch.randn(2, 40, 9, 7).to(memory_format=LAYOUTS[layout_of_x])
-    convolved = norm(convolution(x))
-    residual = torch.randn(convolved.shape).to(memory_format=LAYOUTS[layout])
-    expected = residual + convolved
-    may_be_in_place = (kernel, stride, padding, layout) == (1, 1, 0, "channels last") and "blocks" in library
-    learns = {"weight": convolution.weight, "bias": convolution.bias, "x": x, "residual": residual}.get(learned)
-    if learns is not None:
-        weights = torch.linspace(0.5, 1.5, expected.numel()).view(expected.shape)
-        learns.requires_grad_()
-        gradient = torch.autograd.grad((add_convolved(convolution, x, norm, residual) * weights).sum(), learns)
-        assert_near(gradient, torch.autograd.grad(((residual + norm(convolution(x))) * weights).sum(), learns))
-        with torch.no_grad():  # wanted by nobody now
-            copy = residual.clone()
-            again = add_convolved(convolution, x, norm, copy)
-        assert_near([again], [expected])
-        assert (again is copy) == may_be_in_place
-    found = add_convolved(convolution, x, norm, residual)
-    assert_near([found], [expected])
-    assert (found is residual) == (may_be_in_place and learned == "nothing")
 
 
 @pytest.mark.parametrize(
@@ -196,10 +148,11 @@ def test_padding_by_name_is_torch_s(library):
 NARROW = """
 import torch
 from torch import nn
-from cpvt_det.ops.convolution import Conv2d, guard_strided_1x1
+from cpvt_det.fast.convolution import FastConv2d
+from cpvt_det.ops.strided_1x1 import guard_strided_1x1
 torch.set_num_threads(1)
 for channels in range(1, 16):
-    for kind in (Conv2d, nn.Conv2d):
+    for kind in (FastConv2d, nn.Conv2d):
         for _ in range(8):
             network = nn.Sequential(kind(channels, 2 * channels, 1, stride=2, bias=False))
             guard_strided_1x1(network)
@@ -230,19 +183,19 @@ def test_narrow_strided_convolutions_are_as_by_hand(library, channels, size):
 
 
 def test_half_precision_stays_with_torch_s_own_product(library):
-    layer, x = Linear(48, 32), torch.randn(5, 48)
+    layer, x = FastLinear(48, 32), torch.randn(5, 48)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_a_library_that_is_switched_off_stays_off(library):
-    layer, x = Linear(48, 32), torch.randn(5, 48)
+    layer, x = FastLinear(48, 32), torch.randn(5, 48)
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_an_exported_program_holds_plain_layers(library):
-    model = nn.Sequential(Conv2d(3, 8, 1), nn.Flatten(2), Linear(20, 6)).eval()
+    model = nn.Sequential(FastConv2d(3, 8, 1), nn.Flatten(2), FastLinear(20, 6)).eval()
     program = torch.export.export(model, (torch.randn(1, 3, 4, 5),))
     targets = [str(node.target) for node in program.graph.nodes]
     assert sum("linear" in target for target in targets) == 1
@@ -251,6 +204,6 @@ def test_an_exported_program_holds_plain_layers(library):
 
 
 def test_state_dicts_are_those_of_torch_s_layers():
-    for ours, torch_s in ((Linear(4, 6), nn.Linear(4, 6)), (Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3))):
+    for ours, torch_s in ((FastLinear(4, 6), nn.Linear(4, 6)), (FastConv2d(4, 6, 3), nn.Conv2d(4, 6, 3))):
         ours.load_state_dict(torch_s.state_dict())
         assert isinstance(copy.deepcopy(ours), type(torch_s))

@@ -5,10 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from cpvt_det.layers.packing import Packing
+from cpvt_det.fast import accelerate
+from cpvt_det.fast.layers import FastDeformableEncoderLayer, FastEncoderLayer
+from cpvt_det.fast.packing import Packing
 from cpvt_det.models.backbones.vit import vision_transformer
-from cpvt_det.models.deformable_transformer import DeformableEncoder, DeformableEncoderLayer
-from cpvt_det.models.encoder import Encoder, EncoderLayer
+from cpvt_det.models.deformable_transformer import DeformableEncoder
+from cpvt_det.models.encoder import Encoder
 from cpvt_det.ops import routes
 from cpvt_det.position import PositionEncoding, build_position
 from cpvt_det.structures import Levels, padding_mask_of
@@ -51,7 +53,7 @@ def encoder_of(kind, name="peg", **options):
         encoder = Encoder(LAYERS, C, HEADS, 24, 0.0, pre_norm=kind == "pre-norm", drop_path=0.2 if kind == "drop path" else 0.0)
     for parameter in [*encoder.parameters(), *encoding.parameters()]:
         nn.init.normal_(parameter, std=0.3)
-    return encoder.double(), encoding.double()
+    return accelerate(encoder).double(), encoding.double()
 
 
 def encode(encoder, encoding, tokens, positions, levels):
@@ -137,11 +139,11 @@ class Blurring(PositionEncoding):
         return tokens + tokens.mean(1, keepdim=True)
 
 
-class OtherLayer(EncoderLayer):
+class OtherLayer(FastEncoderLayer):
     pass
 
 
-class OtherDeformableLayer(DeformableEncoderLayer):
+class OtherDeformableLayer(FastDeformableEncoderLayer):
     pass
 
 
@@ -203,7 +205,7 @@ def test_a_little_padding_is_computed_with_the_rest(monkeypatch, columns, count)
 def test_dropout_of_attention_is_drawn_for_packed_tokens_too():
     """In training, with p = 0.5, each valid token's memory differs from draw to draw, and is repeated by the seed."""
     torch.manual_seed(5)
-    encoder, levels = Encoder(1, C, HEADS, 24, 0.5, pre_norm=False).train(), layout()
+    encoder, levels = accelerate(Encoder(1, C, HEADS, 24, 0.5, pre_norm=False)).train(), layout()
     tokens = torch.randn(*levels.padding_mask.shape, C)
     drawn = []
     for seed in (0, 0, 1):
@@ -216,11 +218,11 @@ def test_dropout_of_attention_is_drawn_for_packed_tokens_too():
 @pytest.mark.parametrize("name", ["deit", "cpvt"])
 def test_a_vision_transformer_with_a_class_token_packs_its_patches(monkeypatch, name):
     torch.manual_seed(6)
-    backbone = vision_transformer(name, "tiny", embed_dim=24, depth=2, num_heads=3).double().eval()
+    backbone = accelerate(vision_transformer(name, "tiny", embed_dim=24, depth=2, num_heads=3)).double().eval()
     mask = padding_mask_of([(96, 48), (64, 96)], (96, 96))
     images = torch.randn(2, 3, 96, 96, dtype=torch.float64).masked_fill(mask[:, None], 0)
     seen, packed = packings(monkeypatch), backbone.tokens(images, mask)
-    monkeypatch.setattr("cpvt_det.models.encoder.packing_for", lambda *_: None)
+    monkeypatch.setattr("cpvt_det.fast.encoders.packing_for", lambda *_: None)
     whole, valid = backbone.tokens(images, mask), ~mask[:, ::16, ::16].flatten(1)
     assert [one.counts for one in seen] == [[6 * 3 + 1, 4 * 6 + 1]]
     torch.testing.assert_close(packed[0], whole[0], rtol=0, atol=1e-11)

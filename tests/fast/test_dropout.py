@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cpvt_det.layers import attention
-from cpvt_det.ops import dropout as module
+from cpvt_det.fast import dropout as module
+from cpvt_det.fast import layers
+from cpvt_det.fast.dropout import FastDropout, dropout
 from cpvt_det.ops import numba_threads as kernels
-from cpvt_det.ops.dropout import Dropout, dropout
 
 pytest.importorskip("numba")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -67,7 +67,7 @@ def test_it_follows_torch_s_seed_and_no_number_of_threads(monkeypatch):
 
 
 def relu_dropout(x, probability):
-    return Dropout(probability).of_relu(nn.Identity(), x)
+    return dropout(x, probability, rectify=True)
 
 
 @pytest.mark.parametrize("function", [dropout, relu_dropout])
@@ -81,30 +81,6 @@ def test_gradients(function):
 
     assert torch.autograd.gradcheck(call, x)
     assert torch.autograd.gradgradcheck(lambda x: call(x).square(), x)
-
-
-def test_gradients_of_the_sum():
-    def call(residual, x):
-        torch.manual_seed(3)
-        return Dropout(0.4).add(residual, x)
-
-    inputs = torch.randn(2, 9, dtype=torch.float64, requires_grad=True), torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(lambda *inputs: call(*inputs).square(), inputs)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["same", "float32"])
-def test_the_sum_in_one(dtype, kind):
-    residual = torch.randn(3, 700, dtype=torch.float32 if kind == "float32" else dtype, requires_grad=True)
-    x, found = torch.randn(3, 700, dtype=dtype, requires_grad=True), []
-    for call in (lambda: residual + dropout(x, 0.25), lambda: Dropout(0.25).add(residual, x)):
-        torch.manual_seed(2)
-        out = call()
-        found.append((out, *torch.autograd.grad(out.float().square().sum(), (residual, x))))
-    for expected, actual in zip(*found, strict=True):
-        assert actual.dtype == expected.dtype
-        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -135,17 +111,17 @@ def test_the_ends_are_torch_s(probability):
 
 def test_nothing_happens_in_evaluation_and_to_nothing():
     x = torch.linspace(-1, 1, 9)
-    assert torch.equal(Dropout(0.5).eval()(x), x)
-    assert torch.equal(Dropout(0.5).eval().of_relu(nn.Identity(), x), x.relu())
+    assert torch.equal(FastDropout(0.5).eval()(x), x)
+    assert torch.equal(dropout(x, 0.5, training=False, rectify=True), x.relu())
     assert (x < 0).any()  # it was not overwritten
     assert dropout(torch.ones(0, 4), 0.5).shape == (0, 4)
 
 
 def test_elsewhere_it_is_torch_s(monkeypatch):
     assert dropout(torch.ones(3, device="meta"), 0.1).shape == (3,)
-    program = torch.export.export(nn.Sequential(Dropout(0.1)).train(), (torch.ones(3, 4),))
+    program = torch.export.export(nn.Sequential(FastDropout(0.1)).train(), (torch.ones(3, 4),))
     assert any("dropout" in str(node.target) for node in program.graph.nodes)
-    monkeypatch.setattr(module, "_kernel", lambda: None)
+    monkeypatch.setattr(module, "kernel", lambda: None)
     found = []
     for call in (dropout, F.dropout):
         torch.manual_seed(0)
@@ -155,8 +131,8 @@ def test_elsewhere_it_is_torch_s(monkeypatch):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_attention_with_dropout_is_torch_s_up_to_what_is_drawn(padded, monkeypatch):
-    monkeypatch.setattr(attention, "dropout", lambda x, probability: x)
-    layer = attention.Attention(16, 4, dropout=0.1)
+    monkeypatch.setattr(layers, "dropout", lambda x, probability: x)
+    layer = layers.FastAttention(16, 4, dropout=0.1)
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[1, 4:] = padded
     queries, tokens = torch.randn(2, 5, 16), torch.randn(2, 7, 16)

@@ -50,7 +50,7 @@ def keep_scale(probability: float) -> float:
     return STEPS / (STEPS - round(probability * STEPS))
 
 
-def drop(x: Tensor, probability: float, seed: int, rectify: bool, overwrite: bool = False) -> Tensor:
+def drop(x: Tensor, probability: float, seed: int, rectify: bool) -> Tensor:
     """Dropout of ``x``, or of ``relu(x)``.
 
     Args:
@@ -58,10 +58,9 @@ def drop(x: Tensor, probability: float, seed: int, rectify: bool, overwrite: boo
         probability: probability that an element becomes 0.
         seed: 64 bits; with an element's place it decides.
         rectify: take the ReLU first.
-        overwrite: the memory of ``x`` may be written to.
 
     Returns:
-        A tensor like ``x``, contiguous: a new one, or ``x`` overwritten.
+        A new tensor like ``x``, contiguous.
     """
     if x.numel() == 0:
         return torch.empty_like(x)
@@ -71,7 +70,7 @@ def drop(x: Tensor, probability: float, seed: int, rectify: bool, overwrite: boo
         source = target = out.view(torch.int16).view(-1).numpy()
         factor, floor = np.int16(1), np.int16(-(1 << 15))
     else:
-        out = x if overwrite else torch.empty_like(x)
+        out = torch.empty_like(x)
         source, target = x.view(-1).numpy(), out.view(-1).numpy()
         real = np.float64 if x.dtype == torch.float64 else np.float32
         factor, floor = real(scale), real(0 if rectify else np.nan)

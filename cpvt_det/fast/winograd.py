@@ -74,6 +74,6 @@ class _Convolution(torch.autograd.Function):
 @functools.cache
 def _kernels() -> ModuleType | None:
     try:
-        return importlib.import_module("cpvt_det.ops.winograd_numba")
+        return importlib.import_module("cpvt_det.fast.winograd_numba")
     except (ImportError, OSError):
         return None

@@ -16,9 +16,9 @@ from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
 from cpvt_det.errors import ConfigError, UnknownNameError
+from cpvt_det.inference.tiles import Tiling, Window, merge_windows
 from cpvt_det.runner.train import run
 from cpvt_det.structures import Detections
-from cpvt_det.tiles import Tiling, Window, merge_windows
 
 # Where images are cut
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cpvt_det.ops import routes, winograd, winograd_numba
-from cpvt_det.ops.winograd import convolve_3x3
+from cpvt_det.fast import winograd, winograd_numba
+from cpvt_det.fast.winograd import convolve_3x3
+from cpvt_det.ops import routes
 
 SHAPES = [
     (1, 32, 32, 1, 1),

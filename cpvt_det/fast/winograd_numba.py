@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels around the products of ``ops/winograd.py``: maps, filters and their gradients into its domain and back.
+"""The CPU kernels around the products of ``fast/winograd.py``: maps, filters and their gradients into its domain and back.
 
 A map is (B, H, W * C), channels last; a row of tiles covers two of its rows, a tile two by two of its cells. Of filters and tiles
 the 16 numbers of the domain come first: (16, tiles, C) and (16, C', C). Loops run along channels or whole rows, and write one array

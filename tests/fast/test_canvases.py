@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from cpvt_det.fast.resnet import FastResNetBackbone, Part, in_parts, parts_of
 from cpvt_det.models.backbones import ResNetBackbone
-from cpvt_det.models.backbones.canvases import Part, in_parts, parts_of
 from cpvt_det.structures import level_padding_mask
 
 SIZES = ((96, 40), (50, 128), (90, 64))
@@ -25,7 +25,7 @@ def batch(sizes=SIZES, canvas=(96, 128), dtype=torch.float64):
 
 def backbone(name="resnet18", norm="FrozenBN", **keys):
     torch.manual_seed(1)
-    made = ResNetBackbone(name, norm=norm, stages=(2, 3, 5), width=8, **keys).double()
+    made = FastResNetBackbone(name, norm=norm, stages=(2, 3, 5), width=8, **keys).double()
     for module in made.modules():
         if hasattr(module, "running_var"):
             nn.init.uniform_(module.running_var, 0.5, 1.5)
@@ -35,8 +35,8 @@ def backbone(name="resnet18", norm="FrozenBN", **keys):
 
 def parts_seen(monkeypatch, made, images, mask):
     """The canvases that are computed, as (images, height, width), and the maps."""
-    seen, extract = [], made._extract
-    monkeypatch.setattr(made, "_extract", lambda x, m: seen.append((len(x), *x.shape[2:])) or extract(x, m))
+    seen, extract = [], ResNetBackbone.forward
+    monkeypatch.setattr(ResNetBackbone, "forward", lambda made, x, m: seen.append((len(x), *x.shape[2:])) or extract(made, x, m))
     return seen, made(images, mask)
 
 
@@ -72,7 +72,7 @@ def test_features_and_gradients_are_those_of_the_whole_batch(monkeypatch, name, 
     assert seen == [(2, 96, 64), (1, 64, 128)]
     cells = [~level_padding_mask(mask, stride)[:, None] for stride in made.strides]
     outcomes = []
-    for maps in (in_two, made._extract(images, mask)):
+    for maps in (in_two, ResNetBackbone.forward(made, images, mask)):
         made.zero_grad()
         sum((x * cell).square().sum() for x, cell in zip(maps, cells, strict=True)).backward()
         gradients = [parameter.grad for parameter in made.parameters() if parameter.grad is not None]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faster classes for a finished model's plain ones: the same parameters, names and results, up to rounding.
+
+Models are plain torch. :func:`accelerate` puts the classes of this room into one, as the builders do. Which of them gain on a
+processor is decided at each call (``ops/routes.py``); elsewhere they compute what the plain ones do. ``CPVT_DET_WITHOUT=all`` in
+the environment leaves a model as it is.
+"""
+
+from torch import nn
+
+from cpvt_det.fast.convolution import FastConv2d
+from cpvt_det.fast.dropout import FastDropout
+from cpvt_det.fast.encoders import FastDeformableEncoder, FastEncoder
+from cpvt_det.fast.layers import (
+    FastAttention,
+    FastDecoderLayer,
+    FastDeformableAttention,
+    FastDeformableDecoderLayer,
+    FastDeformableEncoderLayer,
+    FastEncoderLayer,
+    FastMixedDecoderLayer,
+)
+from cpvt_det.fast.linear import FastLinear
+from cpvt_det.fast.resnet import FastResNetBackbone
+from cpvt_det.layers.attention import Attention, DeformableAttention
+from cpvt_det.models.backbones.resnet import ResNetBackbone
+from cpvt_det.models.deformable_transformer import (
+    DeformableDecoderLayer,
+    DeformableEncoder,
+    DeformableEncoderLayer,
+    MixedDecoderLayer,
+)
+from cpvt_det.models.encoder import Encoder, EncoderLayer
+from cpvt_det.models.necks import ProjectionNeck
+from cpvt_det.models.transformer import DecoderLayer
+from cpvt_det.ops import routes
+
+__all__ = ["FASTER", "accelerate"]
+
+
+class FastProjectionNeck(ProjectionNeck, FastConv2d):
+    """Faster :class:`ProjectionNeck`."""
+
+
+FASTER: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: FastLinear,
+    nn.Conv2d: FastConv2d,
+    nn.Dropout: FastDropout,
+    Attention: FastAttention,
+    DeformableAttention: FastDeformableAttention,
+    EncoderLayer: FastEncoderLayer,
+    DecoderLayer: FastDecoderLayer,
+    DeformableEncoderLayer: FastDeformableEncoderLayer,
+    DeformableDecoderLayer: FastDeformableDecoderLayer,
+    MixedDecoderLayer: FastMixedDecoderLayer,
+    Encoder: FastEncoder,
+    DeformableEncoder: FastDeformableEncoder,
+    ProjectionNeck: FastProjectionNeck,
+    ResNetBackbone: FastResNetBackbone,
+}
+"""Plain class -> the faster one, which has its parameters."""
+KNOWN = ("cpvt_det", "torch", "torchvision")
+"""Packages whose modules are looked into; what others wrote stays as it is."""
+
+
+def accelerate(model: nn.Module) -> nn.Module:
+    """Give the parts of a model their faster classes, in place.
+
+    Args:
+        model: a model of ours. Parts that other packages wrote, such as timm's, are left alone, and so are subclasses of yours.
+
+    Returns:
+        The model.
+    """
+    if not routes.is_all_left_out():
+        model.__class__ = FASTER.get(type(model), type(model))
+        for part in model.children():
+            if type(part).__module__.partition(".")[0] in KNOWN:
+                accelerate(part)
+    return model

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders that leave padded tokens out (``fast/packing.py``), and how position encodings act on tokens all the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from cpvt_det.fast.layers import (
+    FastAttention,
+    FastDeformableAttention,
+    FastDeformableEncoderLayer,
+    FastEncoderLayer,
+    PackedLevels,
+)
+from cpvt_det.fast.packing import Packing
+from cpvt_det.layers.drop_path import DropPath
+from cpvt_det.models.deformable_transformer import DeformableEncoder
+from cpvt_det.models.encoder import Encoder
+from cpvt_det.ops import routes
+from cpvt_det.position.encoding import PositionEncoding
+from cpvt_det.structures import Levels, Size
+
+LEAST_SAVING = 0.1
+"""Share of padded tokens below which packing is not worth a loop over images."""
+
+
+def packing_for(
+    layers: nn.ModuleList,
+    own: tuple[type[nn.Module], type[nn.Module]],
+    tokens: Tensor,
+    padding_mask: Tensor | None,
+    position: PositionEncoding,
+) -> Packing | None:
+    """How an encoder packs the tokens of a batch; ``None``: it computes all.
+
+    It computes all where little is padded, where the encoding looks at padded tokens or acts inside attention, where an image may
+    skip a part of a layer, and where a layer is another one than ours, or is watched by a hook, which expects the batch.
+
+    Args:
+        layers: layers of the encoder.
+        own: types of a layer and of its attention that take a packing.
+        tokens: (B, N, C) float.
+        padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
+        position: the encoding that acts on the tokens.
+    """
+    if padding_mask is None or not routes.is_plain(tokens) or not routes.is_on("packing"):
+        return None
+    if position.acts_in_attention or position.looks_at_padding or padding_mask.sum() <= LEAST_SAVING * padding_mask.numel():
+        return None
+    are_own = all((type(layer), type(layer.self_attn)) == own for layer in layers)
+    return Packing.of(padding_mask) if are_own and not any(_needs_batch(part) for part in layers.modules()) else None
+
+
+def _needs_batch(part: nn.Module) -> bool:
+    return routes.is_watched(part) or (isinstance(part, DropPath) and part.training)
+
+
+@dataclass(frozen=True)
+class PackedEncoding:
+    """What an encoder asks of a position encoding, for tokens that are packed.
+
+    Attributes:
+        position: the encoding, which sees the batch.
+        packing: where the tokens stand.
+        padding_mask: (B, N) bool, True = padded.
+    """
+
+    position: PositionEncoding
+    packing: Packing
+    padding_mask: Tensor
+    acts_in_attention = False
+
+    def inject(self, tokens: Tensor, padding_mask: Tensor | Packing, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        """:meth:`PositionEncoding.inject`, (1, T, C) -> the same."""
+        if not self.position.acts_after(layer):
+            return tokens
+        return self.packing.pack(self.position.inject(self.packing.unpack(tokens), self.padding_mask, level_shapes, layer))
+
+
+class FastEncoder(Encoder):
+    """Faster :class:`Encoder`."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        padding_mask: Tensor | None,
+        level_shapes: Sequence[Size],
+        position: PositionEncoding,
+    ) -> Tensor:
+        """(B, N, C), zero at padded tokens if these were left out."""
+        packing = packing_for(self.layers, (FastEncoderLayer, FastAttention), tokens, padding_mask, position)
+        if packing is None:
+            return super().forward(tokens, positions, padding_mask, level_shapes, position)
+        positions = None if positions is None else packing.pack(positions)
+        encoding = PackedEncoding(position, packing, padding_mask)
+        return packing.unpack(super().forward(packing.pack(tokens), positions, packing, level_shapes, encoding))
+
+
+class FastDeformableEncoder(DeformableEncoder):
+    """Faster :class:`DeformableEncoder`."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, position: PositionEncoding) -> Tensor:
+        """(B, N, C), zero at padded tokens if these were left out."""
+        own = (FastDeformableEncoderLayer, FastDeformableAttention)
+        packing = packing_for(self.layers, own, tokens, levels.padding_mask, position)
+        if packing is None:
+            return super().forward(tokens, positions, levels, position)
+        encoding = PackedEncoding(position, packing, levels.padding_mask)
+        packed = PackedLevels(**vars(levels), packing=packing)
+        return packing.unpack(super().forward(packing.pack(tokens), packing.pack(positions), packed, encoding))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and the layers of transformers on the kernels of this room; of a packed batch, on its valid tokens alone."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpvt_det.fast.dropout import dropout
+from cpvt_det.fast.linear import linear
+from cpvt_det.fast.packing import Packing
+from cpvt_det.layers.attention import Attention, DeformableAttention, Place
+from cpvt_det.models.deformable_transformer import DeformableDecoderLayer, DeformableEncoderLayer, MixedDecoderLayer
+from cpvt_det.models.encoder import EncoderLayer, FeedForward
+from cpvt_det.models.transformer import DecoderLayer
+from cpvt_det.ops.deformable_attention import ms_deform_attn
+from cpvt_det.structures import Levels, has_padding
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
+    """``F.scaled_dot_product_attention``; with dropout on a CPU step by step, as torch's is there too, with a slower dropout."""
+    if not dropout_p or q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p)
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return dropout(scores.softmax(-1), dropout_p) @ v
+
+
+class FastAttention(Attention):
+    """Instead of a padding mask it also takes a :class:`Packing`: inputs are then packed, and images see themselves alone."""
+
+    _linear = staticmethod(linear)
+    _attend = staticmethod(attend)
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        padding_mask: Tensor | Packing | None = None,
+        attention_mask: Tensor | None = None,
+        place: Place | None = None,
+    ) -> Tensor:
+        """(B, Q, C), or packed like the inputs, (1, T, C)."""
+        if isinstance(padding_mask, Packing):
+            images = zip(*(padding_mask.images(x, 2) for x in self.project(queries, keys, values)), strict=True)
+            probability = self.dropout if self.training else 0.0
+            attended = [self._attend(*image, dropout_p=probability).transpose(1, 2) for image in images]  # (1, T_i, M, C / M)
+            return self.out_proj(torch.cat(attended, dim=1).flatten(2))
+        if padding_mask is not None and not has_padding(padding_mask):
+            padding_mask = None
+        return super().forward(queries, keys, values, padding_mask, attention_mask, place)
+
+
+@dataclass
+class PackedLevels(Levels):
+    """The layout of tokens that are packed.
+
+    Attributes:
+        packing: where they stand.
+    """
+
+    packing: Packing
+
+    def to_level_coordinates(self, points: Tensor) -> Tensor:
+        """(B, N, 2) points of all tokens -> (1, T, L, 2) of the packed ones, relative to every level's padded map."""
+        return self.packing.pack(super().to_level_coordinates(points))
+
+
+class FastDeformableAttention(DeformableAttention):
+    """Instead of :class:`Levels` it also takes :class:`PackedLevels`: queries, their points and tokens are then packed."""
+
+    def forward(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, levels: Levels) -> Tensor:
+        """(B, Q, C), or packed like the queries, (1, T, C)."""
+        if not isinstance(levels, PackedLevels):
+            return super().forward(queries, reference_points, tokens, levels)
+        packing, heads = levels.packing, self.samples[0]
+        values = packing.unpack(self.value_proj(tokens)).unflatten(-1, (heads, -1))
+        sampled = (packing.images(x) for x in self.sample(queries, reference_points, levels))
+        images = zip(values.split(1), *sampled, strict=True)
+        attended = [ms_deform_attn(value, levels.shapes, *image, self.implementation) for value, *image in images]
+        return self.output_proj(torch.cat(attended, dim=1))
+
+
+class FastFeedForward(FeedForward):
+    """Of ReLU and dropout together nothing but their output is kept for the backward pass."""
+
+    def feed_forward(self, first: nn.Linear, second: nn.Linear, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """The network of two layers, (..., C) -> (..., C)."""
+        if self.activation is not F.relu:
+            return super().feed_forward(first, second, x)
+        return second(dropout(first(x), self.dropout.p, self.training, rectify=True))
+
+
+class FastEncoderLayer(FastFeedForward, EncoderLayer):
+    """Faster :class:`EncoderLayer`."""
+
+
+class FastDecoderLayer(FastFeedForward, DecoderLayer):
+    """Faster :class:`DecoderLayer`."""
+
+
+class FastDeformableEncoderLayer(FastFeedForward, DeformableEncoderLayer):
+    """Faster :class:`DeformableEncoderLayer`."""
+
+
+class FastDeformableDecoderLayer(FastFeedForward, DeformableDecoderLayer):
+    """Faster :class:`DeformableDecoderLayer`."""
+
+
+class FastMixedDecoderLayer(FastFeedForward, MixedDecoderLayer):
+    """Faster :class:`MixedDecoderLayer`."""

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every faster class beside the plain one it takes the place of: outputs and gradients, with padding and an empty image."""
+
+import copy
+
+import pytest
+import torch
+from tiny import random_config
+from torch import nn
+
+from cpvt_det.builders import build_detector
+from cpvt_det.fast import FASTER, accelerate
+from cpvt_det.layers.attention import Attention, DeformableAttention
+from cpvt_det.models.backbones.resnet import ResNetBackbone
+from cpvt_det.models.deformable_transformer import (
+    DeformableDecoderLayer,
+    DeformableEncoder,
+    DeformableEncoderLayer,
+    MixedDecoderLayer,
+)
+from cpvt_det.models.encoder import Encoder, EncoderLayer
+from cpvt_det.models.necks import ProjectionNeck
+from cpvt_det.models.transformer import DecoderLayer, Memory
+from cpvt_det.ops import routes
+from cpvt_det.position import build_position
+from cpvt_det.structures import Levels, padding_mask_of
+
+C, HEADS = 32, 4
+SHAPES, SIZES = [(12, 17), (6, 9)], [[(12, 9), (6, 5)], [(5, 17), (3, 9)], [(12, 17), (6, 9)]]
+"""Two levels, and the valid cells of three images on each: the third has no padding."""
+LAYER = (C, HEADS, 48, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    routes.is_on.cache_clear()
+    yield
+    routes.is_on.cache_clear()
+
+
+def layout(num_levels, sizes=SIZES):
+    masks = [padding_mask_of([image[level] for image in sizes], SHAPES[level]) for level in range(num_levels)]
+    return Levels.from_masks(masks, torch.float32)
+
+
+def drawn(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def of_tokens(levels):
+    return drawn(*levels.padding_mask.shape, C), drawn(*levels.padding_mask.shape, C)
+
+
+def points(levels):
+    return levels.to_level_coordinates(levels.centers())
+
+
+def attention():
+    levels = layout(1)
+    return Attention(C, HEADS), (drawn(3, 5, C), *of_tokens(levels), levels.padding_mask), None
+
+
+def deformable_attention():
+    levels = layout(2)
+    tokens, queries = of_tokens(levels)
+    return DeformableAttention(C, HEADS, 2, 3), (queries, points(levels), tokens, levels), levels.padding_mask
+
+
+def encoder_layer():
+    levels = layout(1)
+    return EncoderLayer(*LAYER, False), (*of_tokens(levels), levels.padding_mask), levels.padding_mask
+
+
+def decoder_layer():
+    levels = layout(1)
+    memory = Memory(*of_tokens(levels))
+    return DecoderLayer(*LAYER, False), (drawn(3, 5, C), drawn(3, 5, C), memory, levels.padding_mask), None
+
+
+def deformable_encoder_layer():
+    levels = layout(2)
+    return DeformableEncoderLayer(*LAYER, 2, 3), (*of_tokens(levels), points(levels), levels), levels.padding_mask
+
+
+def deformable_decoder_layer(kind=DeformableDecoderLayer):
+    levels = layout(2)
+    references = levels.to_level_coordinates(torch.rand(3, 5, 2))
+    return kind(*LAYER, 2, 3), (drawn(3, 5, C), drawn(3, 5, C), references, of_tokens(levels)[0], levels), None
+
+
+def encoder():
+    levels = layout(1)
+    arguments = (*of_tokens(levels), levels.padding_mask, levels.shapes, build_position("peg", C, 1, 2, HEADS).eval())
+    return Encoder(2, *LAYER, False), arguments, levels.padding_mask
+
+
+def deformable_encoder():
+    levels = layout(2)
+    arguments = (*of_tokens(levels), levels, build_position("peg", C, 2, 2, HEADS).eval())
+    return DeformableEncoder(2, *LAYER, 2, 3), arguments, levels.padding_mask
+
+
+def resnet():
+    mask = padding_mask_of([(96, 64), (50, 160), (96, 160)], (96, 160))
+    images = torch.randn(3, 3, 96, 160).masked_fill(mask[:, None], 0)
+    return ResNetBackbone("resnet18", stages=(5,), width=32), (images, mask), None
+
+
+def projection():
+    mask = padding_mask_of([(96, 64), (50, 160), (96, 160)], (96, 160))
+    return ProjectionNeck([48], [16], C), ([drawn(3, 48, 6, 10)], mask), None
+
+
+MAKERS = {
+    nn.Linear: lambda: (nn.Linear(C, 64), (drawn(3, 200, C),), None),
+    nn.Conv2d: lambda: (nn.Conv2d(C, 48, 3, padding=1), (drawn(2, C, 23, 31),), None),
+    nn.Dropout: lambda: (nn.Dropout(0.0), (drawn(3, 5),), None),
+    Attention: attention,
+    DeformableAttention: deformable_attention,
+    EncoderLayer: encoder_layer,
+    DecoderLayer: decoder_layer,
+    DeformableEncoderLayer: deformable_encoder_layer,
+    DeformableDecoderLayer: deformable_decoder_layer,
+    MixedDecoderLayer: lambda: deformable_decoder_layer(MixedDecoderLayer),
+    Encoder: encoder,
+    DeformableEncoder: deformable_encoder,
+    ProjectionNeck: projection,
+    ResNetBackbone: resnet,
+}
+
+
+def outcome(module, arguments, padded):
+    """What a module answers, but at padded tokens, and the gradients of its parameters and inputs."""
+    out = module(*arguments)
+    if isinstance(out, tuple) and isinstance(out[0], list):  # of a neck
+        out = out[0]
+    outs = [one for one in (out if isinstance(out, (list, tuple)) else [out]) if one is not None]
+    outs = [one if padded is None else one.masked_fill(padded[..., None], 0) for one in outs]
+    wanted = [one for one in (*module.parameters(), *arguments) if isinstance(one, torch.Tensor) and one.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    loss = sum((one * torch.randn(one.shape, generator=generator)).sum() for one in outs)
+    found = torch.autograd.grad(loss, wanted, allow_unused=True)
+    return [*outs, *(one for one in found if one is not None)]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("plain", FASTER, ids=lambda kind: kind.__name__)
+def test_a_faster_class_computes_what_the_plain_one_does(plain, training):
+    torch.manual_seed(0)
+    module, arguments, padded = MAKERS[plain]()
+    for name, parameter in module.named_parameters():
+        if "norm" not in name and plain is not ResNetBackbone:
+            nn.init.normal_(parameter, std=0.1)
+    module.train(training)
+    faster = accelerate(copy.deepcopy(module))
+    assert type(faster) is FASTER[plain] and type(module) is plain and isinstance(faster, plain)
+    assert list(faster.state_dict()) == list(module.state_dict())
+    one, other = outcome(faster, arguments, padded), outcome(module, arguments, padded)
+    assert len(one) == len(other) > 1 or plain is nn.Dropout
+    for found, expected in zip(one, other, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize("name", ["CPVTDetr", "CPVTDeformableDetr"])
+def test_a_detector_answers_the_same_and_one_switch_leaves_all_out(monkeypatch, name):
+    stages = {"MODEL__BACKBONE__STAGES": (3, 4, 5)} if name == "CPVTDeformableDetr" else {}
+    cfg, answers = random_config(MODEL__META_ARCHITECTURE=name, **stages), []
+    mask = padding_mask_of([(128, 100), (60, 160)], (128, 160))
+    images = torch.randn(2, 3, 128, 160)
+    for switch in ("", "all"):
+        monkeypatch.setenv(routes.SWITCH, switch)
+        routes.is_on.cache_clear()
+        torch.manual_seed(0)
+        detector = build_detector(cfg).eval()
+        assert {type(part) for part in detector.modules()}.isdisjoint(FASTER.values()) == (switch == "all")
+        answers.append(detector(images, mask))
+    torch.testing.assert_close(answers[0].logits, answers[1].logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(answers[0].boxes, answers[1].boxes, rtol=0, atol=1e-5)
+
+
+class Own(nn.Linear):
+    """A user's layer."""
+
+
+def test_what_others_wrote_stays_as_it_is():
+    foreign = type("Network", (nn.Sequential,), {"__module__": "timm.models.network"})(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), Own(2, 2), foreign, nn.Sequential(nn.Linear(2, 2)))
+    accelerate(model)
+    assert [type(part) for part in model] == [FASTER[nn.Linear], Own, type(foreign), nn.Sequential]
+    assert type(foreign[0]) is nn.Linear and type(model[3][0]) is FASTER[nn.Linear]
+
+
+def test_an_accelerated_model_is_accelerated_once_and_can_be_copied():
+    model = accelerate(accelerate(nn.Sequential(nn.Linear(2, 2))))
+    assert type(copy.deepcopy(model)[0]) is FASTER[nn.Linear]
