@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""What each way of our own buys in a whole step: ``python benchmarks/fast_paths.py``; a quarter of an hour on one core.
+"""What each way of our own buys in a whole step: ``python benchmarks/fast_paths.py``; an hour on one core.
 
 Models and images are those of ``before_after.py``. A call with all ways that this processor takes and one without a way take turns,
 in one process; a way is left out where it could do something. The figure is CPU seconds without it over those with all, formed

@@ -62,6 +62,7 @@ RECORDS = {
         "benchmarks/results/annotations_large.json",
         "benchmarks/estimate.py",
     ],
+    "docs/processors.md": ["benchmarks/results/fast_paths_cpu_avx2.json"],
     "docs/small_data.md": ["benchmarks/results/small_data"],
     "docs/speed.md": [
         "benchmarks/results/before_after.md",
