@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cpvt_det import models
 from cpvt_det.d2.padding import keep_padding_out
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
+from cpvt_det.fast import accelerate
 from cpvt_det.models import ResNetBackbone
 from cpvt_det.models.backbones.masking import InexactError, ValidCells, of_batch
 from cpvt_det.registry import IMPORT_HINT
@@ -150,4 +151,4 @@ def build_cpvt_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone
             freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
             mask_padding=False,  # detectron2's own models give no padding mask
         )
-    return _OurBackbone(resnet)
+    return _OurBackbone(accelerate(resnet))

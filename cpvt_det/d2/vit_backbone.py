@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cpvt_det import builders
 from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.errors import config_errors
+from cpvt_det.fast import accelerate
 from cpvt_det.models import SimplePyramid
 from cpvt_det.models.backbones.vit import OWN_POSITIONS
 
@@ -83,7 +84,7 @@ def build_vision_pyramid(cfg: CfgNode, input_shape: ShapeSpec) -> VisionPyramid:
     own.defrost()
     own.MODEL.BACKBONE.STAGES = (node.PATCH_SIZE.bit_length() - 1,)
     with config_errors("MODEL.BACKBONE"):
-        backbone = VisionPyramid(builders.build_backbone(own), node.STAGES, cfg.MODEL.FPN.OUT_CHANNELS)
+        backbone = accelerate(VisionPyramid(builders.build_backbone(own), node.STAGES, cfg.MODEL.FPN.OUT_CHANNELS))
     if node.WEIGHTS:
         load_backbone_weights(backbone.trunk, node.WEIGHTS, node.NAME)
     return backbone

@@ -67,7 +67,7 @@ def accelerate(model: nn.Module) -> nn.Module:
     """Give the parts of a model their faster classes, in place.
 
     Args:
-        model: a model of ours. Parts that other packages wrote, such as timm's, are left alone, and so are subclasses of yours.
+        model: a model of ours. Parts that others wrote, such as timm's or yours, are left alone, with all that is in them.
 
     Returns:
         The model.

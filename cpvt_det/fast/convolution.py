@@ -26,7 +26,13 @@ class FastConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C', H', W')."""
-        return convolve(self, x)
+        return convolve(self, x) if self.padding_mode == "zeros" else super().forward(x)
+
+
+def can_fold(convolution: nn.Conv2d) -> bool:
+    """Whether a convolution does what torch's does and nothing else, so that a norm may become part of its weight."""
+    is_torch_s = type(convolution) in (nn.Conv2d, FastConv2d) and convolution.padding_mode == "zeros"
+    return is_torch_s and not routes.is_watched(convolution)
 
 
 def convolve(convolution: nn.Conv2d, x: Tensor, norm: FrozenBatchNorm2d | None = None) -> Tensor:

@@ -35,8 +35,7 @@ def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool 
 
 def is_own(x: Tensor, probability: float) -> bool:
     """Whether the kernel drops numbers of ``x``."""
-    is_plain = x.device.type == "cpu" and x.dtype in FLOATS and type(x) in (Tensor, nn.Parameter)
-    is_for_kernel = is_plain and 0 < probability < MOST and not torch.compiler.is_compiling()
+    is_for_kernel = routes.is_plain(x) and x.dtype in FLOATS and 0 < probability < MOST
     return is_for_kernel and routes.is_on("dropout") and kernel() is not None
 
 

@@ -26,7 +26,7 @@ LEAST_SAVING = 0.1
 
 
 def packing_for(
-    layers: nn.ModuleList,
+    encoder: Encoder | DeformableEncoder,
     own: tuple[type[nn.Module], type[nn.Module]],
     tokens: Tensor,
     padding_mask: Tensor | None,
@@ -38,7 +38,7 @@ def packing_for(
     skip a part of a layer, and where a layer is another one than ours, or is watched by a hook, which expects the batch.
 
     Args:
-        layers: layers of the encoder.
+        encoder: the encoder.
         own: types of a layer and of its attention that take a packing.
         tokens: (B, N, C) float.
         padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
@@ -48,12 +48,15 @@ def packing_for(
         return None
     if position.acts_in_attention or position.looks_at_padding or padding_mask.sum() <= LEAST_SAVING * padding_mask.numel():
         return None
-    are_own = all((type(layer), type(layer.self_attn)) == own for layer in layers)
-    return Packing.of(padding_mask) if are_own and not any(_needs_batch(part) for part in layers.modules()) else None
+    are_own = all((type(layer), type(layer.self_attn)) == own for layer in encoder.layers)
+    inner = [part for part in encoder.modules() if part is not encoder]
+    return Packing.of(padding_mask) if are_own and not any(map(_needs_batch, inner)) else None
 
 
 def _needs_batch(part: nn.Module) -> bool:
-    return routes.is_watched(part) or (isinstance(part, DropPath) and part.training)
+    """Whether a part is watched, skips images, or is another's, which may look across tokens."""
+    is_known = type(part).__module__.partition(".")[0] in ("cpvt_det", "torch")
+    return not is_known or routes.is_watched(part) or (isinstance(part, DropPath) and part.training)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class FastEncoder(Encoder):
         position: PositionEncoding,
     ) -> Tensor:
         """(B, N, C), zero at padded tokens if these were left out."""
-        packing = packing_for(self.layers, (FastEncoderLayer, FastAttention), tokens, padding_mask, position)
+        packing = packing_for(self, (FastEncoderLayer, FastAttention), tokens, padding_mask, position)
         if packing is None:
             return super().forward(tokens, positions, padding_mask, level_shapes, position)
         positions = None if positions is None else packing.pack(positions)
@@ -104,7 +107,7 @@ class FastDeformableEncoder(DeformableEncoder):
     def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, position: PositionEncoding) -> Tensor:
         """(B, N, C), zero at padded tokens if these were left out."""
         own = (FastDeformableEncoderLayer, FastDeformableAttention)
-        packing = packing_for(self.layers, own, tokens, levels.padding_mask, position)
+        packing = packing_for(self, own, tokens, levels.padding_mask, position)
         if packing is None:
             return super().forward(tokens, positions, levels, position)
         encoding = PackedEncoding(position, packing, levels.padding_mask)

@@ -8,25 +8,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpvt_det.fast.dropout import dropout
+from cpvt_det.fast.dropout import FastDropout, dropout
 from cpvt_det.fast.linear import linear
 from cpvt_det.fast.packing import Packing
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
 from cpvt_det.models.deformable_transformer import DeformableDecoderLayer, DeformableEncoderLayer, MixedDecoderLayer
 from cpvt_det.models.encoder import EncoderLayer, FeedForward
 from cpvt_det.models.transformer import DecoderLayer
+from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.structures import Levels, has_padding
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0) -> Tensor:
     """``F.scaled_dot_product_attention``; with dropout on a CPU step by step, as torch's is there too, with a slower dropout."""
-    if not dropout_p or q.device.type != "cpu":
+    if not dropout_p or not routes.is_plain(q):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return dropout(scores.softmax(-1), dropout_p) @ v
+    weights = scores.softmax(-1)
+    if attn_mask is not None and attn_mask.dtype == torch.bool and not attn_mask.any(-1).all():  # an image without a valid key
+        weights = weights.masked_fill(~attn_mask.any(-1, keepdim=True), 0)
+    return dropout(weights, dropout_p) @ v
 
 
 class FastAttention(Attention):
@@ -90,9 +94,9 @@ class FastFeedForward(FeedForward):
 
     def feed_forward(self, first: nn.Linear, second: nn.Linear, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """The network of two layers, (..., C) -> (..., C)."""
-        if self.activation is not F.relu:
+        if self.activation is not F.relu or type(self.dropout) is not FastDropout or routes.is_watched(self.dropout):
             return super().feed_forward(first, second, x)
-        return second(dropout(first(x), self.dropout.p, self.training, rectify=True))
+        return second(dropout(first(x), self.dropout.p, self.dropout.training, rectify=True))
 
 
 class FastEncoderLayer(FastFeedForward, EncoderLayer):

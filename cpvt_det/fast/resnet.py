@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
-from cpvt_det.fast.convolution import convolve
+from cpvt_det.fast.convolution import can_fold, convolve
 from cpvt_det.models.backbones.resnet import ResNetBackbone, ValidCells
 from cpvt_det.ops import routes
 from cpvt_det.structures import Size, has_padding, valid_sizes
@@ -93,13 +93,13 @@ class FastValidCells(ValidCells):
 
     def rectify(self, x: Tensor, stride: int) -> Tensor:
         """The ReLU of ``x`` (B, C, H, W), in place, with zeros under the padding."""
-        if self.sizes is None or not routes.is_plain(x):
+        if not routes.is_plain(x) or self.sizes is None:
             return super().rectify(x, stride)
         return _RectifyValid.apply(x, [tuple(-(-side // stride) for side in size) for size in self.sizes])
 
     def convolve(self, convolution: nn.Conv2d, norm: nn.Module, x: Tensor, stride: int, residual: Tensor | None = None) -> Tensor:
         """``norm(convolution(x))``, of this stride, and the residual, if any."""
-        if not isinstance(norm, FrozenBatchNorm2d):
+        if not (can_fold(convolution) and type(norm) is FrozenBatchNorm2d and not routes.is_watched(norm)):
             return super().convolve(convolution, norm, x, stride, residual)
         x = convolve(convolution, x, norm)
         return x if residual is None else x.add_(residual)
@@ -112,9 +112,9 @@ class FastResNetBackbone(ResNetBackbone):
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """(B, C_l, ceil(H / stride), ceil(W / stride)) float for each stage."""
-        # Who counts operations counts those of the whole canvas; and a norm in training looks at the whole batch.
+        # Who counts operations counts those of the whole canvas.
         may_cut = self.mask_padding and routes.is_plain(images) and routes.is_on("canvases") and has_padding(padding_mask)
-        may_cut = may_cut and not any(isinstance(norm, nn.BatchNorm2d) and norm.training for norm in self.body.modules())
+        may_cut = may_cut and not any(_needs_batch(part) for part in self.body.modules())
         sizes = valid_sizes(padding_mask) if may_cut else None
         if sizes is not None:
             canvas = tuple(images.shape[2:])
@@ -122,6 +122,11 @@ class FastResNetBackbone(ResNetBackbone):
             if [part.canvas for part in parts] != [canvas]:
                 return in_parts(super().forward, images, padding_mask, parts, self.strides)
         return super().forward(images, padding_mask)
+
+
+def _needs_batch(part: nn.Module) -> bool:
+    """Whether a norm counts the batch, or a hook expects it."""
+    return routes.is_watched(part) or (isinstance(part, nn.BatchNorm2d) and part.training)
 
 
 class _RectifyValid(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.ops.deformable_attention import IMPLEMENTATIONS, ms_deform_attn
-from cpvt_det.structures import Levels, require_bool
+from cpvt_det.structures import Levels, has_padding, require_bool
 
 Place = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """Projected queries and keys (B, M, N, C / M) -> the same turned, and what is added to their scores: a position encoding's
@@ -170,7 +170,10 @@ class DeformableAttention(nn.Module):
             ValueError: shapes that disagree.
         """
         self._check(queries, reference_points, tokens, levels.padding_mask)
-        values = self.value_proj(tokens).masked_fill(levels.padding_mask[..., None], 0).unflatten(-1, (self.samples[0], -1))
+        values = self.value_proj(tokens)
+        if has_padding(levels.padding_mask):
+            values = values.masked_fill(levels.padding_mask[..., None], 0)
+        values = values.unflatten(-1, (self.samples[0], -1))
         sampled = self.sample(queries, reference_points, levels)
         return self.output_proj(ms_deform_attn(values, levels.shapes, *sampled, self.implementation))
 

@@ -52,21 +52,25 @@ def is_on(route: str) -> bool:
     Raises:
         ConfigError: a switch with a name that is none of :data:`ROUTES`.
     """
-    left_out = _left_out()
-    for name in left_out:
-        if name not in (*ROUTES, ALL):
-            raise ConfigError(f"{SWITCH} names the unknown way {name!r}; known: {', '.join((*ROUTES, ALL))}")
     has_library = route in OWN or torch.backends.mkldnn.is_available()
-    return not {route, ALL} & set(left_out) and has_library and instructions().startswith(ROUTES[route])
+    return not {route, ALL} & set(_left_out()) and has_library and instructions().startswith(ROUTES[route])
 
 
 def is_all_left_out() -> bool:
-    """Whether the switch leaves out every way."""
+    """Whether the switch leaves out every way.
+
+    Raises:
+        ConfigError: a switch with a name that is none of :data:`ROUTES`.
+    """
     return ALL in _left_out()
 
 
 def _left_out() -> list[str]:
-    return [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
+    left_out = [name.strip() for name in os.environ.get(SWITCH, "").split(",") if name.strip()]
+    for name in left_out:
+        if name not in (*ROUTES, ALL):
+            raise ConfigError(f"{SWITCH} names the unknown way {name!r}; known: {', '.join((*ROUTES, ALL))}")
+    return left_out
 
 
 def instructions() -> str:

@@ -108,7 +108,7 @@ class PositionEncoding(nn.Module):
         return queries, keys, None
 
     def acts_after(self, layer: int) -> bool:
-        """Whether :meth:`inject` does anything after a layer; -1 is before the first."""
+        """Whether :meth:`inject` does anything after a layer; -1 is before the first. Asked by encoders that leave padding out."""
         return type(self).inject is not PositionEncoding.inject
 
     @property

@@ -233,11 +233,11 @@ class PEGEncoding(PositionEncoding):
         return encode_levels(self.pegs[self.names[layer]], tokens, padding_mask, level_shapes)
 
     def acts_after(self, layer: int) -> bool:
-        return layer in self.names
+        return layer in self.names or type(self).inject is not PEGEncoding.inject
 
     @property
     def looks_at_padding(self) -> bool:
-        return not self.mask_input
+        return not self.mask_input or type(self).inject is not PEGEncoding.inject
 
     def place(
         self, queries: Tensor, keys: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int

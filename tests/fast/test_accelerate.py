@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every faster class beside the plain one it takes the place of: outputs and gradients, with padding and an empty image."""
+"""Every faster class beside the plain one it takes the place of: outputs and gradients, with padding; and what it leaves alone."""
 
 import copy
 
@@ -193,3 +193,68 @@ def test_what_others_wrote_stays_as_it_is():
 def test_an_accelerated_model_is_accelerated_once_and_can_be_copied():
     model = accelerate(accelerate(nn.Sequential(nn.Linear(2, 2))))
     assert type(copy.deepcopy(model)[0]) is FASTER[nn.Linear]
+
+
+def test_a_convolution_that_pads_otherwise_is_torch_s():
+    convolution, x = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), torch.randn(1, 3, 5, 6)
+    assert torch.equal(accelerate(copy.deepcopy(convolution))(x), convolution(x))
+
+
+def with_subclass(body):
+    body.layer1[0].conv2 = type("Doubled", (nn.Conv2d,), {"forward": lambda self, x: 2 * nn.Conv2d.forward(self, x)})(8, 8, 3, 1, 1)
+
+
+def with_hook(body):
+    body.layer1[0].conv2.register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+def with_hook_on_a_norm(body):
+    body.layer1[0].bn2.register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+@pytest.mark.parametrize("change", [with_subclass, with_hook, with_hook_on_a_norm])
+def test_convolutions_and_norms_that_do_more_are_called(change):
+    torch.manual_seed(0)
+    backbone = ResNetBackbone("resnet10", stages=(2,), width=8)
+    change(backbone.body)
+    mask = padding_mask_of([(64, 64), (32, 48)], (64, 64))
+    images = torch.randn(2, 3, 64, 64).masked_fill(mask[:, None], 0)
+    (plain,) = backbone(images, mask)
+    (found,) = accelerate(backbone)(images, mask)
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-5 * float(plain.abs().max()))
+
+
+def layer_and_input(dropout):
+    torch.manual_seed(0)
+    return EncoderLayer(C, HEADS, 48, dropout, False), torch.randn(2, 5, C)
+
+
+def test_dropout_is_that_of_its_own_module():
+    layer, x = layer_and_input(0.5)
+    expected = layer.eval()(x, None, None)
+    layer = accelerate(layer).train()
+    layer.dropout.eval()
+    layer.self_attn.dropout = 0.0
+    torch.testing.assert_close(layer(x, None, None), expected)
+    layer.dropout = nn.Identity()
+    torch.testing.assert_close(layer(x, None, None), expected)
+    layer.eval().dropout = accelerate(nn.Dropout(0.5)).train()
+    assert not torch.allclose(layer(x, None, None), expected)
+
+
+def test_an_image_without_a_valid_key_is_no_nan_in_training():
+    attention, x = accelerate(Attention(C, HEADS, dropout=0.5)).train(), torch.randn(2, 5, C)
+    mask = torch.tensor([[False] * 5, [True] * 5])
+    assert attention(x, x, x, mask).isfinite().all()
+
+
+def test_an_accelerated_resnet_compiles_to_one_graph():
+    backbone = accelerate(ResNetBackbone("resnet10", stages=(2,), width=8)).eval()
+    images, mask = torch.randn(1, 3, 64, 64), torch.zeros(1, 64, 64, dtype=torch.bool)
+    compiled = torch.compile(backbone, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images, mask)[0], backbone(images, mask)[0], rtol=0, atol=1e-4)
+
+
+def test_gradients_of_torch_func_go_through_dropout():
+    layer, x = accelerate(nn.Dropout(0.5)).train(), torch.ones(3)
+    assert torch.func.grad(lambda x: layer(x).sum())(x).shape == (3,)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only Linux has is not needed: a run without it ends with the same weights, bit for bit.
 
-Our code in its process finds no fork, no lock of files, no ``resource``, no ``/proc`` and ``/sys``, no huge pages and no OpenMP of
+Our code in its process finds no fork, no lock of files, no ``resource``, no ``/proc`` and ``/sys``, and no OpenMP of
 GCC; data workers are spawned, as on macOS and Windows. Other libraries take what they find. What else is different on Windows, such
 as its paths, is not tried here.
 """
@@ -14,7 +14,7 @@ from test_runner import assert_same_run
 from tiny import DEFORMABLE, overrides
 
 WITHOUT = """
-import ctypes, io, mmap, multiprocessing, os, sys
+import ctypes, io, multiprocessing, os, sys
 
 def absent(real, *beginnings):
     def call(path=None, *args, **kwargs):
@@ -26,7 +26,6 @@ def absent(real, *beginnings):
 if __name__ == "__main__":
     for name in ("fork", "forkpty", "sched_getaffinity", "getloadavg"):
         delattr(os, name)
-    del mmap.MADV_HUGEPAGE
     multiprocessing.set_start_method("spawn")
     import torch, fvcore.common.checkpoint, torch.utils.tensorboard  # which take what they find of the system
     sys.modules["fcntl"] = sys.modules["resource"] = None

@@ -14,10 +14,10 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_967,
+    "code lines": 20_982,
     "code lines of data/": 3_751,
     "files": 267,
-    "functions": 2_045,
+    "functions": 2_047,
     "rooms": 33,
     "arrows between rooms": 196,
     "keys of the config": 186,
