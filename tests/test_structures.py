@@ -2,7 +2,6 @@
 """Padded batches and their masks, box formats, and the way from predictions to detections in pixels."""
 
 import mmap
-import weakref
 
 import pytest
 import torch
@@ -67,25 +66,6 @@ def test_a_canvas_of_many_megabytes_is_like_a_small_one(monkeypatch, large_pages
         place[:, : image.shape[1], : image.shape[2]] = (image - mean) / std
     assert torch.equal(batch.images, expected)
     assert torch.equal(batch.images.clone().requires_grad_().mul(2).detach(), 2 * expected)
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")
-def test_a_large_canvas_goes_with_the_last_that_holds_it(monkeypatch):
-    maps = weakref.WeakSet()
-
-    class Pages(mmap.mmap):
-        def __init__(self, *args, **kwargs):
-            maps.add(self)
-
-        def madvise(self, option):
-            """Some systems refuse large pages, which this is not about."""
-
-    monkeypatch.setattr(mmap, "mmap", Pages)
-    row = PaddedBatch.from_images([torch.ones(3, 1000, 1000)]).images[0, 0, 5]
-    assert len(maps) == 1
-    assert row.sum() == 1000
-    del row
-    assert not maps
 
 
 def test_targets_are_pinned_whole(monkeypatch):

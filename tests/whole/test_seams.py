@@ -215,7 +215,7 @@ def test_a_part_that_lacks_what_its_contract_asks_for_is_refused():
     detector = make("detr")
     del detector.backbone.size_divisibility
     with pytest.raises(
-        TypeError, match=r"the backbone ResNetBackbone has no size_divisibility; its contract asks for strides, chan"
+        TypeError, match=r"the backbone FastResNetBackbone has no size_divisibility; its contract asks for strides, chan"
     ):
         DETR(detector.backbone, detector.position, detector.transformer, 16, num_queries=2, num_logits=3)
 
