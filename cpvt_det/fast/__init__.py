@@ -59,8 +59,6 @@ FASTER: dict[type[nn.Module], type[nn.Module]] = {
     ResNetBackbone: FastResNetBackbone,
 }
 """Plain class -> the faster one, which has its parameters."""
-KNOWN = ("cpvt_det", "torch", "torchvision")
-"""Packages whose modules are looked into; what others wrote stays as it is."""
 
 
 def accelerate(model: nn.Module) -> nn.Module:
@@ -75,6 +73,6 @@ def accelerate(model: nn.Module) -> nn.Module:
     if not routes.is_all_left_out():
         model.__class__ = FASTER.get(type(model), type(model))
         for part in model.children():
-            if type(part).__module__.partition(".")[0] in KNOWN:
+            if routes.is_known(part):
                 accelerate(part)
     return model

@@ -28,19 +28,15 @@ def dropout(x: Tensor, probability: float, training: bool = True, rectify: bool 
         training: whether any does.
         rectify: whether the ReLU is taken first; the output is then all that is kept for the backward pass.
     """
-    if training and is_own(x, probability):
-        return _KernelDropout.apply(x, probability, seed(), rectify)
+    if training and _is_own(x, probability):
+        return _KernelDropout.apply(x, probability, int(torch.randint(1 << 62, ())), rectify)
     return F.dropout(F.relu(x) if rectify else x, probability, training)
 
 
-def is_own(x: Tensor, probability: float) -> bool:
+def _is_own(x: Tensor, probability: float) -> bool:
     """Whether the kernel drops numbers of ``x``."""
     is_for_kernel = routes.is_plain(x) and x.dtype in FLOATS and 0 < probability < MOST
-    return is_for_kernel and routes.is_on("dropout") and kernel() is not None
-
-
-def seed() -> int:
-    return int(torch.randint(1 << 62, ()))
+    return is_for_kernel and routes.is_on("dropout") and _kernel() is not None
 
 
 class FastDropout(nn.Dropout):
@@ -57,7 +53,7 @@ class _KernelDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probability, seed, rectify):
         ctx.arguments = (probability, seed)
-        out = kernel().drop(x, probability, seed, rectify)
+        out = _kernel().drop(x, probability, seed, rectify)
         ctx.save_for_backward(out if rectify else None)
         return out
 
@@ -67,11 +63,11 @@ class _KernelDropout(torch.autograd.Function):
         if out is None:
             return _KernelDropout.apply(grad, *ctx.arguments, False), None, None, None
         rectified = torch.ops.aten.threshold_backward(grad, out, 0)  # positive where the input was and was kept
-        return rectified.mul_(kernel().keep_scale(ctx.arguments[0])), None, None, None
+        return rectified.mul_(_kernel().keep_scale(ctx.arguments[0])), None, None, None
 
 
 @functools.cache
-def kernel() -> ModuleType | None:
+def _kernel() -> ModuleType | None:
     """The module of the kernel; ``None`` without numba."""
     try:
         return importlib.import_module("cpvt_det.fast.dropout_numba")

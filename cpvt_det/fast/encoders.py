@@ -55,8 +55,7 @@ def packing_for(
 
 def _needs_batch(part: nn.Module) -> bool:
     """Whether a part is watched, skips images, or is another's, which may look across tokens."""
-    is_known = type(part).__module__.partition(".")[0] in ("cpvt_det", "torch")
-    return not is_known or routes.is_watched(part) or (isinstance(part, DropPath) and part.training)
+    return not routes.is_known(part) or routes.is_watched(part) or (isinstance(part, DropPath) and part.training)
 
 
 @dataclass(frozen=True)

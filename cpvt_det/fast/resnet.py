@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from cpvt_det.fast.convolution import can_fold, convolve
-from cpvt_det.models.backbones.resnet import ResNetBackbone, ValidCells
+from cpvt_det.models.backbones.resnet import MaskedOps, ResNetBackbone
 from cpvt_det.ops import routes
 from cpvt_det.structures import Size, has_padding, valid_sizes
 
@@ -83,7 +83,7 @@ def in_parts(
     return found
 
 
-class FastValidCells(ValidCells):
+class FastMaskedOps(MaskedOps):
     """Of images in the upper left corner only the padding is written, and frozen norms are folded into convolutions."""
 
     @functools.cached_property
@@ -108,7 +108,7 @@ class FastValidCells(ValidCells):
 class FastResNetBackbone(ResNetBackbone):
     """Faster :class:`ResNetBackbone`."""
 
-    valid_cells = FastValidCells
+    masked_ops = FastMaskedOps
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """(B, C_l, ceil(H / stride), ceil(W / stride)) float for each stage."""

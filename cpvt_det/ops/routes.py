@@ -43,6 +43,8 @@ OWN = ("dropout", "deformable", "canvases", "packing", "openmp")
 OF_WIDE_UNITS = ("avx512fp16", "avx512vp2intersect", "avxvnni")
 """Instructions by LLVM's names. Of processors with AVX-512's products of bf16, those with units of full width have one at least."""
 SWITCH, ALL = "CPVT_DET_WITHOUT", "all"
+KNOWN = ("cpvt_det", "torch", "torchvision")
+"""Packages whose modules are looked into; what others wrote stays as it is."""
 
 
 @functools.cache
@@ -106,6 +108,11 @@ def is_plain(x: Tensor) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks see a module's calls or its gradients."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether a module's class is ours, torch's or torchvision's."""
+    return type(module).__module__.partition(".")[0] in KNOWN
 
 
 def takes(route: str, x: Tensor) -> bool:

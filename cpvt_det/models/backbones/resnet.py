@@ -33,8 +33,8 @@ DEPTHS = {
 
 
 @dataclass
-class ValidCells:
-    """The cells of every stride that are not padded, made once per batch.
+class MaskedOps:
+    """Convolutions, norms and ReLU that keep the padding at zero, with the masks of every stride, made once per batch.
 
     Attributes:
         padding_mask: (B, H, W) bool, True = padded; ``None``: no cell is masked, because nothing is padded, or the padding carries
@@ -85,7 +85,7 @@ class ResNetBackbone(nn.Module):
         ValueError: no stages, stages outside 2 to 5, a ``freeze_at`` outside 0 to 5, or no width.
     """
 
-    valid_cells = ValidCells
+    masked_ops = MaskedOps
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class ResNetBackbone(nn.Module):
             For each of ``stages``, (B, C_l, ceil(H / stride), ceil(W / stride)) float.
         """
         is_masked = self.mask_padding and has_padding(padding_mask)
-        valid = self.valid_cells(padding_mask if is_masked else None, images.dtype)
+        valid = self.masked_ops(padding_mask if is_masked else None, images.dtype)
         body = self.body
         x = valid.rectify(valid.convolve(body.conv1, body.bn1, images, 2), 2)
         x = body.maxpool(x)
@@ -211,7 +211,7 @@ def _download(weights: torchvision.models.WeightsEnum) -> Mapping[str, Tensor]:
         ) from error
 
 
-def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: ValidCells, is_returned: bool) -> tuple[Tensor, int]:
+def _run_block(block: BasicBlock | Bottleneck, x: Tensor, stride: int, valid: MaskedOps, is_returned: bool) -> tuple[Tensor, int]:
     """torchvision's residual block with the padding zeroed before every 3x3 convolution; its output's stride beside it.
 
     Between two bottlenecks nothing looks across cells, unless a norm counts them: there the wide map is not masked.
