@@ -64,8 +64,9 @@ def save_random(config: str, path: Path) -> None:
     """A checkpoint of a config's model with random weights and COCO's classes."""
     import torch
 
-    from cpvt_det.builders import build_detector, load_cfg
+    from cpvt_det.builders import build_detector
     from cpvt_det.class_names import COCO_CLASSES
+    from cpvt_det.config import load_cfg
 
     cfg = load_cfg(config, ["MODEL.NUM_CLASSES", str(len(COCO_CLASSES)), "MODEL.BACKBONE.WEIGHTS", ""])
     torch.manual_seed(0)

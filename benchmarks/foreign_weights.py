@@ -150,7 +150,7 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
 
 def _zero_peg(case: Case) -> dict[str, str]:
     encoding = "sine+peg" if case.peer == "dino" else "sine_offset+peg"
-    return {"MODEL.POSITION.NAME": encoding, "MODEL.POSITION.ZERO_INIT": "True"}
+    return {"MODEL.POSITION.NAME": encoding, "MODEL.POSITION.PEG": "{'ZERO_INIT': True}"}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -67,7 +67,7 @@ def variants() -> list[Variant]:
 
 def _detr(backbone: str, dc5: bool, norm: str, position: str) -> Variant:
     overrides = ("MODEL.BACKBONE.NAME", backbone, "MODEL.BACKBONE.DC5", str(dc5), "MODEL.POSITION.NAME", position)
-    overrides += ("MODEL.POSITION.DECODER", "same", "MODEL.DETR.PRE_NORM", str(norm == "pre-norm"))
+    overrides += ("MODEL.DETECTOR.DECODER_POSITION", "same", "MODEL.DETECTOR.PRE_NORM", str(norm == "pre-norm"))
     arguments = {"backbone": backbone, "dilation": dc5, "pre_norm": norm == "pre-norm", "position_embedding": position}
     name = f"{backbone}{' DC5' * dc5}, {norm}, {position}"
     return Variant("detr", name, "detr_r50_sine_50ep.yaml", overrides, arguments, PADDED["detr"])

@@ -2,7 +2,7 @@
 """Every config key and its default, once. Names and meanings are detectron2's where detectron2 has the key."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,9 @@ def _add_model(cfg: CfgNode) -> None:
     model.PIXEL_MEAN = list(defaults.PIXEL_MEAN)  # mean of R, G and B, 0 to 255; timm backbones replace defaults by their own
     model.PIXEL_STD = list(defaults.PIXEL_STD)  # the model gets (pixels - PIXEL_MEAN) / PIXEL_STD; timm: as for PIXEL_MEAN
 
-    # A part of your own, registered by a module given with --import, may have options of its own: add them in YAML to its node
-    # (BACKBONE, NECK, POSITION, QUERIES, CRITERION, or for a detector DETECTOR).
-    model.DETECTOR = CfgNode(new_allowed=True)
+    # The nodes of parts (DETECTOR, BACKBONE, NECK, POSITION, QUERIES, CRITERION.CLASSIFICATION) take the options of the part that
+    # they name: keywords of its constructor, in upper case. None takes an option back that a file before has set.
+    model.DETECTOR = CfgNode(new_allowed=True)  # options of META_ARCHITECTURE
     _add_features(model)
     _add_transformer(model)
     _add_criterion(model)
@@ -88,85 +88,34 @@ def _add_features(model: CfgNode) -> None:
     model.BACKBONE.DC5 = False  # True: stage 5 is dilated and has the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # last stage that keeps its pretrained weights (is frozen); 1 is the stem, 0 trains all stages
     model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in batches of the official code
-    model.BACKBONE.PATCH_SIZE = 16  # deit, cpvt, tnt: side of a patch in pixels, and stride of the one map
-    model.BACKBONE.EMBED_DIM = 0  # deit, cpvt, tnt: channels; 0: those of the name
-    model.BACKBONE.DEPTH = 0  # deit, cpvt, tnt: number of layers; 0: 12
-    model.BACKBONE.NUM_HEADS = 0  # deit, cpvt, tnt: number of attention heads; 0: that of the name
-    model.BACKBONE.NUM_TOKENS = 1  # deit, cpvt, tnt: tokens beside the patches: 1, the class token; 2, distillation too; 0, none
-    model.BACKBONE.DROP_PATH = 0.0  # deit, cpvt, tnt: probability that an image skips a part of the last layer; 0 in the first
+    model.BACKBONE.POSITION = CfgNode(new_allowed=True)  # deit, cpvt, tnt: encoding of the patches
+    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: as MODEL.POSITION; empty: the own one: table, cpvt: peg_plain
 
     model.NECK = CfgNode(new_allowed=True)
     model.NECK.NAME = ""  # neck; empty: the detector's default, projection for CPVTDetr, multi_level for CPVTDeformableDetr
 
     model.POSITION = CfgNode(new_allowed=True)
     model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, table, relative, rope, rope_mixed, peg, <one>+<a PEG>, or peg_*
-    model.POSITION.DECODER = "sine"  # encoding of the keys in DETR's decoder: sine, same (as in the encoder) or none
-    model.POSITION.NORMALIZE = True  # sine: True: rows and columns as parts of the image; False: their numbers
-    model.POSITION.TEMPERATURE = defaults.TEMPERATURE  # sine: longest wavelength over the shortest; weights of DINO's authors: 20
-    model.POSITION.TABLE_SIZE = 50  # learned: largest height and width of a feature map
-    model.POSITION.GRID = (14, 14)  # table: its height and width; it is interpolated to the cells of each image
-    model.POSITION.ANTIALIAS = False  # table: True: interpolate as timm does, which also differs where a table is enlarged
-    model.POSITION.RANGE = 8  # relative: largest offset of rows and of columns with a vector of its own
-    model.POSITION.POSITIONS = [0]  # peg: encoder layers after which a PEG acts; -1 is before the first layer
-    model.POSITION.SHARE_LEVELS = False  # peg: True: one PEG for all levels of Deformable-DETR; False: one PEG per level
-    model.POSITION.KERNEL_SIZE = 3  # peg: kernel size of the convolution
-    model.POSITION.NORM = "BN"  # peg: norm after the convolution: BN, SyncBN, GN or none
-    model.POSITION.MASK_INPUT = True  # peg: keep padded tokens out of convolution and statistics; False: as in the authors' code
-    model.POSITION.ZERO_INIT = False  # peg: True: start as the identity, to fine-tune trained weights
-
-    model.BACKBONE.POSITION = model.POSITION.clone()  # deit, cpvt, tnt: encoding of the patches
-    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: encoding of the patches; empty: the own one: table, cpvt: peg_plain
-    for key in ("DECODER", "SHARE_LEVELS"):
-        del model.BACKBONE.POSITION[key]
 
 
 def _add_transformer(model: CfgNode) -> None:
-    model.DETR = CfgNode()  # transformer of both detectors; only PRE_NORM is for CPVTDetr alone
+    model.DETR = CfgNode()  # transformer of all detectors
     model.DETR.HIDDEN_DIM = defaults.CHANNELS  # channels of the transformer
     model.DETR.NHEADS = defaults.HEADS  # number of attention heads
     model.DETR.DIM_FEEDFORWARD = defaults.FFN_CHANNELS  # inner channels of the feed-forward networks
     model.DETR.ENC_LAYERS = defaults.LAYERS  # number of encoder layers
     model.DETR.DEC_LAYERS = defaults.LAYERS  # number of decoder layers
     model.DETR.DROPOUT = defaults.DROPOUT  # dropout probability in the transformer
-    model.DETR.PRE_NORM = False  # True: norms before attention and feed-forward; CPVTDetr only
     model.DETR.NUM_OBJECT_QUERIES = 100  # number of object queries; at least twice the largest number of objects per image
-
-    model.DEFORMABLE = CfgNode()  # CPVTDeformableDetr only
-    model.DEFORMABLE.NUM_LEVELS = defaults.LEVELS  # feature levels: maps of BACKBONE.STAGES, then coarser ones made of the last
-    model.DEFORMABLE.ENC_POINTS = defaults.POINTS  # encoder: sampling points per head and level
-    model.DEFORMABLE.DEC_POINTS = defaults.POINTS  # decoder: sampling points per head and level
-    model.DEFORMABLE.BOX_REFINEMENT = False  # True: every decoder layer corrects the boxes of the previous layer
-    model.DEFORMABLE.LOOK_FORWARD_TWICE = False  # True: a layer's loss corrects the previous boxes too (DINO)
-    model.DEFORMABLE.FINAL_NORM = False  # True: one norm between the decoder's layers and their heads (DINO)
-    model.DEFORMABLE.MIXED_SUPERVISION = False  # True: objects train several queries each, before these see each other (MS-DETR)
-    model.DEFORMABLE.TWO_STAGE = False  # True: queries come from the encoder's best proposals; needs BOX_REFINEMENT
-    model.DEFORMABLE.PROPOSAL_NMS = 1.0  # two-stage: proposals above this IoU with a better one are chosen last (DETA); 1: no NMS
-    model.DEFORMABLE.IMPLEMENTATION = "auto"  # kernel of deformable attention: auto, numba, triton, eager, export or grid_sample
 
     model.QUERIES = CfgNode(new_allowed=True)
     model.QUERIES.NAME = ""  # learned, anchors, proposals or mixed; empty: the detector's: learned, or proposals if TWO_STAGE
-    model.QUERIES.CLASS_PROPOSALS = False  # proposals, mixed: True: proposals have classes (DINO); False: they are objects or not
-    model.QUERIES.HYBRID = 0  # proposals, mixed: queries of training alone, matched with each object HYBRID_MATCHES times (H-DETR)
-    model.QUERIES.DENOISING = 0  # all but learned: pairs of noised objects per image, in training; 0: no denoising (DINO: 100)
-    model.QUERIES.LABEL_NOISE = 0.5  # denoising: twice the probability that an object's class is replaced by a random one
-    model.QUERIES.BOX_NOISE = 1.0  # denoising: how far corners move, of at most half a side for positives and one for negatives
-    model.QUERIES.SHARED_CONTENT = False  # mixed: True: all queries share one learned vector, so their number can change later
-    model.QUERIES.TOKEN_CONTENT = False  # mixed: True: contents are the features of the proposals' tokens; nothing is learned
-    model.QUERIES.REFINED_POSITIONS = False  # mixed: True: positions follow the boxes from decoder layer to decoder layer (DINO)
-    model.QUERIES.SCALED_POSITIONS = False  # anchors, mixed: True: such positions are scaled by what the layer before decoded (DAB)
 
 
 def _add_criterion(model: CfgNode) -> None:
-    model.CRITERION = CfgNode(new_allowed=True)
-    model.CRITERION.CLASSIFICATION = "softmax"  # softmax, focal; scores that learn how well a box fits: mal, varifocal, ia_bce
-    model.CRITERION.BACKGROUND_WEIGHT = defaults.BACKGROUND_WEIGHT  # softmax: weight of the class "no object"
-    model.CRITERION.FOCAL_ALPHA = defaults.FOCAL_ALPHA  # focal: weight of objects against background
-    model.CRITERION.FOCAL_GAMMA = defaults.FOCAL_GAMMA  # focal: focusing parameter; a higher value gives easy examples less weight
-    model.CRITERION.MAL_GAMMA = defaults.MAL_GAMMA  # mal (DEIM): power of overlaps and scores
-    model.CRITERION.VARIFOCAL_ALPHA = defaults.VARIFOCAL_ALPHA  # varifocal: weight of background
-    model.CRITERION.VARIFOCAL_GAMMA = defaults.VARIFOCAL_GAMMA  # varifocal: power of the scores of background
-    model.CRITERION.IA_BCE_ALPHA = defaults.IA_BCE_ALPHA  # ia_bce (Align-DETR): share of the score in the target
-    model.CRITERION.IA_BCE_GAMMA = defaults.IA_BCE_GAMMA  # ia_bce: power of the scores of background
+    model.CRITERION = CfgNode()
+    model.CRITERION.CLASSIFICATION = CfgNode(new_allowed=True)
+    model.CRITERION.CLASSIFICATION.NAME = "softmax"  # softmax, focal; scores that learn how well a box fits: mal, varifocal, ia_bce
     model.CRITERION.CLASS_WEIGHT = defaults.CLASS_WEIGHT  # weight of loss_class in the total loss; 0 leaves it out
     model.CRITERION.L1_WEIGHT = defaults.L1_WEIGHT  # weight of loss_l1 in the total loss; 0 leaves it out
     model.CRITERION.GIOU_WEIGHT = defaults.GIOU_WEIGHT  # weight of loss_giou in the total loss; 0 leaves it out
@@ -265,28 +214,30 @@ def _add_solver(cfg: CfgNode) -> None:
 
 SAME_RUN = re.compile(
     r"VERSION$|OUTPUT_DIR$|CALLBACKS$|TEST\.|"
-    r"MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DEFORMABLE\.IMPLEMENTATION)$|"
+    r"MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DETECTOR\.IMPLEMENTATION)$|"
     r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER|CACHE)$|"
     r"SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_MINUTES|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING|COLLECTIVE_TIMEOUT)$"
 )
 """Keys that may change when a run is resumed: they do not change its steps."""
 
 
-def changed_keys(before: str, now: str, without: Callable[[CfgNode], Collection[str]] = lambda cfg: ()) -> list[str]:
+def changed_keys(before: str, now: str) -> list[str]:
     """Which keys that matter to a run's steps differ between two configs.
 
     Args:
         before, now: YAML of :meth:`CfgNode.dump`.
-        without: keys that do not matter to the config of now.
 
     Returns:
-        "KEY was X, is Y" for each key that differs.
+        "KEY was X, is Y" for each key that differs; an option of a part that only one of them sets was, or is, unset.
     """
-    cfg = CfgNode.load_cfg(now)
-    old, new = (dict(flat_items(node)) for node in (CfgNode.load_cfg(before), cfg))
-    keys = {key for key in old.keys() & new.keys() if old[key] != new[key] and not SAME_RUN.match(key)}
-    keys -= set(without(cfg)) if keys else set()
-    return [f"{key} was {old[key]!r}, is {new[key]!r}" for key in sorted(keys)]
+    old, new = (dict(flat_items(CfgNode.load_cfg(text))) for text in (before, now))
+    options = (old.keys() ^ new.keys()) - set(key_names(get_cfg()))
+    keys = {key for key in (old.keys() & new.keys()) | options if not SAME_RUN.match(key) and old.get(key) != new.get(key)}
+    return [f"{key} was {_told(old, key)}, is {_told(new, key)}" for key in sorted(keys)]
+
+
+def _told(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "unset"
 
 
 def key_names(cfg: CfgNode) -> list[str]:

@@ -79,7 +79,7 @@ class UnknownNameError(ConfigError, KeyError):
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         way_out = f"; {otherwise}" if otherwise else ""
-        super().__init__(f"unknown {kind} {name!r}{hint}; known: {', '.join(known)}{way_out}")
+        super().__init__(f"unknown {kind} {name!r}{hint}; known: {', '.join(known) or 'none'}{way_out}")
 
     __str__ = ValueError.__str__  # KeyError would print the repr
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from fvcore.common.registry import Registry
 
-from cpvt_det.errors import BadInputError, UnknownNameError, first_line
+from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
 
 IMPORT_HINT = "a module that registers it is imported with --import MODULE"
 INHERITED = "CPVT_DET_IMPORT"
@@ -88,6 +88,7 @@ class PartRegistry(Registry):
 
         Raises:
             UnknownNameError: a name that is not registered, or an option that the builder does not take.
+            ConfigError: an option of another type than its default.
         """
         accepted = self.parameters(name)
         builder = self.with_options(name, options or {}, facts.keys())
@@ -103,12 +104,40 @@ class PartRegistry(Registry):
 
         Raises:
             UnknownNameError: a name that is not registered, or an option that the builder does not take.
+            ConfigError: an option of another type than its default.
         """
-        accepted = self.parameters(name)
-        for option in options or {}:
+        if not options:
+            return self.find(name)
+        accepted, defaults = self.parameters(name) - set(known), self._defaults(name)
+        for option, value in options.items():
             if option not in accepted:
-                raise UnknownNameError(f"option of {self.kind} {name!r}", option, accepted - set(known))
-        return functools.partial(self.find(name), **options) if options else self.find(name)
+                raise UnknownNameError(f"option of {self.kind} {name!r}", option, accepted, self._takers_of(option, known))
+            _require_kind(f"the option {option!r} of the {self.kind} {name!r}", value, defaults.get(option))
+        return functools.partial(self.find(name), **options)
+
+    def _defaults(self, name: str) -> dict[str, Any]:
+        """The default values of a builder's keywords; of those without one, none."""
+        parameters = inspect.signature(self.find(name)).parameters.values()
+        return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+    def _takers_of(self, option: str, known: Collection[str]) -> str:
+        """Which parts take an option, for the message that refuses it elsewhere."""
+        takers = [other for other in self.names if option in self.parameters(other) - set(known)]
+        way_out = "leave it out, or None takes it back"
+        return f"it belongs to {', '.join(takers)}; {way_out}" if takers else way_out
+
+
+def options_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in a part's config node, as keywords: its keys in lower case, without ``NAME`` and what is ``None``."""
+    return {key.lower(): value for key, value in node.items() if key != "NAME" and value is not None}
+
+
+def _require_kind(what: str, value: Any, default: Any) -> None:
+    """Refuse a value of another type than the default's: a whole number does for a float, a list for a tuple."""
+    kinds = {bool: bool, int: int, float: (int, float), str: str, list: (list, tuple), tuple: (list, tuple)}
+    kind = kinds.get(type(default), object)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, (int, float))):
+        raise ConfigError(f"{what} must be of type {type(default).__name__}, as its default {default!r}; got {value!r}")
 
 
 def _family_of(name: str) -> str:

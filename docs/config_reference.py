@@ -2,9 +2,12 @@
 """``docs/config.md``, from the defaults in ``cpvt_det/config.py`` and the comments beside them."""
 
 import ast
+import functools
+import inspect
 import io
+import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,21 +16,30 @@ from fvcore.common.config import CfgNode
 from tabulate import tabulate
 
 import cpvt_det.config
+from cpvt_det.builders import DETECTOR_REGISTRY
+from cpvt_det.losses import CLASSIFICATION_REGISTRY
+from cpvt_det.models import BACKBONE_REGISTRY, NECK_REGISTRY, QUERY_REGISTRY
+from cpvt_det.models.denoising import ContrastiveDenoising
+from cpvt_det.position.encoding import FACTS, POSITION_REGISTRY
+from cpvt_det.registry import PartRegistry
 
 DOCUMENT = Path(__file__).resolve().parent / "config.md"
 HEAD = """\
 # Every config key
 
 A config is YAML; `_BASE_` names a file that it starts from, by its path from this one or by its name among the package's, and
-KEY VALUE pairs on the command line override it. Names and meanings are detectron2's where detectron2 has the key. A key that
-cannot apply to what the config chooses, such as `FOCAL_ALPHA` under softmax, is refused unless it has its default (those of our
-ResNets are ignored by another backbone, with a warning); in the config of an earlier run or model it is ignored, with a
-warning. This page is written by `python docs/config_reference.py` from `cpvt_det/config.py`.
+KEY VALUE pairs on the command line override it. Names and meanings are detectron2's where detectron2 has the key. The nodes of
+parts take what their part takes (last section); other options are refused. This page is written by
+`python docs/config_reference.py` from `cpvt_det/config.py` and from the parts themselves.
 """
+PARTS_HEAD = """\
+## Options of parts
 
-
-COPIED = "MODEL.POSITION."
-"""Keys that MODEL.BACKBONE has too, with the same meanings."""
+Keys that stand in a part's node beside its `NAME`, with their defaults. Those of a sum stand under the name of each:
+`MODEL.POSITION: {NAME: sine+peg, PEG: {ZERO_INIT: True}}`. `None` takes back what a base file has set.
+"""
+GIVEN = {"num_classes", "map_channels", "map_strides", "needs_references", "num_queries", "num_logits", "prior_probability", "name"}
+"""What the model gives a part, beside what an encoding is given."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,6 @@ def find_keys() -> list[Key]:
     for function in ast.parse(source).body:
         if isinstance(function, ast.FunctionDef):
             described |= {name: comments.get(line, "") for name, line in _assignments(function)}
-    described = {**{f"MODEL.BACKBONE.{name[6:]}": text for name, text in described.items() if name.startswith(COPIED)}, **described}
     return [Key(name, _value(cfg, name), described[name]) for name in cpvt_det.config.key_names(cfg) if name in described]
 
 
@@ -87,7 +98,57 @@ def document() -> str:
     for group, keys in groups.items():
         rows = [(f"`{key.name}`", f"`{key.default!r}`", key.comment.replace("|", "\\|")) for key in keys]
         parts.append(f"## {group or 'The run'}\n\n" + tabulate(rows, ("key", "default", "meaning"), tablefmt="pipe") + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, PARTS_HEAD, *_options_of_parts()])
+
+
+def _options_of_parts() -> Iterator[str]:
+    """For each node and part of ours, its options: name, default, and the sentence of its docstring."""
+    shared = {key.lower() for key in cpvt_det.config.get_cfg().MODEL.BACKBONE} | {"checkpointing"}
+    for node, registry, given in (
+        ("DETECTOR", DETECTOR_REGISTRY, set()),
+        ("BACKBONE", BACKBONE_REGISTRY, shared),
+        ("NECK", NECK_REGISTRY, GIVEN | {"num_levels", "mask_padding", "channels"}),
+        ("POSITION", POSITION_REGISTRY, set(FACTS)),
+        ("QUERIES", QUERY_REGISTRY, GIVEN | {"channels"}),
+        ("CRITERION.CLASSIFICATION", CLASSIFICATION_REGISTRY, GIVEN),
+    ):
+        takers: dict[str, list[str]] = {}
+        for name in registry.names:
+            for line in _options(registry, name, given) if "+" not in name else ():
+                takers.setdefault(line, []).append(f"`{name}`")
+        lines = [f"- {line} ({', '.join(names[:6])}{', ...' * (len(names) > 6)})" for line, names in takers.items()]
+        if lines:
+            nodes = f"`MODEL.{node}`" + (" and `MODEL.BACKBONE.POSITION`" if node == "POSITION" else "")
+            yield "\n".join([f"{nodes}:", "", *lines, ""])
+
+
+def _options(registry: PartRegistry, name: str, given: set[str]) -> Iterator[str]:
+    """Each option of a part: its key, its default, and what the docstring of its builder says of it."""
+    builder = registry.find(name)
+    texts = _arguments(builder)
+    for option, parameter in inspect.signature(builder).parameters.items():
+        if option in registry.parameters(name) - given and parameter.default is not parameter.empty:
+            yield f"`{option.upper()}` {parameter.default!r}: {texts.get(option, 'MISSING')}"
+            if option == "denoising":  # the builder makes the module
+                texts |= _arguments(ContrastiveDenoising)
+                yield from (f"`{key.upper()}` {value!r}: {texts[key]}" for key, value in (("label_noise", 0.5), ("box_noise", 1.0)))
+
+
+def _arguments(builder: Callable[..., Any]) -> dict[str, str]:
+    """What the docstring of a class or function says of each of its arguments, those of ``as in`` another class too."""
+    while isinstance(builder, functools.partial):
+        builder = builder.func
+    block = re.search(r"^Args:\n((?:    .*\n|\n)+)", (inspect.getdoc(builder) or "") + "\n", re.M)
+    found = {}
+    for names, text in re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", block[1] if block else "", re.M):
+        text = " ".join(text.split()).rstrip(".")
+        inherited = _arguments(builder.__base__) if "as in :class:" in text and inspect.isclass(builder) else {}
+        for name in names.split(", "):
+            if name in inherited:
+                found[name] = inherited[name]
+            else:
+                found[name] = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"`\1`", text.partition("; ``None``")[0]).replace("``", "`")
+    return found
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # so that its products repeat b
 PATIENCE = 45.0  # seconds in which a run whose process was killed has to end
 MODEL = {
     "MODEL.META_ARCHITECTURE": "CPVTDeformableDetr",
-    "MODEL.DEFORMABLE.NUM_LEVELS": 2,
-    "MODEL.CRITERION.CLASSIFICATION": "focal",
+    "MODEL.DETECTOR.NUM_LEVELS": 2,
+    "MODEL.CRITERION.CLASSIFICATION.NAME": "focal",
     "MODEL.BACKBONE.NAME": "resnet10",
     "MODEL.BACKBONE.NORM": "BN",
     "MODEL.BACKBONE.FREEZE_AT": 0,

@@ -29,7 +29,7 @@ _NAMES = {
         "transformer_arguments",
     ),
     "outputs": ("build_criterion", "build_decoder", "build_device", "build_postprocessor"),
-    "parts": ("build_backbone", "build_classification", "build_encoder_position", "require_patches"),
+    "parts": ("backbone_position", "build_backbone", "build_classification", "build_encoder_position", "require_patches"),
     "classifier_run": (
         "build_class_criterion",
         "build_class_mapper",
@@ -40,7 +40,6 @@ _NAMES = {
         "load_class_tests",
     ),
     "training": ("build_ema", "build_optimizer", "build_schedule", "build_step"),
-    "kept": ("load_cfg",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_MODULES)

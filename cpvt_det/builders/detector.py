@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MODEL`` -> detector or classifier."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fvcore.common.config import CfgNode
 from torch import nn
 
+from cpvt_det import defaults
 from cpvt_det.builders.parts import (
     build_backbone,
     build_classification,
     build_decoder_position,
     build_encoder_position,
     count_classes,
-    options_of,
-    own_options,
     pixel_statistics,
 )
-from cpvt_det.builders.unused import UNUSED_BY, refuse_unused
-from cpvt_det.config import get_cfg, key_names
 from cpvt_det.errors import ConfigError, config_errors
 from cpvt_det.fast import accelerate
 from cpvt_det.models import (
@@ -32,51 +29,27 @@ from cpvt_det.models import (
     Transformer,
 )
 from cpvt_det.models.denoising import ContrastiveDenoising
-from cpvt_det.registry import PartRegistry
+from cpvt_det.registry import PartRegistry, options_of
 
 OF_PROPOSALS = ("proposals", "mixed")
 """The query sources that start from the encoder's proposals."""
 OF_ONE_STAGE = ("learned", "anchors")
-SIGMOIDS = "set MODEL.CRITERION.CLASSIFICATION to focal, or to another one with sigmoids (varifocal, mal, ia_bce)"
+SIGMOIDS = "set MODEL.CRITERION.CLASSIFICATION.NAME to focal, or to another one with sigmoids (varifocal, mal, ia_bce)"
 DETECTOR_REGISTRY = PartRegistry("DETECTOR", "MODEL.META_ARCHITECTURE", frozenset({"cfg", "backbone"}))
 """``MODEL.META_ARCHITECTURE`` -> a function from a config and a backbone (or ``None``, for the config's own) to the keyword
 arguments of the detector's constructor; further keywords are options, keys of ``MODEL.DETECTOR``. See :func:`register_detector`."""
 
 
-def _keys(*groups: str) -> list[str]:
-    """Full names of all keys in groups of the config."""
-    return [name for name in key_names(get_cfg()) if name.startswith(tuple(f"{group}." for group in groups))]
-
-
-OF_CLASSIFIERS = _keys("MODEL.CLASSIFIER", "INPUT.CLASSIFY")
-OF_DETECTORS = [
-    *_keys(
-        *("MODEL.NECK", "MODEL.POSITION", "MODEL.DETR", "MODEL.DEFORMABLE", "MODEL.QUERIES", "MODEL.CRITERION"),
-        *("INPUT.RESIZE_CROP", "TEST.TILES"),
-    ),
-    *(f"INPUT.{side}_SIZE_{split}" for side in ("MIN", "MAX") for split in ("TRAIN", "TEST")),
-    *(f"DATALOADER.{key}" for key in ("ASPECT_RATIO_GROUPING", "FILTER_EMPTY_ANNOTATIONS")),
-    *(f"TEST.{key}" for key in ("DETECTIONS_PER_IMAGE", "NMS", "EVALUATOR", "PICTURE_THRESHOLD")),
-    "SOLVER.POINTS_LR_MULTIPLIER",
-]
-"""Keys that only classifiers, or only detectors, take."""
-
-
-def register_detector(name: str, detector: type[ImageModel], unused: Sequence[str] | None = None) -> Callable:
+def register_detector(name: str, detector: type[ImageModel]) -> Callable:
     """Register a detector's class, with the decorated function, which reads the config for it.
 
     Args:
         name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 also the name of a meta architecture.
         detector: subclass of :class:`cpvt_det.models.Detector`, or of :class:`cpvt_det.models.Classifier`.
-        unused: full names of keys that this detector does not take, as in ``MODEL.DETR.PRE_NORM``; refused where they differ from
-            their defaults. ``None``: those of the registered detector that it is a subclass of.
     """
 
-    def register(arguments: Callable[[CfgNode, nn.Module | None], dict[str, Any]]) -> Callable:
+    def register(arguments: Callable[..., dict[str, Any]]) -> Callable:
         arguments.detector = detector
-        parents = [other for other, made in DETECTOR_REGISTRY if issubclass(detector, made.detector) and other in UNUSED_BY]
-        if unused is not None or parents:
-            UNUSED_BY[name] = UNUSED_BY[parents[-1]] if unused is None else unused
         return DETECTOR_REGISTRY.register_as(name)(arguments)
 
     return register
@@ -107,64 +80,87 @@ def detector_arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> tuple
         ConfigError: a detector that cannot be built from the config.
     """
     name = cfg.MODEL.META_ARCHITECTURE
-    detector, arguments = DETECTOR_REGISTRY.find(name).detector, DETECTOR_REGISTRY.with_options(name, own_options(cfg, "DETECTOR"))
+    arguments = DETECTOR_REGISTRY.with_options(name, options_of(cfg.MODEL.DETECTOR))
     with config_errors("MODEL"):
-        made = detector, arguments(cfg, backbone)
-    refuse_unused(cfg)  # last, so that a misspelt name is reported as such
-    return made
+        return DETECTOR_REGISTRY.find(name).detector, arguments(cfg, backbone)
 
 
-@register_detector(
-    "CPVTDetr",
-    DETR,
-    unused=[
-        *(f"MODEL.DEFORMABLE.{key}" for key in get_cfg().MODEL.DEFORMABLE if key != "PROPOSAL_NMS"),  # the query source's
-        "MODEL.POSITION.SHARE_LEVELS",
-        "SOLVER.POINTS_LR_MULTIPLIER",
-        *OF_CLASSIFIERS,
-    ],
-)
-def _detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
-    detr, stages = cfg.MODEL.DETR, cfg.MODEL.BACKBONE.STAGES
+@register_detector("CPVTDetr", DETR)
+def _detr_arguments(
+    cfg: CfgNode, backbone: nn.Module | None, *, pre_norm: bool = False, decoder_position: str = "sine"
+) -> dict[str, Any]:
+    """DETR.
+
+    Args:
+        pre_norm: norms before attention and feed-forward network.
+        decoder_position: encoding of the keys in the decoder: sine, same (as in the encoder) or none.
+    """
+    stages = cfg.MODEL.BACKBONE.STAGES
     if len(stages) != 1:
         raise ConfigError(f"CPVTDetr uses one feature map, so MODEL.BACKBONE.STAGES must have one stage, got {list(stages)}")
     return {
         **shared_arguments(cfg, backbone, num_levels=1),
-        "transformer": Transformer(**transformer_arguments(cfg), pre_norm=detr.PRE_NORM),
-        "decoder_position": build_decoder_position(cfg, detr.HIDDEN_DIM),
+        "transformer": Transformer(**transformer_arguments(cfg), pre_norm=pre_norm),
+        "decoder_position": build_decoder_position(cfg, decoder_position),
     }
 
 
-@register_detector("CPVTDeformableDetr", DeformableDETR, unused=["MODEL.DETR.PRE_NORM", "MODEL.POSITION.DECODER", *OF_CLASSIFIERS])
-def _deformable_detr_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
-    deformable, source = cfg.MODEL.DEFORMABLE, cfg.MODEL.QUERIES.NAME
-    if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:
+@register_detector("CPVTDeformableDetr", DeformableDETR)
+def _deformable_detr_arguments(
+    cfg: CfgNode,
+    backbone: nn.Module | None,
+    *,
+    num_levels: int = defaults.LEVELS,
+    enc_points: int = defaults.POINTS,
+    dec_points: int = defaults.POINTS,
+    box_refinement: bool = False,
+    two_stage: bool = False,
+    look_forward_twice: bool = False,
+    final_norm: bool = False,
+    mixed_supervision: bool = False,
+    implementation: str = "auto",
+) -> dict[str, Any]:
+    """Deformable-DETR, and what came after it.
+
+    Args:
+        num_levels: feature levels: maps of BACKBONE.STAGES, then coarser ones made of the last.
+        enc_points, dec_points: sampling points per head and level in the encoder, and in the decoder.
+        box_refinement: every decoder layer corrects the boxes of the previous layer.
+        two_stage: queries come from the encoder's best proposals; needs box_refinement.
+        look_forward_twice: a layer's loss corrects the previous boxes too (DINO); needs box_refinement.
+        final_norm: one norm between the decoder's layers and their heads (DINO).
+        mixed_supervision: objects train several queries each, before these see each other (MS-DETR).
+        implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
+    """
+    source = cfg.MODEL.QUERIES.NAME
+    if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != two_stage:
         others = OF_ONE_STAGE if source in OF_PROPOSALS else OF_PROPOSALS
-        way_out = f"set it to {not deformable.TWO_STAGE}, or the name to one of {', '.join(others)}"
-        raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DEFORMABLE.TWO_STAGE is {deformable.TWO_STAGE}; {way_out}")
-    if deformable.MIXED_SUPERVISION and build_classification(cfg).prior_probability is None:
-        raise ConfigError(f"MODEL.DEFORMABLE.MIXED_SUPERVISION matches by sigmoids: {SIGMOIDS}")
+        way_out = f"set it to {not two_stage}, or the name to one of {', '.join(others)}"
+        raise ConfigError(f"MODEL.QUERIES.NAME is {source!r}, but MODEL.DETECTOR.TWO_STAGE is {two_stage}; {way_out}")
+    if mixed_supervision and build_classification(cfg).prior_probability is None:
+        raise ConfigError(f"MODEL.DETECTOR.MIXED_SUPERVISION matches by sigmoids: {SIGMOIDS}")
+    if look_forward_twice and not box_refinement:
+        raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE corrects boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True")
     return {
-        **shared_arguments(cfg, backbone, deformable.NUM_LEVELS),
+        **shared_arguments(cfg, backbone, num_levels, "proposals" if two_stage else "learned", box_refinement),
         "transformer": DeformableTransformer(
             **transformer_arguments(cfg),
-            num_levels=deformable.NUM_LEVELS,
-            encoder_points=deformable.ENC_POINTS,
-            decoder_points=deformable.DEC_POINTS,
-            implementation=deformable.IMPLEMENTATION,
-            look_forward_twice=deformable.LOOK_FORWARD_TWICE,
-            final_norm=deformable.FINAL_NORM,
-            mixed_supervision=deformable.MIXED_SUPERVISION,
+            num_levels=num_levels,
+            encoder_points=enc_points,
+            decoder_points=dec_points,
+            implementation=implementation,
+            look_forward_twice=look_forward_twice,
+            final_norm=final_norm,
+            mixed_supervision=mixed_supervision,
         ),
-        "num_levels": deformable.NUM_LEVELS,
-        "box_refinement": deformable.BOX_REFINEMENT,
-        "two_stage": deformable.TWO_STAGE,
-        "proposal_nms": deformable.PROPOSAL_NMS,
+        "num_levels": num_levels,
+        "box_refinement": box_refinement,
+        "two_stage": two_stage,
         "mask_padding": cfg.MODEL.BACKBONE.MASK_PADDING,
     }
 
 
-@register_detector("CPVTClassifier", Classifier, unused=OF_DETECTORS)
+@register_detector("CPVTClassifier", Classifier)
 def _classifier_arguments(cfg: CfgNode, backbone: nn.Module | None) -> dict[str, Any]:
     num_classes, backbone = count_classes(cfg), backbone or build_backbone(cfg)
     return {
@@ -199,9 +195,21 @@ def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
     }
 
 
-def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) -> dict[str, Any]:
-    """The keywords that the constructors of all detectors share, with the backbone; neck and queries are built only if
-    ``MODEL.NECK.NAME`` and ``MODEL.QUERIES.NAME`` are set."""
+def shared_arguments(
+    cfg: CfgNode, backbone: nn.Module | None, num_levels: int, source: str = "learned", refines: bool = False
+) -> dict[str, Any]:
+    """The keywords that the constructors of all detectors share.
+
+    Args:
+        cfg: the config.
+        backbone: backbone to use instead of the config's.
+        num_levels: feature levels of the encoder.
+        source: query source where ``MODEL.QUERIES.NAME`` is empty.
+        refines: whether decoder layers correct boxes, which some positions of queries follow.
+
+    Raises:
+        ConfigError: a query source that needs what the detector does not have.
+    """
     detr, classification = cfg.MODEL.DETR, build_classification(cfg)
     backbone = backbone or build_backbone(cfg)
     arguments = {
@@ -220,25 +228,34 @@ def shared_arguments(cfg: CfgNode, backbone: nn.Module | None, num_levels: int) 
         "map_strides": backbone.strides,
         "num_levels": num_levels,
         "mask_padding": cfg.MODEL.BACKBONE.MASK_PADDING,
-        "nms_threshold": cfg.MODEL.DEFORMABLE.PROPOSAL_NMS,
         "needs_references": DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE).detector.needs_references,
     }
+    if options_of(cfg.MODEL.NECK) and not cfg.MODEL.NECK.NAME:
+        raise ConfigError(f"MODEL.NECK has the options {', '.join(options_of(cfg.MODEL.NECK))}: set MODEL.NECK.NAME too")
     if cfg.MODEL.NECK.NAME:
-        arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, facts, own_options(cfg, "NECK"))
-    source, two_stage = cfg.MODEL.QUERIES.NAME, facts["needs_references"] and cfg.MODEL.DEFORMABLE.TWO_STAGE
-    if (source in OF_PROPOSALS or (two_stage and not source)) and classification.prior_probability is None:
-        key = f"MODEL.QUERIES.NAME {source!r}" if source else "MODEL.DEFORMABLE.TWO_STAGE"
-        raise ConfigError(f"{key} ranks proposals by a sigmoid: {SIGMOIDS}")
-    if source:
-        arguments["queries"] = QUERY_REGISTRY.build(source, facts, _query_options(cfg))
+        arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, facts, options_of(cfg.MODEL.NECK))
+    source = cfg.MODEL.QUERIES.NAME or source
+    if source in OF_PROPOSALS and classification.prior_probability is None:
+        raise ConfigError(f"the query source {source!r} ranks proposals by a sigmoid: {SIGMOIDS}")
+    arguments["queries"] = QUERY_REGISTRY.build(source, facts, _query_options(cfg, source, refines))
     return arguments
 
 
-def _query_options(cfg: CfgNode) -> dict[str, Any]:
-    """The keys of ``MODEL.QUERIES`` that its source takes; those of denoising as a module."""
-    node = cfg.MODEL.QUERIES
-    options = options_of(cfg, "QUERIES", QUERY_REGISTRY, node.NAME)
-    if "denoising" in options:
-        arguments = (cfg.MODEL.DETR.HIDDEN_DIM, cfg.MODEL.NUM_CLASSES, node.DENOISING, node.LABEL_NOISE, node.BOX_NOISE)
-        options["denoising"] = ContrastiveDenoising(*arguments) if node.DENOISING else None
+def _query_options(cfg: CfgNode, source: str, refines: bool) -> dict[str, Any]:
+    """The options of ``MODEL.QUERIES``; those of denoising as a module.
+
+    Raises:
+        ConfigError: noise without denoising, or positions that follow boxes which nothing corrects.
+    """
+    options = options_of(cfg.MODEL.QUERIES)
+    for key in ("refined_positions", "scaled_positions"):
+        if options.get(key) and not refines:
+            raise ConfigError(f"MODEL.QUERIES.{key.upper()} follows corrected boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True")
+    if "denoising" in QUERY_REGISTRY.parameters(source) and options.keys() & {"denoising", "label_noise", "box_noise"}:
+        noise = {key: options.pop(key) for key in ("label_noise", "box_noise") if key in options}
+        pairs = options.pop("denoising", 0)
+        if noise and not pairs:
+            raise ConfigError(f"MODEL.QUERIES.{next(iter(noise)).upper()} needs MODEL.QUERIES.DENOISING, a number of pairs")
+        if pairs:
+            options["denoising"] = ContrastiveDenoising(cfg.MODEL.DETR.HIDDEN_DIM, cfg.MODEL.NUM_CLASSES, pairs, **noise)
     return options

@@ -14,7 +14,6 @@ from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from cpvt_det import distributed
-from cpvt_det.builders.unused import inapplicable_keys
 from cpvt_det.checkpoint.best import BestSoFar
 from cpvt_det.checkpoint.files import (
     not_finite,
@@ -106,7 +105,7 @@ class RunState:
                 f"the run to resume was trained on other classes ({len(names)}: {', '.join(names[:5])}); "
                 "start a new run in another OUTPUT_DIR, with MODEL.WEIGHTS set to this checkpoint"
             )
-        for change in changed_keys(state["config"], self.config, inapplicable_keys):
+        for change in changed_keys(state["config"], self.config):
             logger.warning("The config of the resumed run has changed: %s", change)
             if change.startswith("SOLVER.IMS_PER_BATCH "):
                 logger.warning(

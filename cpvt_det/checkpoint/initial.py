@@ -7,13 +7,13 @@ import re
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det.builders.unused import inapplicable_keys
 from cpvt_det.checkpoint.files import not_finite
 from cpvt_det.checkpoint.load import WeightsReport, load_backbone_weights, load_weights
 from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD
 from cpvt_det.class_names import Classes
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.models import BACKBONE_REGISTRY
 
 QUERIES = re.compile(r"(^|\.)(query|refpoint)_embed\.weight$")
 logger = logging.getLogger("cpvt_det")
@@ -74,8 +74,8 @@ def load_initial_weights(
 def _starts_frozen(cfg: CfgNode) -> bool:
     """Whether the backbone keeps weights or statistics that it starts with, by keys that it takes."""
     freezing = {"NORM": cfg.MODEL.BACKBONE.NORM == "FrozenBN", "FREEZE_AT": cfg.MODEL.BACKBONE.FREEZE_AT > 0}
-    unused = inapplicable_keys(cfg)
-    return any(value and f"MODEL.BACKBONE.{key}" not in unused for key, value in freezing.items())
+    taken = BACKBONE_REGISTRY.parameters(cfg.MODEL.BACKBONE.NAME) if cfg.MODEL.BACKBONE.NAME in BACKBONE_REGISTRY else {"freeze_at"}
+    return any(value and key.lower() in taken for key, value in freezing.items())
 
 
 def _require_backbone(report: WeightsReport, cfg: CfgNode, detector: nn.Module) -> None:

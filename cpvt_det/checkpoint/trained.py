@@ -11,15 +11,13 @@ from torch import nn
 
 from cpvt_det.builders.datasets import set_classes
 from cpvt_det.builders.detector import build_detector
-from cpvt_det.builders.kept import load_cfg
 from cpvt_det.builders.outputs import build_device
-from cpvt_det.builders.unused import forgive_kept
 from cpvt_det.checkpoint.convert import CONVERSIONS
 from cpvt_det.checkpoint.initial import require_shapes
 from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.checkpoint.weights import CLASS_HEAD, Weights, read_weights
 from cpvt_det.class_names import Classes
-from cpvt_det.config import get_cfg, merge_checked, merge_overrides, parse_config
+from cpvt_det.config import get_cfg, load_cfg, merge_checked, merge_overrides, parse_config
 from cpvt_det.errors import UnknownNameError, WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 
@@ -65,7 +63,6 @@ def load_trained(
     else:
         cfg = _config_of(weights)
         merge_overrides(cfg, overrides)
-        forgive_kept(cfg, f"the config in {weights.origin}", overrides)
     cfg.MODEL.DEVICE = "auto" if device is None else str(device)
     if not any(CLASS_HEAD.search(name) for name in weights.state_dict):
         raise WeightsError(

@@ -128,7 +128,7 @@ def run_config(
         if runner == "detectron2":
             from cpvt_det.d2.run import load_cfg, run
         else:
-            from cpvt_det.builders import load_cfg
+            from cpvt_det.config import load_cfg
             from cpvt_det.runner.train import run
         from cpvt_det.runner.launch import process_group
     cfg = load_cfg(config_file, overrides)

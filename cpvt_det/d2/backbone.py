@@ -77,8 +77,8 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     """The backbone if ``MODEL.BACKBONE.NAME`` is in detectron2's registry; ``None`` if it is one of ours.
 
     Raises:
-        ConfigError: ``DC5`` or ``CHECKPOINTING`` with a backbone of detectron2, ``MASK_PADDING`` with one that cannot keep the
-            padding out, stages without a map, or an unknown name.
+        ConfigError: ``DC5``, ``NORM``, ``WIDTH`` or ``CHECKPOINTING`` with a backbone of detectron2, ``MASK_PADDING`` with one that
+            cannot keep the padding out, stages without a map, or an unknown name.
     """
     node = cfg.MODEL.BACKBONE
     if node.NAME in models.BACKBONE_REGISTRY:
@@ -86,10 +86,13 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     if node.NAME not in BACKBONE_REGISTRY:
         known = [*models.BACKBONE_REGISTRY.names, *(name for name, _ in BACKBONE_REGISTRY)]
         raise UnknownNameError("backbone", node.NAME, known, IMPORT_HINT)
-    if node.DC5 or cfg.MODEL.CHECKPOINTING:
-        raise ConfigError(
-            f"backbone {node.NAME} of detectron2 does not support MODEL.BACKBONE.DC5 and MODEL.CHECKPOINTING: set both to False"
-        )
+    for key, default in (("DC5", False), ("NORM", "FrozenBN"), ("WIDTH", 64)):
+        if node[key] != default:
+            raise ConfigError(
+                f"backbones of detectron2 do not take MODEL.BACKBONE.{key}, got {node[key]!r}; leave it at {default!r}"
+            )
+    if cfg.MODEL.CHECKPOINTING:
+        raise ConfigError(f"backbone {node.NAME} of detectron2 does not support MODEL.CHECKPOINTING: set it to False")
     with config_errors("MODEL.BACKBONE"):
         try:
             return Detectron2Backbone(build_backbone(cfg), node.STAGES, node.MASK_PADDING)

@@ -8,7 +8,6 @@ from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
-from cpvt_det.builders.kept import forgive_kept_file
 from cpvt_det.d2.peg_backbone import add_peg_config
 from cpvt_det.errors import ConfigError
 
@@ -34,7 +33,7 @@ def add_cpvt_det_config(cfg: CfgNode) -> None:
 
 
 def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
-    """:func:`cpvt_det.builders.load_cfg` with detectron2's keys beside ours. Unlike detectron2's own loading, it is safe.
+    """:func:`cpvt_det.config.load_cfg` with detectron2's keys beside ours. Unlike detectron2's own loading, it is safe.
 
     Raises:
         ConfigError: as in :func:`cpvt_det.config.load_cfg`.
@@ -44,7 +43,6 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
     if config_file:
         core.merge_checked(cfg, core.read_config(config_file), config_file)
     core.merge_overrides(cfg, overrides)
-    forgive_kept_file(cfg, config_file, overrides)
     if cfg.MODEL.DEVICE == "auto":
         cfg.MODEL.DEVICE = _auto_device()
     return cfg

@@ -13,8 +13,7 @@ from cpvt_det import defaults
 from cpvt_det.registry import PartRegistry
 
 CLASSIFICATION_REGISTRY = PartRegistry("CLASSIFICATION", "classification")
-"""``MODEL.CRITERION.CLASSIFICATION`` -> builder, called with ``num_classes`` and the options of ``MODEL.CRITERION`` that it names
-(``background_weight``, ``alpha``, ``gamma``, and one's own).
+"""``MODEL.CRITERION.CLASSIFICATION.NAME`` -> builder, called with ``num_classes`` and the other keys of the node.
 
 The contract is that of :class:`SoftmaxClassification`: ``num_classes``, ``num_logits``, ``prior_probability``, ``cost``, ``loss``,
 ``normalizer``, ``decode`` and ``predicted_object``, which have to agree with each other. One with ``uses_overlaps`` gets the
@@ -146,8 +145,8 @@ class FocalClassification(SigmoidClassification):
 
     def __init__(self, num_classes: int, alpha: float = defaults.FOCAL_ALPHA, gamma: float = defaults.FOCAL_GAMMA):
         super().__init__(num_classes)
-        require_between("focal_alpha", alpha, 0, 1)
-        require_between("focal_gamma", gamma, 0)
+        require_between("alpha", alpha, 0, 1)
+        require_between("gamma", gamma, 0)
         self.alpha = alpha
         self.gamma = gamma
 

@@ -99,7 +99,7 @@ class MatchabilityClassification(OverlapClassification):
 
     Args:
         num_classes: K.
-        mal_gamma: gamma, of overlaps and of the scores of negatives, at least 0.
+        gamma: gamma, of overlaps and of the scores of negatives, at least 0.
 
     Raises:
         ValueError: a number out of its range.
@@ -107,9 +107,9 @@ class MatchabilityClassification(OverlapClassification):
     Source: arXiv 2412.04234 (DEIM), section 3.
     """
 
-    def __init__(self, num_classes: int, mal_gamma: float = defaults.MAL_GAMMA):
-        require_between("mal_gamma", mal_gamma, 0)
-        super().__init__(num_classes, mal_gamma)
+    def __init__(self, num_classes: int, gamma: float = defaults.MAL_GAMMA):
+        require_between("gamma", gamma, 0)
+        super().__init__(num_classes, gamma)
 
     def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
         return overlaps**self.gamma
@@ -121,8 +121,8 @@ class VarifocalClassification(OverlapClassification):
 
     Args:
         num_classes: K.
-        varifocal_alpha: weight of negatives, at least 0.
-        varifocal_gamma: power of the scores of negatives, at least 0.
+        alpha: weight of negatives, at least 0.
+        gamma: power of the scores of negatives, at least 0.
 
     Raises:
         ValueError: a number out of its range.
@@ -133,12 +133,12 @@ class VarifocalClassification(OverlapClassification):
     def __init__(
         self,
         num_classes: int,
-        varifocal_alpha: float = defaults.VARIFOCAL_ALPHA,
-        varifocal_gamma: float = defaults.VARIFOCAL_GAMMA,
+        alpha: float = defaults.VARIFOCAL_ALPHA,
+        gamma: float = defaults.VARIFOCAL_GAMMA,
     ):
-        require_between("varifocal_alpha", varifocal_alpha, 0)
-        require_between("varifocal_gamma", varifocal_gamma, 0)
-        super().__init__(num_classes, varifocal_gamma, varifocal_alpha)
+        require_between("alpha", alpha, 0)
+        require_between("gamma", gamma, 0)
+        super().__init__(num_classes, gamma, alpha)
 
     def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
         return overlaps
@@ -153,8 +153,8 @@ class AlignClassification(OverlapClassification):
 
     Args:
         num_classes: K.
-        ia_bce_alpha: share of the score in the target, in [0, 1].
-        ia_bce_gamma: power of the scores of negatives, at least 0.
+        alpha: share of the score in the target, in [0, 1].
+        gamma: power of the scores of negatives, at least 0.
 
     Raises:
         ValueError: a number out of its range.
@@ -165,11 +165,11 @@ class AlignClassification(OverlapClassification):
     is_focal = True
     LEAST = 0.01
 
-    def __init__(self, num_classes: int, ia_bce_alpha: float = defaults.IA_BCE_ALPHA, ia_bce_gamma: float = defaults.IA_BCE_GAMMA):
-        require_between("ia_bce_alpha", ia_bce_alpha, 0, 1)
-        require_between("ia_bce_gamma", ia_bce_gamma, 0)
-        super().__init__(num_classes, ia_bce_gamma)
-        self.alpha = ia_bce_alpha
+    def __init__(self, num_classes: int, alpha: float = defaults.IA_BCE_ALPHA, gamma: float = defaults.IA_BCE_GAMMA):
+        require_between("alpha", alpha, 0, 1)
+        require_between("gamma", gamma, 0)
+        super().__init__(num_classes, gamma)
+        self.alpha = alpha
 
     def target(self, probabilities: Tensor, overlaps: Tensor) -> Tensor:
         return (probabilities**self.alpha * overlaps ** (1 - self.alpha)).clamp_(min=self.LEAST)

@@ -31,7 +31,6 @@ class DeformableDETR(Detector):
         num_levels: L: the backbone's maps, and coarser ones, each by a strided convolution of the one before.
         box_refinement: every decoder layer corrects the boxes of the one before, with heads of its own.
         two_stage: queries are the encoder's best proposals.
-        proposal_nms: the threshold of :class:`ProposedQueries`, for two stages.
         mask_padding: padded cells are left out of the projections' norms; ``False`` is the official arithmetic.
         prior_probability: probability of every class at the start, for sigmoids; ``None`` for softmax.
         pixel_mean, pixel_std: mean and standard deviation per channel, in pixel values from 0 to 255.
@@ -42,8 +41,7 @@ class DeformableDETR(Detector):
     Raises:
         UnknownNameError: no part of this name to freeze.
         ValueError: no queries, fewer levels than maps, a transformer of another number of levels, an encoding that acts inside
-            dense attention, two stages without box refinement, with channels that are no multiple of 4 or with an NMS threshold
-            outside (0, 1].
+            dense attention, two stages without box refinement or with channels that are no multiple of 4.
 
     Source: arXiv 2010.04159.
     """
@@ -59,7 +57,6 @@ class DeformableDETR(Detector):
         num_levels: int = defaults.LEVELS,
         box_refinement: bool = False,
         two_stage: bool = False,
-        proposal_nms: float = 1.0,
         mask_padding: bool = True,
         prior_probability: float | None = None,
         pixel_mean: Sequence[float] = defaults.PIXEL_MEAN,
@@ -88,7 +85,7 @@ class DeformableDETR(Detector):
         # A first guess from a point starts small, one from a proposal at the proposal's size.
         self.bbox_embed = nn.ModuleList(box_head(channels, 0.0 if two_stage or n else -2.0) for n in heads)
         if queries is None and two_stage:
-            queries = ProposedQueries(channels, num_queries, num_logits, prior_probability, proposal_nms)
+            queries = ProposedQueries(channels, num_queries, num_logits, prior_probability)
         self.queries = LearnedQueries(channels, num_queries) if queries is None else queries
         require_contract(self.queries, "query source", "num_queries")
         self.freeze(frozen)

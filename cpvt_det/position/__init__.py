@@ -23,5 +23,9 @@ __all__ = [
     "register_position",
 ]
 
-for _name in ("sine+peg", "sine_offset+peg", "table+peg_plain"):  # the registry makes other sums when one asks
+for _name in (
+    "sine+peg",
+    "sine_offset+peg",
+    "table+peg_plain",
+):  # tests and messages list these; others are built too
     register_position(_name)(POSITION_REGISTRY.find(_name))

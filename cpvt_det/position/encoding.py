@@ -5,6 +5,7 @@ A new encoding is one class or function registered under its name; the contract 
 ``builders/parts.py`` passes it the options of ``MODEL.POSITION`` as keywords.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from cpvt_det import defaults
-from cpvt_det.registry import PartRegistry
+from cpvt_det.registry import PartRegistry, options_of
 from cpvt_det.structures import Size
+
+FACTS = ("channels", "num_levels", "num_layers", "num_heads")
 
 
 class PositionRegistry(PartRegistry):
-    """Encodings by name. ``<one>+<PEG>`` is any of them beside a PEG, such as ``table+peg_plain``, with the options of both."""
+    """Encodings by name. ``<one>+<PEG>`` is any of them beside a PEG, such as ``table+peg_plain``; its options are those of each
+    under its name: ``{"table": {"grid": (7, 7)}}``."""
 
     def __contains__(self, name: str) -> bool:
         return super().__contains__(name) or self._is_sum(name)
@@ -28,27 +32,23 @@ class PositionRegistry(PartRegistry):
         Raises:
             UnknownNameError: a name that is not registered, nor a sum of two that are.
         """
-        if super().__contains__(name) or not self._is_sum(name):
-            return super().find(name)
-        return _beside(*(super(PositionRegistry, self).find(part) for part in name.split("+")))
+        return functools.partial(self._build_sum, *name.split("+")) if self._is_sum(name) else super().find(name)
+
+    def parameters(self, name: str) -> set[str]:
+        """The keywords that the builder of a name takes."""
+        return {*name.split("+"), *FACTS} if self._is_sum(name) else super().parameters(name)
 
     def _is_sum(self, name: str) -> bool:
         parts = name.split("+")
         known = len(parts) == 2 and all(super(PositionRegistry, self).__contains__(part) for part in parts)
         return known and ["additive" in inspect.signature(self.get(part)).parameters for part in parts] == [False, True]
 
-
-def _beside(one: Callable[..., nn.Module], peg: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """A builder of PEGs with another encoding beside them, which takes the keywords of both."""
-    of_one, of_peg = inspect.signature(one).parameters, inspect.signature(peg).parameters
-
-    def build(**options: Any) -> nn.Module:
-        additive = one(**{name: value for name, value in options.items() if name in of_one})
-        return peg(additive=lambda channels: additive, **{name: value for name, value in options.items() if name in of_peg})
-
-    keywords = {**of_peg, **of_one}.values()
-    build.__signature__ = inspect.Signature([keyword.replace(kind=keyword.KEYWORD_ONLY) for keyword in keywords])
-    return build
+    def _build_sum(self, one: str, peg: str, /, **given: Any) -> nn.Module:
+        facts = {fact: given[fact] for fact in FACTS}
+        additive = self.build(one, facts, options_of(given.get(one, {})))
+        build_peg = self.with_options(peg, options_of(given.get(peg, {})), FACTS)
+        taken = self.parameters(peg)
+        return build_peg(additive=lambda channels: additive, **{fact: value for fact, value in facts.items() if fact in taken})
 
 
 POSITION_REGISTRY = PositionRegistry("POSITION", "position encoding", chosen=frozenset({"additive", "peg"}))

@@ -187,7 +187,10 @@ class PEGEncoding(PositionEncoding):
             ``studies/ablations.py``.
         positions: the layers after which a PEG acts; -1 is before the first. 0, the default, is CPVT's choice.
         share_levels: one PEG for all levels at a position, whose norm looks at all of them, instead of one for each.
-        kernel_size, norm, mask_input, zero_init: as in :class:`PEGDetection`.
+        kernel_size: side of the convolution's kernel, odd.
+        norm: norm after the convolution: BN, SyncBN, GN or none.
+        mask_input: keep padded tokens out of convolution and statistics; ``False``: as in the authors' code.
+        zero_init: start as the identity, to fine-tune trained weights.
 
     Raises:
         ValueError: positions outside [-1, ``num_layers`` - 1], double, or none at all.

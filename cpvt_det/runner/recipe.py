@@ -208,11 +208,11 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         Choice("MODEL.DETR.DEC_LAYERS", 3),
         Choice("MODEL.DETR.DROPOUT", 0.0),
         *_queries(data),
-        Choice("MODEL.DEFORMABLE.BOX_REFINEMENT", True),
-        Choice("MODEL.DEFORMABLE.TWO_STAGE", True),
-        Choice("MODEL.DEFORMABLE.LOOK_FORWARD_TWICE", True),
-        Choice("MODEL.DEFORMABLE.PROPOSAL_NMS", 0.6, "young proposals are often copies of each other"),
-        Choice("MODEL.CRITERION.CLASSIFICATION", "focal"),
+        Choice("MODEL.DETECTOR.BOX_REFINEMENT", True),
+        Choice("MODEL.DETECTOR.TWO_STAGE", True),
+        Choice("MODEL.DETECTOR.LOOK_FORWARD_TWICE", True),
+        Choice("MODEL.QUERIES.NMS_THRESHOLD", 0.6, "young proposals are often copies of each other"),
+        Choice("MODEL.CRITERION.CLASSIFICATION.NAME", "focal"),
         Choice("MODEL.CRITERION.CLASS_WEIGHT", 2.0),
         Choice("MODEL.CRITERION.CLASS_COST", 2.0),
         Choice("MODEL.CRITERION.PROPOSAL_MATCHES", 4, "several proposals learn from each object, which starts the training"),
@@ -226,7 +226,7 @@ def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice
     is_small = plan.canvas * data.sides[0] < SMALL_OBJECT
     why = f"a tenth of the objects has sides below {plan.canvas * data.sides[0]:.0f} pixels: the map of stride 8 is "
     stages = Choice("MODEL.BACKBONE.STAGES", [3, 4, 5] if is_small else [4, 5], why + ("needed" if is_small else "not needed"))
-    levels = Choice("MODEL.DEFORMABLE.NUM_LEVELS", len(stages.value))
+    levels = Choice("MODEL.DETECTOR.NUM_LEVELS", len(stages.value))
     if machine.pretrained:
         few = f"; fewer than {STEPS_TO_THAW} steps teach it nothing" if plan.freeze_at == 5 else "; first stages are general"
         return [

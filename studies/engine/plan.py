@@ -12,8 +12,7 @@ import yaml
 from fvcore.common.config import CfgNode
 
 import studies.ablations  # noqa: F401, registers encodings
-from cpvt_det.builders import build_backbone, build_encoder_position, is_classifier
-from cpvt_det.builders.unused import backbone_position, refuse_unused
+from cpvt_det.builders import backbone_position, build_backbone, build_encoder_position, is_classifier
 from cpvt_det.config import SAME_RUN, flat_items, get_cfg, load_cfg, merge_checked, nested
 from cpvt_det.data.shapes.dataset import describe
 from cpvt_det.data.shapes.scene import ShapesSpec
@@ -283,7 +282,6 @@ def _check_config(cfg: CfgNode) -> None:
     if backbone_position(cfg):
         with config_errors("MODEL.BACKBONE"):
             build_backbone(cfg)
-    refuse_unused(cfg)
 
 
 def _require_known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:

@@ -31,13 +31,14 @@ NAMES = ("cat", "dog", "tree")
 
 
 def detector(num_classes=3, seed=0, **changes):
-    """A small one; ``changes`` are keys of ``MODEL.DETR``, ``POSITION``, ``ZERO_INIT`` and ``CLASSIFICATION``."""
+    """A small one; ``changes`` are keys of ``MODEL.DETR``, ``POSITION``, ``PEG``, ``PRE_NORM`` and ``CLASSIFICATION``."""
     cfg = get_cfg()
     cfg.MODEL.NUM_CLASSES = num_classes
     cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.STAGES = "resnet18", (2,)
     cfg.MODEL.POSITION.NAME = changes.pop("POSITION", "sine")
-    cfg.MODEL.POSITION.DECODER, cfg.MODEL.POSITION.ZERO_INIT = "same", changes.pop("ZERO_INIT", False)
-    cfg.MODEL.CRITERION.CLASSIFICATION = changes.pop("CLASSIFICATION", "softmax")
+    cfg.MODEL.POSITION.PEG, cfg.MODEL.DETECTOR.PRE_NORM = changes.pop("PEG", None), changes.pop("PRE_NORM", None)
+    cfg.MODEL.DETECTOR.DECODER_POSITION = "same"
+    cfg.MODEL.CRITERION.CLASSIFICATION.NAME = changes.pop("CLASSIFICATION", "softmax")
     small = {"HIDDEN_DIM": 8, "NHEADS": 2, "DIM_FEEDFORWARD": 8, "ENC_LAYERS": 1, "DEC_LAYERS": 2, "NUM_OBJECT_QUERIES": 4}
     for key, value in {**small, **changes}.items():
         cfg.MODEL.DETR[key] = value
@@ -449,7 +450,7 @@ def test_other_shapes_and_layers_are_reported():
 
 
 def test_a_zero_peg_beside_sine_leaves_loaded_weights_their_outputs():
-    first, second = detector().eval(), detector(POSITION="sine+peg", ZERO_INIT=True, seed=1).eval()
+    first, second = detector().eval(), detector(POSITION="sine+peg", PEG={"ZERO_INIT": True}, seed=1).eval()
     load_weights(second, first.state_dict())
     images, mask = torch.randn(1, 3, 32, 64), torch.zeros(1, 32, 64, dtype=torch.bool)
     assert torch.equal(first(images, mask).logits, second(images, mask).logits)

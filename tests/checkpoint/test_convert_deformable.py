@@ -90,18 +90,18 @@ EXPECTED = {
 
 
 def config(variant="multi-scale", num_classes=3, **changes):
-    """``changes`` are the position's ``NAME``, ``ZERO_INIT`` and ``NUM_OBJECT_QUERIES``."""
+    """``changes`` are the position's ``NAME`` and ``PEG``, and ``NUM_OBJECT_QUERIES``."""
     keys = {**VARIANTS[variant], **changes}
     cfg = get_cfg()
     cfg.MODEL.META_ARCHITECTURE, cfg.MODEL.NUM_CLASSES = "CPVTDeformableDetr", num_classes
     cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.STAGES = "resnet10", keys.pop("STAGES", (2, 3, 4))
-    cfg.MODEL.POSITION.NAME, cfg.MODEL.POSITION.ZERO_INIT = keys.pop("NAME", "sine_offset"), keys.pop("ZERO_INIT", False)
+    cfg.MODEL.POSITION.NAME, cfg.MODEL.POSITION.PEG = keys.pop("NAME", "sine_offset"), keys.pop("PEG", None)
     small = {"HIDDEN_DIM": 8, "NHEADS": 2, "DIM_FEEDFORWARD": 8, "ENC_LAYERS": 1, "DEC_LAYERS": 2, "DROPOUT": 0.0}
     for key, value in {**small, "NUM_OBJECT_QUERIES": keys.pop("NUM_OBJECT_QUERIES", 4)}.items():
         cfg.MODEL.DETR[key] = value
     for key, value in keys.items():
-        cfg.MODEL.DEFORMABLE[key] = value
-    cfg.MODEL.CRITERION.CLASSIFICATION = "focal"
+        cfg.MODEL.DETECTOR[key] = value
+    cfg.MODEL.CRITERION.CLASSIFICATION.NAME = "focal"
     return cfg
 
 
@@ -381,7 +381,10 @@ def test_another_number_of_queries_starts_anew_in_training_and_is_refused_in_eva
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_zero_peg_beside_converted_weights_changes_no_bit(variant, train):
     theirs = to_official(detector(variant).state_dict())
-    converted, with_peg = detector(variant, seed=1), build_detector(config(variant, NAME="sine_offset+peg", ZERO_INIT=True))
+    converted, with_peg = (
+        detector(variant, seed=1),
+        build_detector(config(variant, NAME="sine_offset+peg", PEG={"ZERO_INIT": True})),
+    )
     assert not load_weights(converted, theirs).is_partial
     assert {name.split(".")[1] for name in load_weights(with_peg, theirs).missing} == {"pegs"}
     batch = converted.preprocess([torch.rand(3, 40, 100) * 255, torch.rand(3, 64, 30) * 255])

@@ -88,8 +88,8 @@ def make_config(kind, num_classes=3, num_queries=4, deformable=None, **queries):
     changes = {"BOX_REFINEMENT": True} if kind == "DAB" else STAGED
     name = keys.pop("POSITION", "sine_offset")
     cfg = config(num_classes=num_classes, NUM_OBJECT_QUERIES=num_queries, NAME=name, ZERO_INIT="peg" in name, **changes)
-    cfg.MODEL.DEFORMABLE.FINAL_NORM = kind == "DINO"
-    cfg.MODEL.DEFORMABLE.LOOK_FORWARD_TWICE = kind in ("DINO", "H-DETR")
+    cfg.MODEL.DETECTOR.FINAL_NORM = kind == "DINO"
+    cfg.MODEL.DETECTOR.LOOK_FORWARD_TWICE = kind in ("DINO", "H-DETR")
     for key, value in keys.items():
         cfg.MODEL.QUERIES[key] = value
     return cfg
@@ -256,7 +256,7 @@ def test_a_zero_peg_beside_converted_weights_changes_no_bit(case):
 
 def test_an_evaluation_needs_no_more_than_the_file_as_its_authors_save_it(drawn_coco, tmp_path):
     """With the options of their command beside the weights, and without a step of conversion."""
-    more = {**TINY, "MODEL__DEFORMABLE__MIXED_SUPERVISION": False, "MODEL__QUERIES__HYBRID": 0}
+    more = {**TINY, "MODEL__DETECTOR__MIXED_SUPERVISION": False, "MODEL__QUERIES__HYBRID": 0}
     detector = build_detector(random_config(**more))
     file = tmp_path / "checkpoint0011_4scale.pth"
     torch.save({"model": to_dino(detector.state_dict()), "args": argparse.Namespace(lr=1e-4), "epoch": 11}, file)

@@ -16,7 +16,7 @@ from cpvt_det.checkpoint.convert import detect_source
 from cpvt_det.errors import WeightsError
 
 BACKBONE = {"NAME": "deit_tiny", "STAGES": (4,), "NORM": "FrozenBN", "FREEZE_AT": 2, "DEPTH": 2, "POSITION__GRID": (3, 3)}
-BEFORE_PEG = {"NAME": "cpvt_tiny", "POSITION__NAME": "table+peg_plain", "POSITION__ZERO_INIT": True}
+BEFORE_PEG = {"NAME": "cpvt_tiny", "POSITION__NAME": "table+peg_plain", "POSITION__PEG_PLAIN__ZERO_INIT": True}
 
 
 def config(**more):

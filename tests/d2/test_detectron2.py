@@ -81,7 +81,7 @@ def test_yaml_stays_safe_and_unknown_keys_are_named(d2, tmp_path):
 def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, position, kind):
     from detectron2.modeling import build_model
 
-    of_kind = {"deformable": DEFORMABLE, "dino": DINO}.get(kind, {"MODEL__CRITERION__CLASSIFICATION": kind})
+    of_kind = {"deformable": DEFORMABLE, "dino": DINO}.get(kind, {"MODEL__CRITERION__CLASSIFICATION__NAME": kind})
     more = {"MODEL__POSITION__NAME": position, "SOLVER__IMS_PER_BATCH": 5, **of_kind}
     words = overrides(drawn_coco.files, tmp_path, MODEL__NUM_CLASSES=3, **more)
     core_cfg, d2_cfg = load_core_cfg("", words), d2.run.load_cfg("", words)

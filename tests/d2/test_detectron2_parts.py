@@ -90,7 +90,7 @@ def test_fpn_levels_of_a_yaml_model():
     from cpvt_det.d2.config import load_cfg
 
     words = [*SMALL_WORDS, "MODEL.BACKBONE.NAME", "build_resnet_fpn_backbone", "MODEL.BACKBONE.MASK_PADDING", "False"]
-    words += ["MODEL.BACKBONE.STAGES", "[3, 4]", "MODEL.DEFORMABLE.NUM_LEVELS", "3", "MODEL.NUM_CLASSES", "3"]
+    words += ["MODEL.BACKBONE.STAGES", "[3, 4]", "MODEL.DETECTOR.NUM_LEVELS", "3", "MODEL.NUM_CLASSES", "3"]
     words += ["MODEL.RESNETS.OUT_FEATURES", "['res3', 'res4', 'res5']", "MODEL.FPN.IN_FEATURES", "['res3', 'res4', 'res5']"]
     words += ["MODEL.BACKBONE.NORM", "FrozenBN", "MODEL.BACKBONE.WIDTH", 64]  # ours, of which that backbone takes neither
     words += ["MODEL.RESNETS.DEPTH", "18", "MODEL.RESNETS.RES2_OUT_CHANNELS", "64", "MODEL.META_ARCHITECTURE", "CPVTDeformableDetr"]

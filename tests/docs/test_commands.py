@@ -129,7 +129,7 @@ def _short_and_small(words: list[str]) -> list[str]:
         pairs = {key: value for key, value in pairs.items() if "DETR" not in key and not key.startswith("INPUT.")}
         pairs["INPUT.CLASSIFY.SIZE"] = 32
     if model == "CPVTDeformableDetr":
-        pairs["MODEL.DEFORMABLE.NUM_LEVELS"] = 2
+        pairs["MODEL.DETECTOR.NUM_LEVELS"] = 2
     if is_folder:
         pairs["OUTPUT_DIR"] = "output/folder"
     options = ["--num-gpus", "0", "--runner", "builtin" if builtin else "detectron2"]

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.usefixtures("shared_exports")
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("cat", "dog", "tree")
 STATIC = ("--dynamic", "none", "--batch", "2", "--size", "48x64")
-NMS = {"MODEL__DEFORMABLE__PROPOSAL_NMS": 0.6}
-ONE_STAGE = {"MODEL__DEFORMABLE__BOX_REFINEMENT": False, "MODEL__DEFORMABLE__TWO_STAGE": False}
-REFINE = {"MODEL__DEFORMABLE__TWO_STAGE": False}
+NMS = {"MODEL__QUERIES__NMS_THRESHOLD": 0.6}
+ONE_STAGE = {"MODEL__DETECTOR__BOX_REFINEMENT": False, "MODEL__DETECTOR__TWO_STAGE": False}
+REFINE = {"MODEL__DETECTOR__TWO_STAGE": False}
 
 
 def make_cfg(kind="detr", position="peg", **more):
@@ -92,7 +92,7 @@ def shipped(tmp_path_factory):
 
 STATIC_CASES = [
     ("detr", "none", {}, ()),
-    ("detr", "learned", {"MODEL__CRITERION__CLASSIFICATION": "focal"}, ()),
+    ("detr", "learned", {"MODEL__CRITERION__CLASSIFICATION__NAME": "focal"}, ()),
     ("detr", "sine+peg", {"MODEL__BACKBONE__NORM": "FrozenBN"}, ()),
     ("deformable", "sine_offset", {**REFINE, "TEST__NMS": 0.2}, ("--sampling", "grid_sample")),
     ("dino", "sine_offset+peg", {}, ()),

@@ -95,13 +95,13 @@ CASES = [
         lambda folder: call_on(
             draw(folder / "data", lambda _: None), "train", MODEL__POSITION__NAME="sine", MODEL__POSITION__KERNEL_SIZE=7
         ),
-        "MODEL.POSITION.KERNEL_SIZE is 7, but the position encoding 'sine' does not take it; leave it at 3, or set",
-        guard=Cut("builders/unused.py", "for message in found.values():", "for message in ():"),
+        "unknown option of position encoding 'sine' 'kernel_size'; known: normalize, offset, temperature; it belongs to peg, ",
+        guard=Cut("registry.py", "if option not in accepted:", "if False:"),
     ),
     Case(
         "mixed queries without two stages",
-        train(**{**DINO, "MODEL__DEFORMABLE__TWO_STAGE": False}),
-        "MODEL.QUERIES.NAME is 'mixed', but MODEL.DEFORMABLE.TWO_STAGE is False; set it to True, or the name to one of learned, "
+        train(**{**DINO, "MODEL__DETECTOR__TWO_STAGE": False}),
+        "MODEL.QUERIES.NAME is 'mixed', but MODEL.DETECTOR.TWO_STAGE is False; set it to True, or the name to one of learned, "
         "anchors",
         guard=Cut(
             "builders/detector.py",
@@ -117,7 +117,7 @@ CASES = [
     ),
     Case(
         "a power of scores below 0",
-        train(**{**DINO, "MODEL__CRITERION__FOCAL_GAMMA": -1.0}),
+        train(**{**DINO, "MODEL__CRITERION__CLASSIFICATION__GAMMA": -1.0}),
         "MODEL.CRITERION: focal_gamma must be at least 0, got -1.0",
         guard=Cut("losses/classification.py", "if not low <= value <= high:", "if False:"),
     ),

@@ -233,7 +233,6 @@ def test_evaluation_command_and_python_find_the_same(trained, tmp_path):
         (["TEST.TILES.SIZE", "-1"], "TEST.TILES: the side of a tile must be a whole number of at least 32 pixels, got -1"),
         (["TEST.TILES.SIZE", "64", "TEST.TILES.OVERLAP", "1.5"], "TEST.TILES: the overlap of tiles must be"),
         (["TEST.TILES.SIZE", "64", "TEST.TILES.MERGE", "iou"], "unknown way to merge tiles 'iou'"),
-        (["TEST.TILES.OVERLAP", "0.4"], r"TEST.TILES.OVERLAP is 0.4, but TEST.TILES.SIZE is 0; leave it at 0.2, or .*--tiles"),
     ],
 )
 def test_keys_that_cannot_apply_are_refused(trained, tmp_path, words, match):

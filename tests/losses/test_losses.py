@@ -467,14 +467,14 @@ def test_criterion_of_the_config_takes_its_weights():
     cfg.MODEL.NUM_CLASSES = K
     cfg.MODEL.CRITERION.L1_WEIGHT = 7.0
     cfg.MODEL.CRITERION.GIOU_COST = 3.0
-    cfg.MODEL.CRITERION.BACKGROUND_WEIGHT = 0.25
+    cfg.MODEL.CRITERION.CLASSIFICATION.BACKGROUND_WEIGHT = 0.25
     criterion = build_criterion(cfg)
     assert criterion.weights == {"loss_class": 1.0, "loss_l1": 7.0, "loss_giou": 2.0}
     assert (criterion.matcher.class_cost, criterion.matcher.l1_cost, criterion.matcher.giou_cost) == (1.0, 5.0, 3.0)
     assert criterion.classification.background_weight == 0.25
     assert criterion.matcher.classification is criterion.classification
-    cfg.MODEL.CRITERION.CLASSIFICATION = "focal"
-    cfg.MODEL.CRITERION.FOCAL_GAMMA = 1.0
+    cfg.MODEL.CRITERION.CLASSIFICATION.NAME, cfg.MODEL.CRITERION.CLASSIFICATION.BACKGROUND_WEIGHT = "focal", None
+    cfg.MODEL.CRITERION.CLASSIFICATION.GAMMA = 1.0
     assert build_criterion(cfg).classification.gamma == 1.0
 
 
@@ -540,14 +540,14 @@ def test_pairwise_generalized_iou_is_that_of_each_pair():
 @pytest.mark.parametrize(
     ("classification", "key", "value", "said"),
     [
-        ("softmax", "BACKGROUND_WEIGHT", -0.1, "background_weight must be at least 0, got -0.1"),
-        ("focal", "FOCAL_ALPHA", 1.5, "focal_alpha must be from 0 to 1, got 1.5"),
-        ("focal", "FOCAL_GAMMA", -1.0, "focal_gamma must be at least 0, got -1.0"),
-        ("mal", "MAL_GAMMA", -1.0, "mal_gamma must be at least 0, got -1.0"),
-        ("varifocal", "VARIFOCAL_ALPHA", -0.5, "varifocal_alpha must be at least 0, got -0.5"),
-        ("varifocal", "VARIFOCAL_GAMMA", math.nan, "varifocal_gamma must be at least 0, got nan"),
-        ("ia_bce", "IA_BCE_ALPHA", 1.2, "ia_bce_alpha must be from 0 to 1, got 1.2"),
-        ("ia_bce", "IA_BCE_GAMMA", -2.0, "ia_bce_gamma must be at least 0, got -2.0"),
+        ("softmax", "CLASSIFICATION.BACKGROUND_WEIGHT", -0.1, "background_weight must be at least 0, got -0.1"),
+        ("focal", "CLASSIFICATION.ALPHA", 1.5, "alpha must be from 0 to 1, got 1.5"),
+        ("focal", "CLASSIFICATION.GAMMA", -1.0, "gamma must be at least 0, got -1.0"),
+        ("mal", "CLASSIFICATION.GAMMA", -1.0, "gamma must be at least 0, got -1.0"),
+        ("varifocal", "CLASSIFICATION.ALPHA", -0.5, "alpha must be at least 0, got -0.5"),
+        ("varifocal", "CLASSIFICATION.GAMMA", math.nan, "gamma must be at least 0, got nan"),
+        ("ia_bce", "CLASSIFICATION.ALPHA", 1.2, "alpha must be from 0 to 1, got 1.2"),
+        ("ia_bce", "CLASSIFICATION.GAMMA", -2.0, "gamma must be at least 0, got -2.0"),
         ("focal", "CLASS_WEIGHT", -1.0, "the class weight must be at least 0, got -1.0"),
         ("focal", "L1_WEIGHT", math.nan, "the L1 weight must be at least 0, got nan"),
         ("focal", "GIOU_WEIGHT", -2.0, "the GIoU weight must be at least 0, got -2.0"),
@@ -555,7 +555,8 @@ def test_pairwise_generalized_iou_is_that_of_each_pair():
     ],
 )
 def test_numbers_out_of_their_range_are_refused_before_training(classification, key, value, said):
-    cfg = get_cfg()
-    cfg.MODEL.NUM_CLASSES, cfg.MODEL.CRITERION.CLASSIFICATION, cfg.MODEL.CRITERION[key] = 3, classification, value
-    with pytest.raises(ConfigError, match=f"MODEL.CRITERION: {re.escape(said)}"):
+    cfg, (*node, option) = get_cfg(), key.split(".")
+    cfg.MODEL.NUM_CLASSES, cfg.MODEL.CRITERION.CLASSIFICATION.NAME = 3, classification
+    (cfg.MODEL.CRITERION.CLASSIFICATION if node else cfg.MODEL.CRITERION)[option] = value
+    with pytest.raises(ConfigError, match=rf"MODEL.CRITERION(.CLASSIFICATION)?: {re.escape(said)}"):
         build_criterion(cfg)

@@ -190,13 +190,10 @@ def test_intersection_over_union_by_hand_and_by_loops():
 def test_it_is_chosen_by_name_and_has_its_power():
     assert make_classification("mal", K).gamma == GAMMA
     cfg = get_cfg()
-    cfg.MODEL.NUM_CLASSES, cfg.MODEL.CRITERION.CLASSIFICATION, cfg.MODEL.CRITERION.MAL_GAMMA = K, "mal", 2.0
+    cfg.MODEL.NUM_CLASSES, cfg.MODEL.CRITERION.CLASSIFICATION.NAME, cfg.MODEL.CRITERION.CLASSIFICATION.GAMMA = K, "mal", 2.0
     assert build_criterion(cfg).classification.gamma == 2.0
-    cfg.MODEL.CRITERION.CLASSIFICATION = "focal"
-    with (
-        torch.device("meta"),
-        pytest.raises(ConfigError, match=r"MAL_GAMMA is 2\.0, but the classification 'focal' does not take it"),
-    ):
+    cfg.MODEL.CRITERION.CLASSIFICATION.NAME = "softmax"
+    with torch.device("meta"), pytest.raises(ConfigError, match="unknown option of classification 'softmax' 'gamma'"):
         build_detector(cfg)
 
 

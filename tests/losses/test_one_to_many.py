@@ -20,12 +20,12 @@ from cpvt_det.losses import FocalClassification, HungarianMatcher, OneToManyMatc
 from cpvt_det.losses.matcher import PaddedTargets
 from cpvt_det.structures import Predictions, Targets
 
-MIXED = {**DEFORMABLE, "DEFORMABLE__BOX_REFINEMENT": True, "DEFORMABLE__MIXED_SUPERVISION": True, "DETR__DROPOUT": 0.0}
+MIXED = {**DEFORMABLE, "DETECTOR__BOX_REFINEMENT": True, "DETECTOR__MIXED_SUPERVISION": True, "DETR__DROPOUT": 0.0}
 MIXED["POSITION__NAME"] = "sine"
 KINDS = {
     "one stage": MIXED,
-    "two stages": {**MIXED, **VARIANTS["two_stage"], "QUERIES__NAME": "mixed", "DEFORMABLE__LOOK_FORWARD_TWICE": True},
-    "DINO": {**MIXED, **VARIANTS["two_stage"], "QUERIES__NAME": "mixed", "DEFORMABLE__FINAL_NORM": True, "QUERIES__DENOISING": 7},
+    "two stages": {**MIXED, **VARIANTS["two_stage"], "QUERIES__NAME": "mixed", "DETECTOR__LOOK_FORWARD_TWICE": True},
+    "DINO": {**MIXED, **VARIANTS["two_stage"], "QUERIES__NAME": "mixed", "DETECTOR__FINAL_NORM": True, "QUERIES__DENOISING": 7},
 }
 
 
@@ -179,28 +179,24 @@ def test_an_image_gets_the_same_answer_whatever_it_is_batched_with():
         ({"CRITERION__MANY_MATCHES": 0}, "many_matches must be at least 1, got 0"),
         ({"CRITERION__MANY_THRESHOLD": 0.0}, "many_threshold must be above 0 and at most 1, got 0.0"),
         ({"CRITERION__MANY_THRESHOLD": 1.5}, "many_threshold must be above 0 and at most 1, got 1.5"),
-        ({"CRITERION__CLASSIFICATION": "softmax", "DEFORMABLE__TWO_STAGE": False}, "MIXED_SUPERVISION matches by sigmoids"),
+        ({"CRITERION__CLASSIFICATION__NAME": "softmax", "DETECTOR__TWO_STAGE": False}, "MIXED_SUPERVISION matches by sigmoids"),
         (
-            {"DEFORMABLE__MIXED_SUPERVISION": False, "CRITERION__MANY_MATCHES": 3},
-            "CRITERION.MANY_MATCHES is 3, but MODEL.DEFORMABLE.MIXED_SUPERVISION is False; leave it at 6, or set",
-        ),
-        (
-            {"META_ARCHITECTURE": "CPVTDetr", "CRITERION__CLASSIFICATION": "softmax", "DEFORMABLE__TWO_STAGE": False},
-            "DEFORMABLE.MIXED_SUPERVISION is True, but the detector 'CPVTDetr' does not take it",
+            {"META_ARCHITECTURE": "CPVTDetr", "CRITERION__CLASSIFICATION__NAME": "softmax", "DETECTOR__TWO_STAGE": False},
+            "unknown option of MODEL.META_ARCHITECTURE 'CPVTDetr' 'mixed_supervision'",
         ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(more, message):
-    keys = {**TINY, "MODEL__DEFORMABLE__MIXED_SUPERVISION": True, **{f"MODEL__{key}": value for key, value in more.items()}}
+    keys = {**TINY, "MODEL__DETECTOR__MIXED_SUPERVISION": True, **{f"MODEL__{key}": value for key, value in more.items()}}
     if "META_ARCHITECTURE" in more:
-        keys = {key: value for key, value in keys.items() if "DEFORMABLE" not in key or "MIXED" in key or "META" in key}
+        keys = {key: value for key, value in keys.items() if "DETECTOR" not in key or "MIXED" in key or "META" in key}
     cfg = random_config(**keys)
     with pytest.raises(ConfigError, match=re.escape(message)):
         (build_criterion if message.startswith("many") else build_detector)(cfg)
 
 
 def test_the_criterion_of_a_config_has_its_numbers():
-    keys = {**TINY, "MODEL__DEFORMABLE__MIXED_SUPERVISION": True, "MODEL__CRITERION__MANY_CLASS_WEIGHT": 0.5}
+    keys = {**TINY, "MODEL__DETECTOR__MIXED_SUPERVISION": True, "MODEL__CRITERION__MANY_CLASS_WEIGHT": 0.5}
     criterion = build_criterion(random_config(**keys, MODEL__CRITERION__MANY_MATCHES=4, MODEL__CRITERION__MANY_THRESHOLD=0.3))
     assert (criterion.one_to_many.matches, criterion.one_to_many.threshold) == (4, 0.3)
     assert criterion.many_weights == {"loss_class": 0.5, "loss_l1": 5.0, "loss_giou": 2.0}
@@ -209,7 +205,7 @@ def test_the_criterion_of_a_config_has_its_numbers():
 @pytest.mark.parametrize(("own", "many"), [(0.0, 2.0), (2.0, 0.0), (0.0, 0.0)])
 def test_each_class_loss_is_left_out_by_its_own_weight(own, many):
     weights = {"MODEL__CRITERION__CLASS_WEIGHT": own, "MODEL__CRITERION__MANY_CLASS_WEIGHT": many}
-    cfg = random_config(**{**TINY, "MODEL__DEFORMABLE__MIXED_SUPERVISION": True, **weights})
+    cfg = random_config(**{**TINY, "MODEL__DETECTOR__MIXED_SUPERVISION": True, **weights})
     generator = torch.Generator().manual_seed(0)
     boxes = 0.2 + 0.3 * torch.rand(1, 2, 6, 4, generator=generator)
     predictions = Predictions(torch.randn(1, 2, 6, cfg.MODEL.NUM_CLASSES, generator=generator), boxes)

@@ -113,16 +113,16 @@ def test_gradients_are_finite_without_objects_too(name, counts):
 @pytest.mark.parametrize(
     ("name", "key", "attribute"),
     [
-        ("varifocal", "VARIFOCAL_ALPHA", "factor"),
-        ("varifocal", "VARIFOCAL_GAMMA", "gamma"),
-        ("ia_bce", "IA_BCE_ALPHA", "alpha"),
-        ("ia_bce", "IA_BCE_GAMMA", "gamma"),
+        ("varifocal", "ALPHA", "factor"),
+        ("varifocal", "GAMMA", "gamma"),
+        ("ia_bce", "ALPHA", "alpha"),
+        ("ia_bce", "GAMMA", "gamma"),
     ],
 )
 def test_numbers_come_from_the_config_and_are_refused_for_other_kinds(name, key, attribute):
     cfg = get_cfg()
-    cfg.MODEL.NUM_CLASSES, cfg.MODEL.CRITERION.CLASSIFICATION, cfg.MODEL.CRITERION[key] = K, name, 0.5
+    cfg.MODEL.NUM_CLASSES, cfg.MODEL.CRITERION.CLASSIFICATION.NAME, cfg.MODEL.CRITERION.CLASSIFICATION[key] = K, name, 0.5
     assert getattr(build_criterion(cfg).classification, attribute) == 0.5
-    cfg.MODEL.CRITERION.CLASSIFICATION = "mal"
-    with torch.device("meta"), pytest.raises(ConfigError, match=rf"{key} is 0\.5, but the classification 'mal' does not take it"):
+    cfg.MODEL.CRITERION.CLASSIFICATION.NAME = "softmax"
+    with torch.device("meta"), pytest.raises(ConfigError, match=f"unknown option of classification 'softmax' '{key.lower()}'"):
         build_detector(cfg)

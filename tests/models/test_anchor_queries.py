@@ -16,7 +16,7 @@ from cpvt_det.builders import build_detector
 from cpvt_det.errors import ConfigError
 from cpvt_det.models import AnchorQueries
 
-ANCHORS = {**DEFORMABLE, "DEFORMABLE__BOX_REFINEMENT": True, "QUERIES__NAME": "anchors"}
+ANCHORS = {**DEFORMABLE, "DETECTOR__BOX_REFINEMENT": True, "QUERIES__NAME": "anchors"}
 STAGED = {**DEFORMABLE, **VARIANTS["two_stage"], "QUERIES__NAME": "mixed", "QUERIES__REFINED_POSITIONS": True}
 KINDS = {
     "anchors": ANCHORS,
@@ -120,21 +120,20 @@ def test_denoising_comes_before_learned_boxes_in_training_alone():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"TWO_STAGE": True}, "QUERIES.NAME is 'anchors', but MODEL.DEFORMABLE.TWO_STAGE is True; set it to False"),
-        ({"HYBRID": 3}, "QUERIES.HYBRID is 3, but the query source 'anchors' does not take it"),
+        ({"TWO_STAGE": True}, "QUERIES.NAME is 'anchors', but MODEL.DETECTOR.TWO_STAGE is True; set it to False"),
+        ({"HYBRID": 3}, "unknown option of query source 'anchors' 'hybrid'"),
         (
             {"BOX_REFINEMENT": False, "SCALED_POSITIONS": True},
-            "SCALED_POSITIONS is True, but MODEL.DEFORMABLE.BOX_REFINEMENT is",
+            "SCALED_POSITIONS follows corrected boxes: set MODEL.DETECTOR.BOX_REFINEMENT",
         ),
         ({"NAME": "mixed", "TWO_STAGE": True, "SCALED_POSITIONS": True}, "scaled_positions needs refined_positions"),
         ({"NAME": "mixed", "TWO_STAGE": True, "TOKEN_CONTENT": True, "SHARED_CONTENT": True}, "with token_content none is"),
-        ({"NAME": "", "TOKEN_CONTENT": True}, "QUERIES.TOKEN_CONTENT is True, but MODEL.QUERIES.NAME is empty"),
-        ({"PROPOSAL_MATCHES": 3}, "PROPOSAL_MATCHES is 3, but the query source 'anchors' makes no proposals"),
+        ({"NAME": "", "TOKEN_CONTENT": True}, "unknown option of query source 'learned' 'token_content'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(more, message):
-    nodes = {"TWO_STAGE": "DEFORMABLE", "BOX_REFINEMENT": "DEFORMABLE", "PROPOSAL_MATCHES": "CRITERION"}
-    keys = {**TINY, "MODEL__QUERIES__NAME": "anchors", "MODEL__DEFORMABLE__TWO_STAGE": False}
+    nodes = {"TWO_STAGE": "DETECTOR", "BOX_REFINEMENT": "DETECTOR"}
+    keys = {**TINY, "MODEL__QUERIES__NAME": "anchors", "MODEL__DETECTOR__TWO_STAGE": False}
     keys |= {f"MODEL__{nodes.get(key, 'QUERIES')}__{key}": value for key, value in more.items()}
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_detector(random_config(**keys))

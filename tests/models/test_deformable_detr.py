@@ -23,19 +23,19 @@ from cpvt_det.models.queries import PADDED_LOGIT, ProposedQueries
 from cpvt_det.position.encoding import build_position
 from cpvt_det.structures import Levels, PaddedBatch, Predictions, Targets, padding_mask_of
 
-DEFORMABLE = {"META_ARCHITECTURE": "CPVTDeformableDetr", "CRITERION__CLASSIFICATION": "focal", "DETR__NUM_OBJECT_QUERIES": 6}
+DEFORMABLE = {"META_ARCHITECTURE": "CPVTDeformableDetr", "CRITERION__CLASSIFICATION__NAME": "focal", "DETR__NUM_OBJECT_QUERIES": 6}
 VARIANTS = {
-    "single_scale": {"BACKBONE__STAGES": (5,), "DEFORMABLE__NUM_LEVELS": 1},
+    "single_scale": {"BACKBONE__STAGES": (5,), "DETECTOR__NUM_LEVELS": 1},
     "single_scale_dc5": {
         "BACKBONE__NAME": "resnet50",
         "BACKBONE__STAGES": (5,),
         "BACKBONE__DC5": True,
-        "DEFORMABLE__NUM_LEVELS": 1,
+        "DETECTOR__NUM_LEVELS": 1,
     },
     "multi_scale": {"BACKBONE__STAGES": (3, 4, 5)},
     "two_more_levels": {"BACKBONE__STAGES": (3, 4)},
-    "refine": {"BACKBONE__STAGES": (3, 4, 5), "DEFORMABLE__BOX_REFINEMENT": True},
-    "two_stage": {"BACKBONE__STAGES": (3, 4, 5), "DEFORMABLE__BOX_REFINEMENT": True, "DEFORMABLE__TWO_STAGE": True},
+    "refine": {"BACKBONE__STAGES": (3, 4, 5), "DETECTOR__BOX_REFINEMENT": True},
+    "two_stage": {"BACKBONE__STAGES": (3, 4, 5), "DETECTOR__BOX_REFINEMENT": True, "DETECTOR__TWO_STAGE": True},
 }
 
 
@@ -139,7 +139,7 @@ def test_official_arithmetic_is_the_one_that_sees_the_padding():
 @pytest.mark.parametrize("implementation", ["numba", "eager", "export"])
 def test_implementations_of_the_op_give_one_model(implementation):
     expected = detect(make_once("two_stage"), draw_images())
-    found = detect(make_once("two_stage", DEFORMABLE__IMPLEMENTATION=implementation), draw_images())
+    found = detect(make_once("two_stage", DETECTOR__IMPLEMENTATION=implementation), draw_images())
     torch.testing.assert_close(found.boxes, expected.boxes, atol=1e-12, rtol=0)
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-11, rtol=0)
 
@@ -474,7 +474,7 @@ def test_proposals_that_overlap_a_better_one_are_chosen_last():
 @pytest.mark.parametrize("threshold", [0.0, -0.5, 1.5])
 def test_proposals_nms_needs_a_threshold(threshold):
     with pytest.raises(ConfigError, match="NMS threshold of proposals must be above 0 and at most 1, got"):
-        make("two_stage", DEFORMABLE__PROPOSAL_NMS=threshold)
+        make("two_stage", QUERIES__NMS_THRESHOLD=threshold)
 
 
 def test_padded_tokens_are_no_proposals():
@@ -586,17 +586,26 @@ def test_offsets_and_reference_points_learn_at_their_own_rate():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({**VARIANTS["two_stage"], "DEFORMABLE__BOX_REFINEMENT": False}, "two stages need box refinement"),
-        ({**VARIANTS["two_stage"], "CRITERION__CLASSIFICATION": "softmax"}, "CLASSIFICATION to focal"),
-        ({**VARIANTS["multi_scale"], "DEFORMABLE__NUM_LEVELS": 2}, "num_levels is 2, fewer than the 3 maps"),
-        ({**VARIANTS["multi_scale"], "DETR__PRE_NORM": True}, "PRE_NORM is True, but the detector"),
+        ({**VARIANTS["two_stage"], "DETECTOR__BOX_REFINEMENT": False}, "two stages need box refinement"),
+        ({**VARIANTS["two_stage"], "CRITERION__CLASSIFICATION__NAME": "softmax"}, "CLASSIFICATION.NAME to focal"),
+        ({**VARIANTS["multi_scale"], "DETECTOR__NUM_LEVELS": 2}, "num_levels is 2, fewer than the 3 maps"),
+        (
+            {**VARIANTS["multi_scale"], "DETECTOR__PRE_NORM": True},
+            "unknown option of MODEL.META_ARCHITECTURE .CPVTDeformableDetr. .pre_norm.",
+        ),
         ({**VARIANTS["multi_scale"], "DETR__DEC_LAYERS": 0}, "at least one layer"),
         ({**VARIANTS["multi_scale"], "DETR__NUM_OBJECT_QUERIES": 0}, "num_queries must be at least 1"),
         ({**VARIANTS["multi_scale"], "META_ARCHITECTURE": "CPVTDetr"}, "uses one feature map"),
-        ({"META_ARCHITECTURE": "CPVTDetr", "DEFORMABLE__BOX_REFINEMENT": True}, "BOX_REFINEMENT is True, but the detector"),
-        ({**VARIANTS["multi_scale"], "POSITION__DECODER": "none"}, "DECODER is .none., but the detector"),
-        ({**VARIANTS["multi_scale"], "DEFORMABLE__ENC_POINTS": 0}, "levels and points to look at"),
-        ({**VARIANTS["multi_scale"], "DEFORMABLE__IMPLEMENTATION": "cuda"}, "unknown implementation 'cuda'"),
+        (
+            {"META_ARCHITECTURE": "CPVTDetr", "DETECTOR__BOX_REFINEMENT": True},
+            "unknown option of MODEL.META_ARCHITECTURE .CPVTDetr. .box_refinement.",
+        ),
+        (
+            {**VARIANTS["multi_scale"], "DETECTOR__DECODER_POSITION": "none"},
+            "unknown option of MODEL.META_ARCHITECTURE .CPVTDeformableDetr. .decoder_position.",
+        ),
+        ({**VARIANTS["multi_scale"], "DETECTOR__ENC_POINTS": 0}, "levels and points to look at"),
+        ({**VARIANTS["multi_scale"], "DETECTOR__IMPLEMENTATION": "cuda"}, "unknown implementation 'cuda'"),
         ({**VARIANTS["two_stage"], "DETR__HIDDEN_DIM": 6, "DETR__NHEADS": 2}, "multiples of 4"),
     ],
 )

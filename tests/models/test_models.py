@@ -321,7 +321,7 @@ def test_positions_go_to_queries_and_keys_and_not_to_values():
 
 
 def test_pre_norm_has_a_last_norm_in_the_encoder_and_other_answers():
-    post, pre = build(), build(DETR__PRE_NORM=True)
+    post, pre = build(), build(DETECTOR__PRE_NORM=True)
     extra = set(pre.state_dict()) - set(post.state_dict())
     assert extra == {"transformer.encoder.norm.weight", "transformer.encoder.norm.bias"}
     assert set(post.state_dict()) < set(pre.state_dict())
@@ -354,7 +354,7 @@ def test_decoder_position_options_differ():
     images = draw_images()
     answers = {}
     for option in ("sine", "same", "none"):
-        model = build(POSITION__NAME="learned", POSITION__DECODER=option).eval()
+        model = build(POSITION__NAME="learned", DETECTOR__DECODER_POSITION=option).eval()
         answers[option] = detect(model, images).logits
     for first, second in itertools.combinations(answers.values(), 2):
         assert not torch.allclose(first, second, atol=1e-6)
@@ -366,7 +366,7 @@ def test_decoder_position_options_differ():
 )
 def test_decoder_position_options_agree_where_they_mean_the_same(name, first, second):
     images = draw_images()
-    answers = [detect(build(POSITION__NAME=name, POSITION__DECODER=option).eval(), images) for option in (first, second)]
+    answers = [detect(build(POSITION__NAME=name, DETECTOR__DECODER_POSITION=option).eval(), images) for option in (first, second)]
     assert torch.equal(answers[0].logits, answers[1].logits)
 
 
@@ -374,7 +374,7 @@ def test_decoder_position_is_sine_by_default_under_peg():
     images = draw_images()
     default, sine, none = (
         detect(build(POSITION__NAME="peg", **options).eval(), images).logits
-        for options in ({}, {"POSITION__DECODER": "sine"}, {"POSITION__DECODER": "none"})
+        for options in ({}, {"DETECTOR__DECODER_POSITION": "sine"}, {"DETECTOR__DECODER_POSITION": "none"})
     )
     assert torch.equal(default, sine)
     assert not torch.allclose(default, none, atol=1e-6)
@@ -382,15 +382,15 @@ def test_decoder_position_is_sine_by_default_under_peg():
 
 def test_unknown_decoder_position_lists_the_known():
     with pytest.raises(
-        UnknownNameError, match=r"MODEL.POSITION.DECODER 'sines' \(did you mean 'sine'\?\); known: none, same, sine"
+        UnknownNameError, match=r"MODEL.DETECTOR.DECODER_POSITION 'sines' \(did you mean 'sine'\?\); known: none, same, sine"
     ):
-        build_detector(small_cfg(POSITION__DECODER="sines"))
+        build_detector(small_cfg(DETECTOR__DECODER_POSITION="sines"))
 
 
 def test_zero_init_peg_beside_sine_is_the_sine_model_at_step_zero():
     """Bit for bit, in training and evaluation, after loading the sine model's weights into it."""
     sine = build(POSITION__NAME="sine", DETR__DROPOUT=0.0)
-    with_peg = build(seed=9, POSITION__NAME="sine+peg", POSITION__ZERO_INIT=True, DETR__DROPOUT=0.0)
+    with_peg = build(seed=9, POSITION__NAME="sine+peg", POSITION__PEG={"ZERO_INIT": True}, DETR__DROPOUT=0.0)
     missing, unexpected = with_peg.load_state_dict(sine.state_dict(), strict=False)
     assert unexpected == []
     assert missing
@@ -518,7 +518,7 @@ def test_mixed_precision_trains_with_every_norm_of_peg(norm):
 def test_focal_starts_with_rare_objects():
     """K logits, and a bias with which every class has the probability 0.01."""
     torch.manual_seed(0)
-    model = build_detector(small_cfg(CRITERION__CLASSIFICATION="focal"))
+    model = build_detector(small_cfg(CRITERION__CLASSIFICATION__NAME="focal"))
     assert model.class_embed.out_features == 3
     assert model.class_embed.bias.detach().sigmoid().tolist() == pytest.approx([0.01] * 3)
 

@@ -150,33 +150,29 @@ def test_the_loss_of_proposals_is_by_class_or_of_objects(by_class):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"DEFORMABLE__TWO_STAGE": False}, "QUERIES.NAME is 'mixed', but MODEL.DEFORMABLE.TWO_STAGE is False; set it to True"),
-        ({"CRITERION__CLASSIFICATION": "softmax"}, "QUERIES.NAME 'mixed' ranks proposals by a sigmoid"),
+        ({"DETECTOR__TWO_STAGE": False}, "QUERIES.NAME is 'mixed', but MODEL.DETECTOR.TWO_STAGE is False; set it to True"),
+        ({"CRITERION__CLASSIFICATION__NAME": "softmax"}, "the query source 'mixed' ranks proposals by a sigmoid"),
         (
             {"QUERIES__NAME": "proposals", "QUERIES__SHARED_CONTENT": True},
-            "'proposals' does not take it; leave it at False, or set",
-        ),
-        (
-            {"QUERIES__NAME": "", "QUERIES__CLASS_PROPOSALS": True},
-            "CLASS_PROPOSALS is True, but MODEL.QUERIES.NAME is empty",
+            "unknown option of query source 'proposals' 'shared_content'",
         ),
         (
             {"META_ARCHITECTURE": "CPVTDetr", "QUERIES__REFINED_POSITIONS": True},
-            "REFINED_POSITIONS is True, but the detector 'CPVTDetr' does not refine boxes",
+            "REFINED_POSITIONS follows corrected boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True",
         ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(more, message):
     config = {**TINY, "MODEL__QUERIES__NAME": "mixed", **{f"MODEL__{key}": value for key, value in more.items()}}
     if "META_ARCHITECTURE" in more:
-        config = {key: value for key, value in config.items() if "DEFORMABLE" not in key or "META" in key}
+        config = {key: value for key, value in config.items() if "DETECTOR" not in key or "META" in key}
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_detector(random_config(**config))
 
 
 def test_detr_takes_mixed_queries_too():
     """Contents, and positions of proposals; its decoder attends to all tokens."""
-    more = {"MODEL__QUERIES__NAME": "mixed", "MODEL__CRITERION__CLASSIFICATION": "focal"}
+    more = {"MODEL__QUERIES__NAME": "mixed", "MODEL__CRITERION__CLASSIFICATION__NAME": "focal"}
     detector, criterion = build_detector(random_config(**more)), build_criterion(random_config(**more))
     batch = detector.preprocess([torch.rand(3, 40, 72), torch.rand(3, 64, 33)])
     predictions = detector(batch.images, batch.padding_mask)
@@ -187,7 +183,7 @@ def test_detr_takes_mixed_queries_too():
 # The decoder
 
 
-TWICE, NORM = "DEFORMABLE__LOOK_FORWARD_TWICE", "DEFORMABLE__FINAL_NORM"
+TWICE, NORM = "DETECTOR__LOOK_FORWARD_TWICE", "DETECTOR__FINAL_NORM"
 
 
 def decode(model, images):
@@ -243,6 +239,6 @@ def test_the_final_norm_stands_before_the_heads_and_not_between_the_layers(twice
 
 
 def test_look_forward_twice_needs_refinement():
-    config = {**TINY, "MODEL__DEFORMABLE__TWO_STAGE": False, "MODEL__DEFORMABLE__BOX_REFINEMENT": False}
-    with pytest.raises(ConfigError, match=r"LOOK_FORWARD_TWICE is True, but MODEL\.DEFORMABLE\.BOX_REFINEMENT is False; leave it"):
-        build_detector(random_config(**config, MODEL__DEFORMABLE__LOOK_FORWARD_TWICE=True))
+    config = {**TINY, "MODEL__DETECTOR__TWO_STAGE": False, "MODEL__DETECTOR__BOX_REFINEMENT": False}
+    with pytest.raises(ConfigError, match="LOOK_FORWARD_TWICE corrects boxes: set MODEL.DETECTOR.BOX_REFINEMENT to True"):
+        build_detector(random_config(**config, MODEL__DETECTOR__LOOK_FORWARD_TWICE=True))

@@ -344,7 +344,7 @@ def test_checkpointing_changes_memory_alone(name):
 @pytest.mark.parametrize("detector", ["CPVTDetr", "CPVTDeformableDetr"])
 def test_training_step_of_a_detector(detector, caplog):
     stages = (4,) if detector == "CPVTDetr" else (3, 4, 5)
-    more = {} if detector == "CPVTDetr" else {"CRITERION__CLASSIFICATION": "focal"}
+    more = {} if detector == "CPVTDetr" else {"CRITERION__CLASSIFICATION__NAME": "focal"}
     cfg = small_cfg(
         META_ARCHITECTURE=detector,
         BACKBONE__NAME="timm/tinynet_e",

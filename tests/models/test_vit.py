@@ -229,7 +229,7 @@ def test_initial_values_are_deit_s():
 
 @pytest.mark.parametrize("kind", ["detr", "deformable", "pyramid"])
 def test_detectors_on_a_vision_transformer_answer_alike_in_any_batch(kind):
-    more = {} if kind == "detr" else {**DEFORMABLE, "MODEL__DEFORMABLE__NUM_LEVELS": 3}
+    more = {} if kind == "detr" else {**DEFORMABLE, "MODEL__DETECTOR__NUM_LEVELS": 3}
     more |= {"MODEL__NECK__NAME": "simple_pyramid"} if kind == "pyramid" else {}
     torch.manual_seed(0)
     detector = build_detector(random_config(**VIT, **more)).double().eval()
@@ -288,9 +288,12 @@ def test_decay_of_pegs_is_that_of_a_backbone_s_too():
         ({"DROP_PATH": 1.0}, "the probability to drop a path must be at least 0 and below 1, got 1"),
         ({"POSITION__POSITIONS": [3]}, r"PEG positions must be different layers from -1 \(before the first\) to 2, got \[3\]"),
         ({"POSITION__NAME": "pge"}, r"unknown position encoding 'pge' \(did you mean 'peg'\?\)"),
-        ({"POSITION__GRID": (7, 7)}, "MODEL.BACKBONE.POSITION.GRID is .*, but the position encoding 'peg_plain' does not take it"),
+        ({"POSITION__GRID": (7, 7)}, "unknown option of position encoding 'peg_plain' 'grid'"),
         ({"POSITION__KERNEL": 5}, "unknown option of position encoding 'peg_plain' 'kernel'"),
-        ({"NAME": "deit_tiny", "POSITION__POSITIONS": [1]}, "'table' does not take it; leave it at .*POSITION.NAME to peg,"),
+        (
+            {"NAME": "deit_tiny", "POSITION__POSITIONS": [1]},
+            "unknown option of position encoding 'table' 'positions'; .* it belongs to peg,",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(more, message):

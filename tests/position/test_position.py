@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The position contract, over everything that is registered; and the values of each encoding."""
 
-import functools
-import inspect
 import math
 
 import pytest
@@ -11,7 +9,6 @@ from fvcore.common.config import CfgNode
 from tiny import random_config
 
 from cpvt_det.builders import build_detector, build_encoder_position
-from cpvt_det.builders.unused import keyword_of
 from cpvt_det.config import get_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.position.encoding import POSITION_REGISTRY, PositionEncoding, build_position
@@ -234,7 +231,9 @@ def test_sine_is_the_formula_cell_by_cell(name, offset):
 def test_the_temperature_is_the_longest_wavelength_over_the_shortest(name, offset):
     """20 is that of DINO's authors."""
     (features,), (mask,) = make_batch([(5, 7)])
-    (embedding,) = build_position(name, CHANNELS, temperature=20.0)([features], [mask])
+    own = name.partition("+")[0]
+    options = {"temperature": 20.0} if own == name else {own: {"temperature": 20.0}}
+    (embedding,) = build_position(name, CHANNELS, **options)([features], [mask])
     for image, (h, w) in enumerate(SIZES):
         expected = slow_sine(5, 7, h, w, offset, 20)[:, :h, :w]
         assert (embedding[image, :, :h, :w] - expected).abs().max() < 1e-12
@@ -246,25 +245,10 @@ def test_a_temperature_that_cannot_be_is_refused():
             build_position("sine", CHANNELS, temperature=temperature)
     cfg = get_cfg()
     cfg.MODEL.NUM_CLASSES, cfg.MODEL.POSITION.TEMPERATURE = 3, 20.0
-    with pytest.raises(ConfigError, match="POSITION.TEMPERATURE is 20.0, but the position encoding 'peg' does not take it"):
+    with pytest.raises(
+        ConfigError, match="unknown option of position encoding 'peg' 'temperature'; .* it belongs to sine, sine_offset"
+    ):
         build_detector(cfg)
-
-
-@pytest.mark.parametrize("node", ["MODEL.POSITION", "MODEL.BACKBONE.POSITION"])
-def test_the_config_s_defaults_are_those_of_each_encoding(node):
-    """A key goes to every encoding that has a parameter of its name, so one name may not stand for two things."""
-    values = functools.reduce(getattr, node.split("."), get_cfg())
-    compared = 0
-    for name in [*NAMES, "sine+peg", "table+peg_plain"]:
-        for key, value in values.items():
-            parameter = inspect.signature(POSITION_REGISTRY.find(name)).parameters.get(keyword_of(key))
-            if parameter is not None and parameter.default is not inspect.Parameter.empty:
-                default = parameter.default
-                assert (list(default) if isinstance(default, tuple) else default) == (
-                    list(value) if isinstance(value, tuple) else value
-                ), f"{name}: {key}"
-                compared += 1
-    assert compared > 20
 
 
 def test_a_rotary_encoding_of_a_config_has_its_own_frequencies():
@@ -273,7 +257,7 @@ def test_a_rotary_encoding_of_a_config_has_its_own_frequencies():
     cfg.MODEL.POSITION.FREQUENCY_RATIO = 50.0
     assert build_detector(cfg).position.frequency_ratio == 50.0
     cfg.MODEL.POSITION.TEMPERATURE = 20.0
-    with pytest.raises(ConfigError, match="POSITION.TEMPERATURE is 20.0, but the position encoding 'rope' does not take it"):
+    with pytest.raises(ConfigError, match="unknown option of position encoding 'rope' 'temperature'"):
         build_detector(cfg)
 
 
@@ -363,7 +347,7 @@ def test_each_position_and_level_has_a_peg_of_its_own():
 
 
 def test_options_reach_the_peg():
-    peg = build("sine+peg", kernel_size=5, norm="GN", mask_input=False, zero_init=True).pegs["0"][0]
+    peg = build("sine+peg", peg={"kernel_size": 5, "norm": "GN", "mask_input": False, "zero_init": True}).pegs["0"][0]
     assert peg.conv.kernel_size == (5, 5)
     assert isinstance(peg.norm, torch.nn.GroupNorm)
     assert not peg.mask_input
@@ -374,7 +358,7 @@ def test_options_reach_the_peg():
 @pytest.mark.parametrize("positions", [[], [3], [-2], [0, 0]])
 def test_positions_outside_the_encoder_are_refused(name, positions):
     with pytest.raises(ValueError, match=r"from -1 \(before the first\) to 2, got"):
-        build(name, positions=positions)
+        build(name, **({"peg": {"positions": positions}} if "+" in name else {"positions": positions}))
 
 
 # Names and options
@@ -386,7 +370,7 @@ def test_unknown_name_lists_the_known():
 
 
 def test_unknown_option_lists_the_encoding_s_own():
-    with pytest.raises(UnknownNameError, match=r"option of position encoding 'learned' 'kernel_size'.*known: table_size$"):
+    with pytest.raises(UnknownNameError, match=r"'learned' 'kernel_size'.*known: table_size; it belongs to peg, peg_plain"):
         build_position("learned", 16, kernel_size=3)
 
 
@@ -418,8 +402,7 @@ def test_an_encoding_of_one_s_own_gets_its_options_from_the_config(registered):
     assert (encoding.channels, encoding.factor) == (16, 2.5)
 
 
-def test_options_of_the_config_that_belong_to_others_are_no_error(name):
-    """The defaults hold TABLE_SIZE for learned and KERNEL_SIZE for peg; each encoding takes its own."""
+def test_an_encoding_is_built_by_its_name_alone(name):
     cfg = get_cfg()
     cfg.MODEL.POSITION.NAME = name
     encoding = build_encoder_position(cfg, 32, num_levels=1, num_layers=6)

@@ -124,8 +124,8 @@ def test_of_many_epochs_colours_are_varied(steps, images, settled, many):
 
 def test_small_objects_get_the_fine_map_and_many_objects_more_queries():
     cells, cards = chosen(Plan(224, 2), CELLS), chosen(Plan(224, 2), replace(CELLS, sides=(0.287, 0.346)))
-    assert (cells["MODEL.BACKBONE.STAGES"], cells["MODEL.DEFORMABLE.NUM_LEVELS"]) == ([3, 4, 5], 3)
-    assert (cards["MODEL.BACKBONE.STAGES"], cards["MODEL.DEFORMABLE.NUM_LEVELS"]) == ([4, 5], 2)
+    assert (cells["MODEL.BACKBONE.STAGES"], cells["MODEL.DETECTOR.NUM_LEVELS"]) == ([3, 4, 5], 3)
+    assert (cards["MODEL.BACKBONE.STAGES"], cards["MODEL.DETECTOR.NUM_LEVELS"]) == ([4, 5], 2)
     queries = {
         most: chosen(Plan(256, 2), replace(FISH, most_objects=most))["MODEL.DETR.NUM_OBJECT_QUERIES"] for most in (1, 56, 200, 500)
     }

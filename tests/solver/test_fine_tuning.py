@@ -27,7 +27,7 @@ def detector_of(**more):
 @pytest.mark.parametrize("parts", [["backbone"], ["encoder", "position"], ["transformer.decoder", "class_embed"]])
 def test_training_leaves_frozen_parts_as_they_were_to_the_bit(architecture, parts):
     """Weights and the statistics of batch norms alike; all other weights move."""
-    more = {"MODEL__DEFORMABLE__NUM_LEVELS": 1} if architecture == "CPVTDeformableDetr" else {}
+    more = {"MODEL__DETECTOR__NUM_LEVELS": 1} if architecture == "CPVTDeformableDetr" else {}
     cfg, detector = detector_of(MODEL__META_ARCHITECTURE=architecture, MODEL__FREEZE=parts, **more)
     before = {name: value.clone() for name, value in detector.state_dict().items()}
     step = make_step(cfg, detector.train())

@@ -137,7 +137,7 @@ def test_the_way_products_are_made_does_not_count(kind, monkeypatch):
     for ours, norm, implementation in ((True, "BN", "auto"), (False, "FrozenBN", "eager"), (True, "FrozenBN", "export")):
         monkeypatch.setattr(routes, "is_on", lambda route, ours=ours: ours)
         more = {"MODEL__BACKBONE__NORM": norm}
-        more |= {"MODEL__DEFORMABLE__IMPLEMENTATION": implementation} if kind == "deformable" else {}
+        more |= {"MODEL__DETECTOR__IMPLEMENTATION": implementation} if kind == "deformable" else {}
         counts.append(costs_of(**{**DETECTORS[kind], **more}))
     assert counts[0].multiply_adds == counts[1].multiply_adds == counts[2].multiply_adds
     assert counts[0].activations == counts[1].activations == counts[2].activations

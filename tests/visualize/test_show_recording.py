@@ -79,7 +79,7 @@ def test_weights_are_those_that_torch_returns():
 @pytest.mark.parametrize("two_stage", [True, False])
 def test_sampling_points_give_the_output_of_deformable_attention(two_stage):
     """References are points in the encoder, and in the decoder boxes or, without refinement, points."""
-    more = {"MODEL__DEFORMABLE__TWO_STAGE": two_stage, "MODEL__DEFORMABLE__BOX_REFINEMENT": two_stage}
+    more = {"MODEL__DETECTOR__TWO_STAGE": two_stage, "MODEL__DETECTOR__BOX_REFINEMENT": two_stage}
     detector, batch = make("deformable", "sine_offset+peg", **more)
     kinds = set()
     for attention, (queries, references, tokens, levels), output in noted(detector, batch):

@@ -201,7 +201,7 @@ def test_images_of_one_pixel_train_to_finite_weights(detector, norm):
 @pytest.mark.parametrize("classification", ["softmax", "focal"])
 def test_matching_and_losses_are_in_float32_under_autocast(dtype, classification):
     """Bit-equal to those without, with boxes of 4 pixels of 1333, whose GIoU bfloat16 cannot tell."""
-    criterion = builders.build_criterion(tiny_cfg(MODEL__NUM_CLASSES=3, MODEL__CRITERION__CLASSIFICATION=classification))
+    criterion = builders.build_criterion(tiny_cfg(MODEL__NUM_CLASSES=3, MODEL__CRITERION__CLASSIFICATION__NAME=classification))
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 6, criterion.classification.num_logits, requires_grad=True)
     boxes = torch.cat((torch.rand(2, 3, 6, 2) * 0.8 + 0.1, torch.full((2, 3, 6, 2), 4 / 1333)), -1).requires_grad_()

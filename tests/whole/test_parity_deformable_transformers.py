@@ -126,11 +126,11 @@ def our_config(variant: Variant):
     cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.WIDTH, cfg.MODEL.BACKBONE.MASK_PADDING = variant.backbone, WIDTH, False
     cfg.MODEL.BACKBONE.STAGES = (3, 4, 5) if variant.levels > 1 else (5,)
     cfg.MODEL.POSITION.NAME = {"sine": "sine_offset"}.get(variant.position, variant.position)
-    detr, deformable, criterion = cfg.MODEL.DETR, cfg.MODEL.DEFORMABLE, cfg.MODEL.CRITERION
+    detr, deformable, criterion = cfg.MODEL.DETR, cfg.MODEL.DETECTOR, cfg.MODEL.CRITERION
     detr.HIDDEN_DIM, detr.NHEADS, detr.DIM_FEEDFORWARD, detr.DROPOUT = CHANNELS, 4, 48, 0.0
     detr.ENC_LAYERS, detr.DEC_LAYERS, detr.NUM_OBJECT_QUERIES = 2, LAYERS, QUERIES
     deformable.NUM_LEVELS, deformable.BOX_REFINEMENT, deformable.TWO_STAGE = variant.levels, variant.refine, variant.two_stage
-    criterion.CLASSIFICATION, criterion.CLASS_COST = "focal", 2.0
+    criterion.CLASSIFICATION.NAME, criterion.CLASS_COST = "focal", 2.0
     return cfg
 
 

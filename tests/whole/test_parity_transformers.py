@@ -72,7 +72,7 @@ def our_config(backbone: str, position: str):
     cfg = get_cfg()
     cfg.MODEL.NUM_CLASSES = CLASSES
     cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.WIDTH, cfg.MODEL.BACKBONE.MASK_PADDING = backbone, WIDTH, False
-    cfg.MODEL.POSITION.NAME, cfg.MODEL.POSITION.DECODER = position, "same"
+    cfg.MODEL.POSITION.NAME, cfg.MODEL.DETECTOR.DECODER_POSITION = position, "same"
     detr = cfg.MODEL.DETR
     detr.HIDDEN_DIM, detr.NHEADS, detr.DIM_FEEDFORWARD, detr.DROPOUT = CHANNELS, 4, 48, 0.0
     detr.ENC_LAYERS, detr.DEC_LAYERS, detr.NUM_OBJECT_QUERIES = 2, LAYERS, QUERIES

@@ -9,7 +9,6 @@ from tiny import DEFORMABLE, DETECTORS, random_config
 from torch import nn
 
 from cpvt_det.builders import DETECTOR_REGISTRY, build_criterion, build_detector, register_detector
-from cpvt_det.builders.unused import UNUSED_BY
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.layers import Attention
 from cpvt_det.losses.terms import LOSS_REGISTRY, class_loss
@@ -165,7 +164,7 @@ def test_unknown_parts_and_options_are_refused_by_name():
     with pytest.raises(UnknownNameError, match=r"unknown option of backbone 'resnet10' 'widht' \(did you mean 'width'\?\)"):
         make("detr", MODEL__BACKBONE__WIDHT=3)
     with pytest.raises(UnknownNameError, match=r"unknown option of classification 'softmax' 'margin'; known: background_weight"):
-        make("detr", MODEL__CRITERION__MARGIN=3)
+        make("detr", MODEL__CRITERION__CLASSIFICATION__MARGIN=3)
 
 
 def test_a_loss_by_name_is_weighted_and_in_the_total():
@@ -208,7 +207,7 @@ def test_losses_that_cannot_be_are_refused(losses, error, message):
 
 def test_two_stages_are_refused_under_softmax():
     with pytest.raises(ConfigError, match="ranks proposals by a sigmoid"):
-        build_detector(random_config(**{**DEFORMABLE, "MODEL__CRITERION__CLASSIFICATION": "softmax"}))
+        build_detector(random_config(**{**DEFORMABLE, "MODEL__CRITERION__CLASSIFICATION__NAME": "softmax"}))
 
 
 def test_a_part_that_lacks_what_its_contract_asks_for_is_refused():
@@ -253,8 +252,8 @@ def test_a_loss_takes_options_and_one_of_weight_0_is_left_out():
 
 @pytest.mark.parametrize(("source", "two_stage"), [("learned", True), ("proposals", False)])
 def test_two_stages_and_a_query_source_that_contradicts_them_are_refused(source, two_stage):
-    more = {"MODEL__QUERIES__NAME": source, "MODEL__DEFORMABLE__TWO_STAGE": two_stage}
-    with pytest.raises(ConfigError, match=rf"QUERIES.NAME is '{source}', but MODEL.DEFORMABLE.TWO_STAGE is {two_stage}"):
+    more = {"MODEL__QUERIES__NAME": source, "MODEL__DETECTOR__TWO_STAGE": two_stage}
+    with pytest.raises(ConfigError, match=rf"QUERIES.NAME is '{source}', but MODEL.DETECTOR.TWO_STAGE is {two_stage}"):
         make("deformable", **more)
 
 
@@ -265,7 +264,7 @@ def test_a_detector_of_ones_own_refuses_what_its_parent_does_not_take():
     register_detector("Own", Own)(DETECTOR_REGISTRY.get("CPVTDetr"))
     DETECTOR_REGISTRY.get("CPVTDetr").detector = DETR  # the decorated function is shared here
     try:
-        with pytest.raises(ConfigError, match=r"MODEL.DEFORMABLE.BOX_REFINEMENT is True, but the detector 'Own' does not take it"):
-            make("detr", MODEL__META_ARCHITECTURE="Own", MODEL__DEFORMABLE__BOX_REFINEMENT=True)
+        with pytest.raises(ConfigError, match="unknown option of MODEL.META_ARCHITECTURE 'Own' 'box_refinement'"):
+            make("detr", MODEL__META_ARCHITECTURE="Own", MODEL__DETECTOR__BOX_REFINEMENT=True)
     finally:
-        del DETECTOR_REGISTRY._obj_map["Own"], UNUSED_BY["Own"]
+        del DETECTOR_REGISTRY._obj_map["Own"]

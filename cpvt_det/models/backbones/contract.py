@@ -9,10 +9,9 @@ from cpvt_det.errors import WeightsError
 from cpvt_det.registry import PartRegistry
 
 BACKBONE_REGISTRY = PartRegistry("BACKBONE", "backbone")
-"""``MODEL.BACKBONE.NAME`` -> builder of a backbone, called with those keys of ``MODEL.BACKBONE`` that it names, in lower case
-(``stages``, ``norm``, ``freeze_at``, ``mask_padding``, ``width``, ``patch_size``, ``embed_dim``, ``depth``, ``num_heads``,
-``num_tokens``, ``drop_path``), with ``dilation`` for ``DC5``, ``checkpointing``, and ``position``, a builder of the encoding of
-``MODEL.BACKBONE.POSITION``.
+"""``MODEL.BACKBONE.NAME`` -> builder of a backbone, called with the keys of ``MODEL.BACKBONE`` in lower case: its options, and
+those of ``stages``, ``norm``, ``width``, ``dc5``, ``freeze_at`` and ``mask_padding`` that it names; with ``checkpointing``, and
+``position``, a builder of the encoding of ``MODEL.BACKBONE.POSITION``.
 
 The contract of a backbone, an ``nn.Module``:
 

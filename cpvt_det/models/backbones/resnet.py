@@ -72,7 +72,7 @@ class ResNetBackbone(nn.Module):
         name: ``resnet10``, ``resnet18``, ``resnet34``, ``resnet50`` or ``resnet101``.
         norm: ``FrozenBN`` (fixed statistics, for pretrained weights), ``BN``, ``SyncBN`` or ``GN`` (to train from scratch).
         stages: stages to return, of 2 to 5; later ones than the last of them are not built.
-        dilation: DC5, a stage 5 at the stride of stage 4.
+        dc5: stage 5 is dilated and has the stride of stage 4.
         freeze_at: stages up to this one keep their weights and statistics; 1 is the stem, 0 trains all.
         mask_padding: zero the padded part of every feature map that a convolution or pooling looks across, and leave it out of
             the statistics of BN, SyncBN and GN. The padding then looks like the convolution's own zero padding, and an image's
@@ -92,7 +92,7 @@ class ResNetBackbone(nn.Module):
         name: str = "resnet50",
         norm: str = "FrozenBN",
         stages: Sequence[int] = (5,),
-        dilation: bool = False,
+        dc5: bool = False,
         freeze_at: int = 2,
         mask_padding: bool = True,
         width: int = STEM_WIDTH,
@@ -105,6 +105,8 @@ class ResNetBackbone(nn.Module):
             raise UnknownNameError("backbone norm", norm, BACKBONE_NORMS)
         if not stages or not set(stages) <= {2, 3, 4, 5}:
             raise ValueError(f"backbone stages must be among 2, 3, 4, 5, got {list(stages)}")
+        if dc5 and 5 not in stages:
+            raise ValueError(f"DC5 dilates stage 5, which is not among the stages {tuple(stages)}")
         if not 0 <= freeze_at <= 5:
             raise ValueError(f"freeze_at must be from 0 (train all) to 5, got {freeze_at}")
         if width < 1:
@@ -114,8 +116,8 @@ class ResNetBackbone(nn.Module):
         self.mask_padding = mask_padding
         self.freeze_at = freeze_at
         self.checkpointing = checkpointing
-        self.body = _trunk(name, norm, dilation, last_stage=self.stages[-1], width=width)
-        strides = {2: 4, 3: 8, 4: 16, 5: 16 if dilation else 32}
+        self.body = _trunk(name, norm, dc5, last_stage=self.stages[-1], width=width)
+        strides = {2: 4, 3: 8, 4: 16, 5: 16 if dc5 else 32}
         expansion = DEPTHS[name][0].expansion
         self.strides = [strides[stage] for stage in self.stages]
         self.size_divisibility = max(self.strides)

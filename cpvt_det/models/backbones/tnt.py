@@ -202,8 +202,15 @@ def transformer_in_transformer(
     Args:
         size: key of ``SIZES``.
         variant: ``legacy`` or ``se``, as of :class:`TransformerInTransformer`; empty: neither.
-        position, embed_dim, depth, num_heads, patch_size, num_tokens, drop_path, stages, checkpointing: as of
-            :func:`cpvt_det.models.backbones.vit.vision_transformer`; with other channels, pixels have about a sixteenth of them.
+        position: builder of another encoding.
+        embed_dim: other channels; 0: those of the name.
+        depth: another number of layers; 0: 12.
+        num_heads: other attention heads; 0: those of the name.
+        patch_size: side of a patch in pixels, a power of 2, and stride of the one map.
+        num_tokens: tokens beside the patches: 1, the class token; 2, distillation too; 0, none.
+        drop_path: probability that an image skips a part of the last layer; 0 in the first.
+        stages, checkpointing: as in :class:`cpvt_det.models.backbones.vit.VisionTransformer`; with other channels, pixels have
+            about a sixteenth of them.
 
     Raises:
         ValueError: as :class:`TransformerInTransformer`.

@@ -229,8 +229,13 @@ def vision_transformer(
         family: ``deit``, whose own encoding is a table, or ``cpvt``, of which it is one PEG after the first layer.
         size: key of ``SIZES``.
         position: builder of another encoding.
-        embed_dim, depth, num_heads: other channels, layers and heads; 0: these.
-        patch_size, num_tokens, drop_path, stages, checkpointing: as in :class:`VisionTransformer`.
+        embed_dim: other channels; 0: those of the name.
+        depth: another number of layers; 0: 12.
+        num_heads: other attention heads; 0: those of the name.
+        patch_size: side of a patch in pixels, a power of 2, and stride of the one map.
+        num_tokens: tokens beside the patches: 1, the class token; 2, distillation too; 0, none.
+        drop_path: probability that an image skips a part of the last layer; 0 in the first.
+        stages, checkpointing: as in :class:`VisionTransformer`.
 
     Raises:
         UnknownNameError: another family or size.
