@@ -400,6 +400,7 @@ def merge_checked(cfg: CfgNode, other: CfgNode, source: str) -> None:
             accepted for a float, and one name for a list of names.
     """
     other = other.clone()
+    other.set_new_allowed(True)  # of nodes that are new, such as the options of each part of a sum
     _check_keys(cfg, other, source, prefix="")
     try:
         cfg.merge_from_other_cfg(other)

@@ -76,7 +76,8 @@ class PartRegistry(Registry):
         Raises:
             UnknownNameError: a name that is not registered.
         """
-        return set(inspect.signature(self.find(name)).parameters) - self._chosen
+        parameters = inspect.signature(self.find(name)).parameters.values()
+        return {part.name for part in parameters if part.kind not in (part.VAR_POSITIONAL, part.VAR_KEYWORD)} - self._chosen
 
     def build(self, name: str, facts: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Any:
         """Build a part.
@@ -123,8 +124,7 @@ class PartRegistry(Registry):
     def _takers_of(self, option: str, known: Collection[str]) -> str:
         """Which parts take an option, for the message that refuses it elsewhere."""
         takers = [other for other in self.names if option in self.parameters(other) - set(known)]
-        way_out = "leave it out, or None takes it back"
-        return f"it belongs to {', '.join(takers)}; {way_out}" if takers else way_out
+        return f"it belongs to {', '.join(takers)}; leave it out, or None takes it back" if takers else ""
 
 
 def options_of(node: Mapping[str, Any]) -> dict[str, Any]:

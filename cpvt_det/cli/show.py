@@ -14,6 +14,7 @@ from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.options import build_any, config_options, load_any
 from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import Sample
 from cpvt_det.data.records import ImageRecord
@@ -176,7 +177,7 @@ def _model(name: str, config_file: str) -> NamedDetector:
         trained = _load_detector(name, config_file)
         where = "/".join(Path(name).parts[-2:])
         return NamedDetector(f"{trained.cfg.MODEL.POSITION.NAME}, {where}", trained.detector)
-    cfg = builders.load_cfg(name)
+    cfg = load_cfg(name)
     if builders.is_classifier(cfg):
         raise BadInputError(f"{name} is of a classifier; this picture is of detectors")
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 1

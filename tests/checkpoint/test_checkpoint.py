@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import torchvision
+from fvcore.common.config import CfgNode
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -450,7 +451,7 @@ def test_other_shapes_and_layers_are_reported():
 
 
 def test_a_zero_peg_beside_sine_leaves_loaded_weights_their_outputs():
-    first, second = detector().eval(), detector(POSITION="sine+peg", PEG={"ZERO_INIT": True}, seed=1).eval()
+    first, second = detector().eval(), detector(POSITION="sine+peg", PEG=CfgNode({"ZERO_INIT": True}), seed=1).eval()
     load_weights(second, first.state_dict())
     images, mask = torch.randn(1, 3, 32, 64), torch.zeros(1, 32, 64, dtype=torch.bool)
     assert torch.equal(first(images, mask).logits, second(images, mask).logits)

@@ -6,6 +6,7 @@ import re
 import pytest
 import safetensors.torch
 import torch
+from fvcore.common.config import CfgNode
 
 from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import convert_state_dict, load_weights, read_weights
@@ -383,7 +384,7 @@ def test_a_zero_peg_beside_converted_weights_changes_no_bit(variant, train):
     theirs = to_official(detector(variant).state_dict())
     converted, with_peg = (
         detector(variant, seed=1),
-        build_detector(config(variant, NAME="sine_offset+peg", PEG={"ZERO_INIT": True})),
+        build_detector(config(variant, NAME="sine_offset+peg", PEG=CfgNode({"ZERO_INIT": True}))),
     )
     assert not load_weights(converted, theirs).is_partial
     assert {name.split(".")[1] for name in load_weights(with_peg, theirs).missing} == {"pegs"}

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from click.testing import CliRunner
+from fvcore.common.config import CfgNode
 from test_convert_deformable import NAMES, config, rename, same, to_detrex, to_official
 from tiny import DINO as TINY
 from tiny import overrides, random_config
@@ -87,7 +88,13 @@ def make_config(kind, num_classes=3, num_queries=4, deformable=None, **queries):
     keys = {**QUERIES[kind], **queries}
     changes = {"BOX_REFINEMENT": True} if kind == "DAB" else STAGED
     name = keys.pop("POSITION", "sine_offset")
-    cfg = config(num_classes=num_classes, NUM_OBJECT_QUERIES=num_queries, NAME=name, ZERO_INIT="peg" in name, **changes)
+    cfg = config(
+        num_classes=num_classes,
+        NUM_OBJECT_QUERIES=num_queries,
+        NAME=name,
+        PEG=CfgNode({"ZERO_INIT": True}) if "peg" in name else None,
+        **changes,
+    )
     cfg.MODEL.DETECTOR.FINAL_NORM = kind == "DINO"
     cfg.MODEL.DETECTOR.LOOK_FORWARD_TWICE = kind in ("DINO", "H-DETR")
     for key, value in keys.items():

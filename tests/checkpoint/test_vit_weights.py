@@ -15,12 +15,19 @@ from cpvt_det.checkpoint import convert_state_dict, load_backbone_weights, load_
 from cpvt_det.checkpoint.convert import detect_source
 from cpvt_det.errors import WeightsError
 
-BACKBONE = {"NAME": "deit_tiny", "STAGES": (4,), "NORM": "FrozenBN", "FREEZE_AT": 2, "DEPTH": 2, "POSITION__GRID": (3, 3)}
-BEFORE_PEG = {"NAME": "cpvt_tiny", "POSITION__NAME": "table+peg_plain", "POSITION__PEG_PLAIN__ZERO_INIT": True}
+BACKBONE = {"NAME": "deit_tiny", "STAGES": (4,), "NORM": "FrozenBN", "FREEZE_AT": 2, "DEPTH": 2}
+TABLE = {"POSITION__GRID": (3, 3)}
+BEFORE_PEG = {
+    "NAME": "cpvt_tiny",
+    "POSITION__NAME": "table+peg_plain",
+    "POSITION__TABLE__GRID": (3, 3),
+    "POSITION__PEG_PLAIN__ZERO_INIT": True,
+}
 
 
 def config(**more):
-    return random_config(**{f"MODEL__BACKBONE__{key}": value for key, value in {**BACKBONE, **more}.items()})
+    more = {**BACKBONE, **({} if "POSITION__NAME" in more else TABLE), **more}
+    return random_config(**{f"MODEL__BACKBONE__{key}": value for key, value in more.items()})
 
 
 def make(**more):
@@ -81,7 +88,7 @@ def test_every_name_of_a_deit_has_a_place_in_a_classifier(distilled):
 @pytest.mark.parametrize("name", ["none", "peg_plain"])
 def test_without_a_table_deit_s_is_left_out_and_reported(name, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    backbone = make(NAME="cpvt_tiny", POSITION__NAME=name, POSITION__GRID=(14, 14))
+    backbone = make(NAME="cpvt_tiny", POSITION__NAME=name)
     before = {key: tensor.clone() for key, tensor in backbone.state_dict().items()}
     load_backbone_weights(backbone, saved(theirs(), tmp_path / "w.pth", "facebook"), "cpvt_tiny")
     after = backbone.state_dict()

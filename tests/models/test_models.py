@@ -390,7 +390,7 @@ def test_unknown_decoder_position_lists_the_known():
 def test_zero_init_peg_beside_sine_is_the_sine_model_at_step_zero():
     """Bit for bit, in training and evaluation, after loading the sine model's weights into it."""
     sine = build(POSITION__NAME="sine", DETR__DROPOUT=0.0)
-    with_peg = build(seed=9, POSITION__NAME="sine+peg", POSITION__PEG={"ZERO_INIT": True}, DETR__DROPOUT=0.0)
+    with_peg = build(seed=9, POSITION__NAME="sine+peg", POSITION__PEG__ZERO_INIT=True, DETR__DROPOUT=0.0)
     missing, unexpected = with_peg.load_state_dict(sine.state_dict(), strict=False)
     assert unexpected == []
     assert missing
