@@ -2,7 +2,6 @@
 """Options of the commands that show what ``cpvt-det train`` would do: the same files, loaded as either runner loads them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -42,7 +41,6 @@ def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNo
     from cpvt_det.d2.data import find_registered
 
     cfg = config.load_cfg(config_file, overrides)
-    cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
     find_registered(cfg)
     return cfg
 
@@ -51,6 +49,6 @@ def build_any(cfg: CfgNode, runner: str) -> "nn.Module":
     """The detector of a config as the runner would build it, with random weights, in evaluation mode on its device."""
     if choose_runner(runner) == "builtin":
         return builders.build_detector(cfg).to(builders.build_device(cfg)).eval()
-    from cpvt_det.d2.trainer import build_detector
+    from cpvt_det.d2.run import build_detector
 
     return build_detector(cfg).eval()

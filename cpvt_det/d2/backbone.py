@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backbones in both directions: detectron2's in our detectors, ours in detectron2's registry."""
+"""detectron2's backbones in our detectors, with the padding kept out as :mod:`cpvt_det.models.backbones.masking` does."""
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from detectron2.config import CfgNode
-from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, Backbone, build_backbone
+from detectron2.modeling.backbone.resnet import BasicStem
 from torch import Tensor, nn
 
 from cpvt_det import models
-from cpvt_det.d2.padding import keep_padding_out
-from cpvt_det.errors import ConfigError, UnknownNameError, config_errors
-from cpvt_det.fast import accelerate
-from cpvt_det.models import ResNetBackbone
-from cpvt_det.models.backbones.masking import InexactError, ValidCells, of_batch
+from cpvt_det.errors import ConfigError, UnknownNameError, config_errors, first_line
+from cpvt_det.models.backbones import masking
 from cpvt_det.registry import IMPORT_HINT
 from cpvt_det.structures import has_padding
+
+Maps = Callable[[nn.Module, Tensor], Sequence[Tensor]]
 
 
 class Detectron2Backbone(nn.Module):
@@ -64,8 +66,8 @@ class Detectron2Backbone(nn.Module):
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> list[Tensor]:
         """(B, 3, H, W) images, zero under the padding, and (B, H, W) bool, True = padded -> maps over levels."""
-        cells = ValidCells(padding_mask) if self.mask_padding and has_padding(padding_mask) else None
-        with of_batch(cells):
+        cells = masking.ValidCells(padding_mask) if self.mask_padding and has_padding(padding_mask) else None
+        with masking.of_batch(cells):
             return self._maps(self.body, images)
 
     def _maps(self, body: nn.Module, images: Tensor) -> list[Tensor]:
@@ -96,62 +98,79 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
     with config_errors("MODEL.BACKBONE"):
         try:
             return Detectron2Backbone(build_backbone(cfg), node.STAGES, node.MASK_PADDING)
-        except InexactError as error:
+        except masking.InexactError as error:
             raise ConfigError(
                 f"backbone {node.NAME} of detectron2 cannot keep the padding out of its features: {error}; choose another one, or "
                 "take it all the same, with features that depend on the batch, by MODEL.BACKBONE.MASK_PADDING False"
             ) from error
 
 
-class _OurBackbone(Backbone):
-    """A :class:`ResNetBackbone` for detectron2's own models, with the same keys in its state dict."""
+class PooledStem(nn.Module):
+    """A ``BasicStem`` whose pooling is a module, on which a hook can be put; its weights keep their names.
 
-    def __init__(self, resnet: ResNetBackbone):
+    Args:
+        stem: stem of a ResNet of detectron2.
+    """
+
+    def __init__(self, stem: BasicStem):
         super().__init__()
-        self.body = resnet.body
-        self._resnet = [resnet]  # in a list: not a second path to the same parameters
+        self.conv1 = stem.conv1
+        self.max_pool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
 
-    def train(self, mode: bool = True) -> "_OurBackbone":
-        super().train(mode)
-        self._resnet[0].train(mode)  # keeps frozen stages in evaluation
-        return self
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """(B, 3, H, W) images -> maps by name, ``res2`` to ``res5``."""
-        resnet = self._resnet[0]
-        no_padding = images.new_zeros((images.shape[0], *images.shape[2:]), dtype=bool)
-        return dict(zip(self._names(), resnet(images, no_padding), strict=True))
-
-    def output_shape(self) -> dict[str, ShapeSpec]:
-        """Channels and strides by name."""
-        resnet = self._resnet[0]
-        specs = zip(resnet.channels, resnet.strides, strict=True)
-        return dict(zip(self._names(), (ShapeSpec(channels=c, stride=s) for c, s in specs), strict=True))
-
-    def _names(self) -> list[str]:
-        return [f"res{stage}" for stage in self._resnet[0].stages]
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, C, H / 4, W / 4)."""
+        return self.max_pool(self.conv1(x).relu_())
 
 
-def _stage(name: str) -> int:
-    if name not in ("res2", "res3", "res4", "res5"):
-        raise ConfigError(f"MODEL.RESNETS.OUT_FEATURES contains {name!r}; allowed are res2, res3, res4 and res5")
-    return int(name[-1])
+def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
+    """Put hooks on a backbone that keep the padding of the batch of :func:`masking.of_batch` out, once it was tried that they do.
 
-
-@BACKBONE_REGISTRY.register()
-def build_cpvt_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
-    """torchvision's ResNet for detectron2's models, by ``MODEL.RESNETS.DEPTH``, ``NORM`` and ``OUT_FEATURES``.
+    Args:
+        body: backbone of detectron2, changed in place; names in its state dict stay.
+        maps: function of a backbone and (B, 3, H, W) images that returns its maps, (B, C, h, w).
+        divisor: number that the sides of canvases are multiples of.
 
     Raises:
-        ConfigError: an unknown depth, norm or feature.
+        InexactError: features of an image that depend on what is around it.
     """
-    node = cfg.MODEL.RESNETS
-    with config_errors("MODEL.RESNETS"):
-        resnet = ResNetBackbone(
-            f"resnet{node.DEPTH}",
-            norm=node.NORM,
-            stages=[_stage(name) for name in node.OUT_FEATURES],
-            freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
-            mask_padding=False,  # detectron2's own models give no padding mask
-        )
-    return _OurBackbone(accelerate(resnet))
+    trained = [name for name, module in body.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if trained:
+        raise masking.InexactError(f"statistics of the norm {trained[0]} count the padding in training; set its norm to FrozenBN")
+    for name, module in list(body.named_modules()):
+        if isinstance(module, BasicStem):
+            body.set_submodule(name, PooledStem(module))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)  # the same verdict in every run
+        network = copy.deepcopy(body).cpu().double().eval()
+        forward, images = partial(maps, network), torch.randn(2, 3, 2 * divisor, divisor).double()
+    try:
+        treatments = _treatments(network, forward, images)
+        treatments += masking.probe(network, forward, treatments, divisor)
+    except masking.InexactError:
+        raise
+    except Exception as error:  # of a network that takes one size only; such errors have no common base
+        raise masking.InexactError(f"it cannot be tried on other canvases: {first_line(error)}") from error
+    masking.treat(body, treatments)
+
+
+def _treatments(network: nn.Module, forward: Callable[[Tensor], Sequence[Tensor]], images: Tensor) -> list[masking.Treatment]:
+    """Those that the types of modules need, with the grids that are seen in one forward pass."""
+    found: list[masking.Treatment] = []
+
+    def see(name: str, module: nn.Module, args: tuple, out: Tensor) -> None:
+        grids = [masking.Grid.of(images.shape[2:], x) for x in (args[0], out)]
+        if None not in grids:
+            found.append(masking.Treatment(name, masking.kind_of(module), *grids))
+        elif masking.kind_of(module) != "counted":
+            raise masking.InexactError(f"{name} has a map of {tuple(out.shape[2:])} cells on {tuple(images.shape[2:])} pixels")
+
+    handles = [m.register_forward_hook(partial(see, name)) for name, m in network.named_modules() if masking.kind_of(m)]
+    with torch.no_grad(), masking.unsettle(network):
+        forward(images)
+    for handle in handles:
+        handle.remove()
+    names = [treatment.module for treatment in found]
+    twice = next((name for name in names if names.count(name) > 1), "")
+    if twice:
+        raise masking.InexactError(f"{twice} is used several times")
+    return found

@@ -8,7 +8,6 @@ from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
-from cpvt_det.d2.peg_backbone import add_peg_config
 from cpvt_det.errors import ConfigError
 
 
@@ -21,6 +20,7 @@ def add_new_keys() -> None:
     from detectron2.config.defaults import _C
 
     _add(core.get_cfg(), _C, with_known=False)
+    add_peg_config(_C)
 
 
 def add_cpvt_det_config(cfg: CfgNode) -> None:
@@ -29,7 +29,18 @@ def add_cpvt_det_config(cfg: CfgNode) -> None:
     ``MODEL.DEVICE`` becomes ``cuda`` or ``cpu`` instead of ``auto``, which detectron2 would pass to torch.
     """
     _add(core.get_cfg(), cfg, with_known=True)
+    add_peg_config(cfg)
     cfg.MODEL.DEVICE = _auto_device()
+
+
+def add_peg_config(cfg: CfgNode) -> None:
+    """Add the node ``MODEL.PEG``, which only ``MODEL.BACKBONE.NAME: build_peg_backbone`` reads."""
+    cfg.MODEL.PEG = CfgNode()
+    cfg.MODEL.PEG.BACKBONE = "build_resnet_fpn_backbone"  # backbone that gets the PEGs
+    cfg.MODEL.PEG.IN_FEATURES = []  # names of the maps that get a PEG; empty: all maps
+    cfg.MODEL.PEG.KERNEL_SIZE = 3  # kernel size of the convolution
+    cfg.MODEL.PEG.NORM = "BN"  # norm after the convolution: BN, SyncBN, GN or none
+    cfg.MODEL.PEG.ZERO_INIT = True  # True: start as the identity, so that pretrained weights give the same outputs at first
 
 
 def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
@@ -79,23 +90,17 @@ def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:
     for key, value in cfg.items():
         if isinstance(value, CfgNode):
             value = _kept(value, default.get(key, {}), ours.get(key, {}))
-            if not value and key not in ours:
-                continue
-        if key in ours or key not in default or (value if isinstance(value, CfgNode) else value != default[key]):
+        is_changed = len(value) > 0 if isinstance(value, CfgNode) else key not in default or value != default[key]
+        if key in ours or is_changed:
             kept[key] = value
     return kept
 
 
 def _add(source: CoreCfgNode, target: CfgNode, with_known: bool) -> None:
-    _copy(source, target, with_known)
-    add_peg_config(target)
-
-
-def _copy(source: CoreCfgNode, target: CfgNode, with_known: bool) -> None:
     for key, value in source.items():
         if isinstance(value, CoreCfgNode):
             if key not in target:
                 target[key] = CfgNode(new_allowed=value.is_new_allowed())
-            _copy(value, target[key], with_known)
+            _add(value, target[key], with_known)
         elif with_known or key not in target:
             target[key] = value

@@ -15,7 +15,7 @@ from detectron2.structures import BoxMode
 from detectron2.utils import comm
 
 from cpvt_det.data.catalog import DatasetFiles, registered_datasets
-from cpvt_det.data.coco import CocoDataset, load_coco
+from cpvt_det.data.coco import load_coco
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError
 from cpvt_det.files import atomic_file
 
@@ -55,19 +55,13 @@ def _read_foreign(files: DatasetFiles) -> list[dict]:
     """A data set that is not in COCO format, as a list of detectron2's dicts."""
     dataset = load_coco(files)
     MetadataCatalog.get(files.name).set(thing_classes=list(dataset.classes.names))
-    return [
-        {
-            "file_name": record.file_name,
-            "image_id": record.image_id,
-            "height": record.height,
-            "width": record.width,
-            "annotations": [
-                {"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": label, "iscrowd": 0}
-                for box, label in zip(record.boxes_xyxy.tolist(), record.labels.tolist(), strict=True)
-            ],
-        }
-        for record in dataset.records
-    ]
+    found = []
+    for record in dataset.records:
+        objects = zip(record.boxes_xyxy.tolist(), record.labels.tolist(), strict=True)
+        annotations = [{"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": label, "iscrowd": 0} for box, label in objects]
+        image = {key: getattr(record, key) for key in ("file_name", "image_id", "height", "width")}
+        found.append({**image, "annotations": annotations})
+    return found
 
 
 def find_registered(cfg: CfgNode) -> None:
@@ -90,7 +84,7 @@ def find_registered(cfg: CfgNode) -> None:
         if metadata.get("evaluator_type") == "coco" and metadata.get("json_file"):
             found.append([name, metadata.json_file, metadata.image_root])
         else:
-            path = Path(cfg.OUTPUT_DIR) / "datasets" / f"{name}.json"
+            path = Path(cfg.OUTPUT_DIR).expanduser() / "datasets" / f"{name}.json"
             if comm.is_main_process():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_file(path) as file:  # check-data may read the file of a run in progress
@@ -109,44 +103,32 @@ def to_coco(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: as in :func:`find_registered`.
     """
-    records = _read(name)
-    names = class_names(name)
-    ids = _category_ids(name, len(names))
+    records, names = _read(name), class_names(name)
+    label_of = MetadataCatalog.get(name).get("thing_dataset_id_to_contiguous_id") or {}
+    ids = sorted(label_of)
+    if [label_of[category_id] for category_id in ids] != list(range(len(names))):
+        ids = list(range(1, len(names) + 1))
     images, annotations = [], []
     for number, record in enumerate(records, start=1):
         image_id = record.get("image_id", number)
         image_id = int(image_id) if isinstance(image_id, Integral) else number
-        if "height" not in record or "width" not in record:
-            raise ConfigError(f"data set {name}: the record of {record['file_name']} has no height and width; add them")
-        image = {"id": image_id, "file_name": str(Path(record["file_name"]).absolute())}
-        images.append({**image, "height": record["height"], "width": record["width"]})
-        for annotation in record.get("annotations", ()):
-            missing = {"category_id", "bbox", "bbox_mode"} - annotation.keys()
-            if missing:
-                raise ConfigError(f"data set {name}: an annotation of {record['file_name']} has no {missing.pop()!r}; add it")
-            if annotation["bbox_mode"] == BoxMode.XYWHA_ABS:
-                raise ConfigError(
-                    f"data set {name}: {record['file_name']} has rotated boxes (XYWHA_ABS), which our models cannot detect"
-                )
-            label = annotation["category_id"]
-            if not 0 <= label < len(ids):
-                raise ConfigError(
-                    f"data set {name}: {record['file_name']} has category_id {label}, but there are {len(ids)} classes, "
-                    f"0 to {len(ids) - 1}"
-                )
-            box = BoxMode.convert(annotation["bbox"], annotation["bbox_mode"], BoxMode.XYWH_ABS)
-            place = {"bbox": [float(side) for side in box], "iscrowd": int(annotation.get("iscrowd", 0))}
-            annotations.append({"image_id": image_id, "category_id": ids[label], **place})
+        where = f"data set {name}: {record['file_name']}"
+        try:
+            sides = {side: record[side] for side in ("height", "width")}
+            images.append({"id": image_id, "file_name": str(Path(record["file_name"]).absolute()), **sides})
+            for annotation in record.get("annotations", ()):
+                box, mode, label = (annotation[key] for key in ("bbox", "bbox_mode", "category_id"))
+                if mode == BoxMode.XYWHA_ABS:
+                    raise ConfigError(f"{where} has rotated boxes (XYWHA_ABS), which our models cannot detect")
+                if not 0 <= label < len(ids):
+                    raise ConfigError(f"{where} has category_id {label}, but the classes are 0 to {len(ids) - 1}")
+                box = [float(side) for side in BoxMode.convert(box, mode, BoxMode.XYWH_ABS)]
+                crowd, one = int(annotation.get("iscrowd", 0)), {"id": len(annotations) + 1, "image_id": image_id}
+                annotations.append({**one, "category_id": ids[label], "bbox": box, "iscrowd": crowd})
+        except KeyError as error:
+            raise ConfigError(f"{where}, or an annotation of it, has no {error}; add it") from error
     categories = [{"id": category_id, "name": name} for category_id, name in zip(ids, names, strict=True)]
-    numbered = [{"id": number, **annotation} for number, annotation in enumerate(annotations, start=1)]
-    return {"images": images, "annotations": numbered, "categories": categories}
-
-
-def _category_ids(name: str, count: int) -> list[int]:
-    """Category ids by label, if they are known for every label and rise; else labels + 1."""
-    label_of = MetadataCatalog.get(name).get("thing_dataset_id_to_contiguous_id") or {}
-    rising = sorted(label_of)
-    return rising if [label_of[category_id] for category_id in rising] == list(range(count)) else list(range(1, count + 1))
+    return {"images": images, "annotations": annotations, "categories": categories}
 
 
 def class_names(name: str) -> list[str]:
@@ -172,20 +154,3 @@ def _read(name: str) -> list[dict]:
         raise ConfigError(f"data set {name} needs the package {error.name}; install it with pip") from error
     except OSError as error:
         raise DataError(f"data set {name}: {error}") from error
-
-
-def describe_classes(dataset: CocoDataset) -> None:
-    """Write the classes of a data set to detectron2's catalog, numbered as in our labels.
-
-    Raises:
-        ConfigError: different classes in the catalog.
-    """
-    metadata = MetadataCatalog.get(dataset.name)
-    if metadata.get("thing_classes") and tuple(metadata.thing_classes) != dataset.classes.names:
-        raise ConfigError(
-            f"data set {dataset.name}: the classes in MetadataCatalog ({', '.join(metadata.thing_classes[:5])}) differ from those "
-            f"in its JSON, by rising id ({', '.join(dataset.classes.names[:5])}); make thing_classes equal to these"
-        )
-    if not metadata.get("thing_classes"):
-        metadata.thing_classes = list(dataset.classes.names)
-        metadata.thing_dataset_id_to_contiguous_id = {category: label for label, category in enumerate(dataset.classes.ids)}

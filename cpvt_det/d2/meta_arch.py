@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detectors as detectron2's meta architectures: list of dicts in, losses or instances out, and no computation of their own."""
+"""Detectors as detectron2's meta architectures: list of dicts in, losses or instances out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,6 @@ from cpvt_det import builders
 from cpvt_det.boxes import xyxy_to_cxcywh
 from cpvt_det.checkpoint.load import load_backbone_weights
 from cpvt_det.d2.backbone import build_detector_backbone
-from cpvt_det.d2.classifier import ClassifierProtocol
 from cpvt_det.d2.data import class_names, register_datasets
 from cpvt_det.data.catalog import registered_datasets
 from cpvt_det.errors import DataError
@@ -49,12 +48,13 @@ class Detectron2Protocol:
         ``MODEL.WEIGHTS`` the backbone gets the weights ``MODEL.BACKBONE.WEIGHTS``.
         """
         register_datasets(registered_datasets(cfg.DATASETS.REGISTER))
-        cfg = _with_classes(cfg)
-        _, arguments = builders.detector_arguments(cfg, backbone or build_detector_backbone(cfg))
-        node = cfg.MODEL.BACKBONE
-        if backbone is None and node.WEIGHTS and not cfg.MODEL.WEIGHTS:
-            load_backbone_weights(arguments["backbone"], node.WEIGHTS, node.NAME)
-        return {**arguments, "criterion": builders.build_criterion(cfg), "postprocessor": builders.build_postprocessor(cfg)}
+        names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
+        if cfg.MODEL.NUM_CLASSES == 0 and names:
+            cfg = cfg.clone()
+            cfg.defrost()
+            cfg.MODEL.NUM_CLASSES = len(class_names(names[0]))
+        loss = {"criterion": builders.build_criterion(cfg), "postprocessor": builders.build_postprocessor(cfg)}
+        return {**_arguments(cfg, backbone), **loss}
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +99,24 @@ class Detectron2Protocol:
         return result.losses
 
 
+class FromConfig:
+    """A classifier of the core, built by detectron2; only our runner trains it, as detectron2 has no images with one class each."""
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        """A config with ``MODEL.NUM_CLASSES`` -> the constructor's arguments, as of :class:`Detectron2Protocol`."""
+        return _arguments(cfg)
+
+
+def _arguments(cfg: CfgNode, backbone: nn.Module | None = None) -> dict[str, Any]:
+    """The model's arguments; without ``MODEL.WEIGHTS`` the config's own backbone gets ``MODEL.BACKBONE.WEIGHTS``."""
+    _, arguments = builders.detector_arguments(cfg, backbone or build_detector_backbone(cfg))
+    node = cfg.MODEL.BACKBONE
+    if backbone is None and node.WEIGHTS and not cfg.MODEL.WEIGHTS:
+        load_backbone_weights(arguments["backbone"], node.WEIGHTS, node.NAME)
+    return arguments
+
+
 def register_detectors() -> None:
     """Register a meta architecture for every registered detector that does not have one yet."""
     for name, arguments in builders.DETECTOR_REGISTRY:
@@ -119,7 +137,7 @@ def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
         accelerate(self)
 
     text = f":class:`{detector.__module__}.{detector.__qualname__}` in detectron2, from a config or by keyword."
-    protocol = ClassifierProtocol if issubclass(detector, Classifier) else Detectron2Protocol
+    protocol = FromConfig if issubclass(detector, Classifier) else Detectron2Protocol
     made = type(name, (protocol, detector), {"__init__": __init__, "__doc__": text, "__module__": __name__})
     return made
 
@@ -127,15 +145,6 @@ def _meta_architecture(name: str, detector: type[Detector]) -> type[Detector]:
 register_detectors()
 CPVTDetr = META_ARCH_REGISTRY.get("CPVTDetr")
 CPVTDeformableDetr = META_ARCH_REGISTRY.get("CPVTDeformableDetr")
-
-
-def _with_classes(cfg: CfgNode) -> CfgNode:
-    names = (*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)
-    if cfg.MODEL.NUM_CLASSES == 0 and names:
-        cfg = cfg.clone()
-        cfg.defrost()
-        cfg.MODEL.NUM_CLASSES = len(class_names(names[0]))
-    return cfg
 
 
 def _to_targets(sample: dict, num_classes: int) -> Targets:

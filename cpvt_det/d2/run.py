@@ -1,106 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detectron2 runner: the counterpart of ``runner/train.py``."""
+"""The detectron2 runner: the run of ``runner/train.py`` with detectron2's config, data sets, model, loop and hooks."""
 
-import logging
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from detectron2.config import CfgNode
+from detectron2.engine import HookBase, TrainerBase
+from detectron2.modeling import build_model
 from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
 from detectron2.utils.logger import setup_logger
+from torch import nn
 
 from cpvt_det import builders, distributed
-from cpvt_det.builders.datasets import log_data
-from cpvt_det.checkpoint.initial import load_initial_weights
-from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
-from cpvt_det.d2.data import describe_classes, find_registered
-from cpvt_det.d2.trainer import Trainer, build_detector
-from cpvt_det.runner.advice import log_advice, log_next_steps
-from cpvt_det.runner.callbacks import Callback, build_callbacks
-from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate
-from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
-from cpvt_det.runner.sizes import evaluate_sizes
-from cpvt_det.tasks.task import Results, build_task
+from cpvt_det.d2.data import find_registered
+from cpvt_det.d2.meta_arch import register_detectors
+from cpvt_det.errors import config_errors
+from cpvt_det.runner import train
+from cpvt_det.runner.callbacks import RunCallbacks
+from cpvt_det.tasks.task import Results
 
-__all__ = ["load_cfg", "run"]
-
-logger = logging.getLogger("cpvt_det")
+__all__ = ["build_detector", "load_cfg", "run"]
 
 
-def run(
-    cfg: CfgNode,
-    resume: bool = False,
-    eval_only: bool = False,
-    allow_partial: bool = False,
-    sizes: Sequence[int] = (),
-    callbacks: Sequence[Callback] = (),
-) -> Results:
-    """Train and evaluate, or only evaluate, as :func:`cpvt_det.runner.train.run` does, with a config from :func:`load_cfg`."""
+def run(cfg: CfgNode, *arguments: Any, hooks: Sequence[HookBase] = (), **more: Any) -> Results:
+    """Train and evaluate, or only evaluate.
+
+    Args:
+        cfg: config from :func:`load_cfg`.
+        arguments, more: further arguments of :func:`cpvt_det.runner.train.run`; result and errors are its own too.
+        hooks: detectron2's hooks, called around every step. The storage has the scalars of a step whose log line is due.
+    """
     if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
     refuse_ignored(cfg)
-    cfg.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR).expanduser())
-    with only_run_in(cfg):
+    return train.run(cfg, *arguments, **more, engine=Trainer(hooks))
+
+
+class Trainer(TrainerBase, train.Engine):
+    """detectron2's trainer, taking our steps.
+
+    Args:
+        hooks: detectron2's hooks.
+    """
+
+    def __init__(self, hooks: Sequence[HookBase] = ()):
+        super().__init__()
+        self.register_hooks(list(hooks))
+
+    def prepare(self, cfg: CfgNode) -> None:
         find_registered(cfg)
-        return _evaluate_only(cfg, resume, allow_partial, sizes) if eval_only else _train(cfg, resume, callbacks)
+
+    def start(self, output: Path) -> None:
+        setup_logger(str(output / "log.txt"), distributed_rank=comm.get_rank())
+
+    def build_detector(self, cfg: CfgNode) -> nn.Module:
+        return build_detector(cfg)
+
+    def saved(self, cfg: CfgNode) -> CfgNode:
+        return without_untouched(cfg)
+
+    def take_steps(self, take_step: Callable[[int], dict[str, float]], calls: RunCallbacks) -> None:
+        """detectron2's loop, less its log of the traceback, and less the hooks' ``after_train`` after a failure."""
+        self.start_iter, self.max_iter = calls.run.start, calls.run.max_iter
+        with EventStorage(self.start_iter) as self.storage:
+            self.before_train()
+            for iteration in range(self.start_iter, self.max_iter):
+                if calls.ends_before(iteration):
+                    break
+                self.iter = iteration
+                self.before_step()
+                scalars = take_step(iteration)
+                self.storage.put_scalars(**{name: value for name, value in scalars.items() if math.isfinite(value)})
+                self.after_step()
+            self.after_train()
 
 
-def _evaluate_only(cfg: CfgNode, resume: bool, allow_partial: bool, sizes: Sequence[int]) -> Results:
-    task = build_task(cfg)
-    tests = task.load_tests()
-    if resume:
-        cfg.MODEL.WEIGHTS = str(last_checkpoint(cfg.OUTPUT_DIR))
-    output = _setup(cfg)
-    for dataset in tests:
-        describe_classes(dataset)
-    log_data(tests)
-    model = build_detector(cfg)
-    kept = load_initial_weights(cfg, model, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
-    write_config(without_untouched(cfg), replace=False)
-    if sizes:
-        return evaluate_sizes(task, model, tests, sizes, output)
-    results = evaluate(task, model, tests, output)
-    with chosen_threshold(cfg, kept):
-        task.show_results(model, tests, results, output)
-    return results
+def build_detector(cfg: CfgNode) -> nn.Module:
+    """detectron2's ``build_model`` for one of our detectors.
 
-
-def _train(cfg: CfgNode, resume: bool, callbacks: Sequence[Callback]) -> Results:
-    task = build_task(cfg)
-    datasets, tests = task.load_splits()
-    all_callbacks = build_callbacks(cfg, tests, callbacks)
-    output = _setup(cfg)
-    for dataset in datasets + tests:
-        describe_classes(dataset)
-    log_data(datasets + tests)
-    records = task.training_records(datasets)
-    length = builders.build_schedule(cfg, len(records))
-    logger.info(length.arithmetic)
-    log_advice(cfg, length, records)
-    trainer = Trainer(task, datasets, tests, choose_seed(cfg), choose_run_id(output), all_callbacks)
-    trainer.resume_or_load(resume)
-    record_agents(output, trainer.state.run_id)
-    write_config(without_untouched(cfg))
-    logger.info(
-        "Seed %d: iterations %d to %d of %s",
-        trainer.state.seed,
-        trainer.start_iter,
-        trainer.max_iter,
-        describe_model(trainer.model),
-    )
-    with trainer.run_callbacks:
-        results = trainer.train()
-        draw_run(output)
-        if tests:
-            with chosen_threshold(cfg, trainer.state.thresholds):
-                task.show_results(trainer.evaluated, tests, results, output)
-    log_next_steps(cfg, trainer.state, output)
-    return results
-
-
-def _setup(cfg: CfgNode) -> Path:
-    output = setup_run(cfg)
-    setup_logger(str(output / "log.txt"), distributed_rank=comm.get_rank())
-    return output
+    Raises:
+        ConfigError: another model, a device that is not there, or what :func:`cpvt_det.builders.build_detector` refuses.
+    """
+    builders.build_device(cfg)
+    builders.DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE)
+    register_detectors()
+    cfg = cfg.clone()
+    cfg.MODEL.BACKBONE.WEIGHTS = ""  # load_initial_weights takes those, in a run that is not resumed
+    with config_errors("MODEL"):
+        return build_model(cfg)

@@ -60,9 +60,9 @@ class MetricsWriter:
             self._waited += time.perf_counter() - start
             yield batch
 
-    def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> dict[str, float] | None:
+    def put(self, iteration: int, record: dict[str, Tensor], lr: float) -> dict[str, float]:
         """Collect the scalars of one iteration; write a line if one is due, and return what it contains."""
-        scalars = None
+        scalars = {}
         self._records.append(record)
         if (iteration + 1) % self.period == 0 or iteration + 1 == self.max_iter:
             scalars = step_means(self._records)

@@ -126,6 +126,25 @@ def test_both_runners_take_the_same_run(runs, detector):
     assert load_core_cfg(str(detectron2 / "config.yaml")).MODEL == load_core_cfg(str(builtin / "config.yaml")).MODEL
 
 
+def test_hooks_of_detectron2_are_called_around_every_step(d2, drawn_coco, tmp_path):
+    """The storage has the iteration, and of steps whose line is due the scalars of that line."""
+    from detectron2.engine import HookBase
+
+    class Watch(HookBase):
+        seen = []
+
+        def after_step(self):
+            latest = self.trainer.storage.latest()
+            self.seen.append((self.trainer.iter, self.trainer.storage.iter, latest.get("total_loss", (None, None))[1]))
+
+        def after_train(self):
+            self.seen.append("end")
+
+    cfg = d2.run.load_cfg("", overrides(drawn_coco.files, tmp_path, SOLVER__MAX_ITER=4, SOLVER__LOG_PERIOD=2, DATASETS__TEST=()))
+    d2.run.run(cfg, hooks=[Watch()])
+    assert Watch.seen == [(0, 0, None), (1, 1, 1), (2, 2, 1), (3, 3, 3), "end"]
+
+
 def test_both_runners_train_the_same_classifier(d2, tmp_path):
     """A transformer with two tokens, layers left out at random, Mixup and CutMix."""
     more = {
@@ -258,17 +277,6 @@ def test_a_backbone_of_detectron2s_registry_by_name(d2, runs):
         runs("detectron2", "masked", **{**more, "MODEL__BACKBONE__MASK_PADDING": True})
     with pytest.raises(WeightsError, match=r"'MODEL.RESNETS'.* to detectron2, whose DefaultPredictor reads it"):
         Predictor.from_checkpoint(folder / "model_final.pth")
-
-
-def test_our_backbone_in_detectron2s_own_model(d2):
-    from detectron2.modeling import build_backbone
-
-    cfg = d2.run.load_cfg("", ["MODEL.BACKBONE.NAME", "build_cpvt_resnet_backbone", "MODEL.RESNETS.DEPTH", "18"])
-    cfg.MODEL.RESNETS.OUT_FEATURES = ["res3", "res5"]
-    backbone = build_backbone(cfg)
-    maps = backbone(torch.randn(1, 3, 64, 96))
-    assert {name: tuple(x.shape[1:]) for name, x in maps.items()} == {"res3": (128, 8, 12), "res5": (512, 2, 3)}
-    assert {name: spec.stride for name, spec in backbone.output_shape().items()} == {"res3": 8, "res5": 32}
 
 
 def test_detectron2s_own_evaluator_takes_our_model(d2, drawn_coco, tmp_path):

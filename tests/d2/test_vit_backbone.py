@@ -73,7 +73,7 @@ def test_an_image_s_maps_are_the_same_alone_and_in_a_batch(words):
 
 
 def test_borders_of_zeros_are_padding_and_zeros_inside_are_not():
-    from cpvt_det.d2.vit_backbone import zero_borders
+    from cpvt_det.d2.our_backbones import zero_borders
 
     images = torch.zeros(3, 3, 4, 6)
     images[0, 1, 2, 3] = 1.0

@@ -20,7 +20,7 @@ def cfg():
     """A small RetinaNet on ResNet-18 with FPN, and our keys."""
     from detectron2.config import get_cfg
 
-    from cpvt_det.d2.peg_backbone import add_peg_config
+    from cpvt_det.d2 import add_peg_config
 
     cfg = get_cfg()
     add_peg_config(cfg)

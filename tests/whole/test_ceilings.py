@@ -14,12 +14,12 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_982,
+    "code lines": 20_613,
     "code lines of data/": 3_751,
-    "files": 267,
-    "functions": 2_047,
+    "files": 263,
+    "functions": 2_024,
     "rooms": 33,
-    "arrows between rooms": 196,
+    "arrows between rooms": 195,
     "keys of the config": 186,
 }
 LONGEST = {

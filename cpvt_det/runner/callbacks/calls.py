@@ -78,6 +78,10 @@ class RunCallbacks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *more: object) -> None:
         self._end(error)
 
+    def ends_before(self, iteration: int) -> bool:
+        """Whether a callback ends the run before this iteration; a new run takes one step, to have something to evaluate."""
+        return self.is_over and iteration > 0
+
     def step(self, iteration: int, scalars: dict[str, float]) -> None:
         """Call ``on_step`` of all callbacks."""
         self._call("on_step", iteration, scalars)

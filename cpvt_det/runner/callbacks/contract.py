@@ -71,7 +71,7 @@ class Callback:
             run: the run.
             iteration: iteration of the last step.
             scalars: means since the last call of all losses and metrics and of ``grad_norm``, the number of ``skipped`` steps, and
-                ``lr``; NaN where all steps were skipped. The built-in runner adds times.
+                ``lr``; NaN where all steps were skipped. And times.
         """
 
     def on_evaluation(self, run: TrainingRun, iteration: int, results: Results) -> None:

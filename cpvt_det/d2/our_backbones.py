@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our vision transformers under detectron2's own models, set up in YAML: ``MODEL.BACKBONE.NAME: cpvt_tiny`` and so on."""
+"""Our vision transformers, and PEG, under detectron2's own models, by YAML: ``MODEL.BACKBONE.NAME: cpvt_tiny`` and so on."""
 
 import itertools
 
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.load import load_backbone_weights
-from cpvt_det.errors import config_errors
+from cpvt_det.errors import ConfigError, config_errors
 from cpvt_det.fast import accelerate
 from cpvt_det.models import SimplePyramid
 from cpvt_det.models.backbones.vit import OWN_POSITIONS
+from cpvt_det.plug.attach import attach
+from cpvt_det.plug.families import DetectronBackbone
 
 
 class VisionPyramid(Backbone):
@@ -92,3 +94,24 @@ def build_vision_pyramid(cfg: CfgNode, input_shape: ShapeSpec) -> VisionPyramid:
 
 for _name in OWN_POSITIONS:
     BACKBONE_REGISTRY._do_register(_name, build_vision_pyramid)
+
+
+@BACKBONE_REGISTRY.register()
+def build_peg_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> Backbone:
+    """The backbone ``MODEL.PEG.BACKBONE`` with a PEG on each of the maps ``MODEL.PEG.IN_FEATURES``.
+
+    Only the keys ``peg.<map>`` are added to its state dict, so that weights of the backbone without PEG load. detectron2 gives a
+    backbone no padding mask, so PEG sees the padding, which is zero in the image, like any convolution.
+
+    Raises:
+        ConfigError: a backbone that is not registered, or this one; settings that PEG refuses.
+        PlugError: a map that the backbone does not have.
+    """
+    node = cfg.MODEL.PEG
+    if node.BACKBONE == "build_peg_backbone" or node.BACKBONE not in BACKBONE_REGISTRY:
+        raise ConfigError(f"MODEL.PEG.BACKBONE must be another backbone of detectron2's registry, got {node.BACKBONE!r}")
+    backbone = BACKBONE_REGISTRY.get(node.BACKBONE)(cfg, input_shape)
+    maps = list(node.IN_FEATURES) or list(backbone.output_shape())
+    with config_errors("MODEL.PEG"):
+        attach(backbone, DetectronBackbone(), maps, kernel_size=node.KERNEL_SIZE, norm=node.NORM, zero_init=node.ZERO_INIT)
+    return backbone
