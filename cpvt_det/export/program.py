@@ -3,7 +3,7 @@
 
 import contextlib
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from cpvt_det.errors import RunStoppedError, first_line
-from cpvt_det.export import half
 from cpvt_det.inference import ClassScores, PostProcessor
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.norm import MaskedGroupNorm
@@ -22,6 +21,7 @@ from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection
 
 DIMENSIONS = ("batch", "height", "width")
+aten = torch.ops.aten
 SAMPLINGS = {"gather": "export", "grid_sample": "grid_sample"}  # name -> implementation of ``ms_deform_attn``
 
 
@@ -117,7 +117,7 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
         with torch.no_grad():
             program = torch.export.export(module, inputs, dynamic_shapes=shapes)
             # Also where there is nothing to replace: before this step, code under autocast is a graph of its own.
-            program = program.run_decompositions(half.NORMS if module.half_precision else {})
+            program = program.run_decompositions(FLOAT_NORMS if module.half_precision else {})
     except Exception as error:  # what torch raises has no common base
         asked = ", ".join(dynamic) or "none"
         way_out = "; try --dynamic none with --size and --batch, which is easier to trace" if dynamic else ""
@@ -153,3 +153,17 @@ def _dims(detector: ImageModel, dynamic: Collection[str]) -> dict[str, Dim]:
         "width": stride * Dim("columns", min=2, max=largest),
     }
     return {name: dims[name] for name in dynamic}
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor, eps: float = 1e-5, cudnn: bool = True) -> Tensor:
+    return aten.native_layer_norm(x.float(), shape, weight, bias, eps)[0].to(x.dtype)
+
+
+def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *options) -> Tensor:
+    _, momentum, eps, _ = options
+    return aten._native_batch_norm_legit_no_training(x.float(), weight, bias, mean, variance, momentum, eps)[0].to(x.dtype)
+
+
+FLOAT_NORMS = {aten.layer_norm.default: _layer_norm, aten.batch_norm.default: _batch_norm}
+"""Decompositions for programs in float16: norms in float32, as GPUs compute them under autocast. ONNX requires that all
+operands of a norm have one type; torch also accepts a half input with float32 weights."""

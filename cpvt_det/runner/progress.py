@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run learns, in both runners: evaluations beside a constant answer, losses over time, best checkpoint."""
+"""Whether a run learns: evaluations beside a constant answer, the best checkpoint, warnings, and the commands that come next."""
 
 import logging
 import shlex
@@ -10,22 +10,23 @@ from typing import Any
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det import distributed
+from cpvt_det import builders, distributed
 from cpvt_det.checkpoint.best import BestSoFar
-from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState
+from cpvt_det.checkpoint.checkpointer import BEST, RunCheckpointer, RunState
+from cpvt_det.checkpoint.resume import FINAL
+from cpvt_det.data.records import Records
 from cpvt_det.errors import ConfigError
+from cpvt_det.registry import import_words
 from cpvt_det.runner.evaluate import measure
+from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.tasks.task import Results, Task, figure_of, flatten, require_figure
 
 logger = logging.getLogger("cpvt_det")
-FIRST_LOOK = 400
-"""Iterations before the first look at the losses; the next looks are after 800, 1600, ..."""
-MIDDLE, SHORTEST, APART = 0.45, 200, 0.1
-"""One more look is after this share of a run, while the rate of a cosine is above its half, if that is this many iterations, and by
-this share of them apart from another look."""
-LEAST_FALL = 0.01
-"""A loss that falls by less, as a share of itself, is flat. From one quarter of a run to the next it falls by several times as much
-while a detector learns: by 6 % where it is the fifth root of the number of iterations."""
+TYPICAL = {"random weights": "about 300000", "a pretrained backbone": "2000 or more"}
+"""What a run starts from -> iterations that a DETR needs on photographs. From random weights 500 epochs of COCO with batch size 64
+are 920,000, 50 with batch size 32 are 185,000; on some hundred images from a pretrained backbone: docs/small_data.md."""
+FEW = {"random weights": 30_000, "a pretrained backbone": 1_000}
+"""What a run starts from -> iterations below which a warning is due."""
 
 
 class RunEvaluations:
@@ -50,7 +51,6 @@ class RunEvaluations:
         self._records = records
         self._baseline: dict[str, float] | None = None
         self._helps = what_helps(cfg)
-        self._constant = task.constant
         figure = cfg.TEST.BEST_FIGURE
         if figure and not tests:
             raise ConfigError(
@@ -73,12 +73,14 @@ class RunEvaluations:
             self._baseline = self.task.baseline(self._records, self.tests[0])
             if self._baseline:
                 listed = ", ".join(f"{name} {value:.1f}" for name, value in self._baseline.items())
-                logger.info("For comparison, %s: %s", self._constant, listed)
+                logger.info("For comparison, %s: %s", self.task.constant, listed)
         scalars = flatten(results if len(self.tests) == 1 else results[self.tests[0].name])
         below = [name for name, value in self._baseline.items() if scalars.get(name, value) < value]
         if below:
             listed = ", ".join(_is_below(name, scalars[name], self._baseline[name]) for name in below)
-            logger.warning("After iteration %d the model is worse than %s: %s; %s", iteration, self._constant, listed, self._helps)
+            logger.warning(
+                "After iteration %d the model is worse than %s: %s; %s", iteration, self.task.constant, listed, self._helps
+            )
 
 
 def none_yet(cfg: CfgNode, task: Task) -> BestSoFar:
@@ -92,51 +94,6 @@ def _is_below(name: str, value: float, bound: float) -> str:
     return f"{name} {value:.{decimals}f} is below {bound:.{decimals}f}"
 
 
-class LossWatch:
-    """Warns of a total loss that is flat while the learning rate is still high.
-
-    After 400, 800, 1600, ... iterations, and shortly before the middle of the run, the means of the last two quarters until then
-    are compared. Later in a schedule, at less than half of the highest learning rate, a loss may be flat.
-
-    Args:
-        cfg: config of the run.
-        max_iter: its length in iterations.
-    """
-
-    def __init__(self, cfg: CfgNode, max_iter: int) -> None:
-        self._losses: list[tuple[int, float]] = []
-        middle = round(MIDDLE * max_iter)
-        doubled = [FIRST_LOOK << number for number in range(max(1, max_iter).bit_length())]
-        is_apart = all(abs(look - middle) > APART * middle for look in doubled)
-        self._looks = sorted([*doubled, *([middle] if middle >= SHORTEST and is_apart else [])])
-        self._helps = what_helps(cfg)
-        self._highest_lr = 0.0
-
-    def put(self, iteration: int, scalars: dict[str, float]) -> None:
-        """Take ``total_loss`` and ``lr`` of an iteration, or their means since the last call; warn if a look is due."""
-        done, loss = iteration + 1, scalars.get("total_loss")
-        if loss is None or loss != loss:
-            return
-        self._losses.append((done, loss))
-        self._highest_lr = max(self._highest_lr, scalars["lr"])
-        if not self._looks or done < self._looks[0]:
-            return
-        self._looks = [look for look in self._looks if look > done]
-        half, later = 0.5 * done, 0.75 * done
-        before = [value for at, value in self._losses if half < at <= later]
-        now = [value for at, value in self._losses if at > later]
-        whole = self._losses[0][0] <= half  # a resumed run has not seen its beginning
-        if whole and before and now and scalars["lr"] >= 0.5 * self._highest_lr:
-            self._warn_of_flat(*(sum(values) / len(values) for values in (before, now)), half, done)
-
-    def _warn_of_flat(self, before: float, now: float, half: float, done: int) -> None:
-        if now > before * (1 - LEAST_FALL):
-            logger.warning(
-                "The total loss is flat: %.4g from iteration %d to %d, %.4g from there to %d; %s",
-                *(before, half, 0.75 * done, now, done - 1, self._helps),
-            )
-
-
 def what_helps(cfg: CfgNode) -> str:
     """What to change about a run that does not learn: what it has not been given yet."""
     weights = "MODEL.WEIGHTS" if cfg.MODEL.BACKBONE.WEIGHTS else "MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS"
@@ -147,3 +104,60 @@ def what_helps(cfg: CfgNode) -> str:
         f"limit), another SOLVER.BASE_LR; `cpvt-det show data --config-file {config} --output pictures` draws whether boxes and "
         "images belong together"
     )
+
+
+def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Records) -> None:
+    """Warn of a detector's run that is far too short for what it starts from, and of images with nearly as many objects as queries.
+
+    Args:
+        cfg: config of the run.
+        schedule: schedule of the run.
+        records: training images of the run.
+    """
+    if builders.is_classifier(cfg):
+        return
+    start = "a pretrained backbone" if cfg.MODEL.BACKBONE.WEIGHTS else "random weights"
+    if not cfg.MODEL.WEIGHTS and schedule.max_iter < FEW[start]:
+        logger.warning(
+            "%d iterations (%s) from %s; a DETR needs %s on photographs, fewer on simple images. Train longer, or set "
+            "MODEL.WEIGHTS to start from trained weights",
+            schedule.max_iter,
+            f"{len(records)} images x epochs / batch of {cfg.SOLVER.IMS_PER_BATCH}",
+            start,
+            TYPICAL[start],
+        )
+    queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
+    most = int(records.num_boxes.max(initial=0))
+    if queries / 2 < most <= queries:  # above that, the check of the data reports an error
+        logger.warning(
+            "An image has %d objects, more than half of the %d queries; raise MODEL.DETR.NUM_OBJECT_QUERIES",
+            most,
+            queries,
+        )
+
+
+def log_next_steps(cfg: CfgNode, state: RunState, output: Path) -> None:
+    """Log the best checkpoint of a finished run, its iteration, and the commands that come next.
+
+    Args:
+        cfg: config of the run.
+        state: state of the run, with its best evaluation.
+        output: ``OUTPUT_DIR``.
+    """
+    best = state.best
+    if best.figure is None:
+        weights, which = output / f"{FINAL}.pth", "Final checkpoint (nothing was evaluated)"
+    else:
+        weights, which = output / f"{BEST}.pth", f"Best checkpoint, of iteration {best.iteration} ({best.name} {best.figure:.4g})"
+    longer = f"SOLVER.EPOCHS {2 * cfg.SOLVER.EPOCHS:g}" if cfg.SOLVER.EPOCHS > 0 else f"SOLVER.MAX_ITER {2 * cfg.SOLVER.MAX_ITER}"
+    if 0 < cfg.SOLVER.EARLY_STOPPING <= best.waited:
+        longer += " SOLVER.EARLY_STOPPING 0"
+    config, report, best_file = (shlex.quote(str(path)) for path in (output / "config.yaml", output / "eval", weights))
+    own, processes = import_words(), distributed.world_size()
+    gpus = f" --num-gpus {processes}" if processes > 1 else ""  # the batch is theirs together
+    commands = [
+        f"cpvt-det predict{own} {best_file} --input IMAGES --output found",
+        f"cpvt-det eval{own} {best_file} --config-file {config} --report OUTPUT_DIR {report}",
+        f"cpvt-det train{own}{gpus} --config-file {config} --resume {longer}",
+    ]
+    logger.info("%s: %s. Next: predict, report, train longer:\n  %s", which, weights, "\n  ".join(commands))

@@ -16,14 +16,12 @@ from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.errors import ConfigError
-from cpvt_det.runner.advice import log_advice, log_next_steps
 from cpvt_det.runner.callbacks import Callback, RunCallbacks, TrainingRun, build_callbacks
-from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate
+from cpvt_det.runner.evaluate import chosen_threshold, draw_run, evaluate, evaluate_sizes
 from cpvt_det.runner.guard import RunGuard
 from cpvt_det.runner.metrics import MetricsWriter
-from cpvt_det.runner.progress import LossWatch, RunEvaluations, none_yet
+from cpvt_det.runner.progress import RunEvaluations, log_advice, log_next_steps, none_yet
 from cpvt_det.runner.setup import choose_run_id, choose_seed, describe_model, only_run_in, record_agents, setup_run, write_config
-from cpvt_det.runner.sizes import evaluate_sizes
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import wrap_for_processes
 from cpvt_det.tasks.task import Results, build_task, flatten
@@ -137,7 +135,7 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
     step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), length, state.seed, state.ema)
     trainer = TrainerState(step)
     checkpointer = RunCheckpointer(detector, output, cfg.SOLVER.CHECKPOINT_KEEP, trainer=trainer, cpvt_det=state)
-    evaluations, losses = RunEvaluations(cfg, task, records, tests, checkpointer), LossWatch(cfg, length.max_iter)
+    evaluations = RunEvaluations(cfg, task, records, tests, checkpointer)
 
     start = checkpointer.begin(resume)
     require_rest(cfg, start, length)
@@ -163,7 +161,6 @@ def train(cfg: CfgNode, engine: Engine, resume: bool, callbacks: Sequence[Callba
                 trainer.iteration = iteration
                 scalars = writer.put(iteration, step(next(batches), iteration), step.lr)
                 if scalars:
-                    losses.put(iteration, scalars)
                     calls.step(iteration, scalars)
                 guard.after_step(iteration)
                 guard.obey_signals()

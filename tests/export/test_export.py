@@ -22,7 +22,8 @@ from cpvt_det.cli import main
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import RandomShortSide
 from cpvt_det.errors import BadInputError, RunStoppedError
-from cpvt_det.export import Canvas, ExportModule, check, foreign_operators, prepare, program, programs, trace
+from cpvt_det.export import check, program, programs
+from cpvt_det.export.program import Canvas, ExportModule, foreign_operators, prepare, trace
 from cpvt_det.layers.norm import MaskedGroupNorm, NoNorm
 from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Detections

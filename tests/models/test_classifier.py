@@ -7,7 +7,8 @@ import torch
 from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import load_backbone_weights
 from cpvt_det.config import load_cfg
-from cpvt_det.export import Canvas, ExportModule, compare, prepare, trace
+from cpvt_det.export.check import compare
+from cpvt_det.export.program import Canvas, ExportModule, prepare, trace
 from cpvt_det.inference import ClassScores
 
 COUNTS = {

@@ -15,7 +15,8 @@ from cpvt_det.cli import main
 from cpvt_det.cli.export import _report
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError, RunStoppedError
-from cpvt_det.export import Canvas, Comparison
+from cpvt_det.export.check import Comparison
+from cpvt_det.export.program import Canvas
 from cpvt_det.predict import ClassPredictor, Predictor
 from cpvt_det.runner.train import run
 

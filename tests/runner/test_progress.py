@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports of its progress: the constant box, flat losses, early stops, thresholds, and the commands that come next."""
+"""What a run reports of its progress: the constant box, early stops, thresholds, and the commands that come next."""
 
 import json
 import logging
@@ -20,8 +20,7 @@ from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError, UnknownNameError
-from cpvt_det.runner.advice import log_next_steps
-from cpvt_det.runner.progress import LossWatch, RunEvaluations, _is_below, what_helps
+from cpvt_det.runner.progress import RunEvaluations, _is_below, log_next_steps, what_helps
 from cpvt_det.runner.train import run
 from cpvt_det.structures import Detections
 from cpvt_det.tasks import DetectionTask, build_task
@@ -104,86 +103,12 @@ def test_the_constant_box_looks_at_no_image(drawn_coco, tmp_path):
     assert set(task.baseline(train.records, test)) == {"bbox/AP", "bbox/AP50"}
 
 
-# Flat losses
-
-
-@pytest.fixture
-def told():
-    """The messages of the package's log."""
-    messages, handler, package = [], logging.Handler(), logging.getLogger("cpvt_det")
-    handler.emit = lambda record: messages.append(record.getMessage())
-    package.addHandler(handler)
-    yield messages
-    package.removeHandler(handler)
-
-
-def watch(losses, lr=lambda iteration: 1.0, start=0, step=1, max_iter=10**6):
-    """A watch that has seen these losses."""
-    watched = LossWatch(load_cfg(""), max_iter)
-    for iteration in range(start, start + len(losses) * step, step):
-        watched.put(iteration, {"total_loss": losses[(iteration - start) // step], "lr": lr(iteration)})
-    return watched
-
-
-def test_a_flat_loss_is_told_with_its_means(told):
-    """4 until iteration 200, then 3: from 200 on nothing falls."""
-    watch([4.0] * 200 + [3.0] * 200)
-    (message,) = told
-    assert message.startswith("The total loss is flat: 3 from iteration 200 to 300, 3 from there to 399; what helps: trained")
-
-
-@pytest.mark.parametrize(
-    ("losses", "count"),
-    [
-        ([3.0] * 399, 0),
-        ([3.0] * 799, 1),
-        ([3.0] * 3200, 4),  # at 400, 800, 1600 and 3200
-        ([10 * n**-0.2 for n in range(1, 3201)], 0),
-        ([3.0] * 300 + [2.96] * 100, 0),  # 1.3 % less
-        ([3.0] * 300 + [2.98] * 100, 1),  # 0.7 % less
-        ([2.0] * 300 + [3.0] * 100, 1),
-        ([float("nan")] * 400, 0),
-    ],
-)
-def test_flat_is_less_than_one_per_cent_between_the_last_quarters(told, losses, count):
-    watch(losses)
-    assert len(told) == count
-
-
-@pytest.mark.parametrize(("max_iter", "at"), [(1500, [400, 675]), (700, [315, 400]), (445, [200, 400]), (443, [400]), (892, [400])])
-def test_a_short_run_is_looked_at_before_its_middle(told, max_iter, at):
-    watch([3.0] * 799, max_iter=max_iter)
-    assert [int(message.split("there to ")[1].split(";")[0]) + 1 for message in told] == at
-
-
 def test_what_helps_is_what_a_run_has_not_got():
     both = "trained weights to start from (MODEL.WEIGHTS, or MODEL.BACKBONE.WEIGHTS), more"
     assert both in what_helps(load_cfg("")) and "--config-file output/config.yaml " in what_helps(load_cfg(""))
     assert "to start from (MODEL.WEIGHTS), more" in what_helps(load_cfg("", ["MODEL.BACKBONE.WEIGHTS", "pip"]))
     trained = what_helps(load_cfg("", ["MODEL.WEIGHTS", "a.pth", "OUTPUT_DIR", "a b"]))
     assert "start from" not in trained and "--config-file 'a b/config.yaml' " in trained
-
-
-def test_a_loss_may_be_flat_late_in_its_schedule(told):
-    watch([3.0] * 400, lr=lambda iteration: 1.0 if iteration < 300 else 0.1)
-    assert not told
-
-
-def test_a_warm_up_does_not_count_as_a_decayed_rate(told):
-    watch([3.0] * 400, lr=lambda iteration: min(1.0, iteration / 100))
-    assert len(told) == 1
-
-
-def test_a_resumed_run_waits_until_it_has_seen_half_of_the_run(told):
-    watch([3.0] * 200, start=350)  # a look after 400, of 200 to 400
-    assert not told
-    watch([3.0] * 500, start=350)  # and after 800, of 400 to 800
-    assert len(told) == 1
-
-
-def test_means_of_log_lines_do_for_single_losses(told):
-    watch([3.0] * 20, start=19, step=20)
-    assert len(told) == 1
 
 
 # Early stopping and the best figure
@@ -418,7 +343,7 @@ def test_longer_training_has_as_many_processes(monkeypatch, caplog, tmp_path):
     """The batch is theirs together."""
     state = RunState(Classes((1,), ("cell",)), "", 0, "a", {})
     for processes, words in ((1, "train --config-file"), (4, "train --num-gpus 4 --config-file")):
-        monkeypatch.setattr("cpvt_det.runner.advice.distributed.world_size", lambda number=processes: number)
+        monkeypatch.setattr("cpvt_det.runner.progress.distributed.world_size", lambda number=processes: number)
         caplog.clear()
         with caplog.at_level(logging.INFO, "cpvt_det"):
             log_next_steps(load_cfg(""), state, tmp_path)

@@ -11,7 +11,7 @@ from tiny import save_random
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError
-from cpvt_det.runner.sizes import evaluate_sizes, sizes_table
+from cpvt_det.runner.evaluate import evaluate_sizes, sizes_table
 from cpvt_det.runner.train import run
 from cpvt_det.tasks import DetectionTask, Task, build_task
 

@@ -14,10 +14,10 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_613,
+    "code lines": 20_510,
     "code lines of data/": 3_751,
-    "files": 263,
-    "functions": 2_024,
+    "files": 255,
+    "functions": 2_019,
     "rooms": 33,
     "arrows between rooms": 195,
     "keys of the config": 186,
