@@ -30,6 +30,7 @@ from benchmarks.origin import commit_of
 from cpvt_det import builders
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.cli import common_options, report_errors
+from cpvt_det.config import load_cfg
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.errors import BadInputError
 from cpvt_det.files import write_json
@@ -79,7 +80,7 @@ def paste(dataset: CocoDataset, folder: Path, grid: tuple[int, int], canvases: i
 
 def measure(config: str, words: Sequence[str]) -> dict[str, Any]:
     """Figures in percent of an evaluation, and its wall and CPU seconds per image."""
-    cfg = builders.load_cfg(config, words)
+    cfg = load_cfg(config, words)
     task = build_task(cfg)
     tests = task.load_tests()
     detector = builders.build_detector(cfg).to(builders.build_device(cfg))
@@ -136,7 +137,7 @@ def main(
     if not ways:
         raise BadInputError(f"--case {case!r} matches nothing")
     with tempfile.TemporaryDirectory() as folder:
-        cfg = builders.load_cfg(config, words)
+        cfg = load_cfg(config, words)
         pasted = paste(builders.load_tests(cfg)[0], Path(folder), grid, canvases, shrink)
         own = ["DATASETS.REGISTER", str([["canvases", str(pasted), folder]]), "DATASETS.TEST", "('canvases',)"]
         own += ["OUTPUT_DIR", f"{folder}/output", "MODEL.WEIGHTS", weights, "TEST.IMS_PER_BATCH", "1"]

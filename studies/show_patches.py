@@ -13,6 +13,7 @@ from cpvt_det.builders import backbone_position
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.show import output_option, read_size, weights_config_option
+from cpvt_det.config import load_cfg
 from cpvt_det.errors import BadInputError
 from cpvt_det.visualize.attention_by_position import draw_found
 from cpvt_det.visualize.images import images_of_size
@@ -115,7 +116,7 @@ def _models_and_images(
 def _model(name: str, config_file: str) -> NamedDetector:
     """A classifier or detector on a vision transformer: of a checkpoint, or of a config with random weights."""
     if Path(name).suffix.lower() in (".yaml", ".yml"):
-        cfg, where = builders.load_cfg(name), "random weights"
+        cfg, where = load_cfg(name), "random weights"
         cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 1
         torch.manual_seed(0)
         detector = builders.build_detector(cfg).to(builders.build_device(cfg)).eval()

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import click
 from fvcore.common.config import CfgNode
 
-from cpvt_det import builders
+from cpvt_det import builders, config
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUNNERS, choose_runner, config_file_option
-from cpvt_det.config import load_cfg
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,11 +35,11 @@ def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNo
         ConfigError: as :func:`cpvt_det.config.load_cfg`.
     """
     if choose_runner(runner) == "builtin":
-        return load_cfg(config_file, overrides)
-    from cpvt_det.d2 import config
+        return config.load_cfg(config_file, overrides)
+    from cpvt_det.d2.config import load_cfg
     from cpvt_det.d2.data import find_registered
 
-    cfg = config.load_cfg(config_file, overrides)
+    cfg = load_cfg(config_file, overrides)
     find_registered(cfg)
     return cfg
 

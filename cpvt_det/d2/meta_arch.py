@@ -82,10 +82,8 @@ class Detectron2Protocol:
             return self._losses(inputs)
         batch = self.preprocess([sample["image"] for sample in inputs])
         predictions: Predictions = super().forward(batch.images, batch.padding_mask)
-        sizes = [
-            (sample.get("height", size[0]), sample.get("width", size[1]))
-            for sample, size in zip(inputs, batch.image_sizes, strict=True)
-        ]
+        resized = zip(inputs, batch.image_sizes, strict=True)
+        sizes = [(sample.get("height", height), sample.get("width", width)) for sample, (height, width) in resized]
         found = self.postprocessor(predictions, sizes)
         return [{"instances": _to_instances(*pair)} for pair in zip(found, sizes, strict=True)]
 

@@ -313,7 +313,7 @@ def test_a_study_refuses_such_an_option_before_its_first_run(tmp_path):
 @pytest.mark.detectron2
 def test_detectron2_s_runner_does_the_same():
     from cpvt_det.d2.config import load_cfg
-    from cpvt_det.d2.trainer import build_detector
+    from cpvt_det.d2.run import build_detector
 
     words = ["MODEL.DEVICE", "cpu", "MODEL.NUM_CLASSES", "3", "MODEL.BACKBONE.NAME", "resnet18", "MODEL.POSITION.NAME", "sine"]
     build_detector(load_cfg("", words))
@@ -325,7 +325,7 @@ def test_detectron2_s_runner_does_the_same():
 @pytest.mark.parametrize(("key", "other"), [("NORM", "BN"), ("WIDTH", "32"), ("DC5", "True")])
 def test_a_backbone_of_detectron2_takes_no_key_of_our_resnets(key, other):
     from cpvt_det.d2.config import load_cfg
-    from cpvt_det.d2.trainer import build_detector
+    from cpvt_det.d2.run import build_detector
 
     words = ["MODEL.DEVICE", "cpu", "MODEL.NUM_CLASSES", "3", "MODEL.BACKBONE.NAME", "build_resnet_backbone"]
     words += ["MODEL.BACKBONE.MASK_PADDING", "False", "MODEL.RESNETS.OUT_FEATURES", "['res5']", "MODEL.RESNETS.DEPTH", "50"]

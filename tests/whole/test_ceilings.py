@@ -14,13 +14,13 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_510,
+    "code lines": 20_288,
     "code lines of data/": 3_751,
-    "files": 255,
-    "functions": 2_019,
+    "files": 253,
+    "functions": 2_009,
     "rooms": 33,
     "arrows between rooms": 195,
-    "keys of the config": 186,
+    "keys of the config": 128,
 }
 LONGEST = {
     "records to losses, DETR": (96, 26),
