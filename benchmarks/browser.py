@@ -121,9 +121,6 @@ def _write_report(photos: Sequence[Path], count: int, folder: Path) -> Path:
     from cpvt_det.data.coco import load_coco
     from cpvt_det.data.images import read_header
     from cpvt_det.evaluation.coco import CocoEvaluator
-    from cpvt_det.evaluation.ground_truth import ground_truth_of
-    from cpvt_det.evaluation.matching import pair_images
-    from cpvt_det.evaluation.precision_recall import class_curve
     from cpvt_det.structures import Detections
     from cpvt_det.visualize.report_page import write_report_page
 
@@ -143,9 +140,8 @@ def _write_report(photos: Sequence[Path], count: int, folder: Path) -> Path:
     for image in images:
         boxes, scores = torch.from_numpy(_boxes(rng, image, 100)), torch.from_numpy(rng.random(100))
         evaluator.add(image["id"], Detections(boxes, scores, torch.from_numpy(rng.integers(0, 20, 100))))
-    paired = pair_images(ground_truth_of(dataset.records, range(20)), evaluator.coco_results(), range(20))
-    curves = [class_curve(paired, label) for label in range(20)]
-    write_report_page(dataset, paired, curves, evaluator.evaluate(), folder / "report.html", 0.5)
+    matches = evaluator.matches()
+    write_report_page(dataset, matches, matches.curves(20), evaluator.evaluate(), folder / "report.html", 0.5)
     return folder / "report.html"
 
 

@@ -38,7 +38,7 @@ from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import folder_config
 from cpvt_det.errors import ConfigError
-from cpvt_det.evaluation.ground_truth import ground_truth_of
+from cpvt_det.evaluation.matches import ground_truth_of
 from cpvt_det.files import write_json
 from cpvt_det.memory import usable_cores
 from cpvt_det.registry import import_words

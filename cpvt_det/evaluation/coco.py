@@ -3,8 +3,8 @@
 
 On the road of one image: after ``inference/``, the last step.
 
-A backend matches detections and objects; the metrics are computed from its arrays here, in one function for all backends, because
-``summarize`` of pycocotools returns -1 for AP with any limit other than 100 detections.
+A backend matches detections and objects at ten IoUs; the metrics are computed from its arrays here, in one function for all
+backends, because ``summarize`` of pycocotools returns -1 for AP with any limit other than 100 detections.
 """
 
 import io
@@ -16,17 +16,15 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import numpy as np
+import torch
 from tabulate import tabulate
 
 from cpvt_det import distributed
 from cpvt_det.data.records import Records
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.evaluation.checks import check_classes, checked_arrays
 from cpvt_det.evaluation.evaluator import Evaluator
-from cpvt_det.evaluation.ground_truth import COUNTED, ground_truth_of
-from cpvt_det.evaluation.matching import pair_images
-from cpvt_det.evaluation.precision_recall import class_curve, pooled_curve
-from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.evaluation.matches import COUNTED, Matches, ground_truth_of
+from cpvt_det.evaluation.thresholds import Thresholds, pooled_curve
 from cpvt_det.files import write_json
 from cpvt_det.memory import no_garbage_collection
 from cpvt_det.structures import Detections
@@ -53,16 +51,12 @@ BACKENDS: dict[str, Callable[[], tuple[type, type]]] = {
 }
 
 
-Found = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Detections of one image: labels (n,) int64 in [0, K), boxes xywh (n, 4) float64, scores (n,) float64."""
-
-
 class CocoEvaluator(Evaluator):
     """Collects detections image by image, then computes their average precision.
 
     Args:
         ground_truth: records of the test set, or a COCO dict with ``images``, ``annotations`` and ``categories``, as of
-            :func:`cpvt_det.evaluation.ground_truth.ground_truth_of`. The dict is copied, not changed.
+            :func:`cpvt_det.evaluation.matches.ground_truth_of`. The dict is copied, not changed.
         class_ids: the category id in the file of each of the K classes.
         class_names: the name of each of the K classes.
         backend: "faster_coco_eval", or "pycocotools", which computes the same metrics more slowly.
@@ -89,7 +83,7 @@ class CocoEvaluator(Evaluator):
             raise UnknownNameError("evaluator", backend, BACKENDS)
         if max_detections is not None and max_detections < 1:
             raise ValueError(f"max_detections must be at least 1, got {max_detections}")
-        check_classes(class_ids, class_names)
+        _check_classes(class_ids, class_names)
         self.class_ids = [int(class_id) for class_id in class_ids]
         self.class_names = list(class_names)
         self.backend = backend
@@ -98,6 +92,8 @@ class CocoEvaluator(Evaluator):
         limits = [limit for limit in (1, 10) if self.max_detections is None or limit < self.max_detections]
         self._limits = limits + ([COUNTED, None] if self.max_detections is None else [self.max_detections])
         self._image_ids = self._ground_truth.image_ids.tolist()
+        self._matches: Matches | None = None  # of so many images, of which more may be added
+        self._num_matched = 0
         super().__init__(self._image_ids)
 
     def add(self, image_id: int, detections: Detections) -> None:
@@ -112,7 +108,7 @@ class CocoEvaluator(Evaluator):
                 finite or out of range. NaN scores have no order, and could give a broken model an AP of 100.
         """
         self.check_new(image_id)
-        boxes, scores, labels = checked_arrays(image_id, detections, len(self.class_ids))
+        boxes, scores, labels = _checked_arrays(image_id, detections, len(self.class_ids))
         self._found[int(image_id)] = labels, np.concatenate((boxes[:, :2], boxes[:, 2:] - boxes[:, :2]), axis=1), scores
 
     def coco_results(self) -> list[dict[str, Any]]:
@@ -120,13 +116,14 @@ class CocoEvaluator(Evaluator):
 
         They are in the order of the images in the ground truth, whichever process added them.
         """
-        return [{"image_id": i, "category_id": c, "bbox": box, "score": score} for i, c, box, score in self._rows()]
+        return list(self._rows(self._columns()))
 
-    def _rows(self, columns: list[np.ndarray] | None = None) -> Iterator[tuple[int, int, list[float], float]]:
-        """Image id, category id, box xywh and score of the detections of ``_columns``, or of some of them."""
-        image_of, labels, boxes, scores = self._columns() if columns is None else columns
+    def _rows(self, columns: Sequence[np.ndarray]) -> Iterator[dict[str, Any]]:
+        """The detections of ``_columns``, or some of them, in COCO's results format."""
+        image_ids, labels, boxes, scores = columns
         ids = np.array(self.class_ids)[labels]
-        return zip(*(column.tolist() for column in (image_of, ids, boxes, scores)), strict=True)
+        rows = zip(*(column.tolist() for column in (image_ids, ids, boxes, scores)), strict=True)
+        return ({"image_id": i, "category_id": c, "bbox": box, "score": score} for i, c, box, score in rows)
 
     def _columns(self) -> list[np.ndarray]:
         """Image id, label, box xywh and score of every detection, in the order of the images in the ground truth."""
@@ -171,10 +168,9 @@ class CocoEvaluator(Evaluator):
         if not labels:
             return np.zeros((10, 101, 0, 4, len(self._limits))), np.zeros((10, 0, 4, len(self._limits)))
         with no_garbage_collection():
-            detected = [
-                {"id": n, "image_id": i, "category_id": c, "bbox": box, "area": box[2] * box[3], "iscrowd": 0, "score": score}
-                for n, (i, c, box, score) in enumerate(self._rows(columns), start=1)
-            ]
+            detected = list(self._rows(columns))
+            for number, row in enumerate(detected, start=1):
+                row |= {"id": number, "area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0}
             class_ids = [self.class_ids[label] for label in labels]
             sections = {"images": [{"id": i} for i in self._image_ids], "categories": [{"id": i} for i in class_ids]}
             annotations = self._ground_truth.annotations(self.class_ids, labels)
@@ -184,12 +180,17 @@ class CocoEvaluator(Evaluator):
         order = np.argsort(np.argsort(class_ids))  # the backends have the classes by rising id
         return precision[:, :, order], recall[:, order]
 
+    def matches(self) -> Matches:
+        """The detections added so far and their objects, matched once for all that ask."""
+        if self._matches is None or self._num_matched < len(self._found):
+            self._matches = Matches(self._ground_truth, *self._columns(), self.max_detections)
+            self._num_matched = len(self._found)
+        return self._matches
+
     def thresholds(self) -> Thresholds:
         """The score thresholds of the highest F1, of each class and of all together."""
-        with no_garbage_collection():
-            images = pair_images(self._ground_truth, self.coco_results(), self.class_ids, self.max_detections)
-            curves = [class_curve(images, label) for label in range(len(self.class_ids))]
-            overall, *classes = (curve.best() for curve in (pooled_curve(curves), *curves))
+        curves = self.matches().curves(len(self.class_ids))
+        overall, *classes = (curve.best() for curve in (pooled_curve(curves), *curves))
         return Thresholds(overall and overall.threshold, tuple(best and best.threshold for best in classes))
 
 
@@ -267,3 +268,46 @@ def _figures(precision: np.ndarray, recall: np.ndarray, class_names: list[str], 
     figures |= {f"AR{suffix}": mean(recall[..., a, -1]) for a, suffix in enumerate(AREA_SUFFIXES, start=1)}
     figures |= {f"AP-{name}": mean(precision[:, :, label, 0, -1]) for label, name in enumerate(class_names)}
     return figures
+
+
+def _check_classes(class_ids: Sequence[int], class_names: Sequence[str]) -> None:
+    """Refuse class ids and names that are not unique, or do not form pairs.
+
+    Raises:
+        ValueError: no class, a different number of ids and names, or one that occurs twice.
+    """
+    if len(class_ids) == 0 or len(class_ids) != len(class_names):
+        raise ValueError(f"expected one name for each class id, got {len(class_ids)} ids and {len(class_names)} names")
+    for kind, values in (("id", list(class_ids)), ("name", list(class_names))):
+        twice = [value for value in values if values.count(value) > 1]
+        if twice:
+            raise ValueError(f"class {kind} {twice[0]!r} occurs more than once; each class needs its own")
+
+
+def _checked_arrays(image_id: int, detections: Detections, num_classes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Boxes xyxy (n, 4) float64, scores (n,) float64 and labels (n,) int64 of detections that can be evaluated.
+
+    Raises:
+        ValueError: tensors of the wrong shape, or labels that are not integers; scores or boxes that are not finite, a label
+            outside [0, K), or a box that is not xyxy.
+    """
+    where = f"the detections of image id {image_id!r}"
+    boxes, scores, labels = detections.boxes_xyxy, detections.scores, detections.labels
+    if scores.ndim != 1 or boxes.shape != (len(scores), 4) or labels.shape != scores.shape:
+        shapes = ", ".join(str(tuple(values.shape)) for values in (boxes, scores, labels))
+        raise ValueError(f"{where}: expected boxes (n, 4), scores (n,) and labels (n,), got {shapes}")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"{where}: labels must be integers, got {labels.dtype}")
+    boxes, scores = (values.detach().cpu().double().numpy() for values in (boxes, scores))
+    labels = labels.cpu().long().numpy()
+    for name, values in (("scores", scores[:, None]), ("boxes", boxes)):
+        bad = int((~np.isfinite(values)).any(axis=1).sum())
+        if bad:
+            raise ValueError(f"{where}: {bad} of {len(scores)} {name} are not finite; the weights are probably broken")
+    outside = labels[(labels < 0) | (labels >= num_classes)]
+    if len(outside):
+        raise ValueError(f"{where}: label {int(outside[0])} is not in [0, {num_classes})")
+    inverted = boxes[(boxes[:, 2:] < boxes[:, :2]).any(axis=1)]
+    if len(inverted):
+        raise ValueError(f"{where}: box {inverted[0].tolist()} is not xyxy: x2 is below x1, or y2 below y1")
+    return boxes, scores, labels

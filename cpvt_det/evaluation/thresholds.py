@@ -1,13 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The score thresholds of a trained model: from which score on its detections are used."""
+"""Precision and recall over the score, and the thresholds of a trained model: from which score on its detections are used."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 DEFAULT_THRESHOLD = 0.5
 """The threshold of weights that keep none."""
+RECALLS = np.linspace(0, 1, 101)
+"""Recall values at which COCO samples the precision."""
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """A score threshold with its precision and recall: detections with this score or a higher one count."""
+
+    threshold: float
+    precision: float
+    recall: float
+
+    @property
+    def f1(self) -> float:
+        """The harmonic mean of precision and recall."""
+        return 2 * self.precision * self.recall / (self.precision + self.recall)
+
+
+@dataclass
+class Curve:
+    """Detections by falling score, each right or wrong; those in crowds are left out.
+
+    Attributes:
+        num_objects: number of objects, without crowds.
+        scores: (n,) float64 array.
+        right: (n,) bool array.
+    """
+
+    num_objects: int
+    scores: np.ndarray
+    right: np.ndarray
+
+    @property
+    def precision(self) -> np.ndarray:
+        """(n,) float64: share of right detections among those down to each score."""
+        return np.cumsum(self.right) / np.arange(1, len(self.right) + 1)
+
+    @property
+    def recall(self) -> np.ndarray:
+        """(n,) float64: share of the objects found by the detections down to each score; NaN without objects."""
+        return np.cumsum(self.right) / (self.num_objects or math.nan)
+
+    def average_precision(self) -> float:
+        """COCO's average precision: mean over 101 recalls of the best precision at that recall or above; NaN without objects.
+
+        Source: pycocotools ``cocoeval.py``, ``accumulate``.
+        """
+        if not self.num_objects:
+            return math.nan
+        envelope = np.maximum.accumulate(self.precision[::-1])[::-1]
+        indices = np.searchsorted(self.recall, RECALLS, side="left")
+        return float(np.append(envelope, np.zeros(1))[indices].mean())
+
+    def best(self) -> OperatingPoint | None:
+        """The threshold of the highest F1, the highest one of several; ``None`` if no detection is right."""
+        if not self.num_objects or not self.right.any():
+            return None
+        ends = np.flatnonzero(np.append(self.scores[1:] != self.scores[:-1], True))  # equal scores pass a threshold together
+        found = np.cumsum(self.right)
+        best = ends[(2 * found[ends] / (ends + 1 + self.num_objects)).argmax()]  # the highest F1
+        return OperatingPoint(float(self.scores[best]), float(found[best] / (best + 1)), float(found[best] / self.num_objects))
+
+
+def pooled_curve(curves: Sequence[Curve]) -> Curve:
+    """The curve of all classes together, for a common threshold."""
+    scores, right = (np.concatenate([getattr(curve, name) for curve in curves]) for name in ("scores", "right"))
+    order = np.argsort(-scores, kind="stable")
+    return Curve(sum(curve.num_objects for curve in curves), scores[order], right[order])
 
 
 @dataclass(frozen=True)

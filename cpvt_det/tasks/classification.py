@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image classification: images of one class each in, scores of all classes out, top-1 in the metrics."""
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,14 +83,17 @@ class ClassificationTask(Task):
     def build_evaluator(self, dataset: CocoDataset) -> "ClassEvaluator":
         from cpvt_det.evaluation.top_k import ClassEvaluator
 
-        return ClassEvaluator(dataset.records, dataset.classes)
+        self.evaluators[dataset.name] = evaluator = ClassEvaluator(dataset.records, dataset.classes)
+        return evaluator
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
         """Top-1 of an answer that is the same for every image: the scores are the classes' shares of the training images."""
         import torch
 
+        from cpvt_det.evaluation.top_k import ClassEvaluator
+
         counts = count_images(records, len(dataset.classes))
-        evaluator, scores = self.build_evaluator(dataset), torch.from_numpy(counts / max(1, len(records)))
+        evaluator, scores = ClassEvaluator(dataset.records, dataset.classes), torch.from_numpy(counts / max(1, len(records)))
         for record in dataset.records:
             evaluator.add(record.image_id, scores)
         return {self.main_figure: flatten(evaluator.evaluate())[self.main_figure]}
@@ -121,11 +123,12 @@ class ClassificationTask(Task):
         if distributed.rank() != 0:
             return
         for number, dataset in enumerate(datasets):
-            answers = json.loads((place_of(dataset, datasets, output / "inference") / ANSWERS).read_text(encoding="utf-8"))
+            evaluator = self.evaluators[dataset.name]
             if number == 0 and self.cfg.TEST.PICTURES > 0:
-                draw_answers(answers, self.cfg.TEST.PICTURES, output / "pictures" / "classes.png")
+                draw_answers(evaluator.answers(), self.cfg.TEST.PICTURES, output / "pictures" / "classes.png")
                 logger.info("Pictures: %s", output / "pictures" / "classes.png")
             if self.cfg.TEST.REPORT:
                 folder = place_of(dataset, datasets, output / "report")
-                write_class_report(answers, dataset.classes.names, results if len(datasets) == 1 else results[dataset.name], folder)
+                figures = results if len(datasets) == 1 else results[dataset.name]
+                write_class_report(evaluator.confusion(), dataset.classes.names, figures, folder)
                 logger.info("Report: %s", folder / "report.md")

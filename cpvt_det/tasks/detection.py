@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Object detection: COCO-style data sets in, boxes out, AP in the metrics."""
 
-import json
 import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from cpvt_det import builders
 from cpvt_det.data.coco import CocoDataset
@@ -78,9 +79,11 @@ class DetectionTask(Task):
         return TrainingModel(detector, builders.build_criterion(self.cfg))
 
     def build_evaluator(self, dataset: CocoDataset) -> "CocoEvaluator":
-        from cpvt_det.evaluation.ground_truth import COUNTED
+        from cpvt_det.evaluation.matches import COUNTED
 
         evaluator = builders.build_evaluator(self.cfg, dataset)
+        if self.cfg.TEST.REPORT:  # else nobody asks for it once it has given its figures
+            self.evaluators[dataset.name] = evaluator
         if evaluator.max_detections is None:
             logger.info(
                 "%s: an image has more than %d objects of a class, so all detections count, not the best %d per class and image as "
@@ -92,10 +95,9 @@ class DetectionTask(Task):
         return evaluator
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
-        """AP and AP50 of the constant box, :func:`cpvt_det.evaluation.constant.constant_detections`, on a test set."""
+        """AP and AP50 of the constant box, :func:`constant_detections`, on a test set."""
         import torch
 
-        from cpvt_det.evaluation.constant import constant_detections
         from cpvt_det.structures import Detections
 
         constant, evaluator = constant_detections(records), builders.build_evaluator(self.cfg, dataset)
@@ -148,12 +150,12 @@ class DetectionTask(Task):
         self._draw_pictures(detector, datasets[0], output / "pictures" / "detections.png")
         test = self.cfg.TEST
         for dataset in datasets if test.REPORT else ():
-            detections = json.loads((place_of(dataset, datasets, output / "inference") / DETECTIONS).read_text(encoding="utf-8"))
+            matches = self.evaluators[dataset.name].matches()
             figures = results if len(datasets) == 1 else results[dataset.name]
             folder = place_of(dataset, datasets, output / "report")
-            write_report(dataset, detections, figures, folder, test.PICTURE_THRESHOLD, test.PICTURES)
+            write_report(dataset, matches, figures, folder, test.PICTURE_THRESHOLD, test.PICTURES)
             logger.info("Report: %s", folder / "report.md")
-            _warn_of_low([found["score"] for found in detections], test.PICTURE_THRESHOLD, f"on {dataset.name}")
+            _warn_of_low(matches.scores.tolist(), test.PICTURE_THRESHOLD, f"on {dataset.name}")
 
     def _draw_pictures(self, detector: "nn.Module", dataset: CocoDataset, path: Path) -> None:
         """Draw detections over ``TEST.PICTURES`` images, spread over the data set, beside their ground truth."""
@@ -186,3 +188,51 @@ def _warn_of_low(scores: Sequence[float], threshold: float, where: str) -> None:
             where,
             max(scores),
         )
+
+
+def constant_detections(records: Records, most: int = 100) -> "Detections":
+    """One box for each class: the mean of its training boxes, in shares of the sides of their images.
+
+    What a model must beat to have learned more than where objects usually are.
+
+    The mean is taken of each corner coordinate, and so of centres, widths and heights too. The score of a class is the share of
+    training images that contain it; the score decides only between classes, as all boxes of a class are equal.
+
+    Args:
+        records: images to train on.
+        most: largest number of detections; the most frequent classes are kept.
+
+    Returns:
+        Boxes (k, 4) float32 in [0, 1] of any image, scores (k,) float32, labels (k,) int64; best first. Of k classes with boxes.
+    """
+    import torch
+
+    from cpvt_det.structures import Detections
+
+    totals = np.zeros((0, 6))  # of each class: images, boxes, corners
+    for block in records.blocks():
+        totals = _add(totals, _totals(block))
+    images = totals[:, 0]
+    known = np.argsort(-images, kind="stable")[: np.count_nonzero(images)][:most]
+    means = totals[known, 2:] / totals[known, 1:2]
+    return Detections(
+        torch.from_numpy(means.astype(np.float32)),
+        torch.from_numpy((images[known] / max(1, len(records))).astype(np.float32)),
+        torch.from_numpy(known.astype(np.int64)),
+    )
+
+
+def _totals(block: Records) -> np.ndarray:
+    """(k, 6): of each class up to the last that is there, the number of images with it, that of its boxes, and their sum."""
+    image_of, boxes, labels = block.boxes_to_learn()
+    boxes = boxes / block.sizes[:, [1, 0, 1, 0]][image_of]
+    number = labels.max(initial=-1) + 1
+    classes = np.unique(image_of * number + labels) % max(1, number)  # of each image once
+    columns = [np.bincount(classes, minlength=number), np.bincount(labels, minlength=number)]
+    return np.stack([*columns, *(np.bincount(labels, column, number) for column in boxes.T)], axis=1).astype(np.float64)
+
+
+def _add(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    longer[: len(shorter)] += shorter
+    return longer

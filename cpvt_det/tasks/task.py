@@ -46,6 +46,7 @@ class Task(ABC):
             alphabetical order: the main figure comes first.
         figures: names in the group of ``main_figure`` of the figures that a study records, the main one first.
         constant: what the answer of :meth:`baseline` is, for the log.
+        evaluators: those of the last evaluation that :meth:`show_results` needs, by the name of the test set.
     """
 
     main_figure: str
@@ -54,6 +55,7 @@ class Task(ABC):
 
     def __init__(self, cfg: CfgNode):
         self.cfg = cfg
+        self.evaluators: dict[str, Evaluator] = {}
 
     @abstractmethod
     def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
@@ -134,7 +136,7 @@ class Task(ABC):
             detector: the evaluated model.
             datasets: the test sets.
             results: what the evaluation returned.
-            output: ``OUTPUT_DIR``, with the answers of the evaluation in ``inference``.
+            output: ``OUTPUT_DIR``.
         """
 
 

@@ -38,13 +38,11 @@ def draw_answers(answers: Sequence[Mapping[str, Any]], count: int, path: Path) -
     save_contact_sheet(panels, path, COLUMNS)
 
 
-def write_class_report(
-    answers: Sequence[Mapping[str, Any]], names: Sequence[str], figures: Mapping[str, Mapping[str, float]], folder: Path
-) -> None:
+def write_class_report(counts: np.ndarray, names: Sequence[str], figures: Mapping[str, Mapping[str, float]], folder: Path) -> None:
     """Write ``report.md`` with the figures and the pairs of classes that are confused most, and ``confusion.png``.
 
     Args:
-        answers: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.answers`.
+        counts: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.confusion`.
         names: the name of each class.
         figures: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.evaluate`.
         folder: folder to write to; created if missing.
@@ -52,9 +50,6 @@ def write_class_report(
     Raises:
         BadInputError: matplotlib is not installed, or a file cannot be written.
     """
-    label_of, counts = {name: label for label, name in enumerate(names)}, np.zeros((len(names), len(names)), dtype=np.int64)
-    for answer in answers:
-        counts[label_of[answer["class"]], label_of[answer["found"][0]["name"]]] += 1
     save_figure(confusion_figure(counts, names), folder / "confusion.png")
     pairs = tabulate(most_confused(counts, names), ("class", "found as", "images"), tablefmt="github", disable_numparse=True)
     parts = ["# Evaluation", format_accuracies(figures), "## Classes that are confused most", pairs, "![confusion](confusion.png)"]

@@ -4,7 +4,6 @@
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,8 @@ from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.images import read_image
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.coco import format_table
-from cpvt_det.evaluation.confusion import Mistakes, confusion_matrix, worst_images
-from cpvt_det.evaluation.ground_truth import ground_truth_of
-from cpvt_det.evaluation.matching import IOU, ScoredImage, pair_images
-from cpvt_det.evaluation.precision_recall import Curve, OperatingPoint, class_curve, pooled_curve
+from cpvt_det.evaluation.matches import IOU, Matches
+from cpvt_det.evaluation.thresholds import Curve, OperatingPoint, pooled_curve
 from cpvt_det.files import write_json
 from cpvt_det.structures import Detections
 from cpvt_det.visualize.curves import new_figure, save_figure
@@ -36,7 +33,7 @@ COUNTED_CLASSES = 20
 
 def write_report(
     dataset: CocoDataset,
-    results: Sequence[dict[str, Any]],
+    matches: Matches,
     figures: dict[str, dict[str, float]],
     folder: Path,
     threshold: float,
@@ -46,7 +43,7 @@ def write_report(
 
     Args:
         dataset: data set with the ground truth.
-        results: detections in COCO's results format.
+        matches: its objects and detections.
         figures: result of :meth:`cpvt_det.evaluation.coco.CocoEvaluator.evaluate`.
         folder: folder to write to; created if missing.
         threshold: lowest score of the detections that the confusion matrix and the worst images count.
@@ -55,20 +52,17 @@ def write_report(
     Raises:
         BadInputError: matplotlib is not installed, or a file cannot be written.
     """
-    names, ids = dataset.classes.names, dataset.classes.ids
-    images = pair_images(ground_truth_of(dataset.records, ids), results, ids)
-    curves = [class_curve(images, label) for label in range(len(names))]
-    matrix = confusion_matrix(images, len(names), threshold)
-    worst = worst_images(images, threshold, num_worst)
+    names = dataset.classes.names
+    curves, matrix = matches.curves(len(names)), matches.confusion(len(names), threshold)
+    worst = matches.worst(threshold, num_worst)
     save_figure(precision_recall_figure(curves, names), folder / "precision_recall.png")
     save_figure(confusion_figure(matrix, names), folder / "confusion.png")
     _write_matrix(matrix, names, folder / "confusion.csv")
-    drawn = _draw_worst(dataset, images, worst, folder, threshold)
-    content = _content(dataset, curves, matrix, worst, threshold)
-    content["best_score"] = max((result["score"] for result in results), default=None)
+    drawn = _draw_worst(dataset, matches, worst, folder, threshold)
+    content = _content(dataset, matches, curves, matrix, worst, threshold)
     write_json(content, folder / "report.json", indent=2)
     (folder / "report.md").write_text(_page(content, figures, curves, drawn), encoding="utf-8", errors="backslashreplace")
-    write_report_page(dataset, images, curves, figures, folder / "report.html", threshold)
+    write_report_page(dataset, matches, curves, figures, folder / "report.html", threshold)
 
 
 def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "Figure":
@@ -96,7 +90,7 @@ def precision_recall_figure(curves: Sequence[Curve], names: Sequence[str]) -> "F
 
 
 def confusion_figure(matrix: np.ndarray, names: Sequence[str]) -> "Figure":
-    """The matrix of :func:`cpvt_det.evaluation.confusion.confusion_matrix`; the shade of a cell is its share of the row.
+    """The matrix of :meth:`cpvt_det.evaluation.matches.Matches.confusion`; the shade of a cell is its share of the row.
 
     One of image classes, (K, K), has no background.
     """
@@ -134,20 +128,17 @@ def _write_matrix(matrix: np.ndarray, names: Sequence[str], path: Path) -> None:
         writer.writerows([label, *counts] for label, counts in zip(labels, matrix.tolist(), strict=True))
 
 
-def _draw_worst(
-    dataset: CocoDataset, images: Sequence[ScoredImage], worst: Sequence[Mistakes], folder: Path, threshold: float
-) -> list[str]:
+def _draw_worst(dataset: CocoDataset, matches: Matches, worst: Sequence[int], folder: Path, threshold: float) -> list[str]:
     """Draw one picture per image, ground truth beside detections; return their names relative to the folder."""
-    records = {record.image_id: record for record in dataset.records}
-    scored = {image.image_id: image for image in images}
     for old in (folder / "worst").glob("*.png"):
         old.unlink()
     drawn = []
-    for place, one in enumerate(worst, start=1):
-        record = records[one.image_id]
-        found, pixels = _detections(scored[one.image_id]), read_image(record.file_name)
-        picture = draw_comparison(pixels, truth_of(record), found, dataset.classes.names, threshold)
-        drawn.append(f"worst/{place:02d}_image_{one.image_id}.png")
+    for place, index in enumerate(worst, start=1):
+        record, (_, of_image) = dataset.records[int(matches.record_of[index])], matches.of_image(index)
+        boxes, scores, labels = (torch.from_numpy(values[of_image]) for values in (matches.boxes, matches.scores, matches.labels))
+        found = Detections(torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], dim=1), scores, labels)
+        picture = draw_comparison(read_image(record.file_name), truth_of(record), found, dataset.classes.names, threshold)
+        drawn.append(f"worst/{place:02d}_image_{record.image_id}.png")
         save_contact_sheet([picture], folder / drawn[-1])
     return drawn
 
@@ -158,14 +149,8 @@ def truth_of(record: ImageRecord) -> Detections:
     return Detections(boxes, torch.ones(len(labels)), labels)
 
 
-def _detections(image: ScoredImage) -> Detections:
-    boxes = image.found.copy()
-    boxes[:, 2:] += boxes[:, :2]  # xywh -> xyxy
-    return Detections(*(torch.from_numpy(values) for values in (boxes, image.scores, image.found_labels)))
-
-
 def _content(
-    dataset: CocoDataset, curves: Sequence[Curve], matrix: np.ndarray, worst: Sequence[Mistakes], threshold: float
+    dataset: CocoDataset, matches: Matches, curves: Sequence[Curve], matrix: np.ndarray, worst: Sequence[int], threshold: float
 ) -> dict[str, Any]:
     """The content of ``report.json``."""
     classes = [
@@ -178,7 +163,8 @@ def _content(
         }
         for class_id, name, curve in zip(dataset.classes.ids, dataset.classes.names, curves, strict=True)
     ]
-    file_of = {record.image_id: record.file_name for record in dataset.records}
+    mistakes = matches.mistakes(threshold)[worst].tolist()
+    records = (dataset.records[int(matches.record_of[index])] for index in worst)
     return {
         "dataset": dataset.name,
         "images": len(dataset.records),
@@ -187,7 +173,11 @@ def _content(
         "best_for_all": _point(pooled_curve(curves).best()),
         "score_threshold": threshold,
         "confusion": {"labels": [*dataset.classes.names, BACKGROUND], "rows_are_the_truth": matrix.tolist()},
-        "worst": [{**asdict(one), "file_name": file_of[one.image_id]} for one in worst],
+        "worst": [
+            {"image_id": record.image_id, "missed": missed, "false": false, "file_name": record.file_name}
+            for record, (missed, false) in zip(records, mistakes, strict=True)
+        ],
+        "best_score": float(matches.scores.max()) if len(matches.scores) else None,
     }
 
 

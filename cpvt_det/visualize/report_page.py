@@ -18,10 +18,8 @@ import numpy as np
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.images import read_image
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.evaluation.confusion import worst_images
-from cpvt_det.evaluation.matching import ScoredImage
-from cpvt_det.evaluation.outcomes import IGNORED, NOTHING, Outcomes, outcomes
-from cpvt_det.evaluation.precision_recall import Curve, pooled_curve
+from cpvt_det.evaluation.matches import IGNORED, NOTHING, Matches
+from cpvt_det.evaluation.thresholds import Curve, pooled_curve
 from cpvt_det.files import atomic_file
 from cpvt_det.visualize.page import build_page, embed_image, hex_color
 
@@ -39,7 +37,7 @@ Row = list[Any]
 
 def write_report_page(
     dataset: CocoDataset,
-    images: Sequence[ScoredImage],
+    matches: Matches,
     curves: Sequence[Curve],
     figures: dict[str, dict[str, float]],
     path: Path,
@@ -49,31 +47,30 @@ def write_report_page(
 
     Args:
         dataset: data set with the ground truth.
-        images: its images with their detections.
+        matches: its objects and detections.
         curves: the curve of each class.
         figures: result of :meth:`cpvt_det.evaluation.coco.CocoEvaluator.evaluate`.
         path: path of the file.
         threshold: threshold that the slider starts at.
     """
-    found = {image.image_id: outcomes(image) for image in images}
-    sizes = _sizes(dataset)
-    records = {record.image_id: record for record in dataset.records}
-    shown = _most_mistaken(images, threshold)
+    mistakes = matches.mistakes(threshold).sum(axis=1)
+    shown = np.argsort(-mistakes, kind="stable")[:MOST_IMAGES].tolist()  # those with most mistakes first, then the others by id
+    records = [dataset.records[int(matches.record_of[index])] for index in shown]
     content = _fitted(
         {
             "dataset": dataset.name,
-            "images": len(images),
+            "images": len(matches.image_ids),
             "threshold": step_of(threshold),
             "best": _best_step(pooled_curve(curves)),
             "figures": _main_figures(figures),
             "classes": _classes(dataset, curves),
-            **_counts(images, found, sizes, len(dataset.classes)),
-            "shown": [_image(image, found[image.image_id], sizes[image.image_id], records[image.image_id]) for image in shown],
+            **_counts(matches, len(dataset.classes)),
+            "shown": [_image(matches, index, record) for index, record in zip(shown, records, strict=True)],
         }
     )
     left = max(0, MOST_BYTES - len(build_page("report.html", content)))
-    for entry, image in zip(content["shown"], shown, strict=True):
-        entry["src"] = embed_image(read_image(records[image.image_id].file_name), left / len(shown))
+    for entry, record in zip(content["shown"], records, strict=True):
+        entry["src"] = embed_image(read_image(record.file_name), left / len(shown))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         file.write(build_page("report.html", content).encode(errors="backslashreplace"))
@@ -81,7 +78,11 @@ def write_report_page(
 
 def step_of(score: float) -> int:
     """The highest step of the slider that a score passes; -1 for none, the score -1."""
-    return max(-1, int(STEPS * score + 1e-6))  # 0.29 is 289.99999999999994 thousandths
+    return int(_steps_of(np.array(score)))
+
+
+def _steps_of(scores: np.ndarray) -> np.ndarray:
+    return np.maximum(-1, (STEPS * scores + 1e-6).astype(int))  # 0.29 is 289.99999999999994 thousandths
 
 
 def _fitted(content: dict[str, Any]) -> dict[str, Any]:
@@ -103,19 +104,9 @@ def _on_grid(rows: Sequence[Row], grid: int) -> list[Row]:
     return [[*key, count] for key, count in counts.items()]
 
 
-def _most_mistaken(images: Sequence[ScoredImage], threshold: float) -> list[ScoredImage]:
-    """The images to embed, those with most mistakes first, then the others by id."""
-    order = {one.image_id: place for place, one in enumerate(worst_images(images, threshold, len(images)))}
-    return sorted(images, key=lambda image: (order.get(image.image_id, len(order)), image.image_id))[:MOST_IMAGES]
-
-
-def _sizes(dataset: CocoDataset) -> dict[int, list[int]]:
-    """Image id -> the size of each object in the order of the ground truth: 0 small, 1 medium, 2 large."""
-    sizes: dict[int, list[int]] = {record.image_id: [] for record in dataset.records}
-    image_of, boxes = dataset.records.boxes()
-    for image_id, area in zip(dataset.records.image_ids[image_of].tolist(), boxes["area"].tolist(), strict=True):
-        sizes[image_id].append(int(area >= SMALL) + int(area > LARGE))
-    return sizes
+def _sizes(objects: np.ndarray) -> np.ndarray:
+    """The size of each object: 0 small, 1 medium, 2 large."""
+    return (objects["area"] >= SMALL).astype(int) + (objects["area"] > LARGE)
 
 
 def _main_figures(figures: dict[str, dict[str, float]]) -> dict[str, float | None]:
@@ -141,9 +132,7 @@ def _best_step(curve: Curve) -> int | None:
     return None if best is None else step_of(best.threshold)
 
 
-def _counts(
-    images: Sequence[ScoredImage], found: dict[int, Outcomes], sizes: dict[int, list[int]], num_classes: int
-) -> dict[str, list[Row]]:
+def _counts(matches: Matches, num_classes: int) -> dict[str, list[Row]]:
     """Counts over all images, by the step that a score passes, -1 for none.
 
     Returns:
@@ -151,37 +140,36 @@ def _counts(
         number of detections without an object of their class; ``confusion``: true class, detected class, step and number, where
         class K is the background.
     """
-    objects: Counter = Counter()
-    false: Counter = Counter()
-    confusion: Counter = Counter()
-    for image in images:
-        one, steps = found[image.image_id], [step_of(score) for score in image.scores]
-        for label, size, score, crowd in zip(image.object_labels, sizes[image.image_id], one.found_at, image.crowd, strict=True):
-            if not crowd:
-                objects[int(label), size, step_of(score)] += 1
-        for label, step, same, other in zip(image.found_labels, steps, one.same_class, one.any_class, strict=True):
-            if same == NOTHING:
-                false[int(label), step] += 1
-            if other != IGNORED:
-                true_class = num_classes if other == NOTHING else int(image.object_labels[other])
-                confusion[true_class, int(label), step] += 1
-    tables = {"objects": objects, "false": false, "confusion": confusion}
-    return {name: [[*key, count] for key, count in sorted(table.items())] for name, table in tables.items()}
+    objects, steps = matches.objects, _steps_of(matches.scores)
+    is_false, is_counted = matches.same_class == NOTHING, matches.any_class != IGNORED
+    true_classes = np.append(objects["label"], num_classes)[matches.any_class]  # NOTHING is the last one
+    columns = {
+        "objects": (~objects["crowd"], objects["label"], _sizes(objects), _steps_of(matches.found_at)),
+        "false": (is_false, matches.labels, steps),
+        "confusion": (is_counted, true_classes, matches.labels, steps),
+    }
+    tables = {}
+    for name, (taken, *values) in columns.items():
+        rows, counts = np.unique(np.stack(values, axis=1)[taken], axis=0, return_counts=True)
+        tables[name] = np.column_stack([rows, counts]).tolist()
+    return tables
 
 
-def _image(image: ScoredImage, found: Outcomes, sizes: Sequence[int], record: ImageRecord) -> dict[str, Any]:
+def _image(matches: Matches, index: int, record: ImageRecord) -> dict[str, Any]:
     """An image without its pixels: objects are [x, y, w, h, class, size, crowd, step of the detection that finds it], detections
     [x, y, w, h, class, step, index of the object of the same class, of any class].
     """
-    found_at, steps = ([step_of(score) for score in scores] for scores in (found.found_at, image.scores))
-    objects = image.object_labels.tolist(), sizes, image.crowd.astype(int).tolist(), found_at
-    detections = image.found_labels.tolist(), steps, found.same_class.tolist(), found.any_class.tolist()
+    own, found = matches.of_image(index)
+    objects = matches.objects[own]
+    about = objects["label"], _sizes(objects), objects["crowd"].astype(int), _steps_of(matches.found_at[own])
+    pairs = [values[found] for values in (matches.same_class, matches.any_class)]
+    pairs = [np.where(pair < 0, pair, pair - own.start) for pair in pairs]
     return {
-        "id": image.image_id,
+        "id": record.image_id,
         "name": _base_name(record.file_name),
         "size": [record.width, record.height],
-        "objects": _rows(image.objects, *objects),
-        "found": _rows(image.found, *detections),
+        "objects": _rows(objects["xywh"], *about),
+        "found": _rows(matches.boxes[found], matches.labels[found], _steps_of(matches.scores[found]), *pairs),
     }
 
 
@@ -191,5 +179,6 @@ def _base_name(file_name: str) -> str:
     return re.split(r"[\\/]", path)[-1]
 
 
-def _rows(boxes_xywh: np.ndarray, *columns: Sequence[int]) -> list[Row]:
+def _rows(boxes_xywh: np.ndarray, *columns: np.ndarray) -> list[Row]:
+    columns = (column.tolist() for column in columns)
     return [[*box, *rest] for box, *rest in zip(boxes_xywh.round(1).tolist(), *columns, strict=True)]

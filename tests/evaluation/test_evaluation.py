@@ -16,11 +16,6 @@ from pycocotools.cocoeval import COCOeval
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table, write_results
-from cpvt_det.evaluation.confusion import worst_images
-from cpvt_det.evaluation.ground_truth import ground_truth_of
-from cpvt_det.evaluation.matching import pair_images
-from cpvt_det.evaluation.outcomes import outcomes
-from cpvt_det.evaluation.precision_recall import class_curve
 from cpvt_det.files import write_json
 from cpvt_det.structures import Detections
 
@@ -246,10 +241,10 @@ def test_all_detections_count_where_an_image_has_more_objects_of_a_class_than_co
     thresholds = evaluator.thresholds()
     assert thresholds.classes[0] == pytest.approx(float(found.scores[249])) and thresholds.overall == float(found.scores[-1])
     assert int((found.scores >= thresholds.overall).sum()) == 253
-    other, image = pair_images(ground_truth_of(ground_truth, CLASS_IDS), evaluator.coco_results(), CLASS_IDS)  # by rising id
-    curve = class_curve([image, other], 0)
+    matches = evaluator.matches()
+    curve = matches.curves(3)[0]
     assert curve.average_precision() == pytest.approx(1) and len(curve.scores) == 250
-    assert (outcomes(image).found_at >= 0).all() and not worst_images([image], 0.0, 1)
+    assert (matches.found_at >= 0).all() and not matches.worst(0.0, 2)
 
 
 @both_backends

@@ -178,7 +178,7 @@ def thin(drawn: Drawn) -> None:
 
 
 TABLE = "Evaluation on drawn:...AR100"
-FINITE = Cut("evaluation/checks.py", "if bad:", "if False:")
+FINITE = Cut("evaluation/coco.py", "if bad:", "if False:")
 NOT_FINITE = "the detections of image id 1: ...{} are not finite; the weights are probably broken"
 
 CASES = [
@@ -210,7 +210,7 @@ CASES = [
         detected([[9.0, 0, 0, 9]], [0.5]),
         "image id 1: box [9.0, 0.0, 0.0, 9.0] is not xyxy",
         "ValueError",
-        Cut("evaluation/checks.py", "if len(inverted):", "if False:"),
+        Cut("evaluation/coco.py", "if len(inverted):", "if False:"),
     ),
     Case(
         "`CocoEvaluator.evaluate`: no detections at all",
@@ -235,7 +235,7 @@ CASES = [
         many_found,
         "an image has more than 100 objects of a class, so all detections count, not the best 100 per class and image as on COCO",
         0,
-        Cut("evaluation/ground_truth.py", "return COUNTED if self.most_of_a_class <= COUNTED else None", "return COUNTED"),
+        Cut("evaluation/matches.py", "return COUNTED if self.most_of_a_class <= COUNTED else None", "return COUNTED"),
     ),
     Case("one object an image", train(one_object), TABLE, 0, "one object goes the way of several"),
     Case(

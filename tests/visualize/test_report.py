@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 
 import numpy as np
@@ -17,10 +18,9 @@ from test_evaluation import CLASS_IDS, evaluator_of, random_world
 from tiny import overrides
 
 from cpvt_det.cli import main
-from cpvt_det.evaluation.confusion import Mistakes, confusion_matrix, worst_images
-from cpvt_det.evaluation.ground_truth import ground_truth_of
-from cpvt_det.evaluation.matching import pair_images
-from cpvt_det.evaluation.precision_recall import Curve, class_curve, pooled_curve
+from cpvt_det.data.records import Records
+from cpvt_det.evaluation.matches import Matches, ground_truth_of
+from cpvt_det.evaluation.thresholds import Curve, pooled_curve
 from cpvt_det.visualize.report import confusion_figure, precision_recall_figure
 
 IDS = [7, 3]
@@ -37,6 +37,14 @@ def truth(*rows: tuple) -> dict:
 def found(*rows: tuple) -> list[dict]:
     """Rows of (image id, category id, bbox, score)."""
     return [dict(zip(("image_id", "category_id", "bbox", "score"), row, strict=True)) for row in rows]
+
+
+def matches_of(ground_truth: dict | Records, results: list[dict], class_ids: Sequence[int]) -> Matches:
+    """Detections in COCO's results format, in any order of images, with their objects."""
+    keys = ("image_id", "category_id", "bbox", "score")
+    images, categories, boxes, scores = (np.array([result[key] for result in results]) for key in keys)
+    labels = np.array([class_ids.index(category) for category in categories])
+    return Matches(ground_truth_of(ground_truth, class_ids), images, labels, boxes.astype(float), scores)
 
 
 LEFT, RIGHT, BELOW = [0, 0, 40, 40], [100, 0, 40, 40], [0, 100, 40, 40]
@@ -100,11 +108,10 @@ def test_ap50_of_every_class_is_that_of_pycocotools(seed):
         evaluation = COCOeval(coco, coco.loadRes(results), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
-    images = pair_images(ground_truth_of(ground_truth, CLASS_IDS), results, CLASS_IDS)
-    for label, class_id in enumerate(CLASS_IDS):
+    curves = matches_of(ground_truth, results, CLASS_IDS).curves(3)
+    for class_id, ours in zip(CLASS_IDS, curves, strict=True):
         precision = evaluation.eval["precision"][0, :, sorted(CLASS_IDS).index(class_id), 0, -1]
         recall = evaluation.eval["recall"][0, sorted(CLASS_IDS).index(class_id), 0, -1]
-        ours = class_curve(images, label)
         if (precision < 0).any():
             assert math.isnan(ours.average_precision())
         else:
@@ -129,9 +136,9 @@ def test_a_confusion_matrix_worked_out_by_hand():
         (2, 7, LEFT, 0.49), (2, 7, [120, 120, 20, 20], 0.9),
         (5, 7, [10, 0, 40, 40], 0.8), (5, 3, LEFT, 0.7),
     )  # fmt: skip
-    matrix = confusion_matrix(pair_images(ground_truth_of(there, IDS), detected, IDS), 2, threshold=0.5)
-    assert matrix.tolist() == [[1, 0, 1], [2, 0, 0], [1, 2, 0]]
-    assert confusion_matrix(pair_images(ground_truth_of(there, IDS), detected, IDS), 2, threshold=0.4)[0].tolist() == [2, 0, 0]
+    matches = matches_of(there, detected, IDS)
+    assert matches.confusion(2, threshold=0.5).tolist() == [[1, 0, 1], [2, 0, 0], [1, 2, 0]]
+    assert matches.confusion(2, threshold=0.4)[0].tolist() == [2, 0, 0]
 
 
 def test_the_worst_images_miss_and_invent_most():
@@ -140,10 +147,10 @@ def test_the_worst_images_miss_and_invent_most():
         (1, 7, LEFT), (1, 3, RIGHT), (2, 7, LEFT), (2, 7, RIGHT), (2, 3, BELOW), (2, 3, [0, 0, 200, 200], 1), (5, 3, LEFT)
     )
     detected = found((1, 7, LEFT, 0.9), (1, 7, RIGHT, 0.8), (2, 3, LEFT, 0.9), (5, 3, LEFT, 0.7), (5, 3, RIGHT, 0.3))
-    images = pair_images(ground_truth_of(there, IDS), detected, IDS)
-    assert worst_images(images, 0.5, count=8) == [Mistakes(2, 3, 0), Mistakes(1, 1, 1)]
-    assert worst_images(images, 0.5, count=1) == [Mistakes(2, 3, 0)]
-    assert worst_images(images, 0.2, count=8)[2] == Mistakes(5, 0, 1)
+    matches = matches_of(there, detected, IDS)
+    assert matches.image_ids.tolist() == [1, 2, 5] and matches.record_of.tolist() == [1, 2, 0]
+    assert matches.mistakes(0.5).tolist() == [[1, 1], [3, 0], [0, 0]] and matches.mistakes(0.2)[2].tolist() == [0, 1]
+    assert (matches.worst(0.5, 8), matches.worst(0.5, 1), matches.worst(0.2, 8)) == ([1, 0], [1], [1, 0, 2])
 
 
 def test_figures_show_the_curves_and_the_counts():

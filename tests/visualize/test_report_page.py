@@ -10,15 +10,12 @@ import torch
 from browser import NARROW, Tab, overflows
 from PIL import Image
 from test_evaluation import CLASS_IDS, evaluator_of, random_world
+from test_report import matches_of
 from tiny import coco_dict
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import load_coco
-from cpvt_det.evaluation.confusion import confusion_matrix, worst_images
-from cpvt_det.evaluation.ground_truth import ground_truth_of
-from cpvt_det.evaluation.matching import pair_images
-from cpvt_det.evaluation.outcomes import outcomes
-from cpvt_det.evaluation.precision_recall import class_curve, pooled_curve
+from cpvt_det.evaluation.thresholds import pooled_curve
 from cpvt_det.structures import Detections
 from cpvt_det.visualize import report_page
 from cpvt_det.visualize.report_page import step_of, write_report_page
@@ -63,15 +60,13 @@ class World:
         truth["categories"] = [{"id": key, "name": name} for key, name in NAMES.items()]
         (folder / "world.json").write_text(json.dumps(truth), encoding="utf-8")
         self.dataset = load_coco(DatasetFiles("world", folder / "world.json", folder))
-        self.images = pair_images(
-            ground_truth_of(self.dataset.records, self.dataset.classes.ids), evaluator.coco_results(), self.dataset.classes.ids
-        )
-        self.curves = [class_curve(self.images, label) for label in range(3)]
+        self.matches = matches_of(self.dataset.records, evaluator.coco_results(), self.dataset.classes.ids)
+        self.curves = self.matches.curves(3)
         self.figures = evaluator.evaluate()
         self.path = folder / "report.html"
 
     def write(self, threshold=0.3):
-        write_report_page(self.dataset, self.images, self.curves, self.figures, self.path, threshold)
+        write_report_page(self.dataset, self.matches, self.curves, self.figures, self.path, threshold)
         return self
 
     @property
@@ -79,7 +74,7 @@ class World:
         return json.loads(re.search(r'id="data">(.*?)</script>', self.path.read_text(encoding="utf-8")).group(1))
 
     def matrix(self, step):
-        return confusion_matrix(self.images, 3, step / 1000)
+        return self.matches.confusion(3, step / 1000)
 
     def class_figures(self, step):
         """Precision, recall and F1 of each class, as they are written."""
@@ -88,48 +83,16 @@ class World:
     def missed(self, step):
         """Objects and missed ones of each size, by the area of the ground truth."""
         counts = np.zeros((3, 2), dtype=int)
-        areas = {image.image_id: [] for image in self.images}
-        for one in coco_dict(self.dataset)["annotations"]:
-            areas[one["image_id"]].append(one["area"])
-        for image in self.images:
-            for area, score, crowd in zip(areas[image.image_id], outcomes(image).found_at, image.crowd, strict=True):
-                size = 0 if area < 1024 else 1 if area <= 9216 else 2
-                counts[size] += (not crowd, not crowd and score < step / 1000)
+        area_of = {number: one["area"] for number, one in enumerate(coco_dict(self.dataset)["annotations"])}
+        for box, score in zip(self.matches.objects, self.matches.found_at, strict=True):
+            size = 0 if area_of[box["number"]] < 1024 else 1 if area_of[box["number"]] <= 9216 else 2
+            counts[size] += (not box["crowd"], not box["crowd"] and score < step / 1000)
         return counts.tolist()
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     return World(tmp_path_factory.mktemp("world")).write()
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.7, 1.0])
-def test_outcomes_are_those_of_every_threshold(seed, threshold):
-    """The counts above a threshold are those of a matching of what passes it, with crowds and more than 100 of one class."""
-    truth, evaluator = confused_world(seed)
-    results = evaluator.coco_results()
-    many = {"image_id": results[0]["image_id"], "category_id": CLASS_IDS[1], "score": 0.75}
-    results += [many | {"bbox": [3 * n, n, 50, 60]} for n in range(120)]
-    matrix = np.zeros((4, 4), dtype=int)
-    mistakes = {}
-    images = pair_images(ground_truth_of(truth, CLASS_IDS), results, CLASS_IDS)
-    for image in images:
-        found, passing = outcomes(image), image.scores >= threshold
-        for label, same, other in zip(image.found_labels, found.same_class, found.any_class, strict=True):
-            assert (same == -2) or (same == -1) or image.object_labels[same] == label
-            assert other != same or other < 0 or not image.crowd[other]
-        for label, other in zip(image.found_labels[passing], found.any_class[passing], strict=True):
-            if other != -2:
-                matrix[3 if other == -1 else image.object_labels[other], label] += 1
-        taken = found.any_class[passing & (found.any_class >= 0)]
-        free = np.setdiff1d(np.flatnonzero(~image.crowd), taken)
-        np.add.at(matrix[:, 3], image.object_labels[free], 1)
-        missed = int((~image.crowd & (found.found_at < threshold)).sum())
-        mistakes[image.image_id] = missed, int((passing & (found.same_class == -1)).sum())
-    assert matrix.tolist() == confusion_matrix(images, 3, threshold).tolist() and matrix.sum() > 100
-    worst = worst_images(images, threshold, len(images))
-    assert {one.image_id: (one.missed, one.false) for one in worst} == {key: two for key, two in mistakes.items() if any(two)}
 
 
 def test_a_score_passes_its_own_step():
@@ -175,7 +138,7 @@ def test_data_that_leave_no_room_are_counted_at_fewer_steps(world, coarse, tmp_p
 def test_of_many_images_those_with_most_mistakes_are_shown(tmp_path, monkeypatch, world):
     monkeypatch.setattr(report_page, "MOST_IMAGES", 5)
     few = World(tmp_path).write().content
-    worst = [one.image_id for one in worst_images(world.images, 0.3, 5)]
+    worst = world.matches.image_ids[world.matches.worst(0.3, 5)].tolist()
     assert [one["id"] for one in few["shown"]] == worst
     assert [few[name] for name in ("images", "objects", "false", "confusion")] == [
         world.content[name] for name in ("images", "objects", "false", "confusion")
@@ -219,9 +182,11 @@ def require_counts(tab, world, step):
     assert figures == world.class_figures(step)
     sizes = [row.split("\t") for row in tab.texts("#sizes tbody tr")]
     assert [[int(row[1]), int(row[3])] for row in sizes] == world.missed(step)
-    worst = worst_images(world.images, step / 1000, 12)
+    worst = world.matches.worst(step / 1000, 12)
+    counts = world.matches.mistakes(step / 1000)[worst].tolist()
+    ids = world.matches.image_ids[worst].tolist()
     shown = [re.search(r"id (\d+)\): (\d+) missed, (\d+) false", text).groups() for text in tab.texts("#gallery figcaption")]
-    assert shown == [(str(one.image_id), str(one.missed), str(one.false)) for one in worst]
+    assert shown == [(str(image_id), str(missed), str(false)) for image_id, (missed, false) in zip(ids, counts, strict=True)]
 
 
 def test_cells_and_sizes_open_their_images(tab, world):

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects and detections of a test set as arrays, and who matched whom: thresholds, curves, confusion and report are made of it.
+
+AP itself is computed by the libraries of ``evaluation/coco.py``, not all of which return their matches; the rule is theirs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from pycocotools import mask
+
+from cpvt_det.data.records import Records
+from cpvt_det.data.table import BOX
+from cpvt_det.evaluation.thresholds import Curve
+
+IOU = 0.5
+"""Smallest IoU of a detection and the object that it may be matched to."""
+NOTHING = -1
+"""In place of an object: a false detection."""
+IGNORED = -2
+"""In place of an object: a detection in a crowd, or beyond those that count per class and image."""
+COUNTED = 100
+"""Detections per class and image that count, the best ones, as in COCO. Where an image has more objects of a class, all count."""
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """The images of a test set and their objects.
+
+    Attributes:
+        image_ids: (N,) int64.
+        image_of: (A,) int64, rising: index of the image of each object.
+        objects: (A,) of ``cpvt_det.data.table.BOX``.
+    """
+
+    image_ids: np.ndarray
+    image_of: np.ndarray
+    objects: np.ndarray
+
+    @cached_property
+    def most_of_a_class(self) -> int:
+        """The largest number of objects of a class in an image, without crowds."""
+        labels = self.objects["label"].astype(np.int64)
+        pairs = (self.image_of * (labels.max(initial=0) + 1) + labels)[~self.objects["crowd"]]
+        return int(np.unique(pairs, return_counts=True)[1].max(initial=0))
+
+    @property
+    def counted(self) -> int | None:
+        """:data:`COUNTED`; ``None`` where all detections count."""
+        return COUNTED if self.most_of_a_class <= COUNTED else None
+
+    def annotations(self, class_ids: Sequence[int], labels: Sequence[int]) -> list[dict[str, Any]]:
+        """Objects as COCO's annotations, with ids from 1: 0 means "no match".
+
+        Args:
+            class_ids: category id of each label.
+            labels: labels whose objects are taken.
+        """
+        taken = np.isin(self.objects["label"], labels)
+        objects, image_ids = self.objects[taken], self.image_ids[self.image_of[taken]]
+        categories = np.array(class_ids)[objects["label"]]
+        columns = [image_ids, categories, objects["xywh"], objects["area"], objects["crowd"].astype(int)]
+        rows = enumerate(zip(*(column.tolist() for column in columns), strict=True), start=1)
+        return [{"id": n, "image_id": i, "category_id": c, "bbox": b, "area": a, "iscrowd": k} for n, (i, c, b, a, k) in rows]
+
+
+def ground_truth_of(source: Records | dict[str, Any], class_ids: Sequence[int]) -> GroundTruth:
+    """The ground truth in a data set's records, or in a COCO dict.
+
+    Args:
+        source: records; or a dict with ``images``, ``annotations`` and ``categories``. Missing ``iscrowd`` means no crowd, missing
+            ``area`` the area of the box.
+        class_ids: category id of each label.
+
+    Raises:
+        ValueError: images without distinct integer ids; an annotation of an unknown image or category.
+    """
+    if isinstance(source, Records):
+        return GroundTruth(source.image_ids, *source.boxes())
+    image_ids = [image["id"] for image in source["images"]]
+    index_of = {image_id: index for index, image_id in enumerate(image_ids)}
+    label_of = {class_id: label for label, class_id in enumerate(class_ids)}
+    if not image_ids or len(index_of) < len(image_ids) or not all(isinstance(key, int) for key in image_ids):
+        raise ValueError(f"the ground truth needs images with distinct integer ids, got {image_ids[:3]}")
+    rows = []
+    for number, annotation in enumerate(source["annotations"]):
+        image_id, class_id, area = annotation["image_id"], annotation["category_id"], annotation.get("area")
+        if image_id not in index_of or class_id not in label_of:
+            raise ValueError(
+                f"annotation id {annotation.get('id')!r} has image id {image_id!r} and category id {class_id!r}; "
+                "the image must be in the ground truth and the category in class_ids"
+            )
+        _, _, width, height = box = annotation["bbox"]
+        area = float(width) * float(height) if area is None else area
+        rows.append((index_of[image_id], (box, area, number, label_of[class_id], bool(annotation.get("iscrowd")))))
+    rows.sort(key=lambda row: row[0])
+    image_of, objects = zip(*rows, strict=True) if rows else ((), ())
+    return GroundTruth(*(np.array(ids, dtype=np.int64) for ids in (image_ids, image_of)), np.array(list(objects), dtype=BOX))
+
+
+class Matches:
+    """The objects and the detections of a test set, both image by image, and the object of each detection.
+
+    Detections are matched by falling score, so those of lower scores change nothing: the matches at a score threshold are these, of
+    the detections that pass it.
+
+    Args:
+        truth: images and their objects.
+        image_ids, labels, boxes, scores: of all detections: (n,) int64; (n,) int64 in [0, K); (n, 4) float64, xywh in pixels; (n,)
+            float64.
+        counted: number of detections per class and image that count, the best ones; ``None``: all.
+
+    Attributes:
+        image_ids: (N,) int64, rising.
+        record_of: (N,) int64: index of each image in ``truth``.
+        objects: (A,) of ``cpvt_det.data.table.BOX``.
+        image_of_object: (A,) int64, rising: index of the image of each object.
+        image_of: (n,) int64, rising: index of the image of each detection. Those of an image are by falling score.
+        labels, boxes, scores: arguments in this order.
+    """
+
+    def __init__(
+        self,
+        truth: GroundTruth,
+        image_ids: np.ndarray,
+        labels: np.ndarray,
+        boxes: np.ndarray,
+        scores: np.ndarray,
+        counted: int | None = COUNTED,
+    ):
+        self.record_of = np.argsort(truth.image_ids)
+        self.image_ids, self.counted = truth.image_ids[self.record_of], counted
+        image_of = np.argsort(self.record_of)[truth.image_of]
+        order = np.argsort(image_of, kind="stable")
+        self.objects, self.image_of_object = truth.objects[order], image_of[order]
+        order = np.lexsort((-scores, image_ids))
+        self.image_of = np.searchsorted(self.image_ids, image_ids[order])
+        self.labels, self.boxes, self.scores = labels[order], boxes[order], scores[order]
+
+    def of_image(self, index: int) -> tuple[slice, slice]:
+        """Which objects and which detections are of an image."""
+        objects, found = (np.searchsorted(images, (index, index + 1)) for images in (self.image_of_object, self.image_of))
+        return slice(*objects.tolist()), slice(*found.tolist())
+
+    @cached_property
+    def same_class(self) -> np.ndarray:
+        """(n,) int64: the object of its class that each detection found, ``NOTHING`` or ``IGNORED``; as AP counts it."""
+        matched = self._match(same_class=True)
+        if self.counted is not None:
+            groups = self.image_of * (self.labels.max(initial=0) + 1) + self.labels
+            order = np.argsort(groups, kind="stable")
+            groups = groups[order]
+            matched[order[np.arange(len(order)) - np.searchsorted(groups, groups) >= self.counted]] = IGNORED
+        return matched
+
+    @cached_property
+    def any_class(self) -> np.ndarray:
+        """(n,) int64: likewise an object of any class, of all detections; as the confusion matrix counts it."""
+        return self._match(same_class=False)
+
+    @cached_property
+    def found_at(self) -> np.ndarray:
+        """(A,) float64: score of the detection of the same class that found each object; -1 if it was never found."""
+        found_at, right = np.full(len(self.objects), -1.0), self.same_class >= 0
+        found_at[self.same_class[right]] = self.scores[right]
+        return found_at
+
+    def _match(self, same_class: bool) -> np.ndarray:
+        matched = np.full(len(self.scores), NOTHING)
+        boxes, labels, crowd = (np.ascontiguousarray(self.objects[name]) for name in ("xywh", "label", "crowd"))
+        for index in np.intersect1d(self.image_of_object, self.image_of).tolist():
+            objects, found = self.of_image(index)
+            ious = mask.iou(self.boxes[found], boxes[objects], crowd[objects].astype(np.uint8).tolist())
+            if same_class:
+                ious = np.where(self.labels[found, None] == labels[objects], ious, -1.0)
+            columns = _pair(ious, crowd[objects])
+            matched[found] = np.where(columns < 0, columns, columns + objects.start)
+        return matched
+
+    def curves(self, num_classes: int) -> list[Curve]:
+        """The curve of each class, of the detections that count."""
+        taken = np.flatnonzero(self.same_class != IGNORED)
+        taken = taken[np.lexsort((-self.scores[taken], self.labels[taken]))]
+        parts = np.split(taken, np.searchsorted(self.labels[taken], np.arange(1, num_classes)))
+        counts = np.bincount(self.objects["label"][~self.objects["crowd"]], minlength=num_classes).tolist()
+        return [Curve(count, self.scores[part], self.same_class[part] >= 0) for count, part in zip(counts, parts, strict=True)]
+
+    def confusion(self, num_classes: int, threshold: float) -> np.ndarray:
+        """Count objects by their class and by the class of the detection matched to them, whatever its class.
+
+        Args:
+            num_classes: number of classes K.
+            threshold: lowest score of the detections that count.
+
+        Returns:
+            (K + 1, K + 1) int64 array: rows are the true classes, columns the detected ones. The last column counts missed objects,
+            the last row detections on no object.
+        """
+        counts = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
+        taken = (self.scores >= threshold) & (self.any_class != IGNORED)
+        labels = np.append(self.objects["label"], num_classes)  # NOTHING is the last one
+        np.add.at(counts, (labels[self.any_class[taken]], self.labels[taken]), 1)
+        missed = np.append(~self.objects["crowd"], False)
+        missed[self.any_class[taken]] = False
+        np.add.at(counts[:, -1], labels[missed], 1)
+        return counts
+
+    def mistakes(self, threshold: float) -> np.ndarray:
+        """(N, 2) int64: objects of each image without a detection of their class, and detections without an object of theirs.
+
+        Args:
+            threshold: lowest score of the detections that count.
+        """
+        missed = ~self.objects["crowd"] & (self.found_at < threshold)
+        false = (self.same_class == NOTHING) & (self.scores >= threshold)
+        images = self.image_of_object[missed], self.image_of[false]
+        return np.stack([np.bincount(which, minlength=len(self.image_ids)) for which in images], axis=1)
+
+    def worst(self, threshold: float, most: int) -> list[int]:
+        """Indices of the images with most :meth:`mistakes`, without those that have none; of equal ones, the lower id first."""
+        total = self.mistakes(threshold).sum(axis=1)
+        return [index for index in np.argsort(-total, kind="stable")[:most].tolist() if total[index]]
+
+
+def _pair(ious: np.ndarray, crowd: np.ndarray) -> np.ndarray:
+    """(n,) int64: index of the object of each detection of an image, ``NOTHING`` or ``IGNORED``, from their (n, G) overlaps.
+
+    In order of falling score, each detection is matched to the free object of largest IoU, if that is at least ``IOU``; else to a
+    crowd, to which any number of detections may be matched.
+
+    Source: pycocotools ``cocoeval.py``, ``evaluateImg``.
+    """
+    matched, free = np.full(len(ious), NOTHING), ~crowd
+    for row in np.flatnonzero((ious >= IOU).any(axis=1)):
+        for candidates in (free, crowd):
+            near = np.where(candidates, ious[row], -1.0)
+            best = len(near) - 1 - int(near[::-1].argmax())  # the last of equal ones, as in the source
+            if near[best] >= IOU:
+                matched[row] = IGNORED if crowd[best] else best
+                free[best] = False
+                break
+    return matched
