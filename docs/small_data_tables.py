@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cpvt_det.cli.folder import Duration
-from cpvt_det.visualize.curves import new_figure, save_figure
+from cpvt_det.visualize.figures import new_figure, save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "small_data.png"

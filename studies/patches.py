@@ -14,8 +14,7 @@ from cpvt_det.models import VisionTransformer
 from cpvt_det.models.backbones import TransformerInTransformer
 from cpvt_det.structures import Size
 from cpvt_det.visualize.attention_by_position import AttentionByPosition, common_range, mean_attention
-from cpvt_det.visualize.curves import save_figure
-from cpvt_det.visualize.figures import new_grid
+from cpvt_det.visualize.figures import new_grid, save_figure
 from cpvt_det.visualize.position import NamedDetector
 from cpvt_det.visualize.recording import record_outputs
 

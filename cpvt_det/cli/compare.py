@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det compare``: the curves of several runs in one picture; the drawing is in ``visualize/comparison.py``."""
+"""``cpvt-det compare``: the curves of several runs in one picture; the drawing is in ``visualize/curves.py``."""
 
 from pathlib import Path
 
 import click
 
 from cpvt_det.cli import common_options
-from cpvt_det.visualize.comparison import comparison_figure, comparison_table, read_runs
-from cpvt_det.visualize.curves import save_figure
+from cpvt_det.visualize.curves import comparison_figure, comparison_table, read_runs
+from cpvt_det.visualize.figures import save_figure
 
 
 @click.command()

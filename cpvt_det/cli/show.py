@@ -28,9 +28,8 @@ from cpvt_det.tasks import Task, build_task
 from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
 from cpvt_det.visualize.data import draw_batches, draw_denoising
-from cpvt_det.visualize.forward_record import Point, centers_of, record_forward, tokens_at
-from cpvt_det.visualize.images import images_of_size
-from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels
+from cpvt_det.visualize.position import NamedDetector, draw_added, draw_kernels, images_of_size
+from cpvt_det.visualize.recording import Point, centers_of, record_forward, tokens_at
 
 output_option = click.option(
     "--output", required=True, type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Folder for the pictures."

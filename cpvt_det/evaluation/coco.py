@@ -11,8 +11,9 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -30,25 +31,11 @@ from cpvt_det.memory import no_garbage_collection
 from cpvt_det.structures import Detections
 
 AREA_SUFFIXES = ("s", "m", "l")  # area of a box: below 32^2 pixels, up to 96^2, above
-
-
-def _load_faster_coco_eval() -> tuple[type, type]:
-    from faster_coco_eval import COCO, COCOeval_faster
-
-    return COCO, COCOeval_faster
-
-
-def _load_pycocotools() -> tuple[type, type]:
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    return COCO, COCOeval
-
-
-BACKENDS: dict[str, Callable[[], tuple[type, type]]] = {
-    "faster_coco_eval": _load_faster_coco_eval,
-    "pycocotools": _load_pycocotools,
+BACKENDS = {
+    "faster_coco_eval": ("faster_coco_eval:COCO", "faster_coco_eval:COCOeval_faster"),
+    "pycocotools": ("pycocotools.coco:COCO", "pycocotools.cocoeval:COCOeval"),
 }
+"""Name -> the library's classes of data and evaluation; imported when one is used."""
 
 
 class CocoEvaluator(Evaluator):
@@ -236,7 +223,7 @@ def _match(
 
     -1 means no ground truth. Objects and detections are annotations, ids from 1; the backends write into them.
     """
-    coco_class, eval_class = BACKENDS[backend]()
+    coco_class, eval_class = map(resolve_name, BACKENDS[backend])
     sides = []
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # pycocotools on numpy 2

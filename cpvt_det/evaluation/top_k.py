@@ -111,7 +111,7 @@ def format_accuracies(results: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def write_confusion(counts: np.ndarray, names: Sequence[str], path: Path) -> None:
-    """Write :meth:`ClassEvaluator.confusion` as CSV, with the class names; the file is either complete or not written."""
+    """Write a confusion matrix, (K, K), as CSV with the class names; the file is either complete or not written."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["true class \\ found as", *names])

@@ -16,9 +16,8 @@ from cpvt_det.errors import BadInputError, DataError
 from cpvt_det.predict import Predictor
 from cpvt_det.structures import Detections
 from cpvt_det.visualize.attention import heat_map, look
-from cpvt_det.visualize.forward_record import ForwardRecord, attention_layers
 from cpvt_det.visualize.page import embed_image
-from cpvt_det.visualize.recording import record_inputs
+from cpvt_det.visualize.recording import ForwardRecord, attention_layers, record_inputs
 
 MOST_PIXELS = 64_000_000
 """Largest image: a small file may hold more pixels than there is memory for."""

@@ -118,7 +118,7 @@ class ClassificationTask(Task):
 
     def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
         from cpvt_det import distributed
-        from cpvt_det.visualize.classes import draw_answers, write_class_report
+        from cpvt_det.visualize.report import draw_answers, write_class_report
 
         if distributed.rank() != 0:
             return

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpvt_det.visualize.curves import save_figure
-from cpvt_det.visualize.figures import new_grid, show_faded
-from cpvt_det.visualize.forward_record import AttendedQuery, ForwardRecord, Point
+from cpvt_det.visualize.figures import new_grid, save_figure, show_faded
 from cpvt_det.visualize.pictures import class_color
-from cpvt_det.visualize.recording import Samples, attention_weights, sampling_points
+from cpvt_det.visualize.recording import AttendedQuery, ForwardRecord, Point, Samples, attention_weights, sampling_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.structures import Size
-from cpvt_det.visualize.curves import save_figure
-from cpvt_det.visualize.figures import new_grid
-from cpvt_det.visualize.forward_record import attention_layers
+from cpvt_det.visualize.figures import new_grid, save_figure
 from cpvt_det.visualize.position import NamedDetector, added_by
-from cpvt_det.visualize.recording import attention_weights, record_inputs
+from cpvt_det.visualize.recording import attention_layers, attention_weights, record_inputs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a detector costs by part: parameters, multiply-adds, activations.
+"""What a detector costs: parameters, multiply-adds and activations by part; time and memory of an inference.
 
 Operations are counted as torch runs them, by the formulas of ``torch.utils.flop_counter``, and added to the innermost part
 whose module is running. So the count does not depend on which kernel of a processor computes a product. Operations with their own
@@ -8,6 +8,9 @@ and 2.14.
 """
 
 import contextlib
+import gc
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.attention import DeformableAttention
+from cpvt_det.memory import peak, reset_peak, resident, trim_heap
 from cpvt_det.models.parts import belongs_to_part
 
 PARTS = {
@@ -37,6 +41,8 @@ PARTS = {
 REST = "rest"
 SAMPLE_COST = 5
 """Multiply-adds per channel of a sample: bilinear interpolation and the weighted sum (arXiv 2010.04159, appendix A.1)."""
+MIN_SECONDS = 1.0  # shortest time of measuring
+MIN_CALLS = 3
 
 
 @dataclass
@@ -172,3 +178,49 @@ def _sampling_counted(detector: nn.Module, book: Callable[[int, int], None]) -> 
             if isinstance(module, DeformableAttention):
                 hooks.enter_context(module.register_forward_pre_hook(count))
         yield
+
+
+def measure(detector: nn.Module, images: Tensor, padding_mask: Tensor) -> tuple[float, int]:
+    """Time and memory of one inference, after a first one to warm up.
+
+    Args:
+        detector: a detector in evaluation mode.
+        images: (B, 3, H, W) float, normalised.
+        padding_mask: (B, H, W) bool, True = padded.
+
+    Returns:
+        The median time in seconds; and the peak memory in bytes, of the GPU or of the process, less the memory in use before.
+    """
+
+    @torch.no_grad()
+    def call() -> Any:
+        return detector(images, padding_mask)
+
+    call()
+    took = _peak_on_gpu(call) if images.is_cuda else _peak_of_process(call)
+    seconds: list[float] = []
+    while sum(seconds) < MIN_SECONDS or len(seconds) < MIN_CALLS:
+        start = time.perf_counter()
+        call()
+        if images.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds), took
+
+
+def _peak_on_gpu(call: Callable[[], Any]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak_of_process(call: Callable[[], Any]) -> int:
+    gc.collect()
+    trim_heap()
+    reset_peak()
+    before = resident()
+    call()
+    return max(0, peak() - before)

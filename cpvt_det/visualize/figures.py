@@ -1,19 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of many panels."""
+"""Figures of matplotlib, which is imported when one is drawn."""
 
+import os
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-from torch import Tensor
-
-from cpvt_det.structures import Size
-from cpvt_det.visualize.curves import new_figure
+from cpvt_det.errors import BadInputError, first_line
+from cpvt_det.visualize.fonts import families
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from cpvt_det.structures import Size
 
 MARGIN = 0.06  # white border around an image, as a share of its sides, for points outside the image
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure, its sides in inches of 100 pixels. Made without pyplot, which keeps global state.
+
+    Raises:
+        BadInputError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BadInputError("drawing curves needs matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(width, height), dpi=100, layout="constrained")
+
+
+def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
+    """Write a figure; the path's suffix chooses the format, and missing folders are created.
+
+    Raises:
+        BadInputError: a suffix that is not a known format, or a path that cannot be written.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        for text in figure.findobj(lambda artist: hasattr(artist, "get_text")):
+            if not text.get_text().isascii():
+                text.set_fontfamily(families(text.get_text()))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from")  # the warning of ``families`` says what to do
+            figure.savefig(path)
+    except (ValueError, OSError) as error:
+        raise BadInputError(f"cannot write {os.fspath(path)}: {first_line(error)}") from error
 
 
 def new_grid(rows: int, columns: int, panel: tuple[float, float], title: str) -> "tuple[Figure, np.ndarray]":
@@ -38,7 +73,7 @@ def new_grid(rows: int, columns: int, panel: tuple[float, float], title: str) ->
     return figure, panels
 
 
-def show_faded(axes: "Axes", image: Tensor, size: Size) -> None:
+def show_faded(axes: "Axes", image: "Tensor", size: "Size") -> None:
     """Show an image in faded grey, as a background to draw on.
 
     Args:

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """What position encodings add to a detector's features, and the kernels that PEG has learned."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchvision.transforms.v2 import functional as TF
 
+from cpvt_det.data.images import read_image
+from cpvt_det.data.listing import find_files
+from cpvt_det.data.shapes.scene import ShapesSpec, draw_image
+from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.position.peg import PEGDetection
-from cpvt_det.structures import level_padding_mask
-from cpvt_det.visualize.curves import save_figure
-from cpvt_det.visualize.figures import new_grid
-from cpvt_det.visualize.recording import Added, record_added
+from cpvt_det.structures import Size, level_padding_mask
+from cpvt_det.visualize.figures import new_grid, save_figure
 
 GROUPS = 8  # number of groups of neighbouring channels
 DIVERGING = "RdBu_r"
+MOST_READ = 16
+DRAWN = 4
 
 
 @dataclass
@@ -27,6 +34,86 @@ class NamedDetector:
 
     name: str
     detector: nn.Module
+
+
+@dataclass
+class Added:
+    """What a position encoding adds at one place.
+
+    Attributes:
+        layer: index of the encoder layer before this place, -1 for before the first; ``None``: added to queries and keys of every
+            layer.
+        maps: (B, C, H_l, W_l) float per level.
+    """
+
+    layer: int | None
+    maps: list[Tensor]
+
+    @property
+    def where(self) -> str:
+        """The place in words."""
+        if self.layer is None:
+            return "to queries and keys"
+        return "before the first layer" if self.layer < 0 else f"after layer {self.layer}"
+
+    @property
+    def seen_by(self) -> int:
+        """The first layer whose attention sees it."""
+        return 0 if self.layer is None else self.layer + 1
+
+
+@contextlib.contextmanager
+def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
+    """Within the block, record what an encoding adds, to queries and keys or to the tokens.
+
+    Yields:
+        One entry per place, in the order of the calls.
+    """
+    added: list[Added] = []
+
+    def note_additive(_: nn.Module, args: tuple[Any, ...], maps: list[Tensor] | None) -> None:
+        if maps is not None:
+            added.append(Added(None, list(maps)))
+
+    def inject(tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        out = type(position).inject(position, tokens, padding_mask, level_shapes, layer)
+        if out is not tokens:
+            added.append(Added(layer, _to_maps(out - tokens, level_shapes)))
+        return out
+
+    with position.register_forward_hook(note_additive):
+        position.inject = inject  # on this object alone: the encoder calls its method
+        try:
+            yield added
+        finally:
+            del position.inject
+
+
+def _to_maps(tokens: Tensor, level_shapes: Sequence[Size]) -> list[Tensor]:
+    parts = tokens.split([height * width for height, width in level_shapes], dim=1)
+    return [part.unflatten(1, shape).permute(0, 3, 1, 2) for part, shape in zip(parts, level_shapes, strict=True)]
+
+
+def images_of_size(source: str, output: Path, size: Size) -> list[Tensor]:
+    """Images stretched to a size.
+
+    Args:
+        source: file, folder or glob, of which the first 16 images by name are read; if empty, four images are drawn.
+        output: a folder below which nothing is read.
+        size: (h, w) of the result.
+
+    Returns:
+        Images, (3, h, w) uint8 each.
+
+    Raises:
+        DataError: a source without images, or an image that cannot be read.
+    """
+    if source:
+        found = [read_image(str(path)) for path in find_files(source, output)[0][:MOST_READ]]
+    else:
+        rng = np.random.default_rng(0)
+        found = [torch.from_numpy(draw_image(ShapesSpec(), rng)[0]).permute(2, 0, 1) for _ in range(DRAWN)]
+    return [TF.resize(image, list(size), antialias=True) for image in found]
 
 
 @torch.no_grad()

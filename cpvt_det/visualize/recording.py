@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording what happens inside a detector, by hooks: the layers contain no code for it, and their results do not change, but by
+"""The forward pass of an image, recorded by hooks: the layers contain no code for it, and their results do not change, but by
 rounding where they leave padded tokens out otherwise: a layer with a hook gets the whole batch.
 
 Attention layers keep no attention weights, as fused kernels do not produce them; here they are computed from the layers' inputs.
@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.class_names import Classes
+from cpvt_det.errors import BadInputError
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
-from cpvt_det.position.encoding import PositionEncoding
+from cpvt_det.losses.classification import Classification
 from cpvt_det.structures import Levels, Size
+
+Point = tuple[float, float]
+LEAST_SCORE = 0.05  # lowest score of a recorded detection; the best one is always recorded
 
 
 def record_inputs(modules: Mapping[str, nn.Module]) -> contextlib.AbstractContextManager[dict[str, tuple[Any, ...]]]:
@@ -119,58 +126,131 @@ def sampling_points(attention: DeformableAttention, queries: Tensor, reference_p
 
 
 @dataclass
-class Added:
-    """What a position encoding adds at one place.
+class AttendedQuery:
+    """A token of the encoder or a query of the decoder whose attention is drawn.
 
     Attributes:
-        layer: index of the encoder layer before this place, -1 for before the first; ``None``: added to queries and keys of every
-            layer.
-        maps: (B, C, H_l, W_l) float per level.
+        name: label shown in the picture.
+        index: index of the token or query.
+        point: (x, y) of the token, in pixels of the original image; ``None`` for a decoder query.
+        box: the query's predicted box, xyxy in pixels of the original image; ``None`` for a token.
     """
 
-    layer: int | None
-    maps: list[Tensor]
-
-    @property
-    def where(self) -> str:
-        """The place in words."""
-        if self.layer is None:
-            return "to queries and keys"
-        return "before the first layer" if self.layer < 0 else f"after layer {self.layer}"
-
-    @property
-    def seen_by(self) -> int:
-        """The first layer whose attention sees it."""
-        return 0 if self.layer is None else self.layer + 1
+    name: str
+    index: int
+    point: Point | None = None
+    box: tuple[float, ...] | None = None
 
 
-@contextlib.contextmanager
-def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
-    """Within the block, record what an encoding adds, to queries and keys or to the tokens.
+@dataclass
+class ForwardRecord:
+    """One image's forward pass.
 
-    Yields:
-        One entry per place, in the order of the calls.
+    Attributes:
+        detector: the detector that was run.
+        image: (3, h, w) uint8, resized for the detector.
+        original_size: (h, w) of the image on disk.
+        canvas: (H, W) of the padded image.
+        layers: the layers that attend to the image's tokens, by "encoder" and "decoder".
+        inputs: arguments of these layers, by part and number, as in ("encoder", 0).
+        found: the best queries, best first.
     """
-    added: list[Added] = []
 
-    def note_additive(_: nn.Module, args: tuple[Any, ...], maps: list[Tensor] | None) -> None:
-        if maps is not None:
-            added.append(Added(None, list(maps)))
+    detector: nn.Module
+    image: Tensor
+    original_size: Size
+    canvas: Size
+    layers: dict[str, list[nn.Module]]
+    inputs: dict[tuple[str, int], tuple[Any, ...]]
+    found: list[AttendedQuery]
 
-    def inject(tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
-        out = type(position).inject(position, tokens, padding_mask, level_shapes, layer)
-        if out is not tokens:
-            added.append(Added(layer, _to_maps(out - tokens, level_shapes)))
-        return out
+    @property
+    def is_dense(self) -> bool:
+        """Whether queries attend to all tokens, not to sampling points."""
+        return not self.detector.needs_references
 
-    with position.register_forward_hook(note_additive):
-        position.inject = inject  # on this object alone: the encoder calls its method
-        try:
-            yield added
-        finally:
-            del position.inject
+    @property
+    def strides(self) -> list[int]:
+        """The stride of each level: pixels of the resized image per token."""
+        return self.detector.strides
+
+    @property
+    def scale(self) -> Point:
+        """(x, y): pixels of the original image per pixel of the resized one."""
+        (height, width), (h, w) = self.original_size, self.image.shape[1:]
+        return width / w, height / h
+
+    def shape_of(self, level: int) -> Size:
+        """(H_l, W_l) of a level's map, padding included."""
+        return tuple(-(-side // self.strides[level]) for side in self.canvas)
 
 
-def _to_maps(tokens: Tensor, level_shapes: Sequence[Size]) -> list[Tensor]:
-    parts = tokens.split([height * width for height, width in level_shapes], dim=1)
-    return [part.unflatten(1, shape).permute(0, 3, 1, 2) for part, shape in zip(parts, level_shapes, strict=True)]
+def attention_layers(detector: nn.Module) -> dict[str, list[nn.Module]]:
+    """The layers that attend to the image's tokens, by "encoder" and "decoder"."""
+    transformer = detector.transformer
+    cross = "cross_attn" if detector.needs_references else "multihead_attn"
+    return {
+        "encoder": [layer.self_attn for layer in transformer.encoder.layers],
+        "decoder": [getattr(layer, cross) for layer in transformer.decoder.layers],
+    }
+
+
+@torch.no_grad()
+def record_forward(
+    detector: nn.Module, image: Tensor, original_size: Size, classification: Classification, classes: Classes, count: int
+) -> ForwardRecord:
+    """Detect objects in one image, and record the inputs of the attention layers.
+
+    Args:
+        detector: a detector in evaluation mode; not changed.
+        image: (3, h, w) uint8, resized for the detector.
+        original_size: (h, w) of the image on disk.
+        classification: the classification that the detector was trained with.
+        classes: ids and names of its labels.
+        count: largest number of queries to keep, best first.
+    """
+    layers = attention_layers(detector)
+    batch = detector.preprocess([image])
+    with record_inputs({(part, n): layer for part, found in layers.items() for n, layer in enumerate(found)}) as inputs:
+        predictions = detector(batch.images, batch.padding_mask)
+    height, width = original_size
+    boxes = cxcywh_to_xyxy(predictions.boxes[-1][0]).clamp(0, 1) * predictions.boxes.new_tensor([width, height, width, height])
+    found: dict[int, AttendedQuery] = {}
+    decoded = classification.decode(predictions.logits[-1], predictions.logits[-1][0].numel())
+    for score, label, query in zip(*(part[0].tolist() for part in decoded), strict=True):
+        if not found or (score >= LEAST_SCORE and query not in found):  # with sigmoids a query may have several classes
+            found[query] = AttendedQuery(f"{classes.names[label]} {score:.2f}", query, box=tuple(boxes[query].tolist()))
+    canvas = tuple(batch.images.shape[2:])
+    return ForwardRecord(detector, image, original_size, canvas, layers, inputs, list(found.values())[:count])
+
+
+def tokens_at(record: ForwardRecord, points: Sequence[Point], level: int) -> list[AttendedQuery]:
+    """The tokens of a level at given points.
+
+    Args:
+        record: record of the image's forward pass.
+        points: (x, y) in pixels of the original image.
+        level: index of the level; 0 is the finest.
+
+    Raises:
+        BadInputError: a point outside the image, or a level that the detector does not have.
+    """
+    height, width = record.original_size
+    levels = len(record.strides)
+    if not 0 <= level < levels:
+        known = "one level, 0" if levels == 1 else f"levels 0 to {levels - 1}"
+        raise BadInputError(f"--level {level}: this {type(record.detector).__name__} has {known}")
+    starts = [rows * columns for rows, columns in map(record.shape_of, range(level))]
+    stride, columns = record.strides[level], record.shape_of(level)[1]
+    attended = []
+    for x, y in points:
+        if not (0 <= x < width and 0 <= y < height):
+            raise BadInputError(f"--points {x:g},{y:g} is outside the image: x must be below {width} and y below {height} pixels")
+        column, row = (int(position / scale // stride) for position, scale in zip((x, y), record.scale, strict=True))
+        attended.append(AttendedQuery(f"at {x:.0f}, {y:.0f}", sum(starts) + row * columns + column, point=(x, y)))
+    return attended
+
+
+def centers_of(attended: Sequence[AttendedQuery]) -> list[Point]:
+    """The centres (x, y) of the queries' boxes."""
+    return [((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in (query.box for query in attended)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of an evaluation: curves, confusion matrix, thresholds and the worst images, as pictures, JSON, CSV and two pages."""
+"""The report of an evaluation: curves, confusion matrix, thresholds and the worst images, as pictures, JSON, CSV and two pages;
+of a classifier, which classes are confused."""
 
-import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,20 @@ from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.coco import format_table
 from cpvt_det.evaluation.matches import IOU, Matches
 from cpvt_det.evaluation.thresholds import Curve, OperatingPoint, pooled_curve
+from cpvt_det.evaluation.top_k import format_accuracies, most_confused, write_confusion
 from cpvt_det.files import write_json
 from cpvt_det.structures import Detections
-from cpvt_det.visualize.curves import new_figure, save_figure
-from cpvt_det.visualize.pictures import draw_comparison, save_contact_sheet
+from cpvt_det.visualize.figures import new_figure, save_figure
+from cpvt_det.visualize.pictures import draw_comparison, draw_panel, save_contact_sheet
 from cpvt_det.visualize.report_page import write_report_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BACKGROUND = "background"
+COLUMNS = 4
+NAMED = 2
+"""Best classes that stand above an image of a classifier."""
 COUNTED_CLASSES = 20
 """Largest number of classes for which the counts are written into the cells of the confusion matrix."""
 
@@ -57,7 +61,7 @@ def write_report(
     worst = matches.worst(threshold, num_worst)
     save_figure(precision_recall_figure(curves, names), folder / "precision_recall.png")
     save_figure(confusion_figure(matrix, names), folder / "confusion.png")
-    _write_matrix(matrix, names, folder / "confusion.csv")
+    write_confusion(matrix, [*names, BACKGROUND], folder / "confusion.csv")
     drawn = _draw_worst(dataset, matches, worst, folder, threshold)
     content = _content(dataset, matches, curves, matrix, worst, threshold)
     write_json(content, folder / "report.json", indent=2)
@@ -118,14 +122,6 @@ def _plain(name: str) -> str:
 
 def _percent(share: float) -> str:
     return "n/a" if math.isnan(share) else f"{100 * share:.1f}"
-
-
-def _write_matrix(matrix: np.ndarray, names: Sequence[str], path: Path) -> None:
-    labels = [*names, BACKGROUND]
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["true class \\ detected as", *labels])
-        writer.writerows([label, *counts] for label, counts in zip(labels, matrix.tolist(), strict=True))
 
 
 def _draw_worst(dataset: CocoDataset, matches: Matches, worst: Sequence[int], folder: Path, threshold: float) -> list[str]:
@@ -234,3 +230,38 @@ def _thresholds(classes: Sequence[dict[str, Any]]) -> str:
         rows.append([one["name"], one["objects"], "n/a" if one["AP50"] is None else f"{one['AP50']:.1f}", *point])
     alignment = ["left", *["right"] * 6]
     return tabulate(rows, headers, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+
+
+def draw_answers(answers: Sequence[Mapping[str, Any]], count: int, path: Path) -> None:
+    """Draw images, spread over a test set, under their class and what was found.
+
+    Args:
+        answers: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.answers`; at least one.
+        count: largest number of images.
+        path: path of the picture.
+    """
+    count = min(count, len(answers))
+    nothing = Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    panels = []
+    for answer in (answers[number * len(answers) // count] for number in range(count)):
+        found = ", ".join(f"{one['name']} {one['score']:.2f}" for one in answer["found"][:NAMED])
+        panels.append(draw_panel(read_image(answer["file_name"]), nothing, (), f"{answer['class']}: {found}"))
+    save_contact_sheet(panels, path, COLUMNS)
+
+
+def write_class_report(counts: np.ndarray, names: Sequence[str], figures: Mapping[str, Mapping[str, float]], folder: Path) -> None:
+    """Write ``report.md`` with the figures and the pairs of classes that are confused most, and ``confusion.png``.
+
+    Args:
+        counts: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.confusion`.
+        names: the name of each class.
+        figures: result of :meth:`cpvt_det.evaluation.top_k.ClassEvaluator.evaluate`.
+        folder: folder to write to; created if missing.
+
+    Raises:
+        BadInputError: matplotlib is not installed, or a file cannot be written.
+    """
+    save_figure(confusion_figure(counts, names), folder / "confusion.png")
+    pairs = tabulate(most_confused(counts, names), ("class", "found as", "images"), tablefmt="github", disable_numparse=True)
+    parts = ["# Evaluation", format_accuracies(figures), "## Classes that are confused most", pairs, "![confusion](confusion.png)"]
+    (folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8", errors="backslashreplace")

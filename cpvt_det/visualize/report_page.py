@@ -62,7 +62,9 @@ def write_report_page(
             "images": len(matches.image_ids),
             "threshold": step_of(threshold),
             "best": _best_step(pooled_curve(curves)),
-            "figures": _main_figures(figures),
+            "figures": {  # of all classes together; None where there is no ground truth for one
+                name: None if math.isnan(value) else value for name, value in figures["bbox"].items() if not name.startswith("AP-")
+            },
             "classes": _classes(dataset, curves),
             **_counts(matches, len(dataset.classes)),
             "shown": [_image(matches, index, record) for index, record in zip(shown, records, strict=True)],
@@ -107,12 +109,6 @@ def _on_grid(rows: Sequence[Row], grid: int) -> list[Row]:
 def _sizes(objects: np.ndarray) -> np.ndarray:
     """The size of each object: 0 small, 1 medium, 2 large."""
     return (objects["area"] >= SMALL).astype(int) + (objects["area"] > LARGE)
-
-
-def _main_figures(figures: dict[str, dict[str, float]]) -> dict[str, float | None]:
-    """Figures of all classes together; ``None`` where there is no ground truth for one."""
-    pairs = figures["bbox"].items()
-    return {name: None if math.isnan(value) else value for name, value in pairs if not name.startswith("AP-")}
 
 
 def _classes(dataset: CocoDataset, curves: Sequence[Curve]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpvt_det.visualize.curves import new_figure, save_figure
+from cpvt_det.visualize.figures import new_figure, save_figure
 from studies.engine.plan import Group, Plan
 from studies.engine.statistics import Curves, Values, interval
 

@@ -58,7 +58,7 @@ def none_matches(option: str, file: str = "cli/show.py") -> Cut:
     return Cut(file, f"    if match is None:\n{refusal}", f"    if False:\n{refusal}")
 
 
-LEVEL = Cut("visualize/forward_record.py", "if not 0 <= level < levels:", "if False:")
+LEVEL = Cut("visualize/recording.py", "if not 0 <= level < levels:", "if False:")
 
 CASES = [
     Case(
@@ -93,7 +93,7 @@ CASES = [
         "show attention: a point outside the image",
         attention("--points", "60,10"),
         "--points 60,10 is outside the image: x must be below 60 and y below 40 pixels",
-        guard=Cut("visualize/forward_record.py", "if not (0 <= x < width and 0 <= y < height):", "if False:"),
+        guard=Cut("visualize/recording.py", "if not (0 <= x < width and 0 <= y < height):", "if False:"),
     ),
     Case(
         "show attention: a point that is none",
@@ -122,7 +122,7 @@ CASES = [
         "show attention: a file where the folder should be",
         attention("--output", "{folder}/image.png/pictures"),
         "cannot write ...image.png/pictures/encoder.png: ...Not a directory",
-        guard=Cut("visualize/curves.py", "except (ValueError, OSError) as error:", NEVER),
+        guard=Cut("visualize/figures.py", "except (ValueError, OSError) as error:", NEVER),
     ),
     Case(
         "show position: no such config",

@@ -15,8 +15,7 @@ from cpvt_det.builders import build_detector
 from cpvt_det.cli import main
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.ops import routes
-from cpvt_det.visualize import speed
-from cpvt_det.visualize.costs import PARTS, count_costs, find_parts, part_of
+from cpvt_det.visualize.costs import PARTS, count_costs, find_parts, measure, part_of
 
 SIZE = (48, 80)
 
@@ -197,7 +196,7 @@ def test_parts_of_ones_own_add_up():
 
 def test_memory_is_that_of_one_call(monkeypatch):
     """192 MB that live during the call, not the 160 it was made with; roughly, as the system may take some back meanwhile."""
-    monkeypatch.setattr(speed, "MIN_SECONDS", 0)
+    monkeypatch.setattr("cpvt_det.visualize.costs.MIN_SECONDS", 0)
 
     class Wasteful(nn.Module):
         def __init__(self):
@@ -207,13 +206,13 @@ def test_memory_is_that_of_one_call(monkeypatch):
         def forward(self, images, padding_mask):
             return torch.ones(48_000_000).sum()
 
-    seconds, took = speed.measure(Wasteful(), torch.zeros(1), torch.zeros(1))
+    seconds, took = measure(Wasteful(), torch.zeros(1), torch.zeros(1))
     assert 130e6 < took < 250e6
     assert 0 < seconds < 5
 
 
 def test_tables_are_printed_by_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "MIN_SECONDS", 0)
+    monkeypatch.setattr("cpvt_det.visualize.costs.MIN_SECONDS", 0)
     config = tmp_path / "run.yaml"
     config.write_text(random_config().dump(), encoding="utf-8")
     words = ["analyze", "--config-file", str(config), "--runner", "builtin", "--sizes", "48x80,33"]

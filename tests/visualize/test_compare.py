@@ -10,7 +10,7 @@ from PIL import Image
 
 from cpvt_det.cli import main
 from cpvt_det.errors import DataError
-from cpvt_det.visualize.comparison import comparison_figure, comparison_table, read_runs
+from cpvt_det.visualize.curves import comparison_figure, comparison_table, read_runs
 
 
 def write_run(folder, *lines):

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 from cpvt_det.structures import Detections
 from cpvt_det.visualize import fonts
-from cpvt_det.visualize.curves import save_figure
+from cpvt_det.visualize.figures import save_figure
 from cpvt_det.visualize.fonts import Text, load_font
 from cpvt_det.visualize.pictures import draw_panel
 from cpvt_det.visualize.report import confusion_figure

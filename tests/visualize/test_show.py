@@ -20,9 +20,8 @@ from cpvt_det.visualize import attention as drawing
 from cpvt_det.visualize import data as feeding
 from cpvt_det.visualize.attention_by_position import AttentionByPosition, average_attention
 from cpvt_det.visualize.figures import new_grid
-from cpvt_det.visualize.forward_record import ForwardRecord, tokens_at
 from cpvt_det.visualize.position import NamedDetector, _place, added_by, draw_kernels
-from cpvt_det.visualize.recording import Samples, attention_weights, record_inputs
+from cpvt_det.visualize.recording import ForwardRecord, Samples, attention_weights, record_inputs, tokens_at
 
 
 def call(*words):

@@ -10,8 +10,8 @@ from cpvt_det.builders import build_detector
 from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.position.peg import PEGEncoding
-from cpvt_det.visualize.forward_record import attention_layers
-from cpvt_det.visualize.recording import attention_weights, record_added, record_inputs, sampling_points
+from cpvt_det.visualize.position import record_added
+from cpvt_det.visualize.recording import attention_layers, attention_weights, record_inputs, sampling_points
 
 SIZES = [(61, 90), (40, 50), (64, 33)]  # none a multiple of a stride, each padded
 ENCODINGS = ["none", "sine", "learned", "peg", "sine+peg", "relative", "rope_mixed"]
