@@ -1,61 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders on Hugging Face's hub, pushed by the mixin of its library. Imported when it is used."""
+"""Model folders on Hugging Face's hub, and their cards, written from a checkpoint and its run. Imported when it is used."""
 
 import contextlib
 import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fvcore.common.config import CfgNode
+from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
+from tabulate import tabulate
 
 from cpvt_det.builders import is_classifier
+from cpvt_det.checkpoint.files import read_checkpoint
 from cpvt_det.checkpoint.model_folder import CLASSES, CONFIG, THRESHOLDS, WEIGHTS
 from cpvt_det.class_names import Classes
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import ConfigError, WeightsError, first_line
+from cpvt_det.errors import DataError, WeightsError, first_line
 from cpvt_det.evaluation.thresholds import Thresholds
-from cpvt_det.predict.model_card import PICTURE, RunFacts, write_card
-from cpvt_det.visualize.curves import main_figures
-
-try:
-    from huggingface_hub import EvalResult, ModelCardData, ModelHubMixin, snapshot_download
-except ImportError as error:
-    raise ConfigError("Hugging Face's hub needs the package huggingface_hub: pip install 'cpvt-det[hub]'") from error
+from cpvt_det.visualize.curves import main_figures, read_metrics
 
 FILES = (CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
 """The files that are fetched; none of them can run code."""
 CARD = "README.md"
+PICTURE = "detections.png"
+USE = """\
+## Use
+
+```python
+{python}
+```
+
+A copy of these files is a model folder: `cpvt-det predict FOLDER --input photos --output found`.{threshold}
+"""
+DETECT = """\
+from cpvt_det import Predictor
+
+found = Predictor.from_pretrained("{repo_id}")("photo.jpg")
+print(found.names, found.scores, found.boxes_xyxy)"""
+CLASSIFY = """\
+from cpvt_det.predict import ClassPredictor
+
+print(ClassPredictor.from_pretrained("{repo_id}")("photo.jpg").best())"""
+EVALUATION = """\
+## Evaluation
+
+On {tests}, after iteration {iteration}, in percent:
+
+{table}
+"""
+TRAINING = """\
+## Training
+
+On {images}{sets}, by `config.yaml`, from which places on the machine of the training are taken out:
+
+```
+cpvt-det train --config-file config.yaml DATASETS.REGISTER "[['{first}', 'train.json', 'images'], ...]"
+```
+"""
 
 
-class ModelFolder(ModelHubMixin, library_name="cpvt_det"):
-    """A model folder on its way to the hub.
+@dataclass
+class RunFacts:
+    """What the folder of a run has on one of its checkpoints.
 
     Attributes:
-        path: the folder on this machine.
+        iteration: iteration of the checkpoint; ``None`` if it is unknown.
+        images: number of training images; ``None`` if it is unknown.
+        figures: figures of the evaluation at that iteration, by their names in the metrics; none if there was none.
+        picture: picture of detections beside the ground truth; ``None`` if there is none.
     """
 
-    path: Path
+    iteration: int | None = None
+    images: int | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    picture: Path | None = None
 
-    @classmethod
-    def at(cls, path: Path) -> "ModelFolder":
-        """The model folder of a path."""
-        folder = cls()  # the mixin would write arguments into a config.json
-        folder.path = path
-        return folder
 
-    def _save_pretrained(self, save_directory: Path) -> None:
-        shutil.copytree(self.path, save_directory, dirs_exist_ok=True)
+def read_facts(checkpoint: Path | None) -> RunFacts:
+    """The facts on a checkpoint, from it and from the files of its run beside it; a model folder has none."""
+    if checkpoint is None or not checkpoint.is_file():
+        return RunFacts()
+    content = read_checkpoint(checkpoint, only_look=True)
+    node = content.get("cpvt_det") if isinstance(content.get("cpvt_det"), dict) else {}
+    iteration, picture = content.get("iteration"), checkpoint.parent / "pictures" / PICTURE
+    try:
+        line = read_metrics(checkpoint.parent / "metrics.json").get(iteration, {})
+    except DataError:  # somebody removed it
+        line = {}
+    figures = {name: value for name, value in line.items() if "/" in name and value == value}
+    return RunFacts(iteration, (node.get("data") or {}).get("images"), figures, picture if picture.is_file() else None)
 
 
 def fetch(repo_id: str, **options: Any) -> Path:
     """Fetch a model folder; without a network, that which was fetched before.
 
-    Not by the mixin, which asks for a ``config.json`` first and fails without a network where there is none.
+    Not by the library's mixin, which asks for a ``config.json`` first and fails without a network where there is none.
 
     Args:
         repo_id: name of the repository, ``user/name``, or path of a folder.
@@ -79,45 +123,42 @@ def fetch(repo_id: str, **options: Any) -> Path:
 def push(
     repo_id: str,
     save: Callable[[Path], None],
-    cfg: CfgNode,
+    config: str,
     classes: Classes,
     thresholds: Thresholds | None,
-    facts: RunFacts,
+    checkpoint: Path | None,
     license: str | None = None,
     picture: bool = True,
+    private: bool | None = None,
+    token: str | None = None,
+    branch: str | None = None,
     **options: Any,
 ) -> str:
-    """Upload a model folder with a model card.
+    """Upload a model folder with a model card, for :meth:`cpvt_det.predict.predictor.Predictor.push_to_hub`.
 
     Args:
-        repo_id: name of the repository, which is created if it does not exist.
+        repo_id, license, picture, private, token, branch, options: as there.
         save: function that writes the model folder.
-        cfg: config of the model; what is written of it has no places on this machine.
+        config: config of the model as YAML; what is written of it has no places on this machine.
         classes: classes of the model.
         thresholds: score thresholds of the model, if they are known.
-        facts: facts on its run, for the card.
-        license: name of a licence, as the hub lists them.
-        picture: whether the picture of the run's test images goes with the card, where there is one.
-        options: ``private``, ``token``, ``branch``, ``commit_message`` and ``create_pr`` of the library.
-
-    Returns:
-        Address of the commit.
-
-    Raises:
-        WeightsError: a repository that cannot be reached or written to, or a name that is none.
+        checkpoint: file that the model was loaded from, for the facts on its run.
     """
+    cfg, facts = CfgNode.load_cfg(config), read_facts(checkpoint)
     facts = facts if picture else replace(facts, picture=None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(folder)
         (folder / CONFIG).write_text(without_places(cfg).dump(), encoding="utf-8")
-        metadata = _metadata(repo_id, cfg, facts, license).to_yaml()
         text = write_card(repo_id, cfg, classes, thresholds, facts)
+        metadata = _metadata(repo_id, cfg, facts, license).to_yaml()
         (folder / CARD).write_text(f"---\n{metadata}\n---\n\n{text}", encoding="utf-8")
         if facts.picture is not None:
             shutil.copy(facts.picture, folder / PICTURE)
         with _hub_errors(f"upload to {repo_id} on"):
-            return str(ModelFolder.at(folder).push_to_hub(repo_id, **options))
+            api = HfApi(token=token)
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, revision=branch, **options))
 
 
 @contextlib.contextmanager
@@ -160,3 +201,39 @@ def _metadata(repo_id: str, cfg: CfgNode, facts: RunFacts, license: str | None) 
         model_name=repo_id.rpartition("/")[2],
         eval_results=results or None,
     )
+
+
+def write_card(repo_id: str, cfg: CfgNode, classes: Classes, thresholds: Thresholds | None, facts: RunFacts) -> str:
+    """The text of the card, without its metadata.
+
+    Args:
+        repo_id: name of the repository.
+        cfg: config of the model.
+        classes: classes of the model.
+        thresholds: score thresholds, if they are known.
+        facts: facts on its run.
+    """
+    classifies, model = is_classifier(cfg), cfg.MODEL.META_ARCHITECTURE.removeprefix("CPVT")
+    encoding = "" if classifies else f" and the position encoding `{cfg.MODEL.POSITION.NAME}`"
+    parts = [
+        f"# {repo_id.rpartition('/')[2]}\n",
+        f"{model} with {cfg.MODEL.BACKBONE.NAME}{encoding}, trained with cpvt_det.\n",
+        f"{len(classes)} classes: {_listed(classes.names)}.\n",
+    ]
+    if facts.picture is not None:
+        parts.append(f"![Detections beside the ground truth]({PICTURE})\n")
+    best = None if thresholds is None else thresholds.overall
+    python = (CLASSIFY if classifies else DETECT).format(repo_id=repo_id)
+    parts.append(USE.format(python=python, threshold="" if best is None else f" Scores from {best:.3g} have the best F1."))
+    if facts.figures:
+        rows = sorted(facts.figures.items(), key=lambda row: "/AP-" in row[0])  # those of classes last
+        table = tabulate([(name, f"{value:.1f}") for name, value in rows], ("figure", ""), tablefmt="pipe", disable_numparse=True)
+        parts.append(EVALUATION.format(tests=_listed(cfg.DATASETS.TEST), iteration=facts.iteration, table=table))
+    if cfg.DATASETS.TRAIN:
+        images = "" if facts.images is None else f"{facts.images} images of "
+        parts.append(TRAINING.format(images=images, sets=_listed(cfg.DATASETS.TRAIN), first=cfg.DATASETS.TRAIN[0]))
+    return "\n".join(parts)
+
+
+def _listed(names: Sequence[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

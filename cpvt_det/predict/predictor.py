@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-from fvcore.common.config import CfgNode
 from torch import nn
 
 from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
@@ -117,7 +116,7 @@ class Predictor:
 
         Raises:
             WeightsError: a repository that cannot be reached, or is no model of this package.
-            ConfigError: keys that cannot be used, a device that does not exist, or huggingface_hub is not installed.
+            ConfigError: keys that cannot be used, or a device that does not exist.
         """
         from cpvt_det.predict import hub
 
@@ -198,14 +197,11 @@ class Predictor:
 
         Raises:
             WeightsError: a repository that cannot be reached or written to, or a name that is none.
-            ConfigError: huggingface_hub is not installed.
         """
         from cpvt_det.predict import hub
-        from cpvt_det.predict.model_card import read_facts
 
-        cfg = CfgNode.load_cfg(self.config)
-        facts = read_facts(self.origin)
-        return hub.push(repo_id, self.save, cfg, self.classes, self.thresholds, facts, license, picture, **options)
+        loaded = self.config, self.classes, self.thresholds, self.origin
+        return hub.push(repo_id, self.save, *loaded, license, picture, **options)
 
     def _predict_batch(
         self, images: Sequence[ImageInput], pixels: list[torch.Tensor], tiling: Tiling | None, batch_size: int
