@@ -6,8 +6,8 @@ import click
 from cpvt_det.cli import common_options
 from cpvt_det.errors import BadInputError
 from cpvt_det.predict import Predictor
-from cpvt_det.serve.model import ServedModel
-from cpvt_det.serve.server import MEGABYTE, PageServer
+from cpvt_det.predict.served_model import ServedModel
+from cpvt_det.predict.server import MEGABYTE, PageServer
 
 MOST = 2
 

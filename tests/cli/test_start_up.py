@@ -42,7 +42,7 @@ def test_prediction_imports_no_solver_no_numba_and_no_figures(drawn_coco, tmp_pa
     seen = run("predict", weights, "--input", drawn_coco.files.image_root, "--output", tmp_path / "out", "--device", "cpu")
     kernels = set() if routes.is_on("winograd") else {"numba"}  # there the convolutions are of numba
     others = {"huggingface_hub", "supervision", "wandb", "mlflow", "fiftyone", "datumaro"}  # of those who ask for them
-    assert not {"scipy.optimize", "matplotlib", "detectron2", "cpvt_det.serve", *kernels, *others} & set(seen["modules"])
+    assert not {"scipy.optimize", "matplotlib", "detectron2", "cpvt_det.predict.server", *kernels, *others} & set(seen["modules"])
     assert (tmp_path / "out/detections.json").is_file()
     assert seen["collects"] and seen["kept"] > 100_000  # objects that came with the imports
 

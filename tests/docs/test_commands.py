@@ -46,7 +46,7 @@ ELSEWHERE = {
     r"cpvt-det train .* CALLBACKS ": "packages of others: tests/runner/test_callbacks.py",
     r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ": "tests/docs/test_clusters.py",
     r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
-    r"cpvt-det serve ": "it serves until it is stopped: tests/serve/test_server.py",
+    r"cpvt-det serve ": "it serves until it is stopped: tests/predict/test_server.py",
     r"cpvt-det shapes datasets/shapes$": "tests/data/test_shapes.py draws fewer",
 }
 """Commands, by pattern, and why they are not run here."""

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from cpvt_det.data.listing import readable
 from cpvt_det.errors import BadInputError, first_line
-from cpvt_det.serve.model import Json, ServedModel
+from cpvt_det.predict.served_model import Json, ServedModel
 from cpvt_det.visualize.page import build_page, hex_color
 
 logger = logging.getLogger("cpvt_det")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cpvt_det.data.images import read_header, read_image
 from cpvt_det.errors import BadInputError, DataError
-from cpvt_det.predict import Predictor
+from cpvt_det.predict.predictor import Predictor
 from cpvt_det.structures import Detections
 from cpvt_det.visualize.attention import heat_map, look
 from cpvt_det.visualize.page import embed_image

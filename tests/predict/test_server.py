@@ -26,9 +26,9 @@ from tiny import DEFORMABLE, save_random
 
 from cpvt_det import Predictor
 from cpvt_det.cli import main
-from cpvt_det.serve import model as served_model
-from cpvt_det.serve.model import ServedModel
-from cpvt_det.serve.server import PageServer
+from cpvt_det.predict import served_model
+from cpvt_det.predict.served_model import ServedModel
+from cpvt_det.predict.server import PageServer
 
 MOST = 300_000
 
@@ -315,7 +315,7 @@ def test_the_page_holds_the_models(server):
 @pytest.mark.parametrize(("system", "shared"), [("linux", 1), ("win32", 0)])
 def test_a_port_is_not_shared_on_windows(monkeypatch, system, shared):
     """SO_REUSEADDR is there what lets two servers have one port; elsewhere it lets the next one start at once."""
-    monkeypatch.setattr("cpvt_det.serve.server.sys.platform", system)
+    monkeypatch.setattr("cpvt_det.predict.server.sys.platform", system)
     with PageServer("127.0.0.1", 0, MOST) as server:
         assert server.socket.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == shared
 
