@@ -20,7 +20,7 @@ from benchmarks import budget
 from benchmarks.estimate import of_clusters, of_data
 
 ROOT = Path(__file__).resolve().parent.parent
-WITH_TABLES = ("comparison", "export", "look", "parity", "results", "scaling", "small_data", "speed", "use")
+WITH_TABLES = ("look", "parity", "results", "scaling", "small_data", "speed", "use")
 DOCUMENTS = [ROOT / "docs" / f"{name}.md" for name in WITH_TABLES]
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Sequence[str]
@@ -33,8 +33,6 @@ MODELS = {
     "AVX-512, Intel": ("intel/model_cpu",),
 }
 """What was measured -> its records; of a case that several have, the first one's."""
-LIMITED = {"AVX-512, limited": ("limited/model_cpu_avx2", "limited/padded/model_cpu_avx2", "limited/deformable/model_cpu_avx2")}
-"""The same for a processor without a part of its instructions."""
 BATCHES = {
     "DETR-R50": {
         "none": "DETR-R50 640x640 b2 {}",
@@ -160,7 +158,7 @@ def cases_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     return {case["name"]: case for record in reversed(records) for case in record["cases"]}
 
 
-def whole_models(models: dict[str, tuple[str, ...]] = MODELS) -> list[Row]:
+def whole_models() -> list[Row]:
     """How many times as fast ours is on one thread: the same work as the official code's, and what ours ships."""
     same, ships = "same work", "as it ships"
     rows = [
@@ -174,7 +172,7 @@ def whole_models(models: dict[str, tuple[str, ...]] = MODELS) -> list[Row]:
             f"{ships}, theirs at its best",
         ]
     ]
-    for label, names in models.items():
+    for label, names in MODELS.items():
         cases = cases_of(names)
         for model, of_model in BATCHES.items():
             for passes in PASSES:
@@ -183,22 +181,6 @@ def whole_models(models: dict[str, tuple[str, ...]] = MODELS) -> list[Row]:
                     if case:
                         of = {row["name"]: row for row in case["rows"]}
                         rows.append([label, model, passes, padding, *_beside_official(of)])
-    return rows
-
-
-KEPT = {"glibc's default": "family_25/detr/model_cpu", "memory kept": "family_25/detr/model_cpu_malloc"}
-"""What the C library does with freed memory -> the record."""
-
-
-def kept_memory() -> list[Row]:
-    """Times of the official code and ours, and their quotients, as the C library gives memory back and as it keeps it."""
-    labels = ["official, as it comes, s", "ours, s", "same work, theirs as it comes", "same work, theirs at its best"]
-    rows = [["pass", "padding", "freed memory", *labels, "as it ships, theirs at its best"]]
-    for passes, (padding, name) in itertools.product(PASSES, BATCHES["DETR-R50"].items()):
-        for label, record in KEPT.items():
-            of = rows_of(record, name.format(passes))
-            seconds = [f"{of[who]['cpu']['median']:.2f}" for who in ("official", "cpvt_det")]
-            rows.append([passes, padding, label, *seconds, *_beside_official(of)])
     return rows
 
 
@@ -238,16 +220,6 @@ def dino_memory() -> list[Row]:
     return rows
 
 
-def dino_inference() -> list[Row]:
-    """Our DINO's inference beside our Deformable-DETR's with as many queries."""
-    of = rows_of(DINO_RECORDS["IDEA-Research/DINO"][0], "DINO-R50 640x640 b2 inference, beside Deformable-DETR")
-    rows = [["feed-forward networks of Deformable-DETR", "DINO is times as fast"]]
-    for label, name in (("1024 wide, as published", ""), ("2048 wide, as DINO's", ", as wide as DINO")):
-        times = of[f"cpvt_det Deformable-DETR{name}"]["cpu"]["median"] / of["cpvt_det DINO"]["cpu"]["median"]
-        rows.append([label, f"{times:.2f}"])
-    return rows
-
-
 def _times(spread: dict[str, float]) -> str:
     return f"{spread['median']:.2f} ({spread['q1']:.2f}-{spread['q3']:.2f})"
 
@@ -260,18 +232,6 @@ def rows_of(record: str, case: str) -> dict[str, dict[str, Any]]:
     """Contender -> its row, of a case of a record."""
     (found,) = [one for one in read_bench(record)["cases"] if one["name"] == case]
     return {row["name"]: row for row in found["rows"]}
-
-
-def two_threads() -> list[Row]:
-    """Ours with PEG against the fastest peer as they come; bf16 of DETR has a newer record."""
-    rows = [["model", "pass", "float32", "bf16 on both sides", "our bf16 against float32 peers"]]
-    for model, name in OLDER_CASES.items():
-        for passes in PASSES:
-            of = rows_of(OLDER, name.format(passes))
-            ours = of["cpvt_det PEG bf16"]
-            half = [f"{_half_precision(of, 'wall'):.1f}", _times(ours["over_peer_wall"])] if model != "DETR-R50" else ["-", "-"]
-            rows.append([model, passes, _times(of["cpvt_det PEG"]["over_peer_wall"]), *half])
-    return rows
 
 
 def _half_precision(of: dict[str, dict[str, Any]], clock: str) -> float:
@@ -351,11 +311,6 @@ def parts() -> list[Row]:
     ]
 
 
-def exported() -> list[Row]:
-    record = read_bench("exported_cpu")
-    return [record["head"], *record["rows"]]
-
-
 def start_up() -> list[Row]:
     record = read_bench("start_up")
     return [record["head"], *record["rows"]]
@@ -383,37 +338,6 @@ def tiles(record: str) -> list[Row]:
     for name, found in read_bench(record)["ways"].items():
         rows.append([name, *(f"{found[key]:.1f}" for key in ("APs", "APm", "AP", "AP50")), f"{found['cpu_seconds']:.2f}"])
     return rows
-
-
-def beside_others() -> list[Row]:
-    """The fastest peer's time over that of ours with PEG, paired; peak memory of the older record."""
-
-    def models(label: str, records: Sequence[str], passes: str) -> Row:
-        cases = cases_of(records)
-        cells = []
-        for of_model in BATCHES.values():
-            names = [name.format(passes) for padding, name in of_model.items() if padding in ("none", "29 %")]
-            rows = [row for name in names if name in cases for row in cases[name]["rows"] if row["name"] == "cpvt_det PEG"]
-            cells.append("; ".join(f"{row['over_peer_cpu']['median']:.2f}" for row in rows) or "-")
-        return [f"{passes}, {label}: without padding; with 29 %", *cells]
-
-    def losses(batch: int) -> Row:
-        cells = []
-        for kind in ("softmax", "focal"):
-            rows = [rows_of("loss_cpu", f"{kind} b{batch} q{queries}")["cpvt_det"] for queries in (100, 300)]
-            cells.append("; ".join(f"{row['over_peer_cpu']['median']:.0f}" for row in rows))
-        return [f"matcher and losses, batch {batch}, AVX-512: 100 queries; 300", *cells]
-
-    ours, theirs = "cpvt_det PEG", ("official", "transformers")
-    older = [rows_of(OLDER, name.format(PASSES[1])) for name in OLDER_CASES.values()]
-    memory = [min(of[peer]["peak_bytes"] for peer in theirs) / of[ours]["peak_bytes"] for of in older]
-    return [
-        ["", "DETR-R50", "Deformable-DETR-R50"],
-        *(models(label, names, passes) for passes in reversed(PASSES) for label, names in MODELS.items()),
-        ["peak memory of a training step without padding", *(f"{quotient:.1f}" for quotient in memory)],
-        losses(8),
-        losses(32),
-    ]
 
 
 def timm_networks() -> list[Row]:
@@ -461,23 +385,17 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "blood cells": blood_cells,
     "quickstart time": quickstart_time,
     "whole models": whole_models,
-    "limited": partial(whole_models, LIMITED),
-    "kept memory": kept_memory,
     "dino": dino,
     "dino memory": dino_memory,
-    "dino inference": dino_inference,
-    "two threads": two_threads,
     "half precision": half_precision,
     "memory": memory,
     "PEG beside sine": peg_beside_sine,
     "classifiers": classifiers,
     "parts": parts,
-    "exported": exported,
     "start up": start_up,
     "first boxes": first_boxes,
     "tiles": partial(tiles, "tiles_shapes_val"),
     "tiles of boards": partial(tiles, "tiles_deeppcb_folder_val"),
-    "beside others": beside_others,
     "shards": shards,
     "timm": timm_networks,
     "foreign weights": foreign_weights,

@@ -344,34 +344,6 @@ def test_peg_is_above_the_table_beyond_the_interval(classifiers):
     assert len(classifiers.values("main/peg")) == 5 and mean > half > 0
 
 
-def test_the_share_of_products_is_that_of_the_records():
-    record = json.loads((ROOT / "benchmarks/results/products_alone_cpu_avx2.json").read_text(encoding="utf-8"))
-    detr, deformable = (f"{100 * case['share']['median']:.0f} %" for case in record["cases"][:2])
-    assert record["cases"][1]["case"].startswith("Deformable-DETR-R50")
-    require(
-        part_of("docs/speed.md", end="- **They are not those"),
-        [f"{detr} of the time of our DETR and {deformable} of that of Deformable"],
-    )
-
-
-def test_the_lead_on_half_padded_batches_is_that_of_the_records():
-    """As it ships, by processor: at inference and in training."""
-
-    def lead(record: str) -> list[str]:
-        found = json.loads((ROOT / f"benchmarks/results/{record}.json").read_text(encoding="utf-8"))["cases"]
-        cases = {case["name"]: case["rows"] for case in found}
-        of_passes = (cases[f"DETR-R50 640x640 b2, 50 % padded, {name}"] for name in ("inference", "training step"))
-        rows = [next(row for row in case if row["name"] == "cpvt_det PEG") for case in of_passes]
-        return [f"{row['ratio_cpu']['median']:.2f}" for row in rows]
-
-    wide, in_halves = lead("model_cpu"), lead("family_25/detr/model_cpu")
-    phrases = [
-        f"is {wide[0]} (inference) and {wide[1]} (training) times as fast with AVX-512,",
-        f"{in_halves[0]} and {in_halves[1]} in halves.",
-    ]
-    require(part_of("docs/speed.md", end='"Same work" is'), phrases)
-
-
 def test_what_is_said_of_sine_on_photographs_is_that_of_the_records():
     def values(name: str, encoding: str, figure: str) -> Values:
         paths = (ROOT / f"benchmarks/results/small_data/{name}_{encoding}_{seed}.json" for seed in range(3))

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: annotations.
 
-`cpvt-det check-data --config-file FILE` looks at all splits and lists every fault, the first 20 of a kind (`--all`: all) by file,
-image id and annotation id. Training and evaluation do the same before anything else and stop, unless `DATASETS.ON_BAD` is `drop`:
-then the same images and boxes are left out of training and evaluation, and counted in the log. Under either policy, the ground
-truth used as detections scores an AP of 100.0; that too is tested for each row. A box of less than a pixel counts in both. Only
-where a crop leaves less than a pixel of a box, training drops it.
-What was read of a file above 4 MB, or of 10,000 files of another format, is kept in `DATASETS.CACHE`, and read again when a file
-changes; seconds and memory:
-[scaling.md](scaling.md).
+`cpvt-det check-data --config-file FILE` lists every fault of all splits, the first 20 of a kind (`--all`: all), by file, image id
+and annotation id. Training and evaluation run the same check first and stop, unless `DATASETS.ON_BAD` is `drop`: then the same
+images and boxes are left out of both, and counted. Either way, ground truth used as detections scores an AP of 100.0, which is
+tested for each row. Files above 4 MB are cached: [scaling.md](scaling.md#annotations).
 """
 
 import contextlib

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints.
 
-A checkpoint is written to a temporary file, flushed to the disk and renamed. Its SHA-256 beside it is in the format of
-`sha256sum`, and `last_checkpoint` is written after both. Every read compares the two; files from elsewhere, which have none beside
-them, are compared with the checksums inside torch's zip format. `SOLVER.CHECKPOINT_KEEP` numbered ones stay, with
+A checkpoint is written to a temporary file, flushed, renamed, and gets a SHA-256 file that every read compares. Files from
+elsewhere are compared with the checksums inside torch's zip format. `SOLVER.CHECKPOINT_KEEP` numbered checkpoints stay, with
 `model_best.pth` and `model_final.pth`. Weights that are not finite are not saved.
 
-A run has a random id, in its checkpoints and in the file `run_id` of its `OUTPUT_DIR`, which a resumed run keeps. `--resume`,
-and `--eval-only --resume`, take the whole checkpoint of that run with the most iterations, whatever the files' times; of two
-of the same iteration the one that `last_checkpoint` names. To go back further, move the later ones away. Where the run that was
-started last has none, the newest of an earlier one is taken, with a warning. Processes that torchrun restarts continue their
-own run alone, and the best AP is that of one run. Checkpoints older than run ids are identified by their seeds.
+A run has a random id, in its checkpoints and in `run_id` of its `OUTPUT_DIR`. `--resume` takes the undamaged checkpoint of that
+run with the most iterations; to go back further, move the later ones away. If the last run left none, the newest of an earlier
+run is taken, with a warning. Processes that torchrun restarts continue their own run only.
 
-No file's code is run: torch's are read with `weights_only=True`, with an allow-list for `argparse.Namespace` and numpy's
-numbers and arrays; a `.pkl` by an unpickler that accepts arrays, numbers, text and containers and nothing else. Neither may take
-more memory than a file of its size can need.
+No file's code is run: torch files are read with `weights_only=True`, `.pkl` files by an unpickler that accepts arrays, numbers,
+text and containers only. Neither may take more memory than a file of its size can need.
 
 `python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 32 fell
 into the middle of a save, 0 checkpoints were lost, and none was older than the last that the process had reported as saved.
-`tests/whole/test_kills.py` does five. A full disk is simulated in `tests/checkpoint/test_checkpoint_files.py`, after any number
-of bytes.
 """
 
 import os

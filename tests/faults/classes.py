@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: classes and policy.
 
-The number of classes and their names come from the data. They are compared by name, whatever the ids, between all data sets, with
-`MODEL.NUM_CLASSES`, and with the classes that a checkpoint was trained on.
+Classes come from the data. They are compared by name between all data sets, with `MODEL.NUM_CLASSES` and with a checkpoint's
+classes.
 """
 
 import copy

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classifiers and vision transformers.
 
-What does not fit DeiT, CPVT or TNT is refused before the first iteration: each row also looks that no metrics were written.
-Images may have any size from one patch on, and weights of another grid start a model whose table has that grid
-([classification](classify.md), [vision transformers](train.md#vision-transformers)).
+Options that do not fit DeiT, CPVT or TNT are refused before the first iteration; each row also checks that no metrics were written.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: folders as tools and machines write them.
 
-`cpvt-det check-data FOLDER`, of eight pictures in one of seven layouts with one thing odd about it; a row with exit code 0 also
-compares image files, class names and boxes with what was meant. `tests/whole/test_random_folders.py` writes folders at random, with
-one to three of these oddities: each is read as it was meant, or refused by a message that names it. The suite tries 200, the same
-each time; `PYTHONPATH=tests python -m faults.fuzz 10000 test_random_folders.py` tries more.
+Eight pictures in one of seven layouts with one oddity each; rows of exit code 0 also compare files, class names and boxes with
+what was meant. `tests/whole/test_random_folders.py` combines one to three oddities at random: 200 folders in the suite, more with
+`PYTHONPATH=tests python -m faults.fuzz 10000 test_random_folders.py`.
 """
 
 import os

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: image files.
 
-The check before a run reads headers, and decodes a file only where its end seems
-cut off; `check-data --decode` decodes all. Damage that a decoder tolerates, for example inside the scan of a JPEG, is not found.
-Images are read as 8-bit RGB, turned as Pillow turns them, by EXIF data or XMP, and boxes are taken as drawn on the turned image:
-where that swaps the sides and the JSON does not, the sizes differ, which is an error; where it turns by 180 degrees, sizes do not
-show it, so such images are counted. Damaged EXIF data turn nothing. Transparency is dropped, 16 bits keep their high byte.
+The check before a run reads headers, and decodes only files whose end seems cut off; `check-data --decode` decodes all. Damage
+that a decoder tolerates, for example inside the scan of a JPEG, is not found. Images are read as 8-bit RGB and rotated as EXIF or
+XMP say; boxes belong to the rotated image. If the JSON has the sides of the unrotated one, that is an error.
 """
 
 import struct

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resume and signals.
 
-Data order, augmentation and dropout follow from the seed and the iteration; so a resumed run is the run never interrupted, bit
-for bit on a CPU with the same number of threads. Compared are the losses of every step, all weights, the moving average, the
-optimiser's state, the scaler, the best AP and the seed, with equality and no tolerance:
+Data order, augmentation and dropout follow from seed and iteration, so a resumed run equals the uninterrupted one, bit for bit on
+a CPU with the same number of threads: losses, weights, average, optimiser, scaler, best AP and seed.
 
 | interrupted | settings | runner | test |
 |:--|:--|:--|:--|
@@ -15,10 +14,8 @@ optimiser's state, the scaler, the best AP and the seed, with equality and no to
 | by kill -9 of one of two processes, restarted by torchrun | synchronised norms | builtin, detectron2 | `test_processes.py` |
 | by kill -9 of either of two processes, in a step | synchronised norms; process 0 saves | builtin | `test_lost_processes.py` |
 
-A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130, at once where an evaluation runs or a step
-waits for its batch; a second one (half a second later at least, since a terminal and a launcher both send the first; 15 under
-torchrun, which passes on what a scheduler may have sent to all) ends everything at once. The last step is saved too when an error
-occurs, for example in an image or a data worker; in the middle of a step, as it was before it.
+A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130; a second one (at least half a second later,
+15 under torchrun) ends everything at once. The last whole step is also saved when an error ends the run.
 """
 
 import itertools

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several machines.
 
-What each loss costs: [clusters.md](clusters.md). A run of two processes of which either was killed in the middle of a step, and
-which was then resumed, has the weights, average, optimizer and losses of an unhurt one, with equality
-(`tests/whole/test_lost_processes.py`; norms are synchronised).
+What each loss costs: [clusters.md](clusters.md). A run of two processes of which one was killed in a step, then resumed, equals the
+uninterrupted one (`tests/whole/test_lost_processes.py`).
 """
 
 import os

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation and numbers of objects.
 
-Of the trainings below every step is taken, and the figures that they print and write are those that pycocotools gives for the
-detections that they wrote; but where an image has more than 100 objects of a class, all detections count. Where our detectors
-cannot produce a fault, because a sigmoid bounds their boxes and there are always as many detections as asked for, the row is a call
-of `CocoEvaluator` in Python, as by a detector of your own.
+The figures are those of pycocotools for the written detections, except where an image has more than 100 objects of a class: there
+all detections count. Faults that our detectors cannot produce are calls of `CocoEvaluator` in Python.
 """
 
 import contextlib

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes.
 
-Two processes with gloo take the steps of one on the same global batch, with all objects in one of them: after 20 steps in
-float64 with synchronised norms the losses differ by at most 4e-15, weights, running statistics and moving average by 7e-14
-(`test_processes.py`). There, too: a killed process ends the others within seconds under torchrun and under `--num-gpus`, with
-its number and its signal; a step that is bad in one process is left out in all; `torchrun --max-restarts` continues from the last
-step, without `--resume` on the command line, to the same bits.
+Two processes take the steps of one on the same batch: after 20 steps in float64 losses differ by at most 4e-15, weights by 7e-14
+(`test_processes.py`). A killed process ends the others within seconds, with its number and signal; a step that is not finite in one
+process is skipped in all; `torchrun --max-restarts` continues from the last step, to the same bits.
 
-A run holds a lock on `.lock` in its `OUTPUT_DIR`. It ends with the process, so that a dead one never blocks.
+A run holds a lock on `.lock` in its `OUTPUT_DIR`, which ends with the process.
 
 A run of 2,000 steps with an evaluation every 200 held, in its last tenth against its first, 949 MB of memory against 939 and 9
 open files against 9 (`python -m faults.long_run 2000`; `tests/whole/test_long_run.py` is shorter).

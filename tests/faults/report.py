@@ -4,29 +4,29 @@
 import importlib
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
 
-from tabulate import tabulate
-
 import faults
+from faults.case import Case
 from faults.mutate import all_rows, killed_rows
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 HEAD = """\
 # Failure handling: what goes wrong, its exit code and message
 
-Every row is a test: `tests/whole/test_faults.py` makes the fault, runs the command and looks for exit code and message; "..."
-replaces what differs between machines. Rows of images, boxes and figures also compare what is then read or written with what was
-drawn. Exit code 0 is a run that works, 2 is bad input that the user can fix, reported without a traceback. A row that begins with
-the name of a function is a call in Python, with its exception in place of an exit code.
+Every row is a test in `tests/whole/test_faults.py`: it makes the fault, runs the command, and compares exit code and message.
+Exit code 2 is bad input that the user can fix, reported without a traceback; 0 is a run that works. An error's name in place of a
+code is a call in Python. Messages are cut to their beginning; "..." replaces what varies.
 
-Every row that refuses or repairs something names the guard that does it. `PYTHONPATH=tests python -m faults.mutate --write` takes
-each guard out of a copy of the package, and the row has to fail there: {killed} of {guarded} did
-([how each ended](../tests/faults/mutants.json); [survivors.md](../tests/faults/survivors.md) has the rest, with reasons).
-
-This file is written by `PYTHONPATH=tests python -m faults.report` from the tables in `tests/faults/`.
+Every row that refuses or repairs something names its guard. `PYTHONPATH=tests python -m faults.mutate --write` removes each guard
+from a copy of the package, and the row must fail there: {killed} of {guarded} did ([how each
+ended](../tests/faults/mutants.json); [survivors.md](../tests/faults/survivors.md) has the rest). `PYTHONPATH=tests python -m
+faults.report` writes this page from `tests/faults/`.
 """
+WORDS = {0: 5}
+"""Exit code -> how many words of a message are shown; for the others, 8."""
 
 
 def areas() -> list[ModuleType]:
@@ -37,12 +37,12 @@ def areas() -> list[ModuleType]:
 
 
 def section(area: ModuleType) -> str:
-    """An area's docstring under its title, and its table."""
+    """An area's docstring under its title, and its rows by exit code, in the order of their first rows."""
     title, _, text = inspect.getdoc(area).partition("\n")
     parts = [f"## {title.rstrip('.')}", text.strip()]
-    rows = [(_cell(case.what), case.code, _cell(case.says)) for case in area.CASES]
-    if rows:
-        parts.append(tabulate(rows, ("input", "exit code", "message"), tablefmt="pipe", disable_numparse=True))
+    for code in dict.fromkeys(case.code for case in area.CASES):
+        lines = [f"- {_escaped(case.what)}{_message(case)}" for case in area.CASES if case.code == code]
+        parts += [f"{'Exit code ' if isinstance(code, int) else ''}{code}:", "\n".join(lines)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -53,8 +53,17 @@ def report() -> str:
     return "\n\n".join([head.strip(), *map(section, areas())]) + "\n"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _message(case: Case) -> str:
+    """The beginning of a row's message, as code: to where it varies, if that is not at once, and so many words."""
+    first = case.says.partition("...")[0]
+    text = first if len(first.split()) > 2 else case.says
+    words = text.replace("`", "'").split()
+    shown = words[: WORDS.get(case.code, 8)]
+    return f": `{' '.join(shown)}{' ...' * (len(shown) < len(words))}`" if shown else ""
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"(?<!\w)_|_(?!\w)|[*<`]", r"\\\g<0>", text.replace("\n", " "))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that are not finite.
 
-A step whose loss, predictions or gradient are not finite is not taken: weights, optimiser, running statistics and moving average
-stay unchanged, bit for bit, in all processes alike. A loss that is not finite makes all gradients NaN, their average carries that
-to every process, and the fused optimiser skips the step by a flag on the device: the host waits for nothing, and reads the flags
-when a line of the log is due. The log names the images whose predictions are not finite, or else those of the step; `skipped` in
-`metrics.json` counts such steps. A checkpoint that is due waits for the next good step, so that after `SOLVER.MAX_BAD_STEPS` in a
-row the last one is of the last good step (exit code 1). It may be unusable all the same: finite weights of a diverged run can
-give NaN for every image, which the log reports when the run is resumed. `tests/solver/test_bad_steps.py` has every kind of bad
-step, with accumulation and in half precision.
-
-Box heads, matching and losses run in float32 under autocast: `tests/whole/test_padding.py` compares the bits.
+A step whose loss, predictions or gradient are not finite is skipped in all processes: weights, optimiser, running statistics and
+average stay unchanged, bit for bit. The log names the images, and `skipped` in `metrics.json` counts such steps. After
+`SOLVER.MAX_BAD_STEPS` in a row the run ends with exit code 1; its last checkpoint is of the last good step.
+`tests/solver/test_bad_steps.py` has every kind, with accumulation and in half precision.
 """
 
 from collections.abc import Callable

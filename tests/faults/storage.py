@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: tar files, URLs and mounts.
 
-A batch from tar files or a URL is that from a folder, bit for bit. While a run goes on, an image that has gone is tried again for
-`DATALOADER.PATIENCE` seconds, as its mount may come back; the check before a run waits for a mount or a server that answers with an
-error, 30 seconds in all, but not for a file that is not there. Of 10,000 images or more, what the check found is kept in
-`DATASETS.CACHE` until the folders of the images change, or the tar files, or an image with a fault.
+A batch from tar files or a URL equals that from a folder, bit for bit. During a run, a missing image is tried again for
+`DATALOADER.PATIENCE` seconds; the check before a run waits 30 seconds in all for a mount or server that answers with an error.
 """
 
 import contextlib
