@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fvcore.common.config import CfgNode
-from tabulate import tabulate
 
 import cpvt_det.config
 from cpvt_det.builders import DETECTOR_REGISTRY
@@ -90,14 +89,14 @@ def _value(cfg: CfgNode, name: str) -> Any:
 
 
 def document() -> str:
-    """The page: a table for each group of keys."""
+    """The page: a list for each group of keys."""
     groups: dict[str, list[Key]] = {}
     for key in find_keys():
         groups.setdefault(key.name.rpartition(".")[0], []).append(key)
     parts = [HEAD]
     for group, keys in groups.items():
-        rows = [(f"`{key.name}`", f"`{key.default!r}`", key.comment.replace("|", "\\|")) for key in keys]
-        parts.append(f"## {group or 'The run'}\n\n" + tabulate(rows, ("key", "default", "meaning"), tablefmt="pipe") + "\n")
+        lines = "\n".join(f"- `{key.name}` `{key.default!r}`: {key.comment}" for key in keys)
+        parts.append(f"## {group or 'The run'}\n\n{lines}\n")
     return "\n".join([*parts, PARTS_HEAD, *_options_of_parts()])
 
 
@@ -116,7 +115,7 @@ def _options_of_parts() -> Iterator[str]:
         for name in registry.names:
             for line in _options(registry, name, given) if "+" not in name else ():
                 takers.setdefault(line, []).append(f"`{name}`")
-        lines = [f"- {line} ({', '.join(names[:6])}{', ...' * (len(names) > 6)})" for line, names in takers.items()]
+        lines = [f"- {line} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" for line, names in takers.items()]
         if lines:
             nodes = f"`MODEL.{node}`" + (" and `MODEL.BACKBONE.POSITION`" if node == "POSITION" else "")
             yield "\n".join([f"{nodes}:", "", *lines, ""])
