@@ -22,11 +22,8 @@ from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.tasks.task import Results, Task, figure_of, flatten, require_figure
 
 logger = logging.getLogger("cpvt_det")
-TYPICAL = {"random weights": "about 300000", "a pretrained backbone": "2000 or more"}
-"""What a run starts from -> iterations that a DETR needs on photographs. From random weights 500 epochs of COCO with batch size 64
-are 920,000, 50 with batch size 32 are 185,000; on some hundred images from a pretrained backbone: docs/small_data.md."""
 FEW = {"random weights": 30_000, "a pretrained backbone": 1_000}
-"""What a run starts from -> iterations below which a warning is due."""
+"""What a run starts from -> iterations below which its log says that they are few for photographs (docs/small_data.md)."""
 
 
 class RunEvaluations:
@@ -107,7 +104,7 @@ def what_helps(cfg: CfgNode) -> str:
 
 
 def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Records) -> None:
-    """Warn of a detector's run that is far too short for what it starts from, and of images with nearly as many objects as queries.
+    """Log that a detector's run is short for photographs, and warn of images with nearly as many objects as queries.
 
     Args:
         cfg: config of the run.
@@ -118,13 +115,12 @@ def log_advice(cfg: CfgNode, schedule: TrainingSchedule, records: Records) -> No
         return
     start = "a pretrained backbone" if cfg.MODEL.BACKBONE.WEIGHTS else "random weights"
     if not cfg.MODEL.WEIGHTS and schedule.max_iter < FEW[start]:
-        logger.warning(
-            "%d iterations (%s) from %s; a DETR needs %s on photographs, fewer on simple images. Train longer, or set "
-            "MODEL.WEIGHTS to start from trained weights",
+        logger.info(
+            "%d iterations (%s) from %s: enough for simple images, few for photographs. For those train longer, or set "
+            "MODEL.BACKBONE.WEIGHTS or MODEL.WEIGHTS to start from trained weights",
             schedule.max_iter,
             f"{len(records)} images x epochs / batch of {cfg.SOLVER.IMS_PER_BATCH}",
             start,
-            TYPICAL[start],
         )
     queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
     most = int(records.num_boxes.max(initial=0))

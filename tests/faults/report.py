@@ -25,8 +25,8 @@ from a copy of the package, and the row must fail there: {killed} of {guarded} d
 ended](../tests/faults/mutants.json); [survivors.md](../tests/faults/survivors.md) has the rest). `PYTHONPATH=tests python -m
 faults.report` writes this page from `tests/faults/`.
 """
-WORDS = {0: 5}
-"""Exit code -> how many words of a message are shown; for the others, 8."""
+WORDS = {0: 4}
+"""Exit code -> how many words of a message are shown; for the others, 6."""
 
 
 def areas() -> list[ModuleType]:
@@ -58,7 +58,7 @@ def _message(case: Case) -> str:
     first = case.says.partition("...")[0]
     text = first if len(first.split()) > 2 else case.says
     words = text.replace("`", "'").split()
-    shown = words[: WORDS.get(case.code, 8)]
+    shown = words[: WORDS.get(case.code, 6)]
     return f": `{' '.join(shown)}{' ...' * (len(shown) < len(words))}`" if shown else ""
 
 

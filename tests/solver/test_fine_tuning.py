@@ -100,8 +100,8 @@ def records_with(*counts):
 @pytest.mark.parametrize(
     ("iterations", "weights", "objects", "said"),
     [
-        (29_999, "", 50, ["from random weights; a DETR needs about 300000 on photographs"]),
-        (999, "pip", 50, ["from a pretrained backbone; a DETR needs 2000 or more on photographs"]),
+        (29_999, "", 50, ["from random weights: enough for simple images, few for photographs"]),
+        (999, "pip", 50, ["from a pretrained backbone: enough for simple images, few for photographs"]),
         (1_000, "pip", 50, []),
         (30_000, "", 51, ["51 objects, more than half of the 100 queries"]),
         (100, "some.pth", 100, ["100 objects"]),
@@ -113,7 +113,8 @@ def test_a_run_is_told_what_to_expect(monkeypatch, iterations, weights, objects,
     cfg = get_cfg()
     cfg.MODEL.WEIGHTS, cfg.MODEL.BACKBONE.WEIGHTS = (weights, "") if weights != "pip" else ("", weights)
     messages = []
-    monkeypatch.setattr(advice.logger, "warning", lambda text, *values: messages.append(text % values))
+    for level in ("info", "warning"):
+        monkeypatch.setattr(advice.logger, level, lambda text, *values: messages.append(text % values))
     advice.log_advice(cfg, TrainingSchedule(iterations, (), 0, 0, ""), records_with(0, objects))
     assert len(messages) == len(said)
     for message, words in zip(messages, said, strict=True):
