@@ -20,12 +20,12 @@ def rank() -> int:
 
 def world_size() -> int:
     """The number of processes."""
-    return dist.get_world_size() if is_initialized() else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
     """The elementwise sum of a tensor over all processes, without a gradient."""
-    if is_initialized():
+    if world_size() > 1:
         values = values.clone()
         dist.all_reduce(values)
     return values

@@ -104,14 +104,10 @@ def _clamped_places(extents: Tensor, size: int, reach: int) -> Tensor:
 class StackedPEG(nn.ModuleList):
     """Several PEGs one after another, each with its residual and with the padded tokens as they came."""
 
-    def forward(self, tokens: Tensor, padding_mask: Tensor, shape: Size) -> Tensor:
+    def forward(self, tokens: Tensor, padding_mask: Tensor, *level_shapes: Size) -> Tensor:
         """As :meth:`PEGDetection.forward`."""
-        return self.encode_levels(tokens, padding_mask, [shape])
-
-    def encode_levels(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
-        """As :meth:`PEGDetection.encode_levels`."""
         for peg in self:
-            tokens = peg.encode_levels(tokens, padding_mask, level_shapes)
+            tokens = peg(tokens, padding_mask, *level_shapes)
         return tokens
 
 
@@ -163,7 +159,7 @@ class QueryKeyPEG(PositionEncoding):
 def _branch_of_map(peg: PEGDetection, feature: Tensor, padding_mask: Tensor) -> Tensor:
     """(B, C, H, W) -> the same."""
     shape = tuple(feature.shape[-2:])
-    branch = peg.branch(feature.flatten(2).transpose(1, 2), padding_mask.flatten(1), [shape])
+    branch = peg.branch(feature.flatten(2).transpose(1, 2), padding_mask.flatten(1), shape)
     return branch.transpose(1, 2).unflatten(2, shape)
 
 

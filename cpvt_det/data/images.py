@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image
 
-from cpvt_det.data.shards import TAR, open_shards, split_at_shards
-from cpvt_det.data.storage import URL, fetch, is_url
+from cpvt_det.data.shards import open_shards, split_at_shards
+from cpvt_det.data.storage import fetch, is_url
 from cpvt_det.errors import ConfigError, DataError, MissingFileError, UnreachableError, first_line
 
 if TYPE_CHECKING:  # headers are read without torch and torchvision, whose import takes seconds
@@ -41,6 +41,7 @@ FLIPS = {1: (), 2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 NO_RANGE = ("I", "F")  # 32-bit integers, floats
 WIDTH, LENGTH, PHOTOMETRIC = 256, 257, 262  # tags of TIFF
+NO_SUCH_PATH = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)  # the last two of URLs
 NOT_A_MATTER_OF_TIME = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 WHITE_IS_ZERO = 0  # a value of PHOTOMETRIC; Pillow honours it for 8-bit images only
 CHUNKS_OF_ORIENTATION = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of PNG
@@ -91,8 +92,12 @@ def open_image(path: str) -> BinaryIO:
         DataError: a file that cannot be read.
     """
     try:
-        # other paths are those of files, and need not be taken apart
-        return _open_elsewhere(path) if URL in path or f"{TAR}/" in path else _open_file(path)
+        try:
+            return open(path, "rb")
+        except OSError as error:
+            if error.errno not in NO_SUCH_PATH:
+                raise
+            return _open_elsewhere(path)
     except DataError as error:
         raise type(error)(f"cannot read image {path}: {error}") from error
     except IsADirectoryError as error:
@@ -107,23 +112,15 @@ def open_image(path: str) -> BinaryIO:
 
 
 def _open_elsewhere(path: str) -> BinaryIO:
-    """Open a member of tar files or a URL; or after all a file, in a folder that is named like a tar file."""
+    """Open what is no file of that name: a member of tar files, a URL, or a file of the same name in another Unicode form, where
+    "é" is one character or two."""
     shards, name = split_at_shards(path)
     if shards:
         return open_shards(shards).open(name)
-    return io.BytesIO(fetch(path)) if is_url(path) else _open_file(path)
-
-
-def _open_file(path: str) -> BinaryIO:
-    """Open a file; if there is none, the file of the same name in another Unicode form: "é" is one character or two."""
-    try:
-        return open(path, "rb")
-    except FileNotFoundError:
-        others = (path[:at] + unicodedata.normalize(form, path[at:]) for form in ("NFC", "NFD") for at in range(len(path)))
-        found = None if path.isascii() else next((other for other in others if os.path.exists(other)), None)
-        if found is None:
-            raise
-        return open(found, "rb")
+    if is_url(path):
+        return io.BytesIO(fetch(path))
+    others = (path[:at] + unicodedata.normalize(form, path[at:]) for form in ("NFC", "NFD") for at in range(len(path)))
+    return open(path if path.isascii() else next((other for other in others if os.path.exists(other)), path), "rb")
 
 
 def read_header(path: str, content: bytes | None = None) -> ImageHeader:

@@ -62,7 +62,13 @@ class PositionEncoding(nn.Module):
     The encoder asks two things, always with the *projected* features and one padding mask per level (DETR has one level), so
     that an encoding may condition on what it encodes; and where attention compares queries with keys, a third one,
     :meth:`place`. They are asked about an image's tokens alone: class and distillation tokens pass by.
+
+    Attributes:
+        acts_in_attention: whether :meth:`place` does anything; attention without products of queries and keys refuses such an
+            encoding.
     """
+
+    acts_in_attention = False
 
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor] | None:
         """The additive embedding for queries and keys of every encoder layer.
@@ -117,10 +123,9 @@ class PositionEncoding(nn.Module):
         these. An encoding of your own that keeps them out may say ``False``."""
         return type(self).inject is not PositionEncoding.inject
 
-    @property
-    def acts_in_attention(self) -> bool:
-        """Whether :meth:`place` does anything; attention without products of queries and keys refuses such an encoding."""
-        return type(self).place is not PositionEncoding.place
+    def __init_subclass__(cls, **named: Any):
+        super().__init_subclass__(**named)
+        cls.acts_in_attention = cls.place is not PositionEncoding.place
 
 
 def require_one_level(level_shapes: Sequence[Size]) -> Size:

@@ -59,30 +59,13 @@ class PEGDetection(nn.Module):
         else:
             self.register_parameter("scale", None)
 
-    def forward(self, tokens: Tensor, padding_mask: Tensor, shape: Size) -> Tensor:
-        """Add the encoding to the tokens of one map.
+    def forward(self, tokens: Tensor, padding_mask: Tensor, *level_shapes: Size) -> Tensor:
+        """Add the encoding to the tokens of a map, or of several: each is convolved by itself, the norm looks at all together.
 
         Args:
-            tokens: (B, H * W, C) float, row by row.
-            padding_mask: (B, H * W) bool, True = padded.
-            shape: (H, W).
-
-        Returns:
-            (B, H * W, C); padded tokens bit for bit as they came.
-
-        Raises:
-            ValueError: tokens, mask and shape that do not agree.
-            TypeError: a mask that is not bool.
-        """
-        return self.encode_levels(tokens, padding_mask, [shape])
-
-    def encode_levels(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
-        """Add the encoding to the tokens of several maps: each is convolved by itself, the norm looks at all of them together.
-
-        Args:
-            tokens: (B, N, C) float, the levels one after another, each row by row.
+            tokens: (B, N, C) float, row by row, the levels one after another.
             padding_mask: (B, N) bool, True = padded.
-            level_shapes: (H_l, W_l) of each level.
+            level_shapes: (H, W) of the map, or of each.
 
         Returns:
             (B, N, C); padded tokens bit for bit as they came.
@@ -91,13 +74,13 @@ class PEGDetection(nn.Module):
             ValueError: tokens, mask and shapes that do not agree.
             TypeError: a mask that is not bool.
         """
-        branch = self.branch(tokens, padding_mask, level_shapes)
+        branch = self.branch(tokens, padding_mask, *level_shapes)
         if not has_padding(padding_mask):
             return tokens + branch
         return torch.where(padding_mask[..., None], tokens, tokens + branch)
 
-    def branch(self, tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
-        """What is added to the tokens; arguments as in :meth:`encode_levels`.
+    def branch(self, tokens: Tensor, padding_mask: Tensor, *level_shapes: Size) -> Tensor:
+        """What is added to the tokens; arguments as in :meth:`forward`.
 
         Returns:
             (B, N, C); at padded tokens it means nothing.
@@ -163,13 +146,13 @@ class PEGDetection(nn.Module):
 
 
 def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size]) -> Tensor:
-    """Add the encoding of one PEG for all levels, or of one for each; arguments as in :meth:`PEGDetection.encode_levels`.
+    """Add the encoding of one PEG for all levels, or of one for each; arguments as in :meth:`PEGDetection.forward`.
 
     Raises:
         ValueError: another number of PEGs than one or that of the levels.
     """
     if len(pegs) == 1:
-        return pegs[0].encode_levels(tokens, padding_mask, level_shapes)
+        return pegs[0](tokens, padding_mask, *level_shapes)
     lengths = [height * width for height, width in level_shapes]
     levels = zip(pegs, tokens.split(lengths, 1), padding_mask.split(lengths, 1), level_shapes, strict=True)
     return torch.cat([peg(part, mask, shape) for peg, part, mask, shape in levels], dim=1)
@@ -217,6 +200,7 @@ class PEGEncoding(PositionEncoding):
             )
         self.mask_input = mask_input
         self.additive = None if additive is None else additive(channels)
+        self.acts_in_attention = self.additive is not None and self.additive.acts_in_attention
         self.names = {layer: "before" if layer < 0 else str(layer) for layer in positions}
         self.pegs = nn.ModuleDict(
             {
@@ -247,10 +231,6 @@ class PEGEncoding(PositionEncoding):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs = (queries, keys, padding_mask, level_shapes, layer)
         return super().place(*inputs) if self.additive is None else self.additive.place(*inputs)
-
-    @property
-    def acts_in_attention(self) -> bool:
-        return self.additive is not None and self.additive.acts_in_attention
 
 
 register_position("peg")(PEGEncoding)
