@@ -79,8 +79,7 @@ class CocoEvaluator(Evaluator):
         limits = [limit for limit in (1, 10) if self.max_detections is None or limit < self.max_detections]
         self._limits = limits + ([COUNTED, None] if self.max_detections is None else [self.max_detections])
         self._image_ids = self._ground_truth.image_ids.tolist()
-        self._matches: Matches | None = None  # of so many images, of which more may be added
-        self._num_matched = 0
+        self._matched: tuple[int, Matches | None] = (-1, None)  # of so many images; more may be added
         super().__init__(self._image_ids)
 
     def add(self, image_id: int, detections: Detections) -> None:
@@ -169,10 +168,9 @@ class CocoEvaluator(Evaluator):
 
     def matches(self) -> Matches:
         """The detections added so far and their objects, matched once for all that ask."""
-        if self._matches is None or self._num_matched < len(self._found):
-            self._matches = Matches(self._ground_truth, *self._columns(), self.max_detections)
-            self._num_matched = len(self._found)
-        return self._matches
+        if self._matched[0] < len(self._found):
+            self._matched = len(self._found), Matches(self._ground_truth, *self._columns(), self.max_detections)
+        return self._matched[1]
 
     def thresholds(self) -> Thresholds:
         """The score thresholds of the highest F1, of each class and of all together."""

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from cpvt_det.visualize.curves import main_figures, read_metrics
 
 FILES = (CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
 """The files that are fetched; none of them can run code."""
-CARD = "README.md"
 PICTURE = "detections.png"
 USE = """\
 ## Use
@@ -81,7 +80,7 @@ class RunFacts:
     picture: Path | None = None
 
 
-def read_facts(checkpoint: Path | None) -> RunFacts:
+def read_facts(checkpoint: Path | None, with_picture: bool) -> RunFacts:
     """The facts on a checkpoint, from it and from the files of its run beside it; a model folder has none."""
     if checkpoint is None or not checkpoint.is_file():
         return RunFacts()
@@ -93,7 +92,8 @@ def read_facts(checkpoint: Path | None) -> RunFacts:
     except DataError:  # somebody removed it
         line = {}
     figures = {name: value for name, value in line.items() if "/" in name and value == value}
-    return RunFacts(iteration, (node.get("data") or {}).get("images"), figures, picture if picture.is_file() else None)
+    has_picture = with_picture and picture.is_file()
+    return RunFacts(iteration, (node.get("data") or {}).get("images"), figures, picture if has_picture else None)
 
 
 def fetch(repo_id: str, **options: Any) -> Path:
@@ -144,15 +144,14 @@ def push(
         thresholds: score thresholds of the model, if they are known.
         checkpoint: file that the model was loaded from, for the facts on its run.
     """
-    cfg, facts = CfgNode.load_cfg(config), read_facts(checkpoint)
-    facts = facts if picture else replace(facts, picture=None)
+    cfg, facts = CfgNode.load_cfg(config), read_facts(checkpoint, picture)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(folder)
         (folder / CONFIG).write_text(without_places(cfg).dump(), encoding="utf-8")
-        text = write_card(repo_id, cfg, classes, thresholds, facts)
-        metadata = _metadata(repo_id, cfg, facts, license).to_yaml()
-        (folder / CARD).write_text(f"---\n{metadata}\n---\n\n{text}", encoding="utf-8")
+        card = f"---\n{_metadata(repo_id, cfg, facts, license).to_yaml()}\n---\n\n"
+        card += write_card(repo_id, cfg, classes, thresholds, facts)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         if facts.picture is not None:
             shutil.copy(facts.picture, folder / PICTURE)
         with _hub_errors(f"upload to {repo_id} on"):

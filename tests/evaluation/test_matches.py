@@ -73,3 +73,17 @@ def test_detections_that_are_added_later_are_matched_too():
     evaluator.add(42, detections((0, 0.5, 0, 0, 40, 40)))
     assert evaluator.matches().same_class.tolist() == [1]  # the images are by rising id: 5, 42
     assert evaluator.matches() is evaluator.matches()
+
+
+def test_all_that_is_made_of_the_pairs_matches_once(monkeypatch):
+    """Thresholds, curves, worst images and confusion at several thresholds: one matching by class, one whatever the class."""
+    ground_truth, found = random_world(0)
+    evaluator, calls, match = evaluator_of(ground_truth), [], Matches._match
+    for image_id, of_image in found.items():
+        evaluator.add(image_id, of_image)
+    monkeypatch.setattr(Matches, "_match", lambda self, same_class: calls.append(same_class) or match(self, same_class))
+    for threshold in (0.2, 0.5):
+        assert evaluator.thresholds().overall > 0
+        matches = evaluator.matches()
+        assert len(matches.curves(3)) == 3 and matches.worst(threshold, 3) and matches.confusion(3, threshold).sum()
+    assert sorted(calls) == [False, True]

@@ -14,12 +14,12 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_288,
+    "code lines": 20_134,
     "code lines of data/": 3_751,
-    "files": 253,
-    "functions": 2_009,
-    "rooms": 33,
-    "arrows between rooms": 195,
+    "files": 240,
+    "functions": 2_000,
+    "rooms": 32,
+    "arrows between rooms": 189,
     "keys of the config": 128,
 }
 LONGEST = {
