@@ -12,7 +12,6 @@ import numpy as np
 from tabulate import tabulate
 from torch import Tensor
 
-from cpvt_det.class_names import Classes
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.evaluation.evaluator import Evaluator
 from cpvt_det.files import atomic_file
@@ -32,11 +31,11 @@ class ClassEvaluator(Evaluator):
 
     Args:
         records: images of the test set, each with its class as first label.
-        classes: ids and names of the K classes.
+        names: the name of each of the K classes.
     """
 
-    def __init__(self, records: Sequence[ImageRecord], classes: Classes):
-        self.classes = classes
+    def __init__(self, records: Sequence[ImageRecord], names: Sequence[str]):
+        self.names = names
         self._files = {record.image_id: record.file_name for record in records}
         self._labels = {record.image_id: int(record.labels[0]) for record in records}
         super().__init__(self._labels)
@@ -53,8 +52,8 @@ class ClassEvaluator(Evaluator):
                 has no order.
         """
         self.check_new(image_id)
-        if scores.shape != (len(self.classes),) or not scores.isfinite().all():
-            wanted = f"{len(self.classes)} finite scores"
+        if scores.shape != (len(self.names),) or not scores.isfinite().all():
+            wanted = f"{len(self.names)} finite scores"
             raise ValueError(
                 f"image id {image_id!r} needs {wanted}, got {tuple(scores.shape)}, {int(scores.isfinite().sum())} finite"
             )
@@ -72,22 +71,22 @@ class ClassEvaluator(Evaluator):
         best = [self._found.get(image_id, ([], []))[0] for image_id in self._labels]
         first = np.array([label in found[:1] for label, found in zip(labels, best, strict=True)])
         among = np.array([label in found for label, found in zip(labels, best, strict=True)])
-        by_class = [_percent(first[labels == label]) for label in range(len(self.classes))]
+        by_class = [_percent(first[labels == label]) for label in range(len(self.names))]
         figures = {"top1": _percent(first), "top1_class_mean": _mean([value for value in by_class if value == value])}
         figures["top5"] = _percent(among)
-        figures |= {f"top1-{name}": value for name, value in zip(self.classes.names, by_class, strict=True)}
+        figures |= {f"top1-{name}": value for name, value in zip(self.names, by_class, strict=True)}
         return {"classes": figures}
 
     def confusion(self) -> np.ndarray:
         """(K, K) int64: images by their class (rows) and the best class found for them (columns); without images never added."""
-        counts = np.zeros((len(self.classes), len(self.classes)), dtype=np.int64)
+        counts = np.zeros((len(self.names), len(self.names)), dtype=np.int64)
         for image_id, (best, _) in self._found.items():
             counts[self._labels[image_id], best[0]] += 1
         return counts
 
     def answers(self) -> list[dict[str, Any]]:
         """For each image, in the order of the test set: id, file, class, and the names and scores of the best classes."""
-        names, rows = self.classes.names, []
+        names, rows = self.names, []
         for image_id in self._labels:
             best, scores = self._found.get(image_id, ([], []))
             found = [{"name": names[label], "score": score} for label, score in zip(best, scores, strict=True)]

@@ -6,7 +6,7 @@ smaller box. Each difference is described where it is made.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.data.mapper import Mapper, Sample
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.inference.answers import PostProcessor, detect
 from cpvt_det.structures import Detections
@@ -90,8 +89,8 @@ def _starts(extent: int, size: int, overlap: float) -> list[int]:
 def detect_tiles(
     detector: nn.Module,
     postprocess: PostProcessor,
-    samples: Sequence[Sample],
-    mapper: Mapper,
+    samples: Sequence[Mapping[str, Any]],
+    prepare: Callable[[Tensor], Tensor],
     tiling: Tiling,
     batch_size: int,
 ) -> list[Detections]:
@@ -100,8 +99,8 @@ def detect_tiles(
     Args:
         detector: a detector in evaluation mode.
         postprocess: post-processing for the detector's classification.
-        samples: samples with ``image`` as for ``detect``, and ``pixels`` (3, H, W) uint8, the image before ``mapper``.
-        mapper: what prepares a tile, as it does a whole image.
+        samples: samples with ``image`` as for ``detect``, and ``pixels`` (3, H, W) uint8, the image before ``prepare``.
+        prepare: function that prepares a tile for the detector, as a whole image: resizes it.
         tiling: sizes of tiles and overlap.
         batch_size: windows per batch.
 
@@ -112,7 +111,7 @@ def detect_tiles(
     jobs = [(sample, window) for sample, parts in zip(samples, windows, strict=True) for window in parts]
     found: list[Detections] = []
     for start in range(0, len(jobs), batch_size):
-        views = [_view(sample, window, mapper) for sample, window in jobs[start : start + batch_size]]
+        views = [_view(sample, window, prepare) for sample, window in jobs[start : start + batch_size]]
         found += detect(detector, postprocess, views)
     merged = []
     for sample, parts in zip(samples, windows, strict=True):
@@ -121,10 +120,10 @@ def detect_tiles(
     return merged
 
 
-def _view(sample: Sample, window: Window, mapper: Mapper) -> dict[str, Any]:
+def _view(sample: Mapping[str, Any], window: Window, prepare: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     top, left, height, width = window
     is_whole = (height, width) == (sample["height"], sample["width"])
-    image = sample["image"] if is_whole else mapper.prepare(sample["pixels"][:, top : top + height, left : left + width])
+    image = sample["image"] if is_whole else prepare(sample["pixels"][:, top : top + height, left : left + width])
     return {"image": image, "height": height, "width": width}
 
 

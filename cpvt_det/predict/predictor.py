@@ -214,7 +214,7 @@ class Predictor:
         if tiling is None:
             detected = detect(self.detector, self.postprocess, samples)
         else:
-            detected = detect_tiles(self.detector, self.postprocess, samples, self.mapper, tiling, batch_size)
+            detected = detect_tiles(self.detector, self.postprocess, samples, self.mapper.prepare, tiling, batch_size)
         return [
             ImageDetections(one.boxes_xyxy, one.scores, one.labels, self.classes, _source(image, read))
             for one, image, read in zip(detected, images, pixels, strict=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from fvcore.common.config import CfgNode
 
 from cpvt_det import builders
-from cpvt_det.class_names import Classes
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.data.records import Records, join
 from cpvt_det.data.validation.check import CheckedData
@@ -40,7 +39,7 @@ class ClassificationTask(Task):
 
     def __init__(self, cfg: CfgNode):
         super().__init__(cfg)
-        self._classes: Classes | None = None
+        self._classes = None  # of the training sets, once they are loaded
 
     def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
         """Training and test sets with their faults, as :func:`cpvt_det.builders.check_class_datasets`."""
@@ -83,7 +82,7 @@ class ClassificationTask(Task):
     def build_evaluator(self, dataset: CocoDataset) -> "ClassEvaluator":
         from cpvt_det.evaluation.top_k import ClassEvaluator
 
-        self.evaluators[dataset.name] = evaluator = ClassEvaluator(dataset.records, dataset.classes)
+        self.evaluators[dataset.name] = evaluator = ClassEvaluator(dataset.records, dataset.classes.names)
         return evaluator
 
     def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
@@ -93,7 +92,7 @@ class ClassificationTask(Task):
         from cpvt_det.evaluation.top_k import ClassEvaluator
 
         counts = count_images(records, len(dataset.classes))
-        evaluator, scores = ClassEvaluator(dataset.records, dataset.classes), torch.from_numpy(counts / max(1, len(records)))
+        evaluator, scores = ClassEvaluator(dataset.records, dataset.classes.names), torch.from_numpy(counts / max(1, len(records)))
         for record in dataset.records:
             evaluator.add(record.image_id, scores)
         return {self.main_figure: flatten(evaluator.evaluate())[self.main_figure]}
@@ -114,7 +113,7 @@ class ClassificationTask(Task):
         from cpvt_det.files import write_json
 
         write_json(evaluator.answers(), folder / ANSWERS)
-        write_confusion(evaluator.confusion(), evaluator.classes.names, folder / CONFUSION)
+        write_confusion(evaluator.confusion(), evaluator.names, folder / CONFUSION)
 
     def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
         from cpvt_det import distributed

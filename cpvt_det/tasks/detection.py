@@ -130,7 +130,7 @@ class DetectionTask(Task):
         if self.tiling is None:
             return detect(detector, self.postprocessor, samples)
         share = max(1, self.cfg.TEST.IMS_PER_BATCH // distributed.world_size())
-        return detect_tiles(detector, self.postprocessor, samples, self.mapper, self.tiling, share)
+        return detect_tiles(detector, self.postprocessor, samples, self.mapper.prepare, self.tiling, share)
 
     def format_results(self, results: Results) -> str:
         from cpvt_det.evaluation.coco import format_table

@@ -30,8 +30,8 @@ ALLOWED = {
     "models": {"defaults", "errors", "structures", "boxes", "registry", "ops", "layers", "position"},
     "losses": {"defaults", "errors", "structures", "boxes", "registry", "distributed"},
     "data": {"class_names", "errors", "files", "memory", "structures", "boxes", "registry", "distributed"},
-    "evaluation": {"class_names", "errors", "structures", "boxes", "layers", "data", "distributed", "files", "memory"},
-    "inference": {"errors", "structures", "boxes", "layers", "losses", "models", "data"},
+    "evaluation": {"errors", "structures", "boxes", "layers", "data", "distributed", "files", "memory"},
+    "inference": {"errors", "structures", "boxes", "layers", "losses", "models"},
     "fast": {"structures", "ops", "layers", "position", "models"},
 }
 

@@ -14,12 +14,12 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_134,
+    "code lines": 20_131,
     "code lines of data/": 3_751,
     "files": 240,
     "functions": 2_000,
     "rooms": 32,
-    "arrows between rooms": 189,
+    "arrows between rooms": 186,
     "keys of the config": 128,
 }
 LONGEST = {
