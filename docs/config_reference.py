@@ -115,7 +115,7 @@ def _options_of_parts() -> Iterator[str]:
         for name in registry.names:
             for line in _options(registry, name, given) if "+" not in name else ():
                 takers.setdefault(line, []).append(f"`{name}`")
-        lines = [f"- {line} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" for line, names in takers.items()]
+        lines = [f"- {line} ({', '.join(names[:2])}{', ...' * (len(names) > 2)})" for line, names in takers.items()]
         if lines:
             nodes = f"`MODEL.{node}`" + (" and `MODEL.BACKBONE.POSITION`" if node == "POSITION" else "")
             yield "\n".join([f"{nodes}:", "", *lines, ""])

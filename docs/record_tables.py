@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import small_data_tables
 
 from benchmarks import budget
-from benchmarks.estimate import of_clusters, of_data
+from benchmarks.estimate import of_data
 
 ROOT = Path(__file__).resolve().parent.parent
 WITH_TABLES = ("look", "parity", "results", "scaling", "small_data", "speed", "use")
@@ -37,7 +37,6 @@ BATCHES = {
     "DETR-R50": {
         "none": "DETR-R50 640x640 b2 {}",
         "29 %": "DETR-R50 640x640 b2, 29 % padded, {}",
-        "50 %": "DETR-R50 640x640 b2, 50 % padded, {}",
     },
     "Deformable-DETR-R50": {
         "none": "Deformable-DETR-R50 640x640 b1 {}",
@@ -185,10 +184,9 @@ def whole_models() -> list[Row]:
 
 
 def _beside_official(of: dict[str, dict[str, Any]]) -> Row:
-    """The same work beside theirs as it comes; it, and ours as it ships, beside theirs at its best, if that was measured."""
+    """The same work beside theirs as it comes; it, and ours as it ships, beside theirs at its best."""
     ours, shipped = of["cpvt_det"], of["cpvt_det PEG"]
-    has_best = "official at its best" in of
-    return [_times(ours["ratio_cpu"]), *(_times(row["over_peer_cpu"]) if has_best else "-" for row in (ours, shipped))]
+    return [_times(ours["ratio_cpu"]), *(_times(row["over_peer_cpu"]) for row in (ours, shipped))]
 
 
 DINO_RECORDS = {"IDEA-Research/DINO": ("dino/model_cpu", "DINO-R50"), "detrex": ("detrex/model_cpu", "detrex DINO-R50")}
@@ -311,11 +309,6 @@ def parts() -> list[Row]:
     ]
 
 
-def start_up() -> list[Row]:
-    record = read_bench("start_up")
-    return [record["head"], *record["rows"]]
-
-
 def first_boxes() -> list[Row]:
     record = read_bench("browser_cpu_2threads")
     rows = [
@@ -392,7 +385,6 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "PEG beside sine": peg_beside_sine,
     "classifiers": classifiers,
     "parts": parts,
-    "start up": start_up,
     "first boxes": first_boxes,
     "tiles": partial(tiles, "tiles_shapes_val"),
     "tiles of boards": partial(tiles, "tiles_deeppcb_folder_val"),
@@ -402,7 +394,6 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
     "foreign losses": foreign_losses,
     "budget": budget.rows,
     "estimate of data": of_data,
-    "estimate of clusters": of_clusters,
     "small data": small_data_tables.as_trained,
     "small data goals": small_data_tables.goals,
     "small data by size": small_data_tables.by_size,

@@ -82,7 +82,6 @@ def as_trained() -> list[Row]:
     """Records of the command with nothing replaced but the encoding, and all training images."""
     rows = []
     for runs in _groups(lambda record: record["label"] in OF_ENCODING and not record.get("images")):
-        machine = runs[0]["machine"]
         rows.append(
             [
                 _title(runs[0]),
@@ -93,8 +92,6 @@ def as_trained() -> list[Row]:
                 ", ".join(_curve(runs[0])),
                 f"{statistics.mean(run['seconds'] for run in runs) / 60:.1f}",
                 f"{statistics.mean(run['cpu_seconds'] for run in runs):,.0f}",
-                f"{machine['cpu']}, {machine['instruction_set']}",
-                str(runs[0]["cores"]),
                 str(len(runs)),
             ]
         )
@@ -107,8 +104,6 @@ def as_trained() -> list[Row]:
         "AP50 at each evaluation",
         "minutes",
         "CPU s",
-        "processor",
-        "cores",
         "seeds",
     ]
     return _table(head, rows)

@@ -67,7 +67,7 @@ RECORDS = {
         "benchmarks/results/before_after.md",
         "benchmarks/results/before_after_cpu_avx2.md",
         "benchmarks/results/model_cpu.json",
-        "benchmarks/results/family_25/detr/model_cpu.json",
+        "benchmarks/results/start_up.json",
         "benchmarks/results/gpu_h100",
         "benchmarks/results/gpu_h200",
     ],
