@@ -21,8 +21,8 @@ PARTS = ("backbone", "neck", "position", "decoder_position", "encoder", "queries
 """Last names of the detector's modules that are one hop each."""
 HELPERS = {"layers", "ops", "structures", "boxes", "errors", "files", "distributed", "config", "registry", "seeding"}
 """Rooms and modules whose functions are no hops, but for the detector's parts."""
-RENAMED = {"MODEL.DETR.": "MODEL.TRANSFORMER."}
-"""Starts of keys of d2401b0, and of the same keys where a config has only the new ones."""
+RENAMED = {"MODEL.DETR.": "MODEL.TRANSFORMER.", "MODEL.DETECTOR.": "MODEL.DEFORMABLE.", "CLASSIFICATION.NAME": "CLASSIFICATION"}
+"""Parts of keys, and of the same keys in configs of other checkouts."""
 SMALL = {
     "MODEL.DEVICE": "cpu",
     "MODEL.BACKBONE.NAME": "resnet10",
@@ -158,7 +158,7 @@ def set_key(cfg: Any, key: str, value: Any) -> None:
     """Set a key of a config, under its new name where the config has no other.
 
     Raises:
-        KeyError: neither name is in the config.
+        AttributeError: a node that is not in the config.
     """
     for name in (key, *(key.replace(old, new) for old, new in RENAMED.items())):
         *nodes, leaf = name.split(".")
@@ -166,7 +166,8 @@ def set_key(cfg: Any, key: str, value: Any) -> None:
         if leaf in node:
             node[leaf] = value
             return
-    raise KeyError(key)
+    *nodes, leaf = key.split(".")
+    functools.reduce(getattr, nodes, cfg)[leaf] = value  # an option of a part, which no default names
 
 
 def find(name: str, package: Path, room: str = "") -> Any:
