@@ -40,7 +40,10 @@ def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: st
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or CLASSES
     detector = build_any(cfg, runner)
     chosen = find_parts(detector, parts.split(",")) if parts else PARTS
-    _require_stride(sides, detector.size_divisibility)
+    stride = detector.size_divisibility
+    small = [f"{height}x{width}" for height, width in sides if min(height, width) < stride]
+    if small:
+        raise BadInputError(f"--sizes {small[0]} is too small: each side must be at least this model's stride, {stride}")
     batches = [detector.preprocess([torch.zeros(3, *size)]) for size in sides]
     with config_errors(f"--sizes {sizes}"):  # a learned table has a last entry
         costs = [count_costs(detector, batch.images, batch.padding_mask, chosen) for batch in batches]
@@ -59,14 +62,9 @@ def _size(word: str) -> Size:
     return int(match[1]), int(match[2] or match[1])
 
 
-def _require_stride(sides: list[Size], stride: int) -> None:
-    small = [f"{height}x{width}" for height, width in sides if min(height, width) < stride]
-    if small:
-        raise BadInputError(f"--sizes {small[0]} is too small: each side must be at least this model's stride, {stride}")
-
-
 def _print_parts(costs: list[Costs], names: list[str]) -> None:
-    parts = [part for part in costs[0].parameters if part != REST or _has_any(costs, part)]
+    rest = any(cost.parameters[REST] or cost.multiply_adds[REST] for cost in costs)
+    parts = [part for part in costs[0].parameters if part != REST or rest]
     total = sum(costs[0].parameters.values())
     rows = [(part, f"{costs[0].parameters[part]:,}", *_of_sizes(costs, part)) for part in parts]
     rows.append(("all", f"{total:,}", *_of_sizes(costs, *costs[0].parameters)))
@@ -80,10 +78,6 @@ def _of_sizes(costs: list[Costs], *parts: str) -> list[str]:
     products = [sum(cost.multiply_adds[part] for part in parts) / 1e9 for cost in costs]
     outputs = [sum(cost.activations[part] for part in parts) / 1e6 for cost in costs]
     return [f"{value:.4g}" for value in (*products, *outputs)]
-
-
-def _has_any(costs: list[Costs], part: str) -> bool:
-    return any(cost.parameters[part] or cost.multiply_adds[part] for cost in costs)
 
 
 def _print_peg(costs: list[Costs], names: list[str]) -> None:

@@ -13,21 +13,21 @@ from detectron2.modeling import build_model
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from detectron2.utils.logger import setup_logger
+from torch import distributed as dist
 from torch import nn
 
-from cpvt_det import builders, distributed
+from cpvt_det import builders
 from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import find_registered
 from cpvt_det.d2.meta_arch import register_detectors
 from cpvt_det.errors import config_errors
 from cpvt_det.runner import train
 from cpvt_det.runner.callbacks import RunCallbacks
-from cpvt_det.tasks.task import Results
 
 __all__ = ["build_detector", "load_cfg", "run"]
 
 
-def run(cfg: CfgNode, *arguments: Any, hooks: Sequence[HookBase] = (), **more: Any) -> Results:
+def run(cfg: CfgNode, *arguments: Any, hooks: Sequence[HookBase] = (), **more: Any) -> dict[str, Any]:
     """Train and evaluate, or only evaluate.
 
     Args:
@@ -35,7 +35,7 @@ def run(cfg: CfgNode, *arguments: Any, hooks: Sequence[HookBase] = (), **more: A
         arguments, more: further arguments of :func:`cpvt_det.runner.train.run`; result and errors are its own too.
         hooks: detectron2's hooks, called around every step. The storage has the scalars of a step whose log line is due.
     """
-    if distributed.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group
+    if dist.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
     refuse_ignored(cfg)
     return train.run(cfg, *arguments, **more, engine=Trainer(hooks))

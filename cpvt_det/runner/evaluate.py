@@ -23,7 +23,6 @@ from cpvt_det.evaluation.coco import write_results
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.files import remove_unfinished
 from cpvt_det.inference import evaluation_mode
-from cpvt_det.position.table import TableEncoding
 from cpvt_det.tasks.task import Results, Task, flatten, place_of
 from cpvt_det.visualize.curves import draw_curves
 
@@ -147,8 +146,7 @@ def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], siz
         detector: the model.
         datasets: the task's test sets.
         sizes: test sizes in pixels.
-        output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it. Of a model with
-            learned tables of positions it says how these are interpolated.
+        output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it.
 
     Returns:
         Figures by size, as text; NaN at a size that the model cannot take.
@@ -171,7 +169,7 @@ def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], siz
             why.append(f"{size}: {error}")
         results[str(size)] |= {SECONDS: time.perf_counter() - start}
         task.cfg.INPUT = before.clone()
-    table = "\n\n".join([sizes_table(results, task.main_figure, task.figures), *_interpolation(detector), *why])
+    table = "\n\n".join([sizes_table(results, task.main_figure, task.figures), *why])
     if distributed.rank() == 0:
         write_results(results, output / "sizes.json")
         (output / "sizes.md").write_text(table + "\n", encoding="utf-8")
@@ -193,13 +191,6 @@ def sizes_table(results: Mapping[str, Results], main_figure: str, figures: Seque
     rows = [(size, *(_text(found.get(name, math.nan)) for name in [*names, SECONDS])) for size, found in by_size.items()]
     heads = [name.replace(f"{group}/", "").replace("/", " ") for name in names]
     return tabulate(rows, ["size", *heads, SECONDS], tablefmt="github", disable_numparse=True)
-
-
-def _interpolation(detector: nn.Module) -> list[str]:
-    """How the learned tables of a model are stretched over other grids; nothing without one."""
-    tables = [part for part in detector.modules() if isinstance(part, TableEncoding)]
-    ways = {"timm's way, antialiased" if table.antialias else "DeiT's way" for table in tables}
-    return [f"Learned tables are interpolated in {way} (bicubic; `POSITION.ANTIALIAS`)." for way in sorted(ways)]
 
 
 def _text(value: float) -> str:

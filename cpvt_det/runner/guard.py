@@ -71,17 +71,16 @@ class RunGuard:
         self._iteration = iteration
         is_last = iteration + 1 == self.max_iter
         is_logged = (iteration + 1) % self._log_period == 0
-        self._is_due |= (iteration + 1) % self._save_period == 0 or (is_logged and self._is_late())
+        self._is_due |= (iteration + 1) % self._save_period == 0
+        if is_logged:  # the clocks of the processes differ
+            is_late = time.monotonic() - self._save_time > 60 * self._save_minutes
+            self._is_due |= bool(distributed.all_reduce_max(int(is_late)))
         if self._is_due or is_last or is_logged:
             self._report_bad_steps()
         if self._is_due and not self.step.bad_steps.in_a_row:
             self._save(iteration)
         if is_last:
             self.save_final(iteration)
-
-    def _is_late(self) -> bool:
-        """Whether the last checkpoint is older than ``SOLVER.CHECKPOINT_MINUTES``, by the clock of any process."""
-        return bool(distributed.all_reduce_max(int(time.monotonic() - self._save_time > 60 * self._save_minutes)))
 
     def save_final(self, iteration: int) -> None:
         """Save ``model_final.pth`` after the last evaluation, with its thresholds; it may have been saved before it too."""

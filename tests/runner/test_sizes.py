@@ -55,16 +55,6 @@ def test_a_size_that_the_model_cannot_take_is_named(drawn_coco, tmp_path):
     assert "| 160    | n/a" in text and "| 32     | n/a" not in text and "160: " in text
 
 
-@pytest.mark.parametrize(("antialias", "way"), [(False, "DeiT's way"), (True, "timm's way, antialiased")])
-def test_the_table_says_how_a_learned_one_is_interpolated(antialias, way, drawn_coco, tmp_path):
-    weights = save_random(tmp_path / "weights.pth", MODEL__POSITION__NAME="table", MODEL__POSITION__ANTIALIAS=antialias)
-    triple = [["drawn", str(drawn_coco.files.annotations), str(drawn_coco.files.image_root)]]
-    words = ["DATASETS.REGISTER", triple, "DATASETS.TEST", "drawn", "OUTPUT_DIR", tmp_path / "out"]
-    done = call(weights, "--runner", "builtin", "--sizes", "32", *words)
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "out/sizes.md").read_text().splitlines()[-1].startswith(f"Learned tables are interpolated in {way} (")
-
-
 def test_sizes_that_cannot_be_are_refused(tmp_path):
     weights = save_random(tmp_path / "weights.pth")
     for words, message in (
