@@ -30,6 +30,8 @@ INSTALL = [
     "matplotlib>=3.8",  # training curves; the font of pictures
     "tensorboard>=2.14",
     "safetensors>=0.4",
+    "huggingface_hub>=0.30",  # public weights and models of the hub
+    "filelock>=3.12",  # one process fetches, the others wait
 ]
 # What detectron2 needs beside torch; detectron2 itself is not on PyPI (README, "With detectron2").
 DETECTRON2 = [
@@ -44,7 +46,7 @@ DETECTRON2 = [
     "setuptools>=77.0.3,<82",  # detectron2.model_zoo imports pkg_resources, gone from 82
 ]
 LOGGERS = {"wandb": ["wandb>=0.18"], "mlflow": ["mlflow>=2.16"]}  # of CALLBACKS
-OTHERS = {"hub": ["huggingface_hub>=0.30"], "supervision": ["supervision>=0.25"]}  # of Predictor and its detections
+OTHERS = {"supervision": ["supervision>=0.25"]}  # of detections
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo"]
 EXPORT = ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"]  # of cpvt-det export --format onnx
 TIMM = ["timm>=1.0.31"]  # of MODEL.BACKBONE.NAME timm/<name>

@@ -45,8 +45,6 @@ def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
     Raises:
         WeightsError: a file that is missing, is not a checkpoint, is damaged (even by one byte) or contains other objects.
     """
-    if str(path).startswith(("http:/", "https:/")):  # one slash: pathlib replaces two by one
-        raise WeightsError(f"{path} is a URL; download the file and give its path")
     path = Path(path).expanduser()
     if not path.is_file():
         raise WeightsError(f"no weights file {path}")
@@ -77,7 +75,7 @@ def _require_whole(path: Path) -> None:
     """
     beside = checksum_of(path)
     if beside.is_file():
-        if beside.read_text(encoding="utf-8").split()[:1] != [_sha256(path)]:
+        if beside.read_text(encoding="utf-8").split()[:1] != [sha256_of(path)]:
             raise WeightsError(f"damaged: its content does not match its checksum file {beside.name}; download or copy it again")
     elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -100,7 +98,8 @@ def _require_proportion(path: Path) -> None:
         raise WeightsError(f"refused, because its {size} bytes unpack to {unpacked} bytes; save it with torch.save, uncompressed")
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -178,7 +177,7 @@ def write_checkpoint(obj: Any, path: str | Path) -> None:
             else:
                 torch.save(obj, file)
             file.flush()
-            checksum = _sha256(Path(file.name))
+            checksum = sha256_of(Path(file.name))
             checksum_of(path).unlink(missing_ok=True)  # after any interruption, no file is left with a wrong checksum
         with atomic_file(checksum_of(path)) as file:
             file.write(f"{checksum}  {path.name}\n".encode())

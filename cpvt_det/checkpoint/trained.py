@@ -48,9 +48,9 @@ def load_trained(
     """Build the detector of a checkpoint; no other file is needed.
 
     Args:
-        path: checkpoint of a run, model folder, or with ``config_file`` any weights that ``MODEL.WEIGHTS`` accepts.
+        path: any weights that ``MODEL.WEIGHTS`` accepts.
         device: device of the detector; ``None`` for a CUDA GPU if torch finds one, else the CPU.
-        config_file: config that replaces the checkpoint's own.
+        config_file: config that replaces the checkpoint's own; weights with neither are refused.
         overrides: KEY VALUE words that change the config.
 
     Raises:

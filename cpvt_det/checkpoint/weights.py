@@ -11,8 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from cpvt_det.checkpoint.convert import convert_state_dict, detect_source
+from cpvt_det.checkpoint.fetch import locate
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.model_folder import is_in_folder, read_node
+from cpvt_det.checkpoint.recognise import recognise, start_of_file
+from cpvt_det.checkpoint.starts import find_start
 from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS, Classes
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
@@ -22,7 +25,7 @@ PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")
 """Its rows are classes, or row 0 means "an object" and the other rows stand for no class: ``MODEL.QUERIES.CLASS_PROPOSALS``."""
 DENOISING_LABELS = re.compile(r"^queries\.denoising\.label_enc\.weight$")
 HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0}  # rows of a class head beyond the labels in its config.json
-FOLDER_FILES = ("model.safetensors", "pytorch_model.bin")
+FOLDER_FILES = ("model.safetensors", "pytorch_model.bin", "model_best.pth")
 
 
 @dataclass
@@ -34,9 +37,11 @@ class Weights:
         classes: one class per row of a class head, without the row "no object"; ``None`` if the classes are unknown.
         source: source of the names that they had, a key of ``CONVERSIONS``; ``None`` for our names.
         origin: name of the weights in messages.
-        config: config of the model that they were trained in, as YAML; ``None`` if it is unknown.
+        config: config of the model that they were trained in, as YAML; that of other projects' weights follows from their names and
+            shapes; ``None`` if it is unknown.
         thresholds: score thresholds of their last evaluation; ``None`` if they were not kept.
         class_proposals: whether the rows of the proposals' class head are classes; ``None`` if it is unknown.
+        path: the file that they were read from; ``None`` if it was none.
     """
 
     state_dict: dict[str, Tensor]
@@ -46,6 +51,7 @@ class Weights:
     config: str | None = None
     thresholds: Thresholds | None = None
     class_proposals: bool | None = None
+    path: Path | None = None
 
     def as_checkpoint(self) -> dict[str, Any]:
         """The weights in the layout of our checkpoints, with the classes, the config and the thresholds if they are known."""
@@ -62,8 +68,8 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
 
     Args:
         weights: path of a file; path of a folder with ``model.safetensors`` or ``pytorch_model.bin``, either ours (from
-            :func:`cpvt_det.checkpoint.model_folder.save_model`) or from Hugging Face, with a ``config.json``; or the content of
-            such a file.
+            :func:`cpvt_det.checkpoint.model_folder.save_model`) or from Hugging Face, with a ``config.json``, or of a run; a name,
+            a URL or a repository, as of :func:`cpvt_det.checkpoint.fetch.locate`; or the content of such a file.
         source: source of their names, a key of ``CONVERSIONS``; ``auto`` finds it from the names.
 
     Returns:
@@ -75,9 +81,9 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         UnknownNameError: an unknown source.
     """
     if isinstance(weights, Mapping):
-        path, origin, checkpoint = None, "the given weights", weights
+        path, start, origin, checkpoint = None, None, "the given weights", weights
     else:
-        path = _file_of(Path(weights).expanduser())
+        path, start = _file_of(locate(weights)), find_start(weights)
         origin, checkpoint = str(weights), read_checkpoint(path)
     state_dict = state_dict_of(checkpoint, origin)
     node = checkpoint.get("cpvt_det") if path is None or not is_in_folder(path) else read_node(path.parent)
@@ -97,8 +103,10 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
     if classes is None and found == "detrex_deformable_detr" and rows == len(COCO_CLASSES):
         classes = COCO_CLASSES
     config = node.get("config") if isinstance(node.get("config"), str) else None
+    if config is None and found is not None:
+        config = recognise(state_dict, found, start or (path and start_of_file(path)))
     thresholds = None if classes is None else _stored_thresholds(node.get("thresholds"), len(classes), origin)
-    return Weights(state_dict, classes, found, origin, config, thresholds, _proposes_classes(state_dict, found, config))
+    return Weights(state_dict, classes, found, origin, config, thresholds, _proposes_classes(state_dict, found, config), path)
 
 
 def _proposes_classes(state_dict: Mapping[str, Tensor], source: str | None, config: str | None) -> bool | None:

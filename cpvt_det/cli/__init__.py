@@ -32,6 +32,7 @@ COMMANDS = {
     "shapes": "Draw the shapes data set, in COCO format.",
     "show": "Draw attention, position encodings, or the model's input.",
     "train": "Train a detector or a classifier, on a folder or by a config, and evaluate it.",
+    "weights": "List public weights by name, and which are on this machine.",
 }
 
 

@@ -30,7 +30,7 @@ from cpvt_det.predict.detect_files import check_files, predict_classes, predict_
 )
 @click.option("--batch", default=1, show_default=True, help="Images or tiles per batch; larger batches are faster on a GPU.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
-@click.option("--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'.")
+@click.option("--config-file", default="", metavar="FILE", help="Config in the place of that of WEIGHTS, or for those without one.")
 @click.option(
     "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or skip them."
 )
@@ -50,14 +50,15 @@ def predict(
     overlap: float | None,
     overrides: tuple[str, ...],
 ) -> None:
-    """Detect objects in images with WEIGHTS, a checkpoint or a model folder; KEY VALUE pairs override its config.
+    """Detect objects in images with WEIGHTS, a checkpoint, a model folder or a name (cpvt-det weights lists them).
 
     Writes pictures/, detections.json (COCO's results format), images.json (the id of each image) and coco.json (a COCO data set). A
-    classifier writes classes.json: the best five classes of each image, with their scores.
+    classifier writes classes.json: the best five classes of each image, with their scores. KEY VALUE pairs override the config.
 
     \b
     Example:
       cpvt-det predict output/model_best.pth --input photos --output found
+      cpvt-det predict dino_r50 --input photo.jpg --output found
       cpvt-det predict output/model_best.pth --input 'photos/**/*.jpg' --output found --threshold 0.3 INPUT.MIN_SIZE_TEST 480
       cpvt-det predict output/model_best.pth --input photos --output found --tiles 640 --overlap 0.2
     """

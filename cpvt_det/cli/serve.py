@@ -25,7 +25,7 @@ MOST = 2
 )
 @click.option("--max-upload", default=20.0, show_default=True, metavar="MB", help="Largest image file.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
-@click.option("--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'.")
+@click.option("--config-file", default="", metavar="FILE", help="Config in the place of that of WEIGHTS, or for those without one.")
 @common_options
 def serve(
     weights: tuple[str, ...],

@@ -36,7 +36,7 @@ output_option = click.option(
 )
 
 weights_config_option = click.option(
-    "--config-file", default="", metavar="FILE", help="Config for weights without one, such as other projects'."
+    "--config-file", default="", metavar="FILE", help="Config in the place of that of WEIGHTS, or for those without one."
 )
 
 

@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders on Hugging Face's hub, and their cards, written from a checkpoint and its run. Imported when it is used."""
 
-import contextlib
 import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fvcore.common.config import CfgNode
-from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
+from huggingface_hub import EvalResult, HfApi, ModelCardData
 from tabulate import tabulate
 
 from cpvt_det.builders import is_classifier
+from cpvt_det.checkpoint.fetch import hub_errors
 from cpvt_det.checkpoint.files import read_checkpoint
-from cpvt_det.checkpoint.model_folder import CLASSES, CONFIG, THRESHOLDS, WEIGHTS
+from cpvt_det.checkpoint.model_folder import CONFIG
 from cpvt_det.class_names import Classes
 from cpvt_det.config import get_cfg
-from cpvt_det.errors import DataError, WeightsError, first_line
+from cpvt_det.errors import DataError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.visualize.curves import main_figures, read_metrics
 
-FILES = (CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
-"""The files that are fetched; none of them can run code."""
 PICTURE = "detections.png"
 USE = """\
 ## Use
@@ -96,30 +94,6 @@ def read_facts(checkpoint: Path | None, with_picture: bool) -> RunFacts:
     return RunFacts(iteration, (node.get("data") or {}).get("images"), figures, picture if has_picture else None)
 
 
-def fetch(repo_id: str, **options: Any) -> Path:
-    """Fetch a model folder; without a network, that which was fetched before.
-
-    Not by the library's mixin, which asks for a ``config.json`` first and fails without a network where there is none.
-
-    Args:
-        repo_id: name of the repository, ``user/name``, or path of a folder.
-        options: ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` of the library.
-
-    Returns:
-        Path of the folder on this machine.
-
-    Raises:
-        WeightsError: a repository that cannot be reached, does not exist or has no weights of ours, or a name that is none.
-    """
-    if os.path.isdir(repo_id):
-        return Path(repo_id)
-    with _hub_errors(f"fetch {repo_id} from"):
-        folder = Path(snapshot_download(repo_id, allow_patterns=list(FILES), **options))
-    if not (folder / WEIGHTS).is_file():  # the folder does not even exist where no file is fetched
-        raise WeightsError(f"{repo_id} on Hugging Face's hub has no {WEIGHTS}: it is no model of this package")
-    return folder
-
-
 def push(
     repo_id: str,
     save: Callable[[Path], None],
@@ -154,20 +128,10 @@ def push(
         (folder / "README.md").write_text(card, encoding="utf-8")
         if facts.picture is not None:
             shutil.copy(facts.picture, folder / PICTURE)
-        with _hub_errors(f"upload to {repo_id} on"):
+        with hub_errors(f"upload to {repo_id} on"):
             api = HfApi(token=token)
             repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder, revision=branch, **options))
-
-
-@contextlib.contextmanager
-def _hub_errors(action: str) -> Iterator[None]:
-    try:
-        yield
-    except TypeError:  # an option that the library does not have
-        raise
-    except Exception as error:  # the library's, or those of its HTTP client, which is another one in each major version
-        raise WeightsError(f"cannot {action} Hugging Face's hub: {first_line(error)}") from error
 
 
 def without_places(cfg: CfgNode) -> CfgNode:

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
+from cpvt_det.checkpoint.fetch import fetch_folder
 from cpvt_det.checkpoint.model_folder import save_model
+from cpvt_det.checkpoint.starts import find_start
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.class_names import Classes
 from cpvt_det.data.mapper import Mapper
@@ -69,12 +71,14 @@ class Predictor:
         config_file: str = "",
         overrides: Sequence[str] = (),
     ) -> "Predictor":
-        """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contains config, classes and image sizes.
+        """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contains config, classes and image sizes, or
+        weights of another project, whose config follows from their names and shapes.
 
         Args:
-            path: path of the file or folder. If the run had ``SOLVER.EMA``, the averaged weights are used, as in evaluation.
+            path: path of the file or folder, or a name that ``cpvt-det weights`` lists. If the run had ``SOLVER.EMA``, the averaged
+                weights are used, as in evaluation.
             device: device to run on; by default a CUDA GPU if there is one, else the CPU.
-            config_file: config for weights that do not contain one, such as the official ones.
+            config_file: config in the place of the one that the weights contain, or for those without one.
             overrides: KEY VALUE words, as on the command line: ``["INPUT.MIN_SIZE_TEST", "480"]``.
 
         Raises:
@@ -105,22 +109,22 @@ class Predictor:
     def from_pretrained(
         cls, repo_id: str, device: str | torch.device | None = None, overrides: Sequence[str] = (), **options: Any
     ) -> "Predictor":
-        """Load a model from Hugging Face's hub, that :meth:`push_to_hub` put there; it is fetched once, and
-        needs no network afterwards.
+        """Load public weights by their name, or a model from Hugging Face's hub, such as :meth:`push_to_hub` puts there; it is
+        fetched once, and needs no network afterwards.
 
         Args:
-            repo_id: name of the repository, ``user/name``, or path of a model folder.
+            repo_id: name of public weights, as ``cpvt-det weights`` lists them, name of a repository, ``user/name``, or path of a
+                model folder.
             device: device to run on, as in :meth:`from_checkpoint`.
             overrides: KEY VALUE words, as in :meth:`from_checkpoint`.
             options: ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` of huggingface_hub.
 
         Raises:
-            WeightsError: a repository that cannot be reached, or is no model of this package.
+            WeightsError: files that cannot be fetched, or are no model that is known here.
             ConfigError: keys that cannot be used, or a device that does not exist.
         """
-        from cpvt_det.predict import hub
-
-        return cls.from_checkpoint(hub.fetch(repo_id, **options), device, overrides=overrides)
+        is_known = os.path.exists(repo_id) or find_start(repo_id) is not None
+        return cls.from_checkpoint(repo_id if is_known else fetch_folder(repo_id, **options), device, overrides=overrides)
 
     @property
     def threshold(self) -> float:

@@ -198,7 +198,7 @@ CASES = [
         "one flipped bit in the weights",
         weights(flip),
         f"{FINAL}: damaged: its content does not match its checksum file {FINAL}.sha256",
-        guard=files('if beside.read_text(encoding="utf-8").split()[:1] != [_sha256(path)]:'),
+        guard=files('if beside.read_text(encoding="utf-8").split()[:1] != [sha256_of(path)]:'),
     ),
     Case(
         "the same, without the file's checksum",

@@ -2,6 +2,7 @@
 """The predictor: what an evaluation finds, from images of every kind, from a checkpoint or a model folder."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -329,9 +330,12 @@ def test_a_spoilt_model_folder_says_what_is_wrong(predictor, tmp_path, name, con
         Predictor.from_checkpoint(tmp_path / "model")
 
 
-def test_the_folder_of_a_run_names_its_checkpoints(detr):
-    with pytest.raises(WeightsError, match=r"it is the folder of a run, give one of its files: .*model_best.pth"):
-        Predictor.from_checkpoint(detr.folder)
+def test_the_folder_of_a_run_is_its_best_checkpoint_or_names_the_others(detr, tmp_path):
+    best = Predictor.from_checkpoint(detr.folder / "model_best.pth", device="cpu")
+    assert same(Predictor.from_checkpoint(detr.folder, device="cpu")(detr.image(7)), best(detr.image(7)))
+    shutil.copy(detr.weights, tmp_path)
+    with pytest.raises(WeightsError, match=r"it is the folder of a run, give one of its files: model_final.pth"):
+        Predictor.from_checkpoint(tmp_path)
 
 
 @pytest.fixture
@@ -393,12 +397,8 @@ def test_weights_without_a_class_head_are_no_detector(tmp_path):
         Predictor.from_checkpoint(tmp_path / "resnet.pth", config_file="coco/detr_r50_sine_50ep.yaml")
 
 
-def test_weights_of_another_project_need_a_config_and_classes(tmp_path):
+def test_weights_of_another_project_need_classes(tmp_path):
     torch.save({"model": to_facebook(detector().state_dict())}, tmp_path / "official.pth")
-    with pytest.raises(
-        WeightsError, match=r"comes from another project \(facebook_detr\) and contains no config; .*coco/detr_r50_sine_50ep"
-    ):
-        Predictor.from_checkpoint(tmp_path / "official.pth")
     with pytest.raises(WeightsError, match=r"does not contain the names of its classes; make a model folder with a classes.json"):
         Predictor.from_checkpoint(tmp_path / "official.pth", config_file="coco/detr_r50_sine_50ep.yaml")
     torch.save({"epoch": 3}, tmp_path / "other.pth")

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public weights -> files on this machine. The transfer is huggingface_hub's, and for other addresses torch.hub's.
+
+A file has its name here only after it was checked; whoever comes second waits for whoever fetches. Nothing is fetched by import.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from cpvt_det.checkpoint.files import read_checkpoint, sha256_of
+from cpvt_det.checkpoint.model_folder import CLASSES, CONFIG, THRESHOLDS, WEIGHTS
+from cpvt_det.checkpoint.starts import Place, Start, find_start, starts
+from cpvt_det.errors import WeightsError, first_line
+
+HOME = "CPVT_DET_WEIGHTS"
+"""Environment variable of the folder for files that do not come from the hub, and for those that a user puts there."""
+TIMEOUT = 10.0
+"""Seconds without a word from a server; huggingface_hub's default is the same."""
+FOLDER_FILES = ("config.json", CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
+"""The files of a repository that are fetched; none of them can run code."""
+SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".pkl", ".ckpt", ".yaml")
+"""What ends in one of them is a path."""
+
+
+REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def locate(word: str | os.PathLike[str]) -> Path:
+    """The file or folder that a word stands for: its path, and where there is none at it, a name of public weights
+    (:func:`cpvt_det.checkpoint.starts.starts`), a URL, or a repository of Hugging Face's hub, whose files are fetched.
+
+    Raises:
+        WeightsError: files that cannot be fetched, or a word that is like a name.
+    """
+    text, path = os.fspath(word), Path(word).expanduser()
+    if (start := find_start(word)) is not None:
+        return fetch(start)
+    if text.startswith(("http://", "https://")):
+        return fetch(Start(hashlib.sha256(text.encode()).hexdigest()[:12], places=(Place(text),)))
+    if path.exists() or path.suffix in SUFFIXES:
+        return path
+    if REPOSITORY.fullmatch(text) and not path.parent.exists():
+        return fetch_folder(text)
+    close = "".join(f", such as {name}" for name in difflib.get_close_matches(text, starts(), n=1))
+    raise WeightsError(f"no weights file {text}, and no name that cpvt-det weights lists{close}")
+
+
+def weights_folder() -> Path:
+    """The folder of :data:`HOME`."""
+    return Path(os.environ.get(HOME) or "~/.cache/cpvt_det/weights").expanduser()
+
+
+def path_of(start: Start, place: Place | None = None) -> Path:
+    """Where a file is looked for first, whoever put it there."""
+    return weights_folder() / start.name / ("model.pth" if place is None else place.file)
+
+
+def find(start: Start) -> Path | None:
+    """The file of public weights on this machine; ``None`` where it has to be fetched.
+
+    Raises:
+        WeightsError: a file that is not that of the table.
+    """
+    for place in start.places or (None,):
+        path = path_of(start, place)
+        if not path.is_file() and place is not None and place.hub is not None:
+            path = _in_cache_of_hub(*place.hub) or path
+        if path.is_file():
+            if place is not None:
+                _require_same(path, place)
+            return path
+    return None
+
+
+def fetch(start: Start) -> Path:
+    """The file of public weights, fetched where it is not on this machine, from the first of its places that has it.
+
+    Raises:
+        WeightsError: a file that cannot be fetched, or is not that of the table; how to put it there by hand.
+    """
+    if (found := find(start)) is not None:
+        return found
+    if not start.places:
+        raise WeightsError(f"{start.name} has no address to fetch it from: get it by {start.page} and put it at {path_of(start)}")
+    reasons = []
+    for place in start.places:
+        try:
+            return _from_hub(place) if place.hub else _from_url(place, path_of(start, place))
+        except Exception as error:  # those of two HTTP clients, of the file system and of a check have no common base
+            reasons.append(f"{place.url}: {first_line(error)}")
+    first = start.places[0]
+    raise WeightsError(
+        f"cannot fetch {'; '.join(reasons)}. Without a network, bring {first.url} ({first.described}) from elsewhere and put it at "
+        f"{path_of(start, first)}; {HOME} names another folder"
+    )
+
+
+def fetch_folder(repo_id: str, **options: Any) -> Path:
+    """Fetch a model folder of Hugging Face's hub; without a network, that which was fetched before.
+
+    Args:
+        repo_id: name of the repository, ``user/name``.
+        options: ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` of huggingface_hub.
+
+    Returns:
+        Path of the folder on this machine.
+
+    Raises:
+        WeightsError: a repository that cannot be reached, does not exist or has no weights, or a name that is none.
+    """
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(f"fetch {repo_id} from"):
+        folder = Path(snapshot_download(repo_id, allow_patterns=list(FOLDER_FILES), **options))
+    if not (folder / WEIGHTS).is_file():  # the folder does not even exist where no file is fetched
+        raise WeightsError(f"{repo_id} on Hugging Face's hub has no {WEIGHTS}: it is no model that is known here")
+    return folder
+
+
+@contextlib.contextmanager
+def hub_errors(action: str) -> Iterator[None]:
+    """Turn whatever the hub's library raises into one line.
+
+    Raises:
+        WeightsError: an error of the library, or of its HTTP client, which is another one in each major version.
+    """
+    try:
+        yield
+    except TypeError:  # an option that the library does not have
+        raise
+    except Exception as error:
+        raise WeightsError(f"cannot {action} Hugging Face's hub: {first_line(error)}") from error
+
+
+def _in_cache_of_hub(repo: str, revision: str, file: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, file, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _from_hub(place: Place) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import get_session
+
+    repo, revision, file = place.hub
+    get_session().head(place.url, timeout=TIMEOUT)  # without a network the download would try again for half a minute
+    path = Path(hf_hub_download(repo, file, revision=revision))
+    _require_same(path, place)
+    return path
+
+
+def _from_url(place: Place, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, before = path.with_name(f"part-{path.name}"), socket.getdefaulttimeout()
+    with FileLock(f"{path}.lock"):
+        if path.is_file():  # another process has fetched it meanwhile
+            return path
+        for left in path.parent.glob(f"{part.name}*"):  # by a process that was killed
+            left.unlink()
+        print(f"{place.url} -> {path}", file=sys.stderr)
+        socket.setdefaulttimeout(TIMEOUT)  # torch.hub sets none
+        try:
+            torch.hub.download_url_to_file(place.url, str(part), place.sha256 or None, progress=sys.stderr.isatty())
+            if not place.sha256:
+                read_checkpoint(part)
+            part.replace(path)
+        finally:
+            socket.setdefaulttimeout(before)
+            part.unlink(missing_ok=True)
+    return path
+
+
+def _require_same(path: Path, place: Place) -> None:
+    """Refuse another file than that of the table: by its hash, and where that is unknown by its size."""
+    megabytes = path.stat().st_size / 1e6
+    if not place.sha256 and place.megabytes and not 0.95 < megabytes / place.megabytes < 1.05:
+        raise WeightsError(f"{path} has {megabytes:.0f} MB, and that of {place.url} {place.megabytes}; remove it, and try again")
+    if place.sha256 and sha256_of(path) != place.sha256:
+        raise WeightsError(f"{path} is not the file of {place.url}: its SHA-256 should be {place.sha256}; remove it, and try again")

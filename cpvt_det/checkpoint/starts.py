@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public weights by name: where a file is, what it is, and the config that it belongs to. The table is ``configs/_starts.yaml``."""
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from cpvt_det.config import config_root
+
+TABLE = "_starts.yaml"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One file at one address.
+
+    Attributes:
+        where: URL, or ``owner/name@revision/file`` on Hugging Face's hub.
+        sha256: hash of this file; empty where nobody has published it: that of another format or of a mirror is another one.
+        megabytes: size of this file, rounded; 0 where it is not known.
+    """
+
+    where: str
+    sha256: str = ""
+    megabytes: int = 0
+
+    @property
+    def hub(self) -> tuple[str, str, str] | None:
+        """Repository, revision and file on the hub; ``None`` for a URL."""
+        if "://" in self.where:
+            return None
+        repo, _, rest = self.where.partition("@")
+        revision, _, file = rest.partition("/")
+        return repo, revision, file
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return self.where.partition("?")[0].rpartition("/")[2]
+
+    @property
+    def url(self) -> str:
+        """Address for a browser."""
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        return self.where if self.hub is None else "{}/{}/resolve/{}/{}".format(endpoint, *self.hub)
+
+    @property
+    def described(self) -> str:
+        """Size and hash, as far as they are known."""
+        return f"{f'{self.megabytes} MB' if self.megabytes else 'size unknown'}, SHA-256 {self.sha256 or 'unknown'}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Public weights of a detector that was trained on COCO 2017.
+
+    Attributes:
+        name: word that stands for them.
+        config: config of the package that they belong to.
+        overrides: KEY VALUE words beside the config.
+        ap: box AP on COCO val2017 in percent, as the publisher states it.
+        epochs: epochs that they were trained for.
+        rows: rows of the class head.
+        publisher: who trained them, and for a copy who keeps it.
+        licence: licence of the weights, as the publisher states it.
+        source: source of the names, a key of ``CONVERSIONS``.
+        places: address of the file, and those of copies; empty: a person has to get it, by ``page``.
+        page: page with the file, where it has no address.
+    """
+
+    name: str
+    config: str = ""
+    overrides: tuple[str, ...] = ()
+    ap: float = 0.0
+    epochs: int = 0
+    rows: int = 0
+    publisher: str = ""
+    licence: str = ""
+    source: str = ""
+    places: tuple[Place, ...] = ()
+    page: str = ""
+
+
+@cache
+def starts() -> dict[str, Start]:
+    """Name -> public weights."""
+    table = yaml.safe_load((config_root() / TABLE).read_text(encoding="utf-8"))
+    for row in table.values():
+        row["places"] = tuple(Place(**place) for place in row.get("places", ()))
+        row["overrides"] = tuple(row.get("overrides", ()))
+    return {name: Start(name, **row) for name, row in table.items()}
+
+
+def find_start(word: str | os.PathLike[str]) -> Start | None:
+    """The public weights of a name; ``None`` for other words, and where a file or a folder has this name."""
+    return None if Path(word).expanduser().exists() else starts().get(os.fspath(word))

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det weights``: the public weights that have names, and which of them are on this machine."""
+
+from collections.abc import Sequence
+
+import click
+from tabulate import tabulate
+
+from cpvt_det.checkpoint import fetch
+from cpvt_det.checkpoint.starts import Start, starts
+from cpvt_det.cli import common_options
+from cpvt_det.errors import UnknownNameError, WeightsError
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@common_options
+def weights(names: Sequence[str]) -> None:
+    """List public weights, all trained on COCO; of NAMEs, fetch the files and print their paths.
+
+    Each NAME can follow predict, eval, serve and export in the place of a file, and train FOLDER --start. AP is box AP on COCO
+    val2017 at 800 pixels, as the publisher states it.
+
+    \b
+    Example:
+      cpvt-det weights
+      cpvt-det weights dino_r50
+    """
+    for name in names:
+        if name not in starts():
+            raise UnknownNameError("name of public weights", name, starts())
+        click.echo(fetch.fetch(starts()[name]))
+    if not names:
+        rows = [
+            (start.name, f"{start.ap:.1f}", start.epochs, start.rows, start.licence, start.publisher, _state(start))
+            for start in starts().values()
+        ]
+        headers = ("name", "AP", "epochs", "rows", "licence", "publisher", "on this machine")
+        click.echo(tabulate(rows, headers, tablefmt="plain", disable_numparse=True))
+        click.echo(f"files are kept in {fetch.weights_folder()} ({fetch.HOME}), those of Hugging Face's hub in its own cache")
+
+
+def _state(start: Start) -> str:
+    try:
+        path = fetch.find(start)
+    except WeightsError:
+        return "another file"
+    if path is not None:
+        return "yes"
+    if not start.places:
+        return f"no; by hand, from {start.page}"
+    megabytes = start.places[0].megabytes
+    return f"no ({megabytes} MB)" if megabytes else "no"
