@@ -57,6 +57,7 @@ def _add_model(cfg: CfgNode) -> None:
     cfg.MODEL = model = CfgNode()
     model.META_ARCHITECTURE = "CPVTDetr"  # detector: CPVTDetr or CPVTDeformableDetr; CPVTClassifier, with TASK classification
     model.DEVICE = "auto"  # auto (cuda if torch finds a GPU, else cpu), cuda, cuda:1 or cpu
+    model.WEIGHTS_SHA256 = ""  # hash of the file that training starts from, which is compared with it; empty: any
     model.WEIGHTS = ""  # checkpoint to start from; class heads are matched by class name, new classes get random weights
     model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
     model.CHECKPOINTING = False  # True: backbone and encoder are computed twice per step, which needs about half the memory
@@ -214,7 +215,7 @@ def _add_solver(cfg: CfgNode) -> None:
 
 SAME_RUN = re.compile(
     r"VERSION$|OUTPUT_DIR$|CALLBACKS$|TEST\.|"
-    r"MODEL\.(DEVICE|WEIGHTS|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DETECTOR\.IMPLEMENTATION)$|"
+    r"MODEL\.(DEVICE|WEIGHTS(_SHA256)?|CHECKPOINTING|NUM_CLASSES|BACKBONE\.WEIGHTS|DETECTOR\.IMPLEMENTATION)$|"
     r"DATALOADER\.NUM_WORKERS$|DATASETS\.(TEST|REGISTER|CACHE)$|"
     r"SOLVER\.(CHECKPOINT_PERIOD|CHECKPOINT_MINUTES|CHECKPOINT_KEEP|LOG_PERIOD|MAX_BAD_STEPS|EARLY_STOPPING|COLLECTIVE_TIMEOUT)$"
 )

@@ -7,9 +7,9 @@ import re
 from fvcore.common.config import CfgNode
 from torch import nn
 
-from cpvt_det.checkpoint.files import not_finite
+from cpvt_det.checkpoint.files import not_finite, sha256_of
 from cpvt_det.checkpoint.load import WeightsReport, load_backbone_weights, load_weights
-from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD
+from cpvt_det.checkpoint.weights import CLASS_HEAD, DENOISING_LABELS, PROPOSALS_HEAD, read_weights
 from cpvt_det.class_names import Classes
 from cpvt_det.errors import WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
@@ -41,7 +41,13 @@ def load_initial_weights(
     """
     backbone = cfg.MODEL.BACKBONE
     if cfg.MODEL.WEIGHTS:
-        report = load_weights(detector, cfg.MODEL.WEIGHTS, classes.names)
+        weights = read_weights(cfg.MODEL.WEIGHTS)
+        expected = "" if for_evaluation else cfg.MODEL.WEIGHTS_SHA256
+        if expected and expected != sha256_of(weights.path):
+            raise WeightsError(
+                f"{cfg.MODEL.WEIGHTS} is not the file of MODEL.WEIGHTS_SHA256 {expected}; give that one, or leave the key out"
+            )
+        report = load_weights(detector, weights, classes.names)
         logger.info("%s: %s\n%s", cfg.MODEL.WEIGHTS, report, report.table())
         require_shapes(report, cfg.MODEL.WEIGHTS)
         _require_backbone(report, cfg, detector)

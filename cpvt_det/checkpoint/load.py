@@ -33,6 +33,7 @@ class WeightsReport:
         unexpected: names in the weights only.
         rows_by_name: if the classes differ: class name -> row of the weights that was loaded for it; ``None`` for a class that kept
             its initial row; empty if the classes agree.
+        near_names: class name that was not found -> name of the weights that differs from it in case, spaces or a plural alone.
         first_row_only: names among ``loaded`` of which only row 0 was loaded: class heads of proposals whose row 0 means "an
             object"; the other rows stand for no class and were only trained to give low scores.
         first_queries: names among ``loaded`` of which only the first rows were loaded -> how many: vectors of queries by the rank
@@ -47,6 +48,7 @@ class WeightsReport:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     rows_by_name: dict[str, int | None] = field(default_factory=dict)
+    near_names: dict[str, str] = field(default_factory=dict)
     first_row_only: list[str] = field(default_factory=list)
     first_queries: dict[str, str] = field(default_factory=dict)
     training_only: list[str] = field(default_factory=list)
@@ -76,7 +78,8 @@ class WeightsReport:
         rows += [("missing", name, "only in the model") for name, _ in _grouped((name, "") for name in self.missing)]
         rows += [("unexpected", name, "only in the weights") for name, _ in _grouped((name, "") for name in self.unexpected)]
         fresh = [name for name, row in self.rows_by_name.items() if row is None]
-        rows += [("re-initialised", f"class {name}", "not among the weights' classes") for name in fresh[:10]]
+        near = {name: f", but {known} is: the same?" for name, known in self.near_names.items()}
+        rows += [("re-initialised", f"class {name}", f"not among the weights' classes{near.get(name, '')}") for name in fresh[:10]]
         rows += [("re-initialised", f"{len(fresh) - 10} more classes", "")] if len(fresh) > 10 else []
         rows += [("row 0 loaded", name, "row 0 means an object, the other rows stand for no class") for name in self.first_row_only]
         rows += [(f"{told} loaded", name, "queries have the order of their proposals") for name, told in self.first_queries.items()]
@@ -120,6 +123,9 @@ def load_weights(
         missing=_without_counters([name for name in own if name not in shared]),
         unexpected=[name for name in unexpected if not DENOISING_LABELS.search(name)],
         rows_by_name=rows,
+        near_names=nearly_named(
+            [name for name, row in rows.items() if row is None], () if read.classes is None else read.classes.names
+        ),
         first_row_only=[
             name
             for name in chosen
@@ -184,6 +190,17 @@ def _read_network(path: str) -> dict[str, Tensor]:
     """A file's tensors; of a model of ours whose backbone has a library's network, that network's by the library's names."""
     state_dict = state_dict_of(read_checkpoint(path), path)
     return {name.removeprefix(BODY): tensor for name, tensor in state_dict.items() if name.startswith(BODY)} or state_dict
+
+
+def nearly_named(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    """Names -> known ones that differ in case, spaces, hyphens or a plural's ending alone: a suggestion, never a match."""
+    pairs = {name: [other for other in known if _alike(other) & _alike(name)] for name in names}
+    return {name: others[0] for name, others in pairs.items() if others}
+
+
+def _alike(name: str) -> set[str]:
+    plain = " ".join(re.split(r"[\s_-]+", name.strip().casefold()))
+    return {plain, plain.removesuffix("s"), plain.removesuffix("es")}
 
 
 def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str, int | None]:

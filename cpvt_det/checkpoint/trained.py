@@ -61,7 +61,7 @@ def load_trained(
     if config_file:
         cfg = load_cfg(config_file, overrides)
     else:
-        cfg = _config_of(weights)
+        cfg = config_of_weights(weights)
         merge_overrides(cfg, overrides)
     cfg.MODEL.DEVICE = "auto" if device is None else str(device)
     if not any(CLASS_HEAD.search(name) for name in weights.state_dict):
@@ -86,7 +86,12 @@ def load_trained(
     return Trained(cfg, detector.to(target).eval(), weights.classes, weights.thresholds)
 
 
-def _config_of(weights: Weights) -> CfgNode:
+def config_of_weights(weights: Weights) -> CfgNode:
+    """The config that weights were trained with.
+
+    Raises:
+        WeightsError: weights whose config is not known, or of another version.
+    """
     if weights.config is None:
         origin = "" if weights.source is None else f"comes from another project ({weights.source}) and "
         raise WeightsError(

@@ -83,6 +83,7 @@ def choose_run(
     new_split: bool,
     num_gpus: int | None,
     resume: bool,
+    start: str | None = None,
 ) -> tuple[str, tuple[str, ...]]:
     """Choose the settings of a run on a folder, and write them to ``chosen.yaml`` in ``OUTPUT_DIR``; options as of ``train``.
 
@@ -103,10 +104,10 @@ def choose_run(
                 f"--resume: there is no run on {folder} to go on with, and {path} is of other data; leave --resume out for a new "
                 f"run, or go on with that one by --config-file {path}"
             )
-        if budget or data_format or new_split:
+        if budget or data_format or new_split or start:
             raise ConfigError(
-                f"--resume goes on with the data and the length of {path}: leave out --budget, --format and --new-split; a larger "
-                "SOLVER.EPOCHS trains longer"
+                f"--resume goes on with the data and the length of {path}: leave out --budget, --format, --new-split and --start; "
+                "a larger SOLVER.EPOCHS trains longer"
             )
         return str(path), tuple(overrides)
     _require_outside(path.parent, folder)
@@ -115,24 +116,32 @@ def choose_run(
         from cpvt_det.runner.launch import require_gpus
         from cpvt_det.runner.recipe import Choice
         from cpvt_det.runner.setup import is_in_use
+        from cpvt_det.runner.tuning import choose_start
     require_gpus(num_gpus)
     if is_in_use(path.parent):
         raise ConfigError(f"another run is using OUTPUT_DIR {path.parent}; stop it, or set another OUTPUT_DIR")
-    cfg, datasets, lines = _read(folder, path.parent / "data", overrides, data_format, new_split)
-    if resume:
-        click.echo(f"--resume: there is no run in {output} to go on with; this one starts at iteration 0")
-    click.echo("\n".join(lines))
+    device = typed.get("MODEL.DEVICE") or ("cpu" if num_gpus == 0 else "auto")
+    machine, lines = describe_machine(num_gpus, device), []
 
     def tell(line: str) -> None:
         lines.append(line)
         click.echo(line)
 
-    device = typed.get("MODEL.DEVICE") or ("cpu" if num_gpus == 0 else "auto")
+    if "MODEL.WEIGHTS" in typed:
+        if start is not None:
+            raise ConfigError("--start and MODEL.WEIGHTS name the same thing: leave one out")
+        start = typed["MODEL.WEIGHTS"] or "none"
+    opened = choose_start(start, machine.device, list(typed), tell)  # first, as it may have to be fetched
+    cfg, datasets, found = _read(folder, path.parent / "data", overrides, data_format, new_split)
+    if resume:
+        click.echo(f"--resume: there is no run in {output} to go on with; this one starts at iteration 0")
+    for line in found:
+        tell(line)
     settled = [Choice("OUTPUT_DIR", output), Choice("SEED", 0)]
     settled += [Choice("MODEL.DEVICE", "cpu", "--num-gpus 0")] if num_gpus == 0 else []
     settled += [Choice(f"DATASETS.{key}", list(cfg.DATASETS[key])) for key in ("REGISTER", "TRAIN", "TEST")]
     seconds = budget or Duration().convert(BUDGET, None, None)
-    choices = choose_settings(settled, overrides, datasets, describe_machine(num_gpus, device), seconds, tell)
+    choices = choose_settings(settled, overrides, datasets, machine, seconds, tell, opened)
     rows = [choice for choice in choices if choice.reason]
     click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
     processes = "" if num_gpus is None else f" --num-gpus {num_gpus}"  # the batch is theirs together

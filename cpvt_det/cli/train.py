@@ -66,6 +66,11 @@ def tiles_overrides(tiles: int | None, overlap: float | None) -> tuple[str, ...]
 @partial(run_options, takes_folder=True)
 @budget_option
 @folder_options
+@click.option(
+    "--start",
+    metavar="NAME|FILE|auto|none",
+    help="Trained detector that a run on a FOLDER fine-tunes (cpvt-det weights lists names).",
+)
 @click.option("--resume", is_flag=True, help="Continue from the last checkpoint in OUTPUT_DIR.")
 @click.option("--eval-only", is_flag=True, help="Only evaluate MODEL.WEIGHTS, or with --resume the last checkpoint.")
 @allow_partial_option
@@ -78,6 +83,7 @@ def train(
     budget: float | None,
     data_format: str,
     new_split: bool,
+    start: str | None,
     resume: bool,
     eval_only: bool,
     allow_partial: bool,
@@ -91,6 +97,7 @@ def train(
     \b
     Example:
       cpvt-det train photos --budget 30m
+      cpvt-det train photos --budget 30m --start dino_r50
       cpvt-det train --config-file coco/detr_r50_peg_50ep.yaml --num-gpus 8 OUTPUT_DIR output/peg
       torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/deformable_peg.yaml --num-gpus 0
     """
@@ -100,9 +107,11 @@ def train(
     if folder is not None:
         if eval_only:
             raise BadInputError("--eval-only evaluates weights of a config; give the run's chosen.yaml as --config-file")
-        config_file, overrides = choose_run(folder, overrides, budget, data_format, new_split, num_gpus, resume)
-    elif budget is not None or data_format or new_split:
-        raise BadInputError("--budget, --format and --new-split belong to a FOLDER, as in cpvt-det train photos --budget 30m")
+        config_file, overrides = choose_run(folder, overrides, budget, data_format, new_split, num_gpus, resume, start)
+    elif budget is not None or data_format or new_split or start:
+        raise BadInputError(
+            "--budget, --format, --new-split and --start belong to a FOLDER, as in cpvt-det train photos --budget 30m"
+        )
 
     launch(
         run_config, num_gpus, config_file, overrides, device_of(num_gpus), choose_runner(runner), resume, eval_only, allow_partial

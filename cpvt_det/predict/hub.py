@@ -138,6 +138,7 @@ def without_places(cfg: CfgNode) -> CfgNode:
     """A config without the folders, files and addresses of the machine that it was used on; names of weights stay."""
     cfg, default = cfg.clone(), get_cfg()
     cfg.OUTPUT_DIR, cfg.DATASETS.REGISTER, cfg.MODEL.WEIGHTS = default.OUTPUT_DIR, [], ""
+    cfg.MODEL.WEIGHTS_SHA256 = ""
     cfg.DATASETS.CACHE, cfg.CALLBACKS = default.DATASETS.CACHE, []
     backbone, classifier = cfg.MODEL.BACKBONE, cfg.MODEL.CLASSIFIER
     for node, key in ((backbone, "WEIGHTS"), (classifier, "TEACHER"), (classifier, "TEACHER_WEIGHTS")):

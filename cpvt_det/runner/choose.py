@@ -37,6 +37,7 @@ from cpvt_det.runner.recipe import (
     too_little_time,
 )
 from cpvt_det.runner.setup import set_threads
+from cpvt_det.runner.tuning import FROZEN, TrainedStart, describe_classes, tuning_choices
 from cpvt_det.tasks.task import Task, build_task, require_figure
 
 TYPED = "from the command line"
@@ -73,6 +74,7 @@ def choose_settings(
     machine: MachineFacts,
     budget: float,
     tell: Callable[[str], None] = lambda line: None,
+    start: TrainedStart | None = None,
 ) -> list[Choice]:
     """Choose the settings of a run.
 
@@ -83,6 +85,7 @@ def choose_settings(
         machine: facts of the machine.
         budget: seconds of the run, from its first step to its last evaluation.
         tell: function that is called with a line after each measurement.
+        start: trained detector to start from; ``None``: one is made.
 
     Returns:
         All keys that the run needs, in the order in which they are to be read.
@@ -93,9 +96,20 @@ def choose_settings(
     data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
     _refuse_early(typed, overrides[::2], datasets)
     machine, note = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
-    plan, threads = _as_typed(first_plan(data, machine), typed, overrides[::2]), []
+    if start is None:
+        plan = first_plan(data, machine)
+    else:
+        names, numbers = datasets[0].classes.names, dict(_typed_values(typed, overrides[::2]))
+        frozen = max(FROZEN[machine.device], start.cfg.MODEL.BACKBONE.FREEZE_AT)
+        plan = replace(first_plan(data, machine, start.least_canvas), tunes=True, freeze_at=frozen)
+        for line in describe_classes(start, names):
+            tell(line)
+    plan, threads = _as_typed(plan, typed, overrides[::2]), []
     for is_last in (False, True):
-        of_model = _for_backbone(typed.MODEL.BACKBONE, overrides[::2], machine, model_choices(plan, data, machine))
+        if start is None:
+            of_model = _for_backbone(typed.MODEL.BACKBONE, overrides[::2], machine, model_choices(plan, data, machine))
+        else:
+            of_model = tuning_choices(start, plan, data, machine, names, numbers)
         choices = [*chosen, *of_model, *threads]
         pace = measure(config_of(choices, overrides), datasets, machine.processes)
         found = threads_choices(pace)
@@ -110,7 +124,7 @@ def choose_settings(
         if following == plan:
             break
         plan = following
-    for line in filter(None, (too_little_time(data, pace, budget), "" if typed.MODEL.WEIGHTS else note)):
+    for line in filter(None, (too_little_time(data, pace, budget), "" if start else note)):
         tell(line)
     length = length_choices(plan, data, pace, budget, settled)
     if "TEST.EVAL_PERIOD" in overrides[::2]:  # it would not be used beside the other
@@ -286,13 +300,17 @@ def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNo
 
 def _with_overrides(choices: Sequence[Choice], overrides: Sequence[str]) -> list[Choice]:
     """The choices with what the user typed in their places, or at the end."""
-    cfg, typed = config_of(choices, overrides), {}
-    for key in overrides[::2]:
+    typed = {key: Choice(key, value, TYPED) for key, value in _typed_values(config_of(choices, overrides), overrides[::2])}
+    return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
+
+
+def _typed_values(cfg: CfgNode, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Keys that the user typed, and their values in a config."""
+    for key in keys:
         node: Any = cfg
         for part in key.split("."):
             node = node[part]
-        typed[key] = Choice(key, list(node) if isinstance(node, tuple) else node, TYPED)
-    return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
+        yield key, list(node) if isinstance(node, tuple) else node
 
 
 def write_choices(choices: Sequence[Choice], header: Sequence[str]) -> str:

@@ -41,6 +41,8 @@ MOST_PAIRS = 100
 """Pairs of denoising queries for an image, as in DINO; none where an image has more objects."""
 DETECTIONS = 100
 """Of an image, the default of the config; more are kept where there may be more objects."""
+WARM_UP = (100, 300)
+"""Fewest and most steps of the warm-up of a trained detector."""
 EVALUATIONS = 5
 EVALUATION_SHARE = 0.1
 """Largest share of the budget for evaluations before the last one."""
@@ -117,6 +119,8 @@ class Plan:
     Attributes:
         many_epochs: whether there is time for more than ``MOST_EPOCHS``.
         typed_canvas, typed_batch: whether the user typed them: they stay.
+        least_canvas: smallest canvas; larger images are not shrunk further.
+        tunes: whether a trained detector is fine-tuned.
     """
 
     canvas: int
@@ -128,6 +132,8 @@ class Plan:
     why_batch: str = ""
     typed_canvas: bool = False
     typed_batch: bool = False
+    least_canvas: int = SMALLEST_CANVAS
+    tunes: bool = False
 
 
 def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> DataFacts:
@@ -142,10 +148,10 @@ def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> D
     return DataFacts(len(train), len(val), most, (tenth, quarter), int(np.median(shorts)), elongation)
 
 
-def first_plan(data: DataFacts, machine: MachineFacts) -> Plan:
-    """Canvas and batch that the data ask for, whatever the time."""
+def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALLEST_CANVAS) -> Plan:
+    """Canvas, of at least so many pixels where images have them, and batch that the data ask for, whatever the time."""
     needed = LOWER_QUARTER / max(data.sides[1], 1e-6)
-    wanted = max(SMALLEST_CANVAS, needed)
+    wanted = max(least_canvas, needed)
     largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
     possible = [one for one in CANVASES if one <= largest]
     canvas = next((one for one in possible if one >= wanted), possible[-1])
@@ -157,11 +163,12 @@ def first_plan(data: DataFacts, machine: MachineFacts) -> Plan:
             else f"the most on a {'CPU' if machine.device == 'cpu' else 'GPU'}"
         )
     else:
-        bound = f"small objects should have sides of {LOWER_QUARTER}" if needed > SMALLEST_CANVAS else "the least for photographs"
+        bound = f"small objects should have sides of {LOWER_QUARTER}" if needed > least_canvas else "the least for photographs"
     why = f"{bound}; the lower quarter of the objects has sides of {canvas * data.sides[1]:.0f} pixels then"
     if machine.device == "cpu":
-        return Plan(canvas, 2, why_canvas=why, why_batch="on a CPU steps of few images learn more per minute")
-    return Plan(canvas, 8 * machine.processes, why_canvas=why, why_batch="8 images for each GPU")
+        why_batch = "on a CPU steps of few images learn more per minute"
+        return Plan(canvas, 2, why_canvas=why, why_batch=why_batch, least_canvas=least_canvas)
+    return Plan(canvas, 8 * machine.processes, why_canvas=why, why_batch="8 images for each GPU", least_canvas=least_canvas)
 
 
 def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = None) -> Plan:
@@ -176,9 +183,9 @@ def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = 
     Returns:
         The same plan where it is right, else another one, to be measured again.
     """
-    if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > SMALLEST_CANVAS:
+    if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > plan.least_canvas:
         affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time goes with the number of pixels
-        canvas = max(one for one in CANVASES if one <= max(affordable, SMALLEST_CANVAS))
+        canvas = max(one for one in CANVASES if one <= max(affordable, plan.least_canvas))
         why = f"at {plan.canvas} the time is too short: steps that fit into it: {steps:.0f}"
         steps *= (plan.canvas / canvas) ** 2
         plan = replace(plan, canvas=canvas, why_canvas=why)
@@ -198,6 +205,8 @@ def _freeze_at(steps: float) -> int:
 
 def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
     """Everything but the length of the run."""
+    rate = round(1e-3 * math.sqrt(plan.batch / 4), 6)
+    backbone_rate = float(f"{(0.1 if machine.pretrained else 0.5) * rate:.4g}")
     return [
         *_backbone(plan, data, machine),
         Choice("MODEL.META_ARCHITECTURE", "CPVTDeformableDetr", "learns in a tenth of the steps of DETR"),
@@ -216,9 +225,11 @@ def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Ch
         Choice("MODEL.CRITERION.CLASS_WEIGHT", 2.0),
         Choice("MODEL.CRITERION.CLASS_COST", 2.0),
         Choice("MODEL.CRITERION.PROPOSAL_MATCHES", 4, "several proposals learn from each object, which starts the training"),
-        *_input(plan, data),
+        *input_choices(plan, data),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
-        *_steps(plan, 0.1 if machine.pretrained else 0.5),
+        *step_choices(plan, rate, backbone_rate, "1e-3 for 4 images, by the root of the batch"),
+        Choice("SOLVER.POINTS_LR_MULTIPLIER", 1.0),
+        Choice("TEST.NMS", 0.7, "a young detector finds some objects twice"),
     ]
 
 
@@ -273,7 +284,8 @@ def _queries(data: DataFacts) -> list[Choice]:
     return choices
 
 
-def _input(plan: Plan, data: DataFacts) -> list[Choice]:
+def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:
+    """Sizes of images, in training around that of the test."""
     sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
     longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
     why = f"there is time for more than {MOST_EPOCHS} epochs, in which AP falls without it"
@@ -287,18 +299,16 @@ def _input(plan: Plan, data: DataFacts) -> list[Choice]:
     ]
 
 
-def _steps(plan: Plan, backbone_rate: float) -> list[Choice]:
-    rate = round(1e-3 * math.sqrt(plan.batch / 4), 6)
+def step_choices(plan: Plan, rate: float, backbone_rate: float, why: str) -> list[Choice]:
+    """The steps: batch, learning rates and how they fall."""
     return [
         Choice("SOLVER.IMS_PER_BATCH", plan.batch, plan.why_batch),
-        Choice("SOLVER.BASE_LR", rate, "1e-3 for 4 images, by the root of the batch"),
-        Choice("SOLVER.BACKBONE_LR", float(f"{backbone_rate * rate:.4g}")),
-        Choice("SOLVER.POINTS_LR_MULTIPLIER", 1.0),
+        Choice("SOLVER.BASE_LR", rate, why),
+        Choice("SOLVER.BACKBONE_LR", backbone_rate),
         Choice("SOLVER.CLIP_NORM", 1.0),
         Choice("SOLVER.SCHEDULE", "cosine", "ends at 0, so that the last weights are good ones, whatever the length"),
         Choice("SOLVER.STEP_EPOCHS", []),
         Choice("SOLVER.EMA.ENABLED", True),
-        Choice("TEST.NMS", 0.7, "a young detector finds some objects twice"),
         Choice("TEST.IMS_PER_BATCH", 8),
     ]
 
@@ -319,17 +329,23 @@ def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epoch
         epochs = float(f"{min(possible, most):.3g}")
     steps = epochs * data.images / plan.batch
     takes = f"{evaluation:.0f} s" if evaluation >= 1 else "less than a second"
+    warm_up = _warm_up(steps) / steps * epochs if plan.tunes else 0.03 * epochs
     work = f"{counted(steps, 'step')} of {pace.step:.2f} s, {counted(more + 1, 'evaluation')} of {takes}"
     why = f"{work}, in {format_seconds(budget)}"
     if possible > most:
         why = f"the most that is planned, though {possible:.0f} would fit into {format_seconds(budget)}"
     return [
         Choice("SOLVER.EPOCHS", epochs, why),
-        Choice("SOLVER.WARMUP_EPOCHS", float(f"{0.03 * epochs:.3g}")),
+        Choice("SOLVER.WARMUP_EPOCHS", float(f"{warm_up:.3g}")),
         Choice("SOLVER.EMA.DECAY", float(f"{min(0.9998, max(0.9, 1 - 30 / steps)):.4g}"), "averages over a thirtieth of the run"),
         Choice("SOLVER.CHECKPOINT_PERIOD", max(100, round(steps / 10)), "about ten times, for --resume"),
         Choice("TEST.EVAL_EPOCHS", _rounded_up(epochs / (more + 1)), f"an evaluation takes {takes}"),
     ]
+
+
+def _warm_up(steps: float) -> float:
+    """Steps in which new heads settle before the rest learns at its rate; in a short run a fifth of it."""
+    return min(max(0.03 * steps, WARM_UP[0]), WARM_UP[1], 0.2 * steps)
 
 
 def _rounded_up(value: float) -> float:
