@@ -55,7 +55,7 @@ def get_cfg() -> CfgNode:
 
 def _add_model(cfg: CfgNode) -> None:
     cfg.MODEL = model = CfgNode()
-    model.META_ARCHITECTURE = "CPVTDetr"  # detector: CPVTDetr or CPVTDeformableDetr; CPVTClassifier, with TASK classification
+    model.META_ARCHITECTURE = "CPVTDetr"  # CPVTDetr, CPVTDeformableDetr, CPVTRealTimeDetr; CPVTClassifier, with TASK classification
     model.DEVICE = "auto"  # auto (cuda if torch finds a GPU, else cpu), cuda, cuda:1 or cpu
     model.WEIGHTS_SHA256 = ""  # hash of the file that training starts from, which is compared with it; empty: any
     model.WEIGHTS = ""  # checkpoint to start from; class heads are matched by class name, new classes get random weights
@@ -93,10 +93,10 @@ def _add_features(model: CfgNode) -> None:
     model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: as MODEL.POSITION; empty: the own one: table, cpvt: peg_plain
 
     model.NECK = CfgNode(new_allowed=True)
-    model.NECK.NAME = ""  # neck; empty: the detector's default, projection for CPVTDetr, multi_level for CPVTDeformableDetr
+    model.NECK.NAME = ""  # neck; empty: the detector's: projection, multi_level (Deformable-DETR) or normed (real-time ones)
 
     model.POSITION = CfgNode(new_allowed=True)
-    model.POSITION.NAME = "peg"  # none, sine, sine_offset, learned, table, relative, rope, rope_mixed, peg, <one>+<a PEG>, or peg_*
+    model.POSITION.NAME = "peg"  # none, sine, sine_offset, sine_grid, learned, table, relative, rope, rope_mixed, peg, <one>+<a PEG>
 
 
 def _add_transformer(model: CfgNode) -> None:

@@ -85,6 +85,23 @@ class Targets:
 
 
 @dataclass
+class BoxDistributions:
+    """How sure a decoder is of each side of its boxes: logits over bins of distances.
+
+    Attributes:
+        logits: (D', B, Q, 4, N + 1) float, of the last D' layers; left, top, right and bottom.
+        starts: (B, Q, 4) float, cxcywh without gradient, the boxes that distances are measured from.
+        values: (N + 1,) float, rising: the distance that each bin stands for.
+        scale: () float; a side is ``scale / 2 + distance`` parts of ``1 / scale`` of the start's width or height from its centre.
+    """
+
+    logits: Tensor
+    starts: Tensor
+    values: Tensor
+    scale: Tensor
+
+
+@dataclass
 class Predictions:
     """The predictions of a detector for a batch; those of the last decoder layer are its answer.
 
@@ -103,6 +120,7 @@ class Predictions:
             loss matches with every object several times.
         one_to_many: predictions of the same queries, logits (D, B, Q, K') and boxes (D, B, Q, 4), each layer's before its queries
             have seen each other; in training, for the loss alone, which matches every object with several of them.
+        distributions: what the boxes of the last layers were made of, in training, for decoders that refine distributions.
     """
 
     logits: Tensor
@@ -114,6 +132,14 @@ class Predictions:
     by_class: bool = False
     hybrid: "Predictions | None" = None
     one_to_many: "Predictions | None" = None
+    distributions: BoxDistributions | None = None
+
+    def part(self, start: int | None, end: int | None) -> "Predictions":
+        """What the queries from ``start`` on, before ``end``, predict: logits, boxes and distributions."""
+        chosen, sides = slice(start, end), self.distributions
+        if sides is not None:
+            sides = BoxDistributions(sides.logits[:, :, chosen], sides.starts[:, chosen], sides.values, sides.scale)
+        return Predictions(self.logits[:, :, chosen], self.boxes[:, :, chosen], distributions=sides)
 
 
 @dataclass

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config files and overrides: every file of the package builds; what is wrong is told by key and source."""
 
+import re
+
 import pytest
 import torch
 from fvcore.common.config import CfgNode
@@ -12,6 +14,7 @@ from cpvt_det.builders import (
     build_device,
     build_postprocessor,
     build_schedule,
+    detector_arguments,
     is_classifier,
 )
 from cpvt_det.checkpoint.weights import CLASS_HEAD
@@ -20,6 +23,9 @@ from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_
 
 CONFIGS = sorted(str(path.relative_to(config_root())) for path in config_root().rglob("*.yaml"))
 OURS = [name for name in CONFIGS if not name.startswith("plug/")]  # those are of detectron2's own models
+REAL_TIME = ["rtdetrv2_r18_{}_120ep", *(f"dfine_{size}_{{}}" for size in "nsmlx")]
+"""Files that differ in the encoding; large networks of timm take half a minute to try, so of D-FINE the smallest alone is built."""
+TRIED = [name for name in OURS if not re.match(r"coco/(_base_)?dfine_([smlx]|n_sine|n_peg)", name)]
 TABLE = [
     *(f"coco/detr_r50_{encoding}_50ep.yaml" for encoding in ("none", "sine", "learned", "peg", "sine+peg")),
     *(f"coco/deformable_detr_r50_{encoding}_50ep.yaml" for encoding in ("none", "sine_offset", "peg", "sine_offset+peg")),
@@ -46,7 +52,7 @@ def write(folder, text, name="run.yaml"):
 # The files of the package
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", TRIED)
 def test_every_config_of_the_package_loads_and_builds(name):
     """Detector, criterion and post-processing; on the meta device, so without memory or time for the weights.
 
@@ -64,7 +70,8 @@ def test_every_config_of_the_package_loads_and_builds(name):
             return
         maps = detector.backbone(torch.zeros(2, 3, 96, 64), torch.zeros(2, 96, 64, dtype=torch.bool))
     detr = cfg.MODEL.DETR
-    levels = 1 if cfg.MODEL.META_ARCHITECTURE == "CPVTDetr" else cfg.MODEL.DETECTOR.get("NUM_LEVELS", 4)
+    levels = {"CPVTDetr": 1, "CPVTRealTimeDetr": len(cfg.MODEL.BACKBONE.STAGES)}
+    levels = levels.get(cfg.MODEL.META_ARCHITECTURE, cfg.MODEL.DETECTOR.get("NUM_LEVELS", 4))
     if cfg.MODEL.NECK.NAME:
         assert len(detector.input_proj.strides) == levels
     else:
@@ -79,6 +86,25 @@ def test_every_config_of_the_package_loads_and_builds(name):
     heads = [weight for name, weight in detector.named_parameters() if CLASS_HEAD.search(name) and name.endswith("weight")]
     assert {len(head) for head in heads} == {build_criterion(cfg).classification.num_logits}
     assert build_postprocessor(cfg).max_detections == cfg.TEST.DETECTIONS_PER_IMAGE
+
+
+@pytest.mark.parametrize("pattern", REAL_TIME)
+def test_the_real_time_configs_differ_in_the_encoding_alone(pattern):
+    for encoding, name in (("sine", "sine_grid"), ("peg", "peg"), ("sine+peg", "sine_grid+peg")):
+        own = [line.strip() for line in find_config(f"coco/{pattern.format(encoding)}.yaml").read_text().splitlines()]
+        assert own == [f"_BASE_: _base_{pattern.replace('_{}', '')}.yaml", "MODEL:", "POSITION:", f"NAME: {name}"]
+
+
+@pytest.mark.parametrize(("size", "backbone"), [("s", "b0"), ("m", "b2"), ("l", "b4"), ("x", "b5")])
+def test_the_larger_dfines_build_on_maps_of_their_backbones(size, backbone):
+    cfg = load_cfg(f"coco/dfine_{size}_peg.yaml", ["MODEL.NUM_CLASSES", "7"])
+    assert cfg.MODEL.BACKBONE.NAME.endswith(f"hgnetv2_{backbone}") and tuple(cfg.MODEL.BACKBONE.STAGES) == (3, 4, 5)
+    maps_of_it = torch.nn.Identity()
+    maps_of_it.strides, maps_of_it.channels, maps_of_it.size_divisibility = [8, 16, 32], [512, 1024, 2048], 32
+    with torch.device("meta"):
+        detector, arguments = detector_arguments(cfg, maps_of_it)
+        layers = detector(**arguments).transformer.decoder.layers
+    assert len(layers) == cfg.MODEL.DETR.DEC_LAYERS and layers[0].cross_attn.points == (3, 6, 3)
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -46,6 +46,24 @@ DINO = {
     "MODEL__QUERIES__DENOISING": 4,
     "MODEL__QUERIES__HYBRID": 5,
 }
+# A D-FINE with all that it has.
+DFINE = {
+    "MODEL__META_ARCHITECTURE": "CPVTRealTimeDetr",
+    "MODEL__BACKBONE__STAGES": (3, 4),
+    "MODEL__DETECTOR__FUSION": "elan",
+    "MODEL__DETECTOR__EXPANSION": 0.5,
+    "MODEL__DETECTOR__DEPTH": 1,
+    "MODEL__DETECTOR__POINTS": (2, 3),
+    "MODEL__DETECTOR__BINS": 8,
+    "MODEL__QUERIES__NAME": "mixed",
+    "MODEL__QUERIES__CLASS_PROPOSALS": True,
+    "MODEL__QUERIES__TOKEN_CONTENT": True,
+    "MODEL__QUERIES__REFINED_POSITIONS": True,
+    "MODEL__QUERIES__POSITION_SINES": False,
+    "MODEL__QUERIES__DENOISING": 4,
+    "MODEL__CRITERION__CLASSIFICATION__NAME": "varifocal",
+    "MODEL__CRITERION__LOSSES": [["fgl", 0.15], ["ddf", 1.5]],
+}
 DETECTORS = {"detr": {}, "deformable": DEFORMABLE}
 IN_ATTENTION = ("relative", "rope", "rope_mixed")
 """The encodings that need products of queries and keys, which deformable attention refuses."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MODEL`` -> detector or classifier."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fvcore.common.config import CfgNode
@@ -25,10 +25,17 @@ from cpvt_det.models import (
     Classifier,
     DeformableDETR,
     DeformableTransformer,
+    DistributionDecoder,
+    HybridEncoder,
+    HybridTransformer,
     ImageModel,
+    RealTimeDETR,
     Transformer,
 )
+from cpvt_det.models.deformable_transformer import DeformableDecoder
 from cpvt_det.models.denoising import ContrastiveDenoising
+from cpvt_det.models.encoder import Encoder
+from cpvt_det.models.hybrid_encoder import NormedNeck
 from cpvt_det.registry import PartRegistry, options_of
 
 OF_PROPOSALS = ("proposals", "mixed")
@@ -118,6 +125,7 @@ def _deformable_detr_arguments(
     look_forward_twice: bool = False,
     final_norm: bool = False,
     mixed_supervision: bool = False,
+    eval_layers: int = 0,
     implementation: str = "auto",
 ) -> dict[str, Any]:
     """Deformable-DETR, and what came after it.
@@ -130,6 +138,7 @@ def _deformable_detr_arguments(
         look_forward_twice: a layer's loss corrects the previous boxes too (DINO); needs box_refinement.
         final_norm: one norm between the decoder's layers and their heads (DINO).
         mixed_supervision: objects train several queries each, before these see each other (MS-DETR).
+        eval_layers: number of the decoder's first layers that run in evaluation and prediction; 0: all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
     source = cfg.MODEL.QUERIES.NAME
@@ -152,11 +161,79 @@ def _deformable_detr_arguments(
             look_forward_twice=look_forward_twice,
             final_norm=final_norm,
             mixed_supervision=mixed_supervision,
+            eval_layers=eval_layers,
         ),
         "num_levels": num_levels,
         "box_refinement": box_refinement,
         "two_stage": two_stage,
         "mask_padding": cfg.MODEL.BACKBONE.MASK_PADDING,
+    }
+
+
+@register_detector("CPVTRealTimeDetr", RealTimeDETR)
+def _real_time_arguments(
+    cfg: CfgNode,
+    backbone: nn.Module | None,
+    *,
+    encoder_channels: int = 0,
+    encoder_feedforward: int = 0,
+    fusion: str = "csp",
+    expansion: float = 1.0,
+    depth: int = 3,
+    norm: str = "BN",
+    points: Sequence[int] = (defaults.POINTS,),
+    look_forward_twice: bool = False,
+    bins: int = 0,
+    bin_scale: float = 4.0,
+    eval_layers: int = 0,
+    implementation: str = "auto",
+) -> dict[str, Any]:
+    """RT-DETR and D-FINE: a hybrid encoder, of whose layers of attention DETR.ENC_LAYERS is the number, and refined proposals.
+
+    Args:
+        encoder_channels: channels of the encoder; 0: DETR.HIDDEN_DIM, those of the decoder.
+        encoder_feedforward: inner channels of the encoder's feed-forward networks; 0: DETR.DIM_FEEDFORWARD.
+        fusion: convolutions across levels: csp (RT-DETR) or elan (D-FINE).
+        expansion: width of their inner layers, as a part of the encoder's channels.
+        depth: blocks of each CSP layer.
+        norm: norms of neck and encoder, of valid cells: BN, SyncBN, GN or none.
+        points: sampling points per head in the decoder, one number for all levels or one for each, as (3, 6, 3) in D-FINE.
+        look_forward_twice: a layer's loss corrects the previous boxes too; without bins only.
+        bins: D-FINE's decoder: number of bins of the distances that each side of a box is refined with (32); 0: boxes are refined.
+        bin_scale: sides move in units of a box's size over this; D-FINE-X: 8; weights come with theirs.
+        eval_layers: number of the decoder's first layers that run in evaluation and prediction; 0: all.
+        implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
+    """
+    if bins and look_forward_twice:
+        raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE is for boxes that are refined; with BINS set it to False")
+    backbone, shared = backbone or build_backbone(cfg), transformer_arguments(cfg)
+    num_levels, width = len(backbone.strides), encoder_channels or shared["channels"]
+    if len(points) not in (1, num_levels):
+        raise ConfigError(
+            f"MODEL.DETECTOR.POINTS is {list(points)}, but the backbone has {num_levels} maps; give one number for each"
+        )
+    ffn_channels = encoder_feedforward or shared["ffn_channels"]
+    attention = (
+        shared["encoder_layers"],
+        width,
+        shared["num_heads"],
+        ffn_channels,
+        shared["dropout"],
+        False,
+        shared["checkpointing"],
+    )
+    encoder = Encoder(*attention, activation="gelu")
+    layer = [shared[key] for key in ("decoder_layers", "channels", "num_heads", "ffn_channels", "dropout")]
+    layer += [num_levels, points[0] if len(points) == 1 else tuple(points), implementation]
+    if bins:
+        decoder = DistributionDecoder(*layer, num_bins=bins, scale=bin_scale, eval_layers=eval_layers)
+    else:
+        decoder = DeformableDecoder(*layer, look_forward_twice=look_forward_twice, eval_layers=eval_layers)
+    hybrid = HybridEncoder(num_levels, width, shared["channels"], encoder, fusion, expansion, depth, norm)
+    return {
+        "neck": NormedNeck(backbone.channels, backbone.strides, width, norm),
+        **shared_arguments(cfg, backbone, num_levels, "mixed", refines=True, encoder=(width, 1)),
+        "transformer": HybridTransformer(hybrid, decoder),
     }
 
 
@@ -196,7 +273,12 @@ def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
 
 
 def shared_arguments(
-    cfg: CfgNode, backbone: nn.Module | None, num_levels: int, source: str = "learned", refines: bool = False
+    cfg: CfgNode,
+    backbone: nn.Module | None,
+    num_levels: int,
+    source: str = "learned",
+    refines: bool = False,
+    encoder: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """The keywords that the constructors of all detectors share.
 
@@ -206,15 +288,17 @@ def shared_arguments(
         num_levels: feature levels of the encoder.
         source: query source where ``MODEL.QUERIES.NAME`` is empty.
         refines: whether decoder layers correct boxes, which some positions of queries follow.
+        encoder: channels of neck and encoder, and levels that the encoding sees; ``None``: those of the decoder, ``num_levels``.
 
     Raises:
         ConfigError: a query source that needs what the detector does not have.
     """
     detr, classification = cfg.MODEL.DETR, build_classification(cfg)
     backbone = backbone or build_backbone(cfg)
+    width, encoded_levels = encoder or (detr.HIDDEN_DIM, num_levels)
     arguments = {
         "backbone": backbone,
-        "position": build_encoder_position(cfg, detr.HIDDEN_DIM, num_levels, detr.ENC_LAYERS, detr.NHEADS),
+        "position": build_encoder_position(cfg, width, encoded_levels, detr.ENC_LAYERS, detr.NHEADS),
         "channels": detr.HIDDEN_DIM,
         "num_queries": detr.NUM_OBJECT_QUERIES,
         "num_logits": classification.num_logits,
@@ -233,7 +317,7 @@ def shared_arguments(
     if options_of(cfg.MODEL.NECK) and not cfg.MODEL.NECK.NAME:
         raise ConfigError(f"MODEL.NECK has the options {', '.join(options_of(cfg.MODEL.NECK))}: set MODEL.NECK.NAME too")
     if cfg.MODEL.NECK.NAME:
-        arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, facts, options_of(cfg.MODEL.NECK))
+        arguments["neck"] = NECK_REGISTRY.build(cfg.MODEL.NECK.NAME, {**facts, "channels": width}, options_of(cfg.MODEL.NECK))
     source = cfg.MODEL.QUERIES.NAME or source
     if source in OF_PROPOSALS and classification.prior_probability is None:
         raise ConfigError(f"the query source {source!r} ranks proposals by a sigmoid: {SIGMOIDS}")

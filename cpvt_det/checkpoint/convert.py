@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpvt_det.checkpoint import real_time_names
 from cpvt_det.errors import UnknownNameError, WeightsError
 from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
 from cpvt_det.models.backbones.vit_weights import DEIT, convert_deit
 
-_NOT_WEIGHTS = re.compile(r"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.")
+_NOT_WEIGHTS = re.compile(rf"(^|\.)num_batches_tracked$|^backbone\.body\.fc\.|{real_time_names.NOT_WEIGHTS}")
 _PROJECTION = re.compile(r"\.([qkv])_proj\.(weight|bias)$")
 _HEAD_ALIAS = re.compile(r"\.decoder\.(class|bbox)_embed\.")
 _HEAD = re.compile(r"^(class|bbox)_embed\.(\d+)\.(.+)$")
@@ -34,6 +35,7 @@ class Conversion:
         absent: pattern that no name of this source matches, which distinguishes it from other sources with the same marker.
         drops_shared: True: of several equal tensors, its files contain only one.
         convert: function from its tensors to ours, where new names are not enough; ``None``: the renames are all.
+        has_own_heads: True: every decoder layer has heads of its own, and proposals have another name.
     """
 
     marker: str
@@ -41,6 +43,7 @@ class Conversion:
     absent: str | None = None
     drops_shared: bool = False
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
+    has_own_heads: bool = False
 
     def is_source_of(self, names: Iterable[str]) -> bool:
         """Whether these are names of this source."""
@@ -156,6 +159,19 @@ CONVERSIONS: dict[str, Conversion] = {
             *((rf"^(transformer\.decoder\..*)\.norms\.{n}\.", rf"\1.norm{norm}.") for n, norm in enumerate((2, 1, 3))),
         ),
     ),
+    # github.com/lyuwenyu/RT-DETR, both versions in PyTorch; github.com/Peterande/D-FINE and github.com/ShihuaHuang95/DEIM
+    "rt_detr": Conversion(marker=r"^decoder\.enc_score_head\.", renames=real_time_names.AUTHORS, has_own_heads=True),
+    # RTDetrForObjectDetection and RTDetrV2ForObjectDetection of transformers
+    "hf_rt_detr": Conversion(
+        marker=r"^model\.enc_score_head\.",
+        absent=r"\.lqe_layers\.",
+        renames=real_time_names.TRANSFORMERS,
+        has_own_heads=True,
+    ),
+    # DFineForObjectDetection of transformers
+    "hf_d_fine": Conversion(
+        marker=r"^model\.decoder\.lqe_layers\.", renames=real_time_names.TRANSFORMERS_DFINE, has_own_heads=True
+    ),
     # github.com/facebookresearch/deit, whose names are timm's too: classifiers, distilled or not
     "deit": Conversion(marker=DEIT, convert=convert_deit),
     # timm's TNT, and github.com/huawei-noah/Efficient-AI-Backbones
@@ -184,7 +200,6 @@ OTHERS = {
     "DAB-DETR": r"\.ref_anchor_head\.",
     "Conditional DETR": r"q(uery)?_?content_proj\.",
     "Anchor DETR": r"(^|\.)adapt_pos2d\.",
-    "RT-DETR, D-FINE or DEIM": r"(^|\.)enc_score_head\.",
     "LW-DETR or RF-DETR": r"(^|\.)enc_out_class_embed\.\d",
     "Grounding DINO": r"\.fusion_layers?\.",
     "YOLOS": r"(^|\.)(detection_tokens|det_token)$",
@@ -226,6 +241,8 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
     if conversion.convert is not None:
         return conversion.convert(state_dict)
     renamed = _number_extra_levels(_fuse_projections(_rename_all(state_dict, conversion.renames)))
+    if conversion.has_own_heads:
+        return _cut_spare_labels(renamed)
     refined = any(_HEAD_ALIAS.search(name) for name in state_dict)
     return _cut_spare_labels(_sort_heads(renamed, refined, conversion.drops_shared))
 
@@ -240,7 +257,7 @@ def detect_source(state_dict: Mapping[str, Tensor]) -> str | None:
         if name := next((name for name in state_dict if re.search(marker, name)), None):
             raise WeightsError(
                 f"weights of {architecture}, by their name {name}, and no model here is one; give weights of DETR, "
-                "Deformable-DETR, DAB-Deformable-DETR or DINO"
+                "Deformable-DETR, DAB-Deformable-DETR, DINO, RT-DETR or D-FINE"
             )
     found = [source for source, conversion in CONVERSIONS.items() if conversion.is_source_of(state_dict)]
     if len(found) > 1:

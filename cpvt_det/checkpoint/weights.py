@@ -24,7 +24,10 @@ CLASS_HEAD = re.compile(r"^(class_embed\.(\d+\.)?|distilled_embed\.)(weight|bias
 PROPOSALS_HEAD = re.compile(r"^queries\.class_embed\.(weight|bias)$")
 """Its rows are classes, or row 0 means "an object" and the other rows stand for no class: ``MODEL.QUERIES.CLASS_PROPOSALS``."""
 DENOISING_LABELS = re.compile(r"^queries\.denoising\.label_enc\.weight$")
-HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0}  # rows of a class head beyond the labels in its config.json
+HF_BACKGROUND_ROWS = {"hf_detr": 1, "hf_deformable_detr": 0, "hf_rt_detr": 0, "hf_d_fine": 0}
+"""Rows of a class head beyond the labels in its config.json."""
+OF_80_ROWS = ("detrex_deformable_detr", "rt_detr", "hf_rt_detr", "hf_d_fine")
+"""Sources whose class heads of 80 rows have COCO's classes in the order of their ids."""
 FOLDER_FILES = ("model.safetensors", "pytorch_model.bin", "model_best.pth")
 
 
@@ -100,7 +103,7 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         classes = _config_classes(path.with_name("config.json"), rows - HF_BACKGROUND_ROWS[found])
     if classes is None and rows in (len(COCO_ROWS), len(COCO_ROWS) + 1):
         classes = COCO_ROWS
-    if classes is None and found == "detrex_deformable_detr" and rows == len(COCO_CLASSES):
+    if classes is None and found in OF_80_ROWS and rows == len(COCO_CLASSES):
         classes = COCO_CLASSES
     config = node.get("config") if isinstance(node.get("config"), str) else None
     if config is None and found is not None:

@@ -2,7 +2,7 @@
 """Attention, batch first: multi-head on ``scaled_dot_product_attention``, and multi-scale deformable."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -109,8 +109,9 @@ class DeformableAttention(nn.Module):
         channels: C, a multiple of ``num_heads``.
         num_heads: M.
         num_levels: L.
-        num_points: P.
+        num_points: P, or one for each level.
         implementation: implementation of the op, as in :func:`ms_deform_attn`.
+        has_projections: ``False``: tokens are the values, and what is sampled is the answer, as in D-FINE.
 
     Raises:
         ValueError: channels that the heads do not divide, no level, or no point.
@@ -119,36 +120,44 @@ class DeformableAttention(nn.Module):
     Source: arXiv 2010.04159, equation 3; names and initial values as in fundamentalvision/Deformable-DETR.
     """
 
-    def __init__(self, channels: int, num_heads: int, num_levels: int, num_points: int, implementation: str = "auto"):
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        num_levels: int,
+        num_points: int | Sequence[int],
+        implementation: str = "auto",
+        has_projections: bool = True,
+    ):
         super().__init__()
         if num_heads < 1 or channels % num_heads:
             raise ValueError(f"channels must be a multiple of num_heads, got {channels} channels and {num_heads} heads")
-        if num_levels < 1 or num_points < 1:
+        points = (num_points,) * num_levels if isinstance(num_points, int) else tuple(num_points)
+        if num_levels < 1 or len(points) != num_levels or min(points) < 1:
             raise ValueError(f"attention needs levels and points to look at, got {num_levels} levels and {num_points} points")
         if implementation not in IMPLEMENTATIONS:
             raise UnknownNameError("implementation", implementation, IMPLEMENTATIONS)
-        self.samples = (num_heads, num_levels, num_points)
+        self.samples, self.points = (num_heads, num_levels, max(points)), points
         self.implementation = implementation
-        count = num_heads * num_levels * num_points
+        count = num_heads * sum(points)
         self.sampling_offsets = nn.Linear(channels, 2 * count)
         self.attention_weights = nn.Linear(channels, count)
-        self.value_proj = nn.Linear(channels, channels)
-        self.output_proj = nn.Linear(channels, channels)
+        self.value_proj, self.output_proj = (nn.Linear(channels, channels) if has_projections else nn.Identity() for _ in range(2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Every head looks in a direction of its own, its points 1 to P cells away, with equal weights."""
-        heads, levels, points = self.samples
+        heads = self.samples[0]
         angle = torch.arange(heads) * (2 * math.pi / heads)
         direction = torch.stack((angle.cos(), angle.sin()), dim=-1)
         direction = direction / direction.abs().amax(-1, keepdim=True)  # to the border of a square
-        offsets = direction[:, None, None] * torch.arange(1, points + 1)[:, None]  # (M, 1, P, 2)
+        steps = torch.cat([torch.arange(1, points + 1) for points in self.points])
         nn.init.zeros_(self.sampling_offsets.weight)
         with torch.no_grad():
-            self.sampling_offsets.bias.copy_(offsets.expand(-1, levels, -1, -1).flatten())
+            self.sampling_offsets.bias.copy_((direction[:, None] * steps[:, None]).flatten())  # (M, points of all levels, 2)
         nn.init.zeros_(self.attention_weights.weight)
         nn.init.zeros_(self.attention_weights.bias)
-        for projection in (self.value_proj, self.output_proj):
+        for projection in (self.value_proj, self.output_proj) if isinstance(self.value_proj, nn.Linear) else ():
             nn.init.xavier_uniform_(projection.weight)
             nn.init.zeros_(projection.bias)
 
@@ -178,21 +187,37 @@ class DeformableAttention(nn.Module):
         return self.output_proj(ms_deform_attn(values, levels.shapes, *sampled, self.implementation))
 
     def sample(self, queries: Tensor, reference_points: Tensor, levels: Levels) -> tuple[Tensor, Tensor]:
-        """Where the queries look, (B, Q, M, L, P, 2), and the weights of what is there, (B, Q, M, L, P); arguments as in a call."""
+        """Where the queries look, (B, Q, M, L, P, 2), and the weights of what is there, (B, Q, M, L, P); arguments as in a call.
+
+        A level with fewer points than P has some without weight.
+        """
         heads, num_levels, points = self.samples
         offsets = self.sampling_offsets(queries).unflatten(-1, (heads, -1))  # (B, Q, M, L * P * 2)
-        weights = self.attention_weights(queries).unflatten(-1, (heads, num_levels * points)).softmax(-1)
+        weights = self.attention_weights(queries).unflatten(-1, (heads, sum(self.points))).softmax(-1)
         centers = self._at_points(reference_points[..., :2])
         if reference_points.shape[-1] == 2:
             units = self._at_points(1 / levels.sizes)
         else:
-            units = self._at_points(reference_points[..., 2:] * (0.5 / points))
-        locations = torch.addcmul(centers, offsets, units).unflatten(-1, (num_levels, points, 2))
-        return locations, weights.unflatten(-1, (num_levels, points))
+            units = self._at_points(reference_points[..., 2:], half_a_share=True)
+        locations = torch.addcmul(centers, offsets, units)
+        if self.points == (points,) * num_levels:
+            return locations.unflatten(-1, (num_levels, points, 2)), weights.unflatten(-1, (num_levels, points))
+        by_level = locations.unflatten(-1, (-1, 2)).split(self.points, dim=-2), weights.split(self.points, dim=-1)
+        locations = [F.pad(part, (0, 0, 0, points - part.shape[-2])) for part in by_level[0]]
+        return torch.stack(locations, -3), torch.stack([F.pad(part, (0, points - part.shape[-1])) for part in by_level[1]], -2)
 
-    def _at_points(self, x: Tensor) -> Tensor:
-        """(..., L, 2) -> (..., 1, L * P * 2): of every point, for all heads, in rows that are quick to add and multiply."""
-        return x[..., None, :].expand(*x.shape[:-1], self.samples[2], 2).flatten(-3)[..., None, :]
+    def _at_points(self, x: Tensor, half_a_share: bool = False) -> Tensor:
+        """(..., L, 2) -> (..., 1, L * P * 2): of every point, for all heads, in rows that are quick to add and multiply; as they
+        are, or times half of a P-th."""
+        points = self.samples[2]
+        if self.points == (points,) * len(self.points):
+            x = x * (0.5 / points) if half_a_share else x
+            return x[..., None, :].expand(*x.shape[:-1], points, 2).flatten(-3)[..., None, :]
+        shares = [0.5 / count if half_a_share else 1 for count in self.points]
+        parts = [
+            (x[..., level, None, :] * share).expand(*x.shape[:-2], self.points[level], 2) for level, share in enumerate(shares)
+        ]
+        return torch.cat(parts, dim=-2).flatten(-2)[..., None, :]
 
     def _check(self, queries: Tensor, reference_points: Tensor, tokens: Tensor, padding_mask: Tensor) -> None:
         require_bool(padding_mask)

@@ -91,9 +91,12 @@ def class_head(channels: int, num_logits: int, prior_probability: float | None) 
     return head
 
 
-def box_head(channels: int, log_size: float) -> MLP:
-    """A box head that starts with no correction of the centre and ``log_size`` before the sigmoid for both sides."""
-    head = MLP(channels, channels, channels, 4)
+def box_head(channels: int, log_size: float, outputs: int = 4) -> MLP:
+    """A box head that starts with no correction of the centre and ``log_size`` before the sigmoid for both sides.
+
+    Other ``outputs`` than the four numbers of a box, with a ``log_size`` of 0, start at zero.
+    """
+    head = MLP(channels, channels, channels, outputs)
     nn.init.zeros_(head.layers[-1].weight)
     nn.init.zeros_(head.layers[-1].bias)
     nn.init.constant_(head.layers[-1].bias[2:], log_size)

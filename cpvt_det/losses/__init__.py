@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions and targets -> losses."""
 
+from cpvt_det.losses import distributions  # noqa: F401, registers losses
 from cpvt_det.losses.classification import (
     CLASSIFICATION_REGISTRY,
     FocalClassification,

@@ -162,7 +162,8 @@ class SetCriterion:
     ) -> dict[str, Tensor]:
         """The unweighted losses of every layer, by name, each (D,); ``names``: only these, by default all that have a weight."""
         matched = Matched(predictions, targets, matches, self.classification, normalizers)
-        return {name: self.losses[name](matched) for name in names or self.weights}
+        losses = {name: self.losses[name](matched) for name in names or self.weights}
+        return {name: values for name, values in losses.items() if values is not None}
 
     @torch.no_grad()
     def _metrics(self, predictions: Predictions, targets: PaddedTargets, matches: Matches) -> dict[str, Tensor]:

@@ -74,11 +74,12 @@ class Matched:
 
 
 LOSS_REGISTRY = PartRegistry("LOSS", "loss", chosen=frozenset({"matched"}))
-"""Name -> a function of a :class:`Matched`, ``matched``, and of options, whose result is a loss per layer, (D,) float, unweighted.
-In the metrics of a step it is ``loss_<name>``; of proposals and denoising queries it is taken too. ``class``, ``l1`` and ``giou``
-have weights of their own, of which 0 leaves them out; ``MODEL.CRITERION.LOSSES`` adds others."""
+"""Name -> a function of a :class:`Matched`, ``matched``, and of options, whose result is a loss per layer, (D,) float, unweighted;
+``None`` where it does not apply, as to proposals without what it looks at. In the metrics of a step it is ``loss_<name>``; of
+proposals and denoising queries it is taken too. ``class``, ``l1`` and ``giou`` have weights of their own, of which 0 leaves them
+out; ``MODEL.CRITERION.LOSSES`` adds others."""
 
-Loss = Callable[[Matched], Tensor]
+Loss = Callable[[Matched], Tensor | None]
 
 
 @LOSS_REGISTRY.register_as("class")

@@ -8,11 +8,14 @@ from cpvt_det.models.deformable_detr import DeformableDETR
 from cpvt_det.models.deformable_transformer import DeformableTransformer
 from cpvt_det.models.detector import Detector
 from cpvt_det.models.detr import DETR
+from cpvt_det.models.distribution_decoder import DistributionDecoder
+from cpvt_det.models.hybrid_encoder import HybridEncoder, HybridTransformer
 from cpvt_det.models.image_model import ImageModel
 from cpvt_det.models.mixed_queries import MixedQueries
 from cpvt_det.models.necks import NECK_REGISTRY
 from cpvt_det.models.pyramid import SimplePyramid
 from cpvt_det.models.queries import QUERY_REGISTRY
+from cpvt_det.models.real_time_detr import RealTimeDETR
 from cpvt_det.models.transformer import Transformer
 
 __all__ = [
@@ -25,8 +28,12 @@ __all__ = [
     "DeformableDETR",
     "DeformableTransformer",
     "Detector",
+    "DistributionDecoder",
+    "HybridEncoder",
+    "HybridTransformer",
     "ImageModel",
     "MixedQueries",
+    "RealTimeDETR",
     "ResNetBackbone",
     "SimplePyramid",
     "Transformer",

@@ -23,19 +23,21 @@ class BoxPositions:
     Source: arXiv 2201.12329, sections 4.2 and 4.3.
     """
 
-    def add_position_heads(self, channels: int, scaled_positions: bool) -> None:
+    def add_position_heads(self, channels: int, scaled_positions: bool, position_sines: bool = True) -> None:
         """Register the networks.
 
         Args:
             channels: C, a multiple of 4.
             scaled_positions: positions are multiplied by a function of what the layer before decoded.
+            position_sines: positions are made of the sines of the boxes' numbers; ``False``: of the numbers.
 
         Raises:
             ValueError: channels that are no multiple of 4.
         """
         if channels % 4:
             raise ValueError(f"positions of boxes need channels in multiples of 4, for the sines of four numbers; got {channels}")
-        self.ref_point_head = MLP(2 * channels, channels, channels)
+        self.ref_point_head = MLP(2 * channels, channels, channels) if position_sines else MLP(4, 2 * channels, channels)
+        self.position_sines = position_sines
         self.query_scale = MLP(channels, channels, channels) if scaled_positions else None
 
     def place(self, boxes: Tensor, decoded: Tensor | None = None) -> Tensor:
@@ -48,9 +50,11 @@ class BoxPositions:
         Returns:
             (B, Q, C).
         """
-        x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
-        channels = self.ref_point_head.layers[-1].out_features
-        positions = self.ref_point_head(sines_of_boxes(torch.stack((y, x, width, height), -1), channels // 2))
+        if self.position_sines:
+            x, y, width, height = boxes.unbind(-1)  # the row before the column, as in DAB-DETR's code
+            channels = self.ref_point_head.layers[-1].out_features
+            boxes = sines_of_boxes(torch.stack((y, x, width, height), -1), channels // 2)
+        positions = self.ref_point_head(boxes)
         return positions if decoded is None or self.query_scale is None else self.query_scale(decoded) * positions
 
 

@@ -120,7 +120,7 @@ class DeformableDecoderLayer(FeedForward):
         ffn_channels: int,
         dropout: float,
         num_levels: int,
-        num_points: int,
+        num_points: int | Sequence[int],
         implementation: str = "auto",
     ):
         super().__init__()
@@ -218,9 +218,10 @@ class DeformableDecoder(nn.Module):
         final_norm: one norm for all layers before the heads, as in DINO. What a layer hands on, queries and boxes, is made without.
         mixed_supervision: layers are :class:`MixedDecoderLayer`, and in training the predictions of what queries find before they
             see each other are ``Predictions.one_to_many``.
+        eval_layers: number of layers, the first ones, that run in evaluation; 0: all.
 
     Raises:
-        ValueError: no layer.
+        ValueError: no layer, or fewer than ``eval_layers``.
     """
 
     def __init__(
@@ -230,10 +231,10 @@ class DeformableDecoder(nn.Module):
         look_forward_twice: bool = False,
         final_norm: bool = False,
         mixed_supervision: bool = False,
+        eval_layers: int = 0,
     ):
         super().__init__()
-        if num_layers < 1:
-            raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
+        self.eval_layers = layers_in_evaluation(num_layers, eval_layers)
         kind = MixedDecoderLayer if mixed_supervision else DeformableDecoderLayer
         self.layers = nn.ModuleList(kind(*layer) for _ in range(num_layers))
         self.mixed_supervision = mixed_supervision
@@ -255,7 +256,7 @@ class DeformableDecoder(nn.Module):
         """
         decoded, positions, outputs, many = queries.content, queries.positions, [], []
         references = start = queries.references  # where a layer looks; what its boxes correct
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers if self.training else self.layers[: self.eval_layers]):
             if index and heads.refine:
                 start = self.refine(decoded, references, outputs[-1].boxes, heads, index - 1)
                 references = start.detach()
@@ -283,6 +284,19 @@ class DeformableDecoder(nn.Module):
         return refined if twice else refined.detach()
 
 
+def layers_in_evaluation(num_layers: int, eval_layers: int) -> int:
+    """Number of a decoder's layers that run in evaluation: ``eval_layers``, or all for 0.
+
+    Raises:
+        ValueError: no layer, or fewer than ``eval_layers``.
+    """
+    if num_layers < 1:
+        raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
+    if not 0 <= eval_layers <= num_layers:
+        raise ValueError(f"eval_layers must be from 0 (all) to the decoder's {num_layers} layers, got {eval_layers}")
+    return eval_layers or num_layers
+
+
 def _stacked(outputs: Sequence[Predictions]) -> Predictions:
     """D times logits (B, Q, K') and boxes (B, Q, 4) -> (D, B, Q, K') and (D, B, Q, 4)."""
     return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
@@ -297,7 +311,7 @@ class DeformableTransformer(nn.Module):
         channels, num_heads, ffn_channels, dropout, num_levels, implementation: as in :class:`DeformableEncoderLayer`.
         encoder_points, decoder_points: P of each.
         checkpointing: recomputation in the encoder, as in :class:`DeformableEncoder`.
-        look_forward_twice, final_norm, mixed_supervision: as in :class:`DeformableDecoder`.
+        look_forward_twice, final_norm, mixed_supervision, eval_layers: as in :class:`DeformableDecoder`.
     """
 
     def __init__(
@@ -316,13 +330,14 @@ class DeformableTransformer(nn.Module):
         look_forward_twice: bool = False,
         final_norm: bool = False,
         mixed_supervision: bool = False,
+        eval_layers: int = 0,
     ):
         super().__init__()
         shared = (channels, num_heads, ffn_channels, dropout, num_levels)
         self.encoder = DeformableEncoder(encoder_layers, *shared, encoder_points, implementation, checkpointing=checkpointing)
         decoder = (decoder_layers, *shared, decoder_points, implementation)
         options = {"look_forward_twice": look_forward_twice, "final_norm": final_norm, "mixed_supervision": mixed_supervision}
-        self.decoder = DeformableDecoder(*decoder, **options)
+        self.decoder = DeformableDecoder(*decoder, **options, eval_layers=eval_layers)
         self.level_embed = nn.Parameter(torch.empty(num_levels, channels))
         nn.init.normal_(self.level_embed)
         for module in self.modules():

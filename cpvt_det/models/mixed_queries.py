@@ -26,12 +26,14 @@ class MixedQueries(BoxPositions, ProposedQueries):
             boxes' sines; ``False``: they stay those of the proposals.
         scaled_positions: such positions are multiplied by a function of what the layer before decoded.
         token_content: nothing is learned: contents are the features of the proposals' tokens, without gradient.
+        position_sines: refined positions are made of the sines of the boxes' numbers; ``False``: of the numbers, as in RT-DETR.
 
     The positions are those in the unpadded image. DINO's code takes them in the padded map of the finest level instead, so that an
     answer depends on the batch; where there is no padding, both are the same.
 
     Raises:
-        ValueError: as in :class:`ProposedQueries`; scaled positions that are not refined, or shared contents of tokens.
+        ValueError: as in :class:`ProposedQueries`; scaled positions, or positions of numbers, that are not refined; shared
+            contents of tokens.
 
     Source: arXiv 2203.03605, section 3.4, and IDEA-Research/DINO ``deformable_transformer.py``; without refined positions
     HDETR/H-Deformable-DETR; the refined positions from arXiv 2201.12329, section 4.2; scaled ones and contents of tokens as in the
@@ -52,9 +54,12 @@ class MixedQueries(BoxPositions, ProposedQueries):
         refined_positions: bool = False,
         scaled_positions: bool = False,
         token_content: bool = False,
+        position_sines: bool = True,
     ):
         if scaled_positions and not refined_positions:
             raise ValueError("scaled_positions needs refined_positions: other positions are those of the proposals in every layer")
+        if not (position_sines or refined_positions):
+            raise ValueError("position_sines False needs refined_positions: other positions are made of sines")
         if shared_content and token_content:
             raise ValueError("shared_content is for contents that are learned, and with token_content none is")
         super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising)
@@ -62,7 +67,7 @@ class MixedQueries(BoxPositions, ProposedQueries):
         self.refined_positions = refined_positions
         if refined_positions:
             del self.pos_trans, self.pos_trans_norm
-            self.add_position_heads(channels, scaled_positions)
+            self.add_position_heads(channels, scaled_positions, position_sines)
 
     def _queries(self, references: Tensor, proposals: Predictions, tokens: Tensor) -> Queries:
         content = tokens if self.query_embed is None else self.query_embed.weight[: tokens.shape[1]].expand_as(tokens)

@@ -78,12 +78,12 @@ class Queries:
             return dataclasses.replace(predictions, proposals=self.proposals)
         own = (self.num_denoising, -self.num_hybrid or None)
         many = predictions.one_to_many
-        return Predictions(
-            *_part(predictions, *own),
-            self.proposals,
-            one_to_many=None if many is None else Predictions(*_part(many, *own)),
+        return dataclasses.replace(
+            predictions.part(*own),
+            proposals=self.proposals,
+            one_to_many=None if many is None else many.part(*own),
             denoising=self._denoising(predictions),
-            hybrid=Predictions(*_part(predictions, -self.num_hybrid, None)) if self.num_hybrid else None,
+            hybrid=predictions.part(-self.num_hybrid, None) if self.num_hybrid else None,
         )
 
     def _denoising(self, predictions: Predictions) -> Predictions | None:
@@ -92,7 +92,7 @@ class Queries:
             raise ValueError(f"{self.num_denoising} denoising queries need objects of shape {expected}: targets' indices, or -1")
         if self.objects is None:
             return None
-        return Predictions(*_part(predictions, 0, self.num_denoising), objects=self.objects, groups=self.groups)
+        return dataclasses.replace(predictions.part(0, self.num_denoising), objects=self.objects, groups=self.groups)
 
 
 class QueryEmbedding(nn.Embedding):
@@ -298,11 +298,6 @@ def _with_hybrid(queries: Queries, count: int) -> Queries:
     mask = queries.content.new_zeros(total, total)
     mask[-count:, :-count] = mask[:-count, -count:] = -math.inf
     return dataclasses.replace(queries, attention_mask=mask, num_hybrid=count)
-
-
-def _part(predictions: Predictions, start: int, end: int | None) -> tuple[Tensor, Tensor]:
-    """Logits and boxes of the queries from ``start`` on, before ``end``."""
-    return predictions.logits[:, :, start:end], predictions.boxes[:, :, start:end]
 
 
 def _pick(values: Tensor, tokens: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 Start with :mod:`cpvt_det.position.encoding` (the contract) and :mod:`cpvt_det.position.peg` (PEG itself).
 """
 
-from cpvt_det.position import peg_plain, relative, rotary  # noqa: F401, registers encodings
+from cpvt_det.position import grid_sine, peg_plain, relative, rotary  # noqa: F401, registers encodings
 from cpvt_det.position.encoding import POSITION_REGISTRY, PositionEncoding, build_position, register_position
 from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection, PEGEncoding
@@ -26,6 +26,7 @@ __all__ = [
 for _name in (
     "sine+peg",
     "sine_offset+peg",
+    "sine_grid+peg",
     "table+peg_plain",
 ):  # tests and messages list these; others are built too
     register_position(_name)(POSITION_REGISTRY.find(_name))

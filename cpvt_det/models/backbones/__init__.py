@@ -3,6 +3,7 @@
 
 from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.resnet import ResNetBackbone
+from cpvt_det.models.backbones.resnet_d import ResNetDBackbone
 from cpvt_det.models.backbones.timm import TimmBackbone
 from cpvt_det.models.backbones.timm_transformer import TimmTransformer
 from cpvt_det.models.backbones.tnt import TransformerInTransformer
@@ -11,6 +12,7 @@ from cpvt_det.models.backbones.vit import VisionTransformer
 __all__ = [
     "BACKBONE_REGISTRY",
     "ResNetBackbone",
+    "ResNetDBackbone",
     "TimmBackbone",
     "TimmTransformer",
     "TransformerInTransformer",

@@ -86,6 +86,8 @@ class ResNetBackbone(nn.Module):
     """
 
     masked_ops = MaskedOps
+    masks_stages = False  # whether the last map of every stage is zero under the padding, returned or not
+    stem = (("conv1", "bn1"),)  # convolutions and norms of the map of stride 2
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class ResNetBackbone(nn.Module):
         self.mask_padding = mask_padding
         self.freeze_at = freeze_at
         self.checkpointing = checkpointing
-        self.body = _trunk(name, norm, dc5, last_stage=self.stages[-1], width=width)
+        self.body = self.make_trunk(name, norm, dc5, last_stage=self.stages[-1], width=width)
         strides = {2: 4, 3: 8, 4: 16, 5: 16 if dc5 else 32}
         expansion = DEPTHS[name][0].expansion
         self.strides = [strides[stage] for stage in self.stages]
@@ -164,7 +166,9 @@ class ResNetBackbone(nn.Module):
         is_masked = self.mask_padding and has_padding(padding_mask)
         valid = self.masked_ops(padding_mask if is_masked else None, images.dtype)
         body = self.body
-        x = valid.rectify(valid.convolve(body.conv1, body.bn1, images, 2), 2)
+        x = images
+        for convolution, norm in self.stem:
+            x = valid.rectify(valid.convolve(body.get_submodule(convolution), body.get_submodule(norm), x, 2), 2)
         x = body.maxpool(x)
         if is_masked:  # the first padded cells' windows reach back into the image
             x = valid.rectify(x, 4)
@@ -173,11 +177,15 @@ class ResNetBackbone(nn.Module):
         for stage in range(2, self.stages[-1] + 1):
             blocks = getattr(body, f"layer{stage - 1}")
             for block in blocks:
-                is_returned = stage in self.stages and block is blocks[-1]
+                is_returned = (stage in self.stages or self.masks_stages) and block is blocks[-1]
                 x, stride = run_block(block, x, stride, valid, is_returned)
             if stage in self.stages:
                 features.append(x)
         return features
+
+    def make_trunk(self, name: str, norm: str, dilation: bool, last_stage: int, width: int) -> ResNet:
+        """torchvision's network up to a stage."""
+        return _trunk(name, norm, dilation, last_stage, width)
 
     def layers_above(self, name: str) -> int:
         """How many stages come after a parameter; the stem is the first one."""

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D-FINE's losses of the distributions that boxes are made of: towards the object's sides, and towards the last layer's.
+
+Source: arXiv 2410.13842, sections 4.1 and 4.2; the arithmetic is that of Peterande/D-FINE.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.losses.terms import LOSS_REGISTRY, Matched
+
+
+@LOSS_REGISTRY.register_as("fgl")
+def fine_grained_localization(matched: Matched) -> Tensor | None:
+    """(D,): cross-entropy with the two bins around the distance of each side of an object, times the overlap of the layer's box.
+
+    ``None`` for predictions without distributions.
+    """
+    made = matched.predictions.distributions
+    if made is None:
+        return None
+    layer, image, query = matched.matches.layer, matched.matches.image, matched.matches.query
+    has_sides = layer >= _first(matched)
+    logits = made.logits[layer[has_sides] - _first(matched), image[has_sides], query[has_sides]]  # (P, 4, N + 1)
+    bins, share = _bins_around(matched, has_sides)
+    log = logits.log_softmax(-1)
+    entropy = -(log.gather(-1, bins[..., None])[..., 0] * (1 - share) + log.gather(-1, bins[..., None] + 1)[..., 0] * share)
+    overlaps = matched.overlaps[layer, image, query]
+    values = torch.zeros_like(overlaps).masked_scatter(has_sides, entropy.sum(-1))
+    return matched.mean_over_boxes(values * overlaps)
+
+
+@LOSS_REGISTRY.register_as("ddf")
+def decoupled_distillation(matched: Matched, temperature: float = 5.0) -> Tensor | None:
+    """(D,): divergence of each layer's distributions from the last layer's, of queries with an object and of others apart.
+
+    Weights are the overlap of a box with its object, and of queries without one the last layer's score. The two means are joined by
+    the roots of the numbers of queries. ``None`` for predictions without distributions.
+    """
+    made = matched.predictions.distributions
+    if made is None:
+        return None
+    logits, first = made.logits, _first(matched)
+    teacher = (logits[-1].detach() / temperature).softmax(-1)
+    students = (logits[:-1] / temperature).log_softmax(-1)
+    divergence = F.kl_div(students, teacher.expand_as(students), reduction="none").sum(-1) * temperature**2  # (D' - 1, B, Q, 4)
+    has_object = torch.zeros_like(matched.overlaps, dtype=torch.bool)
+    has_object[matched.matches.layer, matched.matches.image, matched.matches.query] = True
+    has_object, overlaps = has_object[first:-1], matched.overlaps[first:-1]
+    scores = matched.predictions.logits[-1].detach().sigmoid().amax(-1)
+    losses = divergence.mean(-1) * torch.where(has_object, overlaps, scores)
+    sums, weights = [], []
+    for chosen in (has_object, ~has_object):
+        count = chosen.sum((1, 2)).to(losses.dtype)
+        sums.append((losses * chosen).sum((1, 2)) / count.clamp(min=1) * count.sqrt())
+        weights.append(count.sqrt())
+    joined = (sums[0] + sums[1]) / (weights[0] + weights[1]).clamp(min=1)
+    # A mean over a part of a step's images counts as much as its objects are of the step's.
+    share = sum(matched.targets.counts) * matched.predictions.groups / matched.normalizers.boxes.to(losses.dtype)
+    return F.pad(joined * share, (first, 1))
+
+
+def _first(matched: Matched) -> int:
+    """Index of the first layer that has distributions."""
+    return len(matched.predictions.logits) - len(matched.predictions.distributions.logits)
+
+
+@torch.no_grad()
+def _bins_around(matched: Matched, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Of (P,) chosen pairs and four sides the bin below the object's distance, (P, 4) int64, and the share of the bin above it."""
+    made, matches = matched.predictions.distributions, matched.matches
+    starts = made.starts[matches.image[chosen], matches.query[chosen]]
+    corners = cxcywh_to_xyxy(matched.target_boxes[chosen])
+    units = starts[:, 2:] / made.scale + 1e-16
+    low, high = (starts[:, :2] - corners[:, :2]) / units, (corners[:, 2:] - starts[:, :2]) / units
+    distances = torch.cat((low, high), dim=-1) - made.scale / 2
+    distances = distances.clamp(made.values[0], made.values[-1])
+    bins = (torch.searchsorted(made.values, distances, right=True) - 1).clamp(max=len(made.values) - 2)
+    below, above = made.values[bins], made.values[bins + 1]
+    return bins, (distances - below) / (above - below)

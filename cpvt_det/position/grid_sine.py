@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RT-DETR's sine encoding, and what most public code makes of it on a map that is not square."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cpvt_det import defaults
+from cpvt_det.position.encoding import PositionEncoding, register_position
+from cpvt_det.structures import require_bool
+
+
+@register_position("sine_grid")
+class GridSineEncoding(PositionEncoding):
+    """Sines, then cosines, of a cell's row, then of its column: their numbers from 0, whatever the size of the image.
+
+    Args:
+        channels: C, a multiple of 4.
+        temperature: ratio of the longest wavelength to the shortest, for as many channels.
+
+    Raises:
+        ValueError: channels that are no multiple of 4, or a temperature that is not above 0.
+        TypeError: in ``forward``, a mask that is not bool.
+
+    Source: arXiv 2304.08069, section 4.2; the order of the channels is that of lyuwenyu/RT-DETR on squares.
+    """
+
+    def __init__(self, channels: int, temperature: float = defaults.TEMPERATURE):
+        super().__init__()
+        if channels % 4:
+            raise ValueError(f"a sine encoding needs channels in multiples of 4, got {channels}")
+        if not temperature > 0:
+            raise ValueError(f"the temperature of a sine encoding must be above 0, got {temperature}")
+        self.num_frequencies = channels // 4
+        self.temperature = temperature
+
+    def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
+        encoded = []
+        for feature, mask in zip(features, padding_masks, strict=True):
+            require_bool(mask)
+            dtype = torch.promote_types(feature.dtype, torch.float32)
+            exponent = torch.arange(self.num_frequencies, dtype=dtype, device=mask.device) / self.num_frequencies
+            angles = [cells.to(dtype)[..., None] * self.temperature**-exponent for cells in self.cells(mask)]
+            waves = torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=-1)  # (B, H, W, C)
+            encoded.append(waves.permute(0, 3, 1, 2).to(feature.dtype))
+        return encoded
+
+    def cells(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and column of every cell of a (B, H, W) mask, from 0: each (B, H, W) int64."""
+        rows, columns = (torch.arange(side, device=mask.device) for side in mask.shape[1:])
+        return rows[:, None].expand(mask.shape), columns.expand(mask.shape)
+
+
+@register_position("sine_scrambled")
+class ScrambledSineEncoding(GridSineEncoding):
+    """The same on squares. Elsewhere cells get the places of others: a grid of H columns and W rows is laid out along the tokens.
+
+    For comparison only: it is what lyuwenyu/RT-DETR, Peterande/D-FINE and code that was made from them compute. Here the grid is
+    that of each image's own cells, so that padding changes nothing.
+    """
+
+    def cells(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """What stands for the row and the column."""
+        rows, columns = super().cells(mask)
+        height, width = ((~mask).any(dim).sum(1).clamp(min=1)[:, None, None] for dim in (2, 1))
+        number = rows * width + columns
+        return torch.div(number, height, rounding_mode="floor"), number % height
