@@ -96,7 +96,7 @@ def _add_features(model: CfgNode) -> None:
     model.NECK.NAME = ""  # neck; empty: the detector's: projection, multi_level (Deformable-DETR) or normed (real-time ones)
 
     model.POSITION = CfgNode(new_allowed=True)
-    model.POSITION.NAME = "peg"  # none, sine, sine_offset, sine_grid, learned, table, relative, rope, rope_mixed, peg, <one>+<a PEG>
+    model.POSITION.NAME = "peg"  # none, sine, sine_offset, sine_grid, learned, table, relative, rope, rope_mixed, peg, <one>+<PEG>
 
 
 def _add_transformer(model: CfgNode) -> None:

@@ -27,6 +27,10 @@ def start_of_file(path: Path) -> Start | None:
     return hashes.get(sha256_of(path))
 
 
+REAL_TIME = ("rt_detr", "hf_rt_detr", "hf_d_fine")
+"""Sources whose detectors are not told by shapes: ``--config-file`` names theirs."""
+
+
 def recognise(state_dict: Mapping[str, Tensor], source: str, start: Start | None = None) -> str | None:
     """The config of weights of another project.
 
@@ -40,6 +44,8 @@ def recognise(state_dict: Mapping[str, Tensor], source: str, start: Start | None
     """
     if start is not None:
         return load_cfg(start.config, start.overrides).dump()
+    if source in REAL_TIME:
+        return None
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     is_detr = "class_embed.weight" in shapes
     try:

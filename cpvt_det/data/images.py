@@ -41,7 +41,6 @@ FLIPS = {1: (), 2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 NO_RANGE = ("I", "F")  # 32-bit integers, floats
 WIDTH, LENGTH, PHOTOMETRIC = 256, 257, 262  # tags of TIFF
-NO_SUCH_PATH = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)  # the last two of URLs
 NOT_A_MATTER_OF_TIME = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 WHITE_IS_ZERO = 0  # a value of PHOTOMETRIC; Pillow honours it for 8-bit images only
 CHUNKS_OF_ORIENTATION = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # of PNG
@@ -95,7 +94,7 @@ def open_image(path: str) -> BinaryIO:
         try:
             return open(path, "rb")
         except OSError as error:
-            if error.errno not in NO_SUCH_PATH:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL):  # the last two of URLs
                 raise
             return _open_elsewhere(path)
     except DataError as error:

@@ -14,13 +14,13 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 20_131,
+    "code lines": 21_209,
     "code lines of data/": 3_751,
-    "files": 240,
-    "functions": 2_000,
+    "files": 252,
+    "functions": 2_074,
     "rooms": 32,
-    "arrows between rooms": 186,
-    "keys of the config": 128,
+    "arrows between rooms": 183,
+    "keys of the config": 133,
 }
 LONGEST = {
     "records to losses, DETR": (96, 26),
