@@ -23,9 +23,9 @@ CEILINGS = {
     "keys of the config": 133,
 }
 LONGEST = {
-    "records to losses, DETR": (96, 26),
-    "records to losses, Deformable-DETR, one stage, eager op": (112, 26),
-    "records to losses, Deformable-DETR, two stages": (130, 28),
+    "records to losses, DETR": (92, 26),
+    "records to losses, Deformable-DETR, one stage, eager op": (108, 26),
+    "records to losses, Deformable-DETR, two stages": (126, 28),
 }
 """Road of ``benchmarks/house.py`` -> functions and files, without fast paths, whose number depends on the processor."""
 
