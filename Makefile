@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # A worker that dies is replaced twice, then the run ends.
-WORKERS := --numprocesses auto --dist loadfile --max-worker-restart 2
+# Files are begun in the order of tests/conftest.py, which bounds the memory of a worker.
+WORKERS := --numprocesses auto --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 DETECTRON2_PYTHON := $(HOME)/.venvs/detectron2/bin/python
 # Its tests are in files that contain the word; tests/conftest.py holds that. To collect all files takes longer than some of them.
 DETECTRON2_TESTS = $(sort $(shell grep -rl --include='test_*.py' detectron2 tests))

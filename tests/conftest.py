@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,10 @@ GROWTH, USUAL = 50e6, 0.9e9  # bytes
 _resident = USUAL
 
 
+LARGE_NETWORKS = ("test_parity_timm.py", "test_timm_transformer.py", "test_benchmarks_parity.py", "test_parity_transformers.py")
+"""Files that need the most memory for a moment: they come first, while a process is small; then those with the most tests."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back(request):
     """What a file's tests have made once goes with them; and what the C library keeps: some hundred MB of the largest maps."""
@@ -63,6 +68,8 @@ def pytest_runtest_logfinish():
 
 
 def pytest_collection_modifyitems(items):
+    sizes = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in LARGE_NETWORKS, -sizes[item.path]))  # stable: a file's tests stay together
     marked = [item for item in items if item.get_closest_marker("detectron2")]
     for path in {item.path for item in marked}:
         assert "detectron2" in path.read_text(encoding="utf-8"), f"{path}: make test finds the files for detectron2 by this word"
