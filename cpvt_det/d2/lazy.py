@@ -155,7 +155,7 @@ def build_model(yaml: DictConfig, **parts: Any) -> nn.Module:
 
 
 class LearningRateFactor(ParamScheduler):
-    """Our schedule of the learning rate, by the part of the run that is done.
+    """Our learning-rate schedule as a function of the completed share of the run.
 
     Args:
         kind, gamma, end: as in :class:`LRSchedule`.

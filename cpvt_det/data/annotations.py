@@ -162,7 +162,7 @@ class Entries:
         return Table(images, np.frombuffer(b"".join(names), dtype=np.uint8), boxes)
 
     def _without_copies(self, rows: np.ndarray, taken: np.ndarray) -> np.ndarray:
-        """Rows without boxes that an image has a second time, of one class: only one of two could be found."""
+        """Rows without duplicates: of two equal boxes of one class in an image, only one could be detected."""
         hashes = np.zeros(len(rows), dtype=np.uint64)
         for column in (taken["image"], taken["category"], *taken["xywh"].view(np.int64).T):
             hashes = hashes * np.uint64(FACTOR) + column[rows].astype(np.uint64)

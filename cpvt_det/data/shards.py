@@ -121,7 +121,7 @@ def _read_index(pattern: str) -> Shards:
         content = fetch(place) if is_url(place) else Path(place).read_bytes()
     except FileNotFoundError:
         if is_url(place):
-            raise DataError(f"there is no {place}, which lists what is where; cpvt-det pack writes it") from None
+            raise DataError(f"no {place}, the index of the tar files; cpvt-det pack writes it") from None
         return index_shards(folder or ".", names)
     try:
         with np.load(io.BytesIO(content)) as arrays:

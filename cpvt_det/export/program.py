@@ -27,7 +27,7 @@ SAMPLINGS = {"gather": "export", "grid_sample": "grid_sample"}  # name -> implem
 
 @dataclass(frozen=True)
 class Canvas:
-    """The shape of a batch: the number of images, and the sides that all are padded to."""
+    """The shape of a batch: the number of images, and the height and width to which all are padded."""
 
     batch: int
     height: int

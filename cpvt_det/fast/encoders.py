@@ -60,7 +60,7 @@ def _needs_batch(part: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class PackedEncoding:
-    """What an encoder asks of a position encoding, for tokens that are packed.
+    """A position encoding for packed tokens, with the calls that an encoder makes.
 
     Attributes:
         position: the encoding, which sees the batch.

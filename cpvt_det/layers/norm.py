@@ -98,7 +98,7 @@ class MaskedGroupNorm(nn.GroupNorm):
 
 
 class NoNorm(nn.Identity):
-    """No norm, with the call of one."""
+    """The identity, called like a norm."""
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return ``x``."""

@@ -57,11 +57,11 @@ class MixedQueries(BoxPositions, ProposedQueries):
         position_sines: bool = True,
     ):
         if scaled_positions and not refined_positions:
-            raise ValueError("scaled_positions needs refined_positions: other positions are those of the proposals in every layer")
+            raise ValueError("scaled_positions needs refined_positions; without it, positions stay those of the proposals")
         if not (position_sines or refined_positions):
             raise ValueError("position_sines False needs refined_positions: other positions are made of sines")
         if shared_content and token_content:
-            raise ValueError("shared_content is for contents that are learned, and with token_content none is")
+            raise ValueError("shared_content needs learned contents, but token_content learns none")
         super().__init__(channels, num_queries, num_logits, prior_probability, nms_threshold, class_proposals, hybrid, denoising)
         self.query_embed = None if token_content else nn.Embedding(1 if shared_content else num_queries + hybrid, channels)
         self.refined_positions = refined_positions

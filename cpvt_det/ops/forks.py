@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of torch in a process that is forked from one that has computed, as by ``gunicorn --preload``, Celery or multiprocessing.
+"""Torch's threads after a fork of a process that has already computed, as in ``gunicorn --preload``, Celery or multiprocessing.
 
 Threads do not live on in the child, and GCC's OpenMP would wait there for its own for ever. So they end before the fork; parent and
 child start others when they next compute.

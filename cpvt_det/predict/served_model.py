@@ -125,7 +125,7 @@ class ServedModel:
 def _read(content: bytes, name: str) -> Tensor:
     header = read_header(name, content)
     if header.width * header.height > MOST_PIXELS:
-        raise DataError(f"{name} has {header.width} x {header.height} pixels; at most {MOST_PIXELS // 1_000_000} million are taken")
+        raise DataError(f"{name} has {header.width} x {header.height} pixels; the limit is {MOST_PIXELS // 1_000_000} million")
     return read_image(name, content)
 
 

@@ -79,7 +79,7 @@ def _draw(
 
 
 def look(record: ForwardRecord, part: str, layer: int, chosen: list[int]) -> Tensor | tuple[Samples, Tensor]:
-    """Where tokens or queries look in one layer.
+    """Attention weights or sampling points of tokens or queries in one layer.
 
     Args:
         record: record of one image's forward pass.

@@ -69,7 +69,7 @@ def load_font(file: str | None, size: float) -> ImageFont.FreeTypeFont:
 
 
 def fallbacks(text: str) -> dict[str, Face]:
-    """The characters of a text that DejaVu Sans lacks and a font of the system has, and that font.
+    """A system font for each character of a text that DejaVu Sans lacks.
 
     Characters that no font has are drawn as boxes; a warning names them once.
     """

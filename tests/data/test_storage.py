@@ -184,7 +184,7 @@ def test_names_that_leave_the_folder_are_not_packed(tmp_path):
 def test_an_index_of_other_tar_files_is_refused(packed):
     with pytest.raises(DataError, match="lists . tar files from 000000.tar on, not 000000.tar"):
         open_image(f"{packed}/000000.tar/part/a.png")
-    with pytest.raises(DataError, match="index.npz, which lists what is where; cpvt-det pack writes it"):
+    with pytest.raises(DataError, match="index.npz, the index of the tar files; cpvt-det pack writes it"):
         open_image("memory://nothing/{000000..000001}.tar/a.png")
     with pytest.raises(DataError, match="twice"):
         index_shards(str(packed), ["000000.tar", "000000.tar"])

@@ -127,7 +127,7 @@ def test_denoising_comes_before_learned_boxes_in_training_alone():
             "SCALED_POSITIONS follows corrected boxes: set MODEL.DETECTOR.BOX_REFINEMENT",
         ),
         ({"NAME": "mixed", "TWO_STAGE": True, "SCALED_POSITIONS": True}, "scaled_positions needs refined_positions"),
-        ({"NAME": "mixed", "TWO_STAGE": True, "TOKEN_CONTENT": True, "SHARED_CONTENT": True}, "with token_content none is"),
+        ({"NAME": "mixed", "TWO_STAGE": True, "TOKEN_CONTENT": True, "SHARED_CONTENT": True}, "token_content learns none"),
         ({"NAME": "", "TOKEN_CONTENT": True}, "unknown option of query source 'learned' 'token_content'"),
     ],
 )

@@ -182,7 +182,7 @@ WRONG = [
         png_header(9000, 8000),
         {},
         422,
-        "bomb.png has 9000 x 8000 pixels; at most 64 million are taken",
+        "bomb.png has 9000 x 8000 pixels; the limit is 64 million",
     ),
     ("/detect?model=0&name=bomb.png", png_header(60000, 60000), {}, 422, "cannot read image bomb.png: *"),
     ("/detect?model=0", bytes(MOST + 1), {}, 413, "0.3 MB are too much: at most 0.3 MB are taken (--max-upload)"),

@@ -66,7 +66,7 @@ def skipped_shapes(trees: Mapping[Path, ET.Element]) -> list[str]:
 
 
 def _box(shape: ET.Element) -> dict[str, Any]:
-    """COCO's box of a shape, or its fault."""
+    """The COCO annotation of a shape's box, or of what is wrong with it."""
     attributes, box_around = SHAPES[shape.tag]
     words = [word for name in attributes for word in re.split("[,;]", shape.get(name, ""))]
     try:

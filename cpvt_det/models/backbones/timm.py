@@ -228,7 +228,7 @@ def survey_network(name: str, is_masked: bool) -> Survey:
     expected = [(Grid(stride), count) for stride, count in zip(strides, channels, strict=True)]
     if [(Grid.of(canvas, map_), map_.shape[1]) for map_ in maps] != expected:
         shapes = ", ".join(str(tuple(map_.shape)) for map_ in maps)
-        raise ValueError(f"timm/{name} makes no maps (B, C, H / stride, W / stride) of strides {strides}, but {shapes}")
+        raise ValueError(f"timm/{name} must return maps (B, C, H / stride, W / stride), strides {strides}, but returns {shapes}")
     found, reason = [], watch.reason
     if is_masked and not reason:
         _replace_norms(body, "FrozenBN", is_masked=True)
