@@ -25,8 +25,8 @@ from a copy of the package, and the row must fail there: {killed} of {guarded} d
 ended](../tests/faults/mutants.json); [survivors.md](../tests/faults/survivors.md) has the rest). `PYTHONPATH=tests python -m
 faults.report` writes this page from `tests/faults/`.
 """
-WORDS = {0: 4}
-"""Exit code -> how many words of a message are shown; for the others, 6."""
+WORDS = {0: 6}
+"""Exit code -> how many words of a message are shown; for the others, 8."""
 
 
 def areas() -> list[ModuleType]:
@@ -37,11 +37,15 @@ def areas() -> list[ModuleType]:
 
 
 def section(area: ModuleType) -> str:
-    """An area's docstring under its title, and its rows by exit code, in the order of their first rows."""
+    """An area's docstring under its title, and its rows by exit code; those with the same message share a line."""
     title, _, text = inspect.getdoc(area).partition("\n")
     parts = [f"## {title.rstrip('.')}", text.strip()]
     for code in dict.fromkeys(case.code for case in area.CASES):
-        lines = [f"- {_escaped(case.what)}{_message(case)}" for case in area.CASES if case.code == code]
+        by_message: dict[str, list[str]] = {}
+        for case in area.CASES:
+            if case.code == code:
+                by_message.setdefault(_message(case) or f" ({case.what})", []).append(_escaped(case.what))
+        lines = [f"- {'; '.join(inputs)}{message if message.startswith(':') else ''}" for message, inputs in by_message.items()]
         parts += [f"{'Exit code ' if isinstance(code, int) else ''}{code}:", "\n".join(lines)]
     return "\n\n".join(part for part in parts if part)
 
@@ -58,7 +62,7 @@ def _message(case: Case) -> str:
     first = case.says.partition("...")[0]
     text = first if len(first.split()) > 2 else case.says
     words = text.replace("`", "'").split()
-    shown = words[: WORDS.get(case.code, 6)]
+    shown = words[: WORDS.get(case.code, 8)]
     return f": `{' '.join(shown)}{' ...' * (len(shown) < len(words))}`" if shown else ""
 
 
