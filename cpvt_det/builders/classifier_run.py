@@ -86,6 +86,9 @@ def build_class_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> tor
 
 def build_class_criterion(cfg: CfgNode) -> ClassCriterion:
     """The loss of ``MODEL.CLASSIFIER``."""
+    node = cfg.MODEL.CLASSIFIER
+    if node.TEACHER_WEIGHTS and not node.TEACHER.startswith("timm/"):
+        raise ConfigError(f"MODEL.CLASSIFIER.TEACHER_WEIGHTS is {node.TEACHER_WEIGHTS!r}, but no network of timm is the teacher")
     with config_errors("MODEL.CLASSIFIER.SMOOTHING"):
         return ClassCriterion(cfg.MODEL.CLASSIFIER.SMOOTHING)
 

@@ -76,7 +76,7 @@ class LRSchedule:
 
     Raises:
         UnknownNameError: an unknown kind.
-        ValueError: no iterations, an end outside [0, 1], or steps that are not in rising order. Steps after the end of the run are
+        ValueError: no iterations, an end outside [0, 1] or of no cosine, or steps that are not in rising order. Steps after the end of the run are
             ignored.
     """
 
@@ -87,6 +87,8 @@ class LRSchedule:
             raise ValueError(f"COSINE_END must be from 0 to 1, got {end}")
         self.schedule = schedule
         self._scheduler = _scheduler(schedule, kind, gamma, end)
+        if end and kind != "cosine":
+            raise ValueError(f"COSINE_END is {end}, but the schedule {kind!r} is no cosine; leave it at 0")
 
     def factor(self, iteration: int) -> float:
         """The factor at an iteration, counted from 0."""

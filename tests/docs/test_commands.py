@@ -38,7 +38,7 @@ ELSEWHERE = {
     r"python (\$D2|detectron2)/tools/": "detectron2's own: tests/d2/test_detectron2_home.py, tests/plug/test_plug_detectron2.py",
     r"cpvt-det convert-weights detr-r50-e632da11.pth": "official weights: tests/checkpoint/test_checkpoint.py",
     r"cpvt-det train .* MODEL.WEIGHTS detr_r50.pth": "what that conversion writes",
-    r"cpvt-det (predict dino_r50|train .* --start) ": "public weights: tests/checkpoint/test_starts.py, tests/runner/test_tuning.py",
+    r"cpvt-det (predict dino_r50|train .* --start) ": "public weights: tests/checkpoint/test_starts.py, test_tuning.py",
     r"PYTHONPATH=tests python -m plug_matrix .*--peer": "other projects' checkouts: tests/plug/test_plug_families.py",
     r"python benchmarks/detectron2_cpvt.py ": "detectron2's own script: tests/benchmarks/test_detectron2_cpvt.py",
     r"python benchmarks/before_after.py ": "another checkout: tests/benchmarks/test_before_after.py",
