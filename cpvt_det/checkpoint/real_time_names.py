@@ -2,7 +2,7 @@
 """Names of RT-DETR's, RT-DETRv2's and D-FINE's weights: the authors' code and transformers -> ours."""
 
 _STAGES = range(4)
-NOT_WEIGHTS = r"\.(num|n)_points_scale$|^decoder\.(anchors|valid_mask)$"
+NOT_WEIGHTS = r"\.(num|n)_points_scale$|^transformer\.decoder\.(anchors|valid_mask)$"
 """Constants that are kept beside the weights, and that ours are computed from where they are needed."""
 
 _QUERIES = (
@@ -37,6 +37,7 @@ AUTHORS = (
     (r"^decoder\.dec_bbox_head\.", "bbox_embed."),
     (r"^encoder\.", "transformer.encoder."),
     (r"^decoder\.(decoder\.)?", "transformer.decoder."),
+    (r"(\.downsample_convs\.\d+)\.0\.cv", r"\1.cv"),
     # Self-attention has the first norm there and the second here.
     (r"^(transformer\.decoder\.layers\.\d+\.)norm1\.", r"\1own_norm."),
     (r"^(transformer\.decoder\.layers\.\d+\.)norm2\.", r"\1norm1."),
