@@ -105,7 +105,7 @@ CASES = [
         "anchors",
         guard=Cut(
             "builders/detector.py",
-            "if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != deformable.TWO_STAGE:",
+            "if source in (*OF_ONE_STAGE, *OF_PROPOSALS) and (source in OF_PROPOSALS) != two_stage:",
             "if False:",
         ),
     ),

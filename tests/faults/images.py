@@ -363,7 +363,7 @@ CASES = [
         other_form,
         "file names whose Unicode form differs from that on the disk, resolved: 1",
         0,
-        guard=decoder("found = None if path.isascii() else", "found = None if True else"),
+        guard=decoder("open(path if path.isascii() else next(", "open(path if True else next("),
         then=noise(),
     ),
     DataCase(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cpvt_det.builders import build_detector
+from cpvt_det.builders import backbone_position, build_detector
 from cpvt_det.checkpoint.convert import convert_state_dict
 from cpvt_det.checkpoint.load import load_weights
 from cpvt_det.config import load_cfg
@@ -44,7 +44,8 @@ def pair(name):
     words += ["MODEL.BACKBONE.DEPTH", str(depth)]
     cfg = load_cfg(f"imagenet/{'tnt_small' if 'tnt' in family else 'deit_tiny'}.yaml", words)
     cfg.MODEL.NUM_CLASSES = CLASSES
-    cfg.MODEL.BACKBONE.POSITION.GRID = [SIZE[0] // 16, SIZE[1] // 16]
+    if backbone_position(cfg) == "table":
+        cfg.MODEL.BACKBONE.POSITION.GRID = [SIZE[0] // 16, SIZE[1] // 16]
     ours = build_detector(cfg).double().eval()
     report = load_weights(ours, theirs.state_dict())
     assert not report.is_partial and report.source == family.partition("_")[0]
