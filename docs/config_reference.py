@@ -113,12 +113,18 @@ def _options_of_parts() -> Iterator[str]:
     ):
         takers: dict[str, list[str]] = {}
         for name in registry.names:
-            for line in _options(registry, name, given) if "+" not in name else ():
+            for line in _options(registry, name, given) if "+" not in name and _is_ours(registry.find(name)) else ():
                 takers.setdefault(line, []).append(f"`{name}`")
         lines = [f"- {line} ({', '.join(names[:2])}{', ...' * (len(names) > 2)})" for line, names in takers.items()]
         if lines:
             nodes = f"`MODEL.{node}`" + (" and `MODEL.BACKBONE.POSITION`" if node == "POSITION" else "")
             yield "\n".join([f"{nodes}:", "", *lines, ""])
+
+
+def _is_ours(builder: Callable[..., Any]) -> bool:
+    """Whether a part is of the package, and not of the studies, which tests import too."""
+    parts = [builder.func, *builder.keywords.values()] if isinstance(builder, functools.partial) else [builder]
+    return all(getattr(part, "__module__", "cpvt_det").startswith("cpvt_det") for part in parts)
 
 
 def _options(registry: PartRegistry, name: str, given: set[str]) -> Iterator[str]:
