@@ -138,8 +138,7 @@ def our_model(
         "DETR.ENC_LAYERS": recipe.layers,
         "DETR.DEC_LAYERS": recipe.layers,
         "DETR.NUM_OBJECT_QUERIES": recipe.queries,
-        "DETECTOR.BOX_REFINEMENT": recipe.two_stage,
-        "DETECTOR.TWO_STAGE": recipe.two_stage,
+        **({"DETECTOR.BOX_REFINEMENT": True, "DETECTOR.TWO_STAGE": True} if recipe.two_stage else {}),
         "CRITERION.CLASS_WEIGHT": 1.0,
     }
     overrides = [text for key, value in keys.items() for text in (f"MODEL.{key}", str(value))]

@@ -21,7 +21,7 @@ from cpvt_det.checkpoint.weights import CLASS_HEAD
 from cpvt_det.config import config_root, find_config, get_cfg, load_cfg, merge_overrides, read_config
 from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_line
 
-CONFIGS = sorted(str(path.relative_to(config_root())) for path in config_root().rglob("*.yaml"))
+CONFIGS = sorted(str(path.relative_to(config_root())) for path in config_root().rglob("*.yaml") if path.name != "_starts.yaml")
 OURS = [name for name in CONFIGS if not name.startswith("plug/")]  # those are of detectron2's own models
 REAL_TIME = ["rtdetrv2_r18_{}_120ep", *(f"dfine_{size}_{{}}" for size in "nsmlx")]
 """Files that differ in the encoding; large networks of timm take half a minute to try, so of D-FINE the smallest alone is built."""

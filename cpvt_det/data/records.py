@@ -3,7 +3,6 @@
 
 import bisect
 import itertools
-import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +51,10 @@ class Records(Sequence[ImageRecord]):
     def __getitem__(self, index: int | slice) -> "ImageRecord | Records":
         if isinstance(index, slice):
             return Records(self.parts, self.rows[index])
-        table, root, at = self._place(index)
+        table, _, at = self._place(index)
         image_id, _, first, _, count, _, height, width = table.images[at].item()
         _, boxes, labels = _to_learn(table.boxes[first : first + count])
-        return ImageRecord(posixpath.join(root, table.name(at)), image_id, height, width, boxes, labels)
+        return ImageRecord(self.path(index), image_id, height, width, boxes, labels)
 
     def _place(self, index: int) -> tuple[Table, Path | str, int]:
         """Table of an image, what its names are relative to, and its index there."""
@@ -71,7 +70,7 @@ class Records(Sequence[ImageRecord]):
     def path(self, index: int) -> str:
         """Path of an image."""
         table, root, at = self._place(index)
-        return posixpath.join(root, table.name(at))
+        return f"{root}/{table.name(at)}" if isinstance(root, str) else str(root / table.name(at))
 
     @property
     def indices(self) -> np.ndarray:

@@ -16,7 +16,7 @@ from benchmarks.parity_tables import Figure, look_up, read_cells, summary, writt
 from benchmarks.parity_variants import Variant, variants
 
 KEYS = {"BACKBONE.NAME": "resnet10", "DETR.HIDDEN_DIM": 32, "DETR.NHEADS": 4, "DETR.DIM_FEEDFORWARD": 48, "DETR.ENC_LAYERS": 1}
-KEYS |= {"DETR.DEC_LAYERS": 2, "DETR.NUM_OBJECT_QUERIES": 12, "POSITION.DECODER": "same"}
+KEYS |= {"DETR.DEC_LAYERS": 2, "DETR.NUM_OBJECT_QUERIES": 12, "DETECTOR.DECODER_POSITION": "same"}
 OVERRIDES = tuple(text for key, value in KEYS.items() for text in (f"MODEL.{key}", str(value)))
 TINY = Variant("stand-in", "tiny", "detr_r50_sine_50ep.yaml", OVERRIDES, sizes=((40, 64), (33, 60)))
 WEIGHTS = {"loss_ce": 1, "loss_bbox": 5, "loss_giou": 2}

@@ -298,7 +298,6 @@ def test_conversion_refuses_what_it_does_not_know():
         ("transformer.decoder.layers.0.attentions.0.query_content_proj.weight", "Conditional DETR"),  # detrex
         ("transformer.decoder.ref_anchor_head.layers.0.weight", "DAB-DETR"),
         ("transformer.adapt_pos2d.0.weight", "Anchor DETR"),
-        ("decoder.enc_score_head.weight", "RT-DETR, D-FINE or DEIM"),
         ("transformer.enc_out_class_embed.0.weight", "LW-DETR or RF-DETR"),
         ("transformer.encoder.fusion_layers.0.gamma_v", "Grounding DINO"),
         ("vit.embeddings.detection_tokens", "YOLOS"),

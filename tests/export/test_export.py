@@ -97,7 +97,7 @@ STATIC_CASES = [
     ("detr", "sine+peg", {"MODEL__BACKBONE__NORM": "FrozenBN"}, ()),
     ("deformable", "sine_offset", {**REFINE, "TEST__NMS": 0.2}, ("--sampling", "grid_sample")),
     ("dino", "sine_offset+peg", {}, ()),
-    ("deformable", "sine_offset+peg", {**ONE_STAGE, "MODEL__POSITION__NORM": "GN"}, ()),
+    ("deformable", "sine_offset+peg", {**ONE_STAGE, "MODEL__POSITION__PEG__NORM": "GN"}, ()),
 ]
 
 

@@ -15,7 +15,7 @@ from cpvt_det.config import load_cfg
 VIT = {
     "MODEL__BACKBONE__NAME": "cpvt_tiny",
     "MODEL__BACKBONE__POSITION__NAME": "table+peg_plain",
-    "MODEL__BACKBONE__POSITION__GRID": (3, 3),
+    "MODEL__BACKBONE__POSITION__TABLE__GRID": (3, 3),
     "MODEL__BACKBONE__STAGES": (4,),
     "MODEL__BACKBONE__EMBED_DIM": 32,
     "MODEL__BACKBONE__DEPTH": 2,

@@ -98,6 +98,7 @@ def test_packing_has_first_and_second_derivatives():
 def test_memory_and_gradients_are_those_of_the_whole_batch(monkeypatch, name, kind, training, checkpointing):
     """Batch norms between the layers count the same cells."""
     options = {"positions": (-1, 0, 2)} if name != "none" else {}
+    options = {"peg": options} if "+" in name else options
     encoder, encoding = encoder_of(kind, name, **options)
     encoder.checkpointing = checkpointing
     levels = layout(2 if kind == "deformable" else 1)

@@ -61,7 +61,7 @@ def test_backbone_without_padding_is_torchvision_s(name, width):
 @pytest.mark.parametrize(("dilation", "stride"), [(False, 32), (True, 16)])
 def test_dc5_has_the_stride_of_stage_four(dilation, stride):
     with torch.device("meta"):
-        backbone = ResNetBackbone("resnet101", stages=(4, 5), dilation=dilation)
+        backbone = ResNetBackbone("resnet101", stages=(4, 5), dc5=dilation)
         maps = backbone(torch.zeros(1, 3, 96, 64), torch.zeros(1, 96, 64, dtype=torch.bool))
     assert backbone.strides == [16, stride]
     assert [tuple(level.shape) for level in maps] == [(1, 1024, 6, 4), (1, 2048, 96 // stride, 64 // stride)]
@@ -77,7 +77,7 @@ def test_dc5_sets_the_divisor_of_the_canvas():
 
 def test_dc5_of_basic_blocks_is_a_config_error():
     with pytest.raises(ConfigError, match="resnet18 has no dilated stage 5"):
-        build_detector(small_cfg(BACKBONE__DC5=True))
+        build_detector(small_cfg(BACKBONE__DC5=True, BACKBONE__STAGES=(5,)))
 
 
 @pytest.mark.parametrize("freeze_at", range(6))
@@ -131,7 +131,7 @@ def test_stages_that_do_not_exist_are_refused(stages):
 
 
 def test_unknown_backbone_and_norm_list_the_known():
-    with pytest.raises(UnknownNameError, match=r"unknown backbone 'resnet19'.*known: .*resnet101, resnet18"):
+    with pytest.raises(UnknownNameError, match=r"unknown backbone 'resnet19'.*known: .*resnet101, resnet101d, resnet18"):
         build_detector(small_cfg(BACKBONE__NAME="resnet19"))
     with pytest.raises(UnknownNameError, match="unknown backbone norm 'LN'; known: BN, FrozenBN, GN, SyncBN"):
         build_detector(small_cfg(BACKBONE__NORM="LN"))

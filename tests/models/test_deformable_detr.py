@@ -372,7 +372,7 @@ def test_peg_acts_on_each_level_as_on_a_map_of_its_own():
 
 def test_zero_initialised_peg_beside_sine_changes_nothing():
     plain = make("two_stage", POSITION__NAME="sine_offset").eval()
-    both = make("two_stage", POSITION__NAME="sine_offset+peg", POSITION__ZERO_INIT=True).eval()
+    both = make("two_stage", POSITION__NAME="sine_offset+peg", POSITION__PEG__ZERO_INIT=True).eval()
     missing = both.load_state_dict(plain.state_dict(), strict=False).missing_keys
     assert all(name.startswith("position.pegs.") for name in missing)
     first, second = (detect(model, draw_images(), 64) for model in (plain, both))

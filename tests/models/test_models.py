@@ -172,7 +172,7 @@ def test_features_of_an_image_do_not_depend_on_its_padding(name, dilation):
     differences = {}
     for mask_padding in (True, False):
         torch.manual_seed(0)
-        backbone = ResNetBackbone(name, stages=(2, 3, 4, 5), dilation=dilation, mask_padding=mask_padding, width=16)
+        backbone = ResNetBackbone(name, stages=(2, 3, 4, 5), dc5=dilation, mask_padding=mask_padding, width=16)
         backbone = unlike_initial(backbone.double()).eval().requires_grad_(False)
         together = PaddedBatch.from_images(images)
         maps_together = backbone(together.images, together.padding_mask)

@@ -115,7 +115,7 @@ def test_features_and_gradients_are_timm_s_with_its_weights(size, distilled):
 def test_an_image_s_tokens_are_its_own(encoding, num_tokens):
     """Alone and in a batch of three shapes, on canvases of multiples of a patch and on none; those of the map too."""
     options = {"POSITION__POSITIONS": [-1, 0, 2]} if encoding.startswith("peg") else {}
-    options |= {"POSITION__GRID": (3, 4)} if "table" in encoding else {}
+    options |= {f"POSITION__{'TABLE__' * ('+' in encoding)}GRID": (3, 4)} if "table" in encoding else {}
     backbone = make(NUM_TOKENS=num_tokens, POSITION__NAME=encoding, **options)
     batch = PaddedBatch.from_images(draw(), 32)
     with torch.no_grad():
@@ -303,8 +303,7 @@ def test_settings_that_cannot_be_are_refused(more, message):
 
 def test_keys_of_a_transformer_are_refused_by_other_backbones():
     for key, value in (("NUM_TOKENS", 2), ("DROP_PATH", 0.1), ("POSITION__NAME", "sine")):
-        name = f"MODEL.BACKBONE.{key.replace('__', '.')}"
-        with pytest.raises(ConfigError, match=f"{name} is .*, but the backbone 'resnet10' (does not take it|takes no encoding)"):
+        with pytest.raises(ConfigError, match="unknown option of backbone 'resnet10'|the backbone 'resnet10' takes no encoding"):
             build_detector(random_config(**{f"MODEL__BACKBONE__{key}": value}))
     cfg = random_config(SOLVER__LAYER_DECAY=0.7)
     detector = build_detector(cfg)

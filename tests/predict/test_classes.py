@@ -61,8 +61,6 @@ def test_in_python_an_image_of_any_kind_is_classified(folders, weights, tmp_path
     assert torch.equal(again.scores, one.scores)
     with pytest.raises(ValueError, match="tiles are for detectors, and this model is a classifier"):
         predictor(path, tiles=64)
-    with pytest.raises(ConfigError, match=r"TEST.TILES.SIZE is 64, but the detector '.*' does not take it"):
-        ClassPredictor.from_checkpoint(weights, device="cpu", overrides=["TEST.TILES.SIZE", "64"])
 
 
 def test_a_predictor_of_the_other_task_is_refused(weights, tiny_run, folders, tmp_path):

@@ -12,7 +12,7 @@ from cpvt_det.data.records import Records
 from cpvt_det.data.table import BOX, IMAGE, Table
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.models.parts import belongs_to_part
-from cpvt_det.runner import advice
+from cpvt_det.runner import progress
 from cpvt_det.solver.optimizer import parameter_groups
 from cpvt_det.solver.schedule import TrainingSchedule
 
@@ -114,8 +114,8 @@ def test_a_run_is_told_what_to_expect(monkeypatch, iterations, weights, objects,
     cfg.MODEL.WEIGHTS, cfg.MODEL.BACKBONE.WEIGHTS = (weights, "") if weights != "pip" else ("", weights)
     messages = []
     for level in ("info", "warning"):
-        monkeypatch.setattr(advice.logger, level, lambda text, *values: messages.append(text % values))
-    advice.log_advice(cfg, TrainingSchedule(iterations, (), 0, 0, ""), records_with(0, objects))
+        monkeypatch.setattr(progress.logger, level, lambda text, *values: messages.append(text % values))
+    progress.log_advice(cfg, TrainingSchedule(iterations, (), 0, 0, ""), records_with(0, objects))
     assert len(messages) == len(said)
     for message, words in zip(messages, said, strict=True):
         assert words in message
