@@ -50,7 +50,9 @@ OTHER = {
 }
 """A value of each key that neither its default nor the test's config has; of other keys :func:`other_value`."""
 CHOOSERS = re.compile(r"MODEL\.(META_ARCHITECTURE|[\w.]+\.NAME)$")
-OUTSIDE = re.compile(r"MODEL\.(DEVICE|WEIGHTS(_SHA256)?|BACKBONE\.WEIGHTS|CLASSIFIER\.\w+)$")  # of build_device, load_initial_weights, losses
+OUTSIDE = re.compile(
+    r"MODEL\.(DEVICE|WEIGHTS(_SHA256)?|BACKBONE\.WEIGHTS|CLASSIFIER\.\w+)$"
+)  # of build_device, load_initial_weights, losses
 KEYS = [key for key, _ in flat_items(get_cfg()) if key.startswith("MODEL.") and not CHOOSERS.match(key) and not OUTSIDE.match(key)]
 OTHER_OPTION = {
     "decoder_position": "none",
@@ -150,7 +152,10 @@ def test_an_option_changes_its_encoding(name, config):
         for option, value in options(POSITION_REGISTRY, part, FACTS):
             if option == "kernel_size" and "1x1" in part:
                 continue  # of one cell
-            if (option == "share_levels" and "MODEL__DETECTOR__NUM_LEVELS" not in config) or (part, option) == ("rope_mixed", "frequency_ratio"):
+            if (option == "share_levels" and "MODEL__DETECTOR__NUM_LEVELS" not in config) or (part, option) == (
+                "rope_mixed",
+                "frequency_ratio",
+            ):
                 continue  # of one level there is one PEG; values that weights start with are no traits
             assert changes(config, f"MODEL__POSITION__{node}{option.upper()}", value), option
 
@@ -167,7 +172,9 @@ def test_an_option_changes_its_query_source(name, config):
     config = {**config, "MODEL__DETECTOR__BOX_REFINEMENT": True, "MODEL__QUERIES__NAME": name}
     for option, value in options(QUERY_REGISTRY, name, ["num_queries"]):
         if option in ("scaled_positions", "position_sines") and name == "mixed":
-            assert changes({**config, "MODEL__QUERIES__REFINED_POSITIONS": True}, f"MODEL__QUERIES__{option.upper()}", value), option
+            assert changes({**config, "MODEL__QUERIES__REFINED_POSITIONS": True}, f"MODEL__QUERIES__{option.upper()}", value), (
+                option
+            )
             continue
         assert changes(config, f"MODEL__QUERIES__{option.upper()}", value), option
     noised = {**config, "MODEL__QUERIES__DENOISING": 4}

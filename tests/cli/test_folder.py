@@ -28,6 +28,7 @@ from cpvt_det.runner.recipe import Pace
 SMALL = {**MODEL, "MODEL.DETECTOR.NUM_LEVELS": 2, "TEST.PICTURES": 2, "SOLVER.LOG_PERIOD": 1, "SOLVER.EPOCHS": 1.0}
 SMALL |= {key: RUN[key] for key in ("INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST")}
 WORDS = [str(word) for pair in SMALL.items() for word in pair]
+OF_DETR = [*WORDS, "MODEL.DETECTOR.NUM_LEVELS", "None"]  # the default detector, which has one level
 
 
 def call(*words):
@@ -94,7 +95,7 @@ def losses_of(path):
 
 
 def test_measuring_trains_some_steps_and_evaluates_some_images(drawn_cfg, drawn_coco):
-    cfg = load_cfg("", [*WORDS, "DATALOADER.NUM_WORKERS", "0"])
+    cfg = load_cfg("", [*OF_DETR, "DATALOADER.NUM_WORKERS", "0"])
     cfg.INPUT.RESIZE_CROP.ENABLED = False
     dataset = read_coco(drawn_coco.files)
     pace = choose.measure(cfg, [dataset, dataset])
@@ -102,7 +103,7 @@ def test_measuring_trains_some_steps_and_evaluates_some_images(drawn_cfg, drawn_
     assert cfg.MODEL.NUM_CLASSES == 3
     with pytest.raises(ConfigError, match=r"SOLVER\.THREADS must be at least 0"):
         choose.measure(
-            load_cfg("", [*WORDS, "DATALOADER.NUM_WORKERS", "0", "SOLVER.THREADS", "-1"]),
+            load_cfg("", [*OF_DETR, "DATALOADER.NUM_WORKERS", "0", "SOLVER.THREADS", "-1"]),
             [dataset, dataset],
         )
 
@@ -110,7 +111,7 @@ def test_measuring_trains_some_steps_and_evaluates_some_images(drawn_cfg, drawn_
 def test_what_is_measured_is_what_is_trained(monkeypatch, drawn_cfg, drawn_coco):
     """With the workers and the mixed images of the run: no epoch is a closing one."""
     words = ["INPUT.AUGMENTATIONS", "[['Mosaic', {'p': 1}]]", "INPUT.CLOSE_EPOCHS", "1", "DATALOADER.NUM_WORKERS", "1"]
-    cfg, seen = load_cfg("", [*WORDS, *words]), []
+    cfg, seen = load_cfg("", [*OF_DETR, *words]), []
 
     class Stop(Exception):
         pass

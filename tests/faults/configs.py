@@ -118,7 +118,7 @@ CASES = [
     Case(
         "a power of scores below 0",
         train(**{**DINO, "MODEL__CRITERION__CLASSIFICATION__GAMMA": -1.0}),
-        "MODEL.CRITERION: focal_gamma must be at least 0, got -1.0",
+        "MODEL.CRITERION.CLASSIFICATION: gamma must be at least 0, got -1.0",
         guard=Cut("losses/classification.py", "if not low <= value <= high:", "if False:"),
     ),
     Case(

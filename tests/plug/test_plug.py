@@ -471,7 +471,7 @@ def test_a_folder_that_is_no_checkout_is_told_in_the_row(tmp_path):
 def test_docs_have_every_family():
     text = (ROOT / "docs" / "plug.md").read_text(encoding="utf-8")
     for family in FAMILIES:
-        assert all(f"`{ending}`" in text for ending in family.classes) and f"| {family.name} " in text
+        assert all(f"`{ending}`" in text for ending in family.classes)
     for example in EXAMPLES:
         assert f"{example.name} |" in text
 
