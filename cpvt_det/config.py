@@ -422,6 +422,6 @@ def _check_keys(cfg: CfgNode, other: CfgNode, source: str, prefix: str) -> None:
             other[key] = float(value)
         elif prefix + key in LISTS_OF_NAMES and isinstance(value, str):
             other[key] = (value,)
-        elif value is None and cfg[key] is not None:  # merging would let it pass
+        elif value is None and cfg[key] is not None and (key == "NAME" or not cfg.is_new_allowed()):  # merging would let it pass
             expected = type(cfg[key]).__name__
             raise ConfigError(f"{source}: {prefix}{key} has no value, expected type {expected}; write one or remove the key")

@@ -11,17 +11,17 @@ from click.testing import CliRunner
 from tiny import DEFORMABLE, IN_ATTENTION, overrides, random_config, save_random
 from torch import nn
 
-from cpvt_det.builders import DETECTOR_REGISTRY, build_criterion, build_detector
+from cpvt_det.builders import DETECTOR_REGISTRY, build_criterion, build_detector, build_encoder_position
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
-from cpvt_det.config import flat_items, get_cfg
+from cpvt_det.config import flat_items, get_cfg, load_cfg
 from cpvt_det.errors import ConfigError
 from cpvt_det.losses import CLASSIFICATION_REGISTRY, LOSS_REGISTRY
 from cpvt_det.losses.terms import l1_loss
 from cpvt_det.models import BACKBONE_REGISTRY, QUERY_REGISTRY
-from cpvt_det.position import POSITION_REGISTRY
+from cpvt_det.position import POSITION_REGISTRY, SineEncoding
 from cpvt_det.position.encoding import FACTS
 from studies.engine.plan import load_plan
 
@@ -274,8 +274,12 @@ def test_an_option_of_another_part_is_refused(config, message):
 
 
 def test_none_takes_an_option_back(tmp_path):
-    config = {**SINE, "MODEL__POSITION__KERNEL_SIZE": None}
-    assert traits(build_detector(random_config(**config))) == traits(build_detector(random_config(**SINE)))
+    (tmp_path / "base.yaml").write_text("MODEL: {NUM_CLASSES: 3, POSITION: {NAME: peg, KERNEL_SIZE: 5}}")
+    (tmp_path / "run.yaml").write_text("_BASE_: base.yaml\nMODEL: {POSITION: {NAME: sine}}")
+    with pytest.raises(ConfigError, match="leave it out, or None takes it back"):
+        build_encoder_position(load_cfg(str(tmp_path / "run.yaml")), 8, 1, 6)
+    cfg = load_cfg(str(tmp_path / "run.yaml"), ["MODEL.POSITION.KERNEL_SIZE", "None"])
+    assert type(build_encoder_position(cfg, 8, 1, 6)) is SineEncoding
 
 
 def test_keys_of_our_resnets_are_ignored_with_one_warning_under_a_backbone_of_ones_own(caplog):
