@@ -14,13 +14,13 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_209,
-    "code lines of data/": 3_751,
+    "code lines": 21_213,
+    "code lines of data/": 3_750,
     "files": 252,
     "functions": 2_074,
     "rooms": 32,
     "arrows between rooms": 183,
-    "keys of the config": 133,
+    "keys of the config": 129,
     "words of the documents": 43_900,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
