@@ -32,8 +32,8 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
     name, node = cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE
     taken, shared = BACKBONE_REGISTRY.parameters(name), get_cfg().MODEL.BACKBONE
     options = {key: value for key, value in options_of(node).items() if key in taken or key.upper() not in shared}
-    ignored = [key for key in shared if key.lower() not in (*taken, "name", "weights") and node[key] != shared[key]]
-    if "POSITION" in ignored:
+    ignored = [key for key in shared if key.lower() not in (*taken, "name", "weights", "position") and node[key] != shared[key]]
+    if "position" not in taken and (node.POSITION.NAME or options_of(node.POSITION)):
         raise ConfigError(f"MODEL.BACKBONE.POSITION: the backbone {name!r} takes no encoding; set MODEL.POSITION, the detector's")
     if ignored and distributed.rank() == 0:  # the configs that one starts from set them for our ResNets
         listed = ", ".join(f"{key} {node[key]!r}" for key in ignored)
@@ -58,7 +58,7 @@ def require_patches(cfg: CfgNode) -> None:
     name = cfg.MODEL.BACKBONE.NAME
     if name not in BACKBONE_REGISTRY or "position" not in BACKBONE_REGISTRY.parameters(name):
         return
-    patch, sizes = cfg.MODEL.BACKBONE.get("PATCH_SIZE", 16), dict(flat_items(cfg.INPUT, "INPUT."))
+    patch, sizes = cfg.MODEL.BACKBONE.get("PATCH_SIZE") or 16, dict(flat_items(cfg.INPUT, "INPUT."))
     for key in ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "CLASSIFY.SIZE", "CLASSIFY.TEST_SIZE"):
         value = sizes.get(f"INPUT.{key}", ())
         small = [side for side in (value if isinstance(value, (list, tuple)) else [value]) if 0 < side < patch]

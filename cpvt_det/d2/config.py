@@ -8,7 +8,11 @@ from detectron2.config import CfgNode, get_cfg
 from fvcore.common.config import CfgNode as CoreCfgNode
 
 from cpvt_det import config as core
+from cpvt_det.builders import DETECTOR_REGISTRY
 from cpvt_det.errors import ConfigError
+from cpvt_det.losses import CLASSIFICATION_REGISTRY
+from cpvt_det.models import BACKBONE_REGISTRY, NECK_REGISTRY, QUERY_REGISTRY
+from cpvt_det.position import POSITION_REGISTRY
 
 
 def add_new_keys() -> None:
@@ -20,6 +24,7 @@ def add_new_keys() -> None:
     from detectron2.config.defaults import _C
 
     _add(core.get_cfg(), _C, with_known=False)
+    _add_options(_C)
     add_peg_config(_C)
 
 
@@ -29,6 +34,7 @@ def add_cpvt_det_config(cfg: CfgNode) -> None:
     ``MODEL.DEVICE`` becomes ``cuda`` or ``cpu`` instead of ``auto``, which detectron2 would pass to torch.
     """
     _add(core.get_cfg(), cfg, with_known=True)
+    _add_options(cfg)
     add_peg_config(cfg)
     cfg.MODEL.DEVICE = _auto_device()
 
@@ -96,11 +102,24 @@ def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:
     return kept
 
 
+def _add_options(cfg: CfgNode) -> None:
+    """The options of our parts, ``None`` for each part's default: detectron2's KEY VALUE words set only keys that are there."""
+    model = cfg.MODEL
+    nodes = (model.DETECTOR, model.BACKBONE, model.NECK, model.POSITION, model.BACKBONE.POSITION, model.QUERIES)
+    registries = (DETECTOR_REGISTRY, BACKBONE_REGISTRY, NECK_REGISTRY, POSITION_REGISTRY, POSITION_REGISTRY, QUERY_REGISTRY)
+    pairs = [*zip(nodes, registries, strict=True), (model.CRITERION.CLASSIFICATION, CLASSIFICATION_REGISTRY)]
+    options = [(node, option) for node, registry in pairs for name in registry.names for option in registry.parameters(name)]
+    for node, option in [*options, (model.QUERIES, "label_noise"), (model.QUERIES, "box_noise")]:
+        node.setdefault(option.upper(), None)
+
+
 def _add(source: CoreCfgNode, target: CfgNode, with_known: bool) -> None:
     for key, value in source.items():
         if isinstance(value, CoreCfgNode):
             if key not in target:
-                target[key] = CfgNode(new_allowed=value.is_new_allowed())
+                target[key] = CfgNode()
+            if value.is_new_allowed():
+                target[key].set_new_allowed(True)  # detectron2's own BACKBONE too: ours are there
             _add(value, target[key], with_known)
         elif with_known or key not in target:
             target[key] = value

@@ -14,12 +14,12 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_213,
+    "code lines": 21_229,
     "code lines of data/": 3_750,
     "files": 252,
-    "functions": 2_074,
+    "functions": 2_075,
     "rooms": 32,
-    "arrows between rooms": 183,
+    "arrows between rooms": 184,
     "keys of the config": 129,
     "words of the documents": 43_900,
 }
