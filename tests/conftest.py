@@ -38,7 +38,15 @@ GROWTH, USUAL = 50e6, 0.9e9  # bytes
 _resident = USUAL
 
 
-LARGE_NETWORKS = ("test_parity_timm.py", "test_timm_transformer.py", "test_benchmarks_parity.py", "test_parity_transformers.py")
+LARGE_NETWORKS = (
+    "test_parity_timm.py",
+    "test_timm_transformer.py",
+    "test_benchmarks_parity.py",
+    "test_parity_transformers.py",
+    "test_real_time_detr.py",
+    "test_parity_real_time.py",
+    "test_starts.py",
+)
 """Files that need the most memory for a moment: they come first, while a process is small; then those with the most tests."""
 
 
