@@ -93,7 +93,7 @@ class PartRegistry(Registry):
         """
         accepted = self.parameters(name)
         builder = self.with_options(name, options or {}, facts.keys())
-        return builder(**{fact: value for fact, value in facts.items() if fact in accepted and fact not in (options or {})})
+        return builder(**{fact: value for fact, value in facts.items() if fact in accepted})
 
     def with_options(self, name: str, options: Mapping[str, Any] | None = None, known: Collection[str] = ()) -> Callable[..., Any]:
         """The builder of a name with some of its keywords set.

@@ -16,6 +16,8 @@ from cpvt_det.config import load_cfg
 from cpvt_det.models.backbones.resnet import DEPTHS
 
 BODY = "backbone.body."
+REAL_TIME = ("rt_detr", "hf_rt_detr", "hf_d_fine")
+"""Sources whose detectors are not told by shapes: ``--config-file`` names theirs."""
 POINTS, HEADS, QUERIES = 4, 8, 300
 _LAYER = re.compile(r"^transformer\.(encoder|decoder)\.layers\.(\d+)\.")
 _PROJECTION = re.compile(r"^input_proj\.(\d+)\.0\.weight$")
@@ -25,10 +27,6 @@ def start_of_file(path: Path) -> Start | None:
     """The public weights that a file is, by its hash; ``None`` for other files."""
     hashes = {place.sha256: start for start in starts().values() for place in start.places if place.sha256}
     return hashes.get(sha256_of(path))
-
-
-REAL_TIME = ("rt_detr", "hf_rt_detr", "hf_d_fine")
-"""Sources whose detectors are not told by shapes: ``--config-file`` names theirs."""
 
 
 def recognise(state_dict: Mapping[str, Tensor], source: str, start: Start | None = None) -> str | None:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from cpvt_det import defaults
-from cpvt_det.position.encoding import PositionEncoding, register_position
+from cpvt_det.position.encoding import register_position
+from cpvt_det.position.sine import SineEncoding
 from cpvt_det.structures import require_bool
 
 
 @register_position("sine_grid")
-class GridSineEncoding(PositionEncoding):
+class GridSineEncoding(SineEncoding):
     """Sines, then cosines, of a cell's row, then of its column: their numbers from 0, whatever the size of the image.
 
     Args:
@@ -27,13 +28,8 @@ class GridSineEncoding(PositionEncoding):
     """
 
     def __init__(self, channels: int, temperature: float = defaults.TEMPERATURE):
-        super().__init__()
-        if channels % 4:
-            raise ValueError(f"a sine encoding needs channels in multiples of 4, got {channels}")
-        if not temperature > 0:
-            raise ValueError(f"the temperature of a sine encoding must be above 0, got {temperature}")
+        super().__init__(channels, temperature=temperature)
         self.num_frequencies = channels // 4
-        self.temperature = temperature
 
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor]:
         encoded = []
