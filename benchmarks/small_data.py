@@ -37,6 +37,7 @@ from benchmarks.origin import commit_of
 from cpvt_det.builders.datasets import check_datasets
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import folder_config
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.errors import ConfigError
 from cpvt_det.evaluation.matches import ground_truth_of
 from cpvt_det.files import write_json
@@ -61,16 +62,28 @@ def write_part(folder: Path, count: int, place: Path) -> Path:
     order = np.random.default_rng(0).permutation(np.sort(train.records.image_ids))
     train.leave_out(set(order[count:].tolist()))
     for split, dataset in (("train", train), ("valid", val)):
-        classes, root, images = dataset.classes, place / folder.name / split, []
-        root.mkdir(parents=True)
-        for one in dataset.records:
-            name = f"{one.image_id}{Path(one.file_name).suffix}"
-            images.append({"id": one.image_id, "file_name": name, "height": one.height, "width": one.width})
-            (root / name).symlink_to(Path(one.file_name).resolve())
-        annotations = ground_truth_of(dataset.records, classes.ids).annotations(classes.ids, range(len(classes)))
-        categories = [{"id": i, "name": name} for i, name in zip(classes.ids, classes.names, strict=True)]
-        write_json({"images": images, "annotations": annotations, "categories": categories}, root / "_annotations.coco.json")
+        write_split(place / folder.name / split, [dataset])
     return place / folder.name
+
+
+def write_split(root: Path, datasets: list[CocoDataset]) -> None:
+    """One folder of the images of several data sets: links to them, and a COCO JSON in which classes of one name are one."""
+    root.mkdir(parents=True)
+    names = list(dict.fromkeys(name for dataset in datasets for name in dataset.classes.names))
+    found: dict[str, list[dict[str, Any]]] = {"images": [], "annotations": []}
+    for dataset in datasets:
+        first_image, first_annotation = len(found["images"]), len(found["annotations"])
+        id_of = {}
+        for number, one in enumerate(dataset.records, start=first_image + 1):
+            name = f"{number}{Path(one.file_name).suffix}"
+            (root / name).symlink_to(Path(one.file_name).resolve())
+            found["images"].append({"id": number, "file_name": name, "height": one.height, "width": one.width})
+            id_of[one.image_id] = number
+        ids = [names.index(name) for name in dataset.classes.names]
+        for one in ground_truth_of(dataset.records, dataset.classes.ids).annotations(ids, range(len(ids))):
+            found["annotations"].append(one | {"id": first_annotation + one["id"], "image_id": id_of[one["image_id"]]})
+    categories = [{"id": number, "name": name} for number, name in enumerate(names)]
+    write_json(found | {"categories": categories}, root / "_annotations.coco.json")
 
 
 def train(folder: Path, output: Path, budget: str, seed: int, words: tuple[str, ...]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
-from benchmarks import small_data
+from benchmarks import join_folders, small_data
 from cpvt_det.cli.check_data import check_data
 from cpvt_det.errors import ConfigError
 
@@ -21,13 +21,17 @@ FIGURES = {f"bbox/{name}": 10.0 + number for number, name in enumerate(("AP", "A
 
 
 def boxes_of(folder, split):
+    return {path.stem: boxes for path, boxes in full_boxes_of(folder, split).items()}
+
+
+def full_boxes_of(folder, split):
     content = json.loads((folder / split / "_annotations.coco.json").read_text())
     names = {category["id"]: category["name"] for category in content["categories"]}
     found = {os.path.realpath(folder / split / image["file_name"]): [] for image in content["images"]}
     paths = dict(zip((image["id"] for image in content["images"]), found, strict=True))
     for box in content["annotations"]:
         found[paths[box["image_id"]]].append((names[box["category_id"]], *(round(value) for value in box["bbox"])))
-    return {Path(path).stem: boxes for path, boxes in found.items()}
+    return {Path(path): boxes for path, boxes in found.items()}
 
 
 @pytest.mark.parametrize("write", [layouts.write_roboflow_yolo, layouts.write_roboflow_voc])
@@ -43,6 +47,20 @@ def test_a_part_has_the_images_of_smaller_parts_and_all_that_is_validated(write,
     assert result.exit_code == 0 and "mine_train: 3 images" in result.output, result.output
     with pytest.raises(ConfigError, match="--images 5: there are only 4 training images"):
         small_data.write_part(tmp_path / "mine", 5, tmp_path / "5")
+
+
+def test_joined_folders_have_the_images_and_boxes_of_each_and_one_class_of_a_name(tmp_path):
+    layouts.write_roboflow_yolo(tmp_path / "one")
+    layouts.write_roboflow_voc(tmp_path / "two")
+    result = CliRunner().invoke(join_folders.main, [str(tmp_path / name) for name in ("both", "one", "two")])
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "both/train/_annotations.coco.json").read_text())
+    assert sorted(one["name"] for one in content["categories"]) == sorted(layouts.NAMES)
+    assert len({one["id"] for one in content["annotations"]}) == len(content["annotations"])
+    for name in ("one", "two"):
+        drawn = {path: boxes for path, boxes in full_boxes_of(tmp_path / "both", "train").items() if name in path.parts}
+        assert {path.stem for path in drawn} == set(layouts.TRAIN)
+        assert all(sorted(boxes) == sorted(layouts.BOXES[path.stem]) for path, boxes in drawn.items())
 
 
 @pytest.mark.usefixtures("quiet_machine")
