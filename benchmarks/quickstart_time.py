@@ -4,9 +4,15 @@
 
 ``cpvt-det shapes datasets/shapes``, then ``python benchmarks/quickstart_time.py``. One step is what a run does between two reads of
 the loader: forward, losses, backward, clipping and the optimiser. Blocks of steps with one thread and with two take turns.
+
+``--beside`` measures it alone and beside one busy process per core instead, with threads that sleep while they wait, as
+``cpvt-det train`` has them, and with threads that spin, each in a process of its own.
 """
 
 import json
+import multiprocessing
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +28,7 @@ from benchmarks.load import check_load
 from cpvt_det.cli import common_options, report_errors
 
 CONFIG = "quickstart/deformable_peg.yaml"
+ROOT = Path(__file__).resolve().parent.parent
 THREADS = (1, 2)
 WARM_UP = 20  # steps
 
@@ -90,6 +97,34 @@ def step_times(run: Callable[[], float], rounds: int, steps: int) -> dict[int, l
     return found
 
 
+def _spin() -> None:
+    os.setsid()  # some systems share cores between sessions, then within them
+    while True:
+        pass
+
+
+def beside_times(config: str, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Mean time of a step in seconds in each round, alone and beside busy processes, for threads that sleep or spin."""
+    code = (
+        f"from benchmarks.quickstart_time import one_step; run = one_step({config!r}); times = [run() for _ in range({3 + steps})]"
+    )
+    command = [sys.executable, "-c", f"{code}; print(sum(times[3:]) / {steps})"]
+    spinning = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    environments = {"sleep": spinning | {"OMP_WAIT_POLICY": "PASSIVE"}, "spin": spinning}
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for busy in (0, os.cpu_count() or 1):
+            others = [multiprocessing.get_context("spawn").Process(target=_spin, daemon=True) for _ in range(busy)]
+            for other in others:
+                other.start()
+            for policy, environment in environments.items():
+                done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
+                found.setdefault(f"{policy}, {'beside' if busy else 'alone'}", []).append(float(done.stdout.split()[-1]))
+            for other in others:
+                other.kill()
+    return found
+
+
 def whole_run(config: str) -> dict[str, float]:
     """The quickstart's training and evaluation with all threads, in a folder that is not kept: minutes, and figures in percent."""
     from cpvt_det.config import load_cfg
@@ -109,12 +144,13 @@ def whole_run(config: str) -> dict[str, float]:
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps in a block.")
 @click.option("--whole", is_flag=True, help="Also train and evaluate to the end, with all threads.")
+@click.option("--beside", is_flag=True, help="Measure beside other work instead, for two ways to wait.")
 @click.option("--config-file", "config", default=CONFIG, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), help="Folder for a JSON.")
 @click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
 @common_options
 @report_errors
-def main(rounds: int, steps: int, whole: bool, config: str, output: Path | None, busy: bool) -> None:
+def main(rounds: int, steps: int, whole: bool, beside: bool, config: str, output: Path | None, busy: bool) -> None:
     """Print the time of the quickstart's training step with one thread and with two, and how many times as fast two are."""
     load_average = check_load(busy)
     from benchmarks.harness import Spread
@@ -122,26 +158,28 @@ def main(rounds: int, steps: int, whole: bool, config: str, output: Path | None,
     from benchmarks.origin import commit_of
     from benchmarks.report import file_stem
 
-    words = " ".join([f"--rounds {rounds}", f"--steps {steps}", *["--whole"] * whole, *["--busy"] * busy])
+    words = " ".join([f"--rounds {rounds}", f"--steps {steps}", *["--whole"] * whole, *["--beside"] * beside, *["--busy"] * busy])
     record: dict[str, Any] = {"command": f"python benchmarks/quickstart_time.py {words}", "config": config, "busy": busy}
     record |= {
         "commit": commit_of(Path(__file__).parent, short=True),
         "machine": machine("cpu", load_average),
         "versions": versions(),
     }
-    times = step_times(one_step(config), rounds, steps)
-    record["ms"] = {threads: [round(1000 * value, 2) for value in values] for threads, values in times.items()}
-    ratio = Spread.of([one / two for one, two in zip(times[1], times[2], strict=True)])
-    record["times_as_fast"] = {"median": round(ratio.median, 3), "q1": round(ratio.q1, 3), "q3": round(ratio.q3, 3)}
-    for threads, values in times.items():
-        click.echo(f"{threads} thread(s): {1000 * Spread.of(values).median:.1f} ms per step")
-    click.echo(f"two threads are {ratio.median:.2f} ({ratio.q1:.2f}-{ratio.q3:.2f}) times as fast as one; {rounds} rounds")
+    times = beside_times(config, rounds, steps) if beside else step_times(one_step(config), rounds, steps)
+    record["ms"] = {name: [round(1000 * value, 2) for value in values] for name, values in times.items()}
+    for name, values in times.items():
+        click.echo(f"{name} thread(s): {1000 * Spread.of(values).median:.1f} ms per step")
+    if not beside:
+        ratio = Spread.of([one / two for one, two in zip(times[1], times[2], strict=True)])
+        record["times_as_fast"] = {"median": round(ratio.median, 3), "q1": round(ratio.q1, 3), "q3": round(ratio.q3, 3)}
+        click.echo(f"two threads are {ratio.median:.2f} ({ratio.q1:.2f}-{ratio.q3:.2f}) times as fast as one; {rounds} rounds")
     if whole:
         record["whole"] = whole_run(config)
         click.echo(f"training and evaluation: {json.dumps(record['whole'])}")
     if output:
         output.mkdir(parents=True, exist_ok=True)
-        path = output / f"{file_stem('quickstart_time', 'cpu', 1, record['machine'])}.json"
+        name = "quickstart_beside" if beside else "quickstart_time"
+        path = output / f"{file_stem(name, 'cpu', 1, record['machine'])}.json"
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         click.echo(f"written: {path}")
 

@@ -23,6 +23,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def let_waiting_threads_sleep() -> None:
+    """Let OpenMP's threads sleep while they wait for each other, unless the user decided otherwise; before torch is imported.
+
+    By default they spin. Beside a program that keeps a core busy the system then stops a thread in the middle of its work for
+    what it spent on spinning, thousands of times in a step, and the others wait for it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def trim_heap() -> None:
     """Return freed memory that glibc keeps to the system; otherwise later allocations reuse it and cannot be measured."""
     with contextlib.suppress(OSError, AttributeError, TypeError):

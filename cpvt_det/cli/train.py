@@ -10,7 +10,7 @@ import click
 from cpvt_det.cli import common_options, report_errors
 from cpvt_det.cli.folder import budget_option, choose_run, folder_options, take_folder
 from cpvt_det.errors import BadInputError
-from cpvt_det.memory import quick_imports
+from cpvt_det.memory import let_waiting_threads_sleep, quick_imports
 from cpvt_det.registry import import_inherited
 
 RUNNERS = ("auto", "builtin", "detectron2")
@@ -102,6 +102,7 @@ def train(
       torchrun --nproc-per-node 2 -m cpvt_det train --config-file quickstart/deformable_peg.yaml --num-gpus 0
     """
     folder, overrides = take_folder(config_file, overrides)
+    let_waiting_threads_sleep()
     with quick_imports():
         from cpvt_det.runner.launch import launch  # and with it torch, which --help does not need
     if folder is not None:

@@ -2,6 +2,8 @@
 """The time of the quickstart's step: which threads each block runs with, and what the record has. Never a speed."""
 
 import json
+import multiprocessing
+import subprocess
 
 import pytest
 import torch
@@ -42,3 +44,18 @@ def test_a_step_trains_and_the_record_has_its_machine(drawn_cfg, tmp_path):
     assert record["times_as_fast"]["median"] == pytest.approx(record["ms"]["1"][0] / record["ms"]["2"][0], rel=0.05)
     assert record["whole"].keys() == {"minutes", "AP", "AP50"}
     assert {"commit", "machine", "versions", "command", "busy"} <= record.keys()
+
+
+def test_beside_other_work_both_ways_to_wait_are_measured_in_processes_that_see_them(monkeypatch):
+    seen = []
+
+    def run(command, env, **_):
+        seen.append((env.get("OMP_WAIT_POLICY"), len(multiprocessing.active_children())))
+        return subprocess.CompletedProcess(command, 0, stdout=f"a log line\n{len(seen)}.5\n")
+
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setattr(quickstart_time.subprocess, "run", run)
+    monkeypatch.setattr(quickstart_time.os, "cpu_count", lambda: 1)
+    times = quickstart_time.beside_times("any.yaml", rounds=1, steps=2)
+    assert seen == [("PASSIVE", 0), (None, 0), ("PASSIVE", 1), (None, 1)]
+    assert times == {"sleep, alone": [1.5], "spin, alone": [2.5], "sleep, beside": [3.5], "spin, beside": [4.5]}

@@ -3,6 +3,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 
@@ -70,3 +71,22 @@ def test_every_builder_is_found_by_name_and_no_other():
     assert all(callable(getattr(builders, name)) or name == "DETECTOR_REGISTRY" for name in builders.__all__)
     with pytest.raises(AttributeError, match="cpvt_det.builders.*build_house"):
         _ = builders.build_house
+
+
+@pytest.mark.parametrize(("typed", "seen"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_a_run_sleep_while_they_wait_unless_the_user_says_otherwise(typed, seen, tmp_path):
+    code = """
+import os, sys
+class Watch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print("at torch's import:", os.environ.get("OMP_WAIT_POLICY"))
+sys.meta_path.insert(0, Watch())
+from cpvt_det.cli import main
+main()
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": typed} if typed else {}
+    words = [sys.executable, "-c", code, "train", "--config-file", str(tmp_path / "none.yaml")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2 and f"at torch's import: {seen}" in done.stdout
