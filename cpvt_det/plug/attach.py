@@ -181,8 +181,9 @@ def attach(
         undo.append(register(RecordGrid(family, context), with_kwargs=True))
         undo.append(owner.register_forward_hook(ClearContext(context), always_call=True))
     for layer in plug.layers:
-        apply = ApplyPEG(family, family.layout_of(owner), family.prefix(owner), context)
-        undo.append(layer.register_forward_hook(apply, with_kwargs=True))
+        apply = ApplyPEG(family, family.layout_of(owner), family.prefix(owner), family.windows(owner), context)
+        # First: hooks that record a layer's output, as those of transformers after a first call, see that of the PEG.
+        undo.append(layer.register_forward_hook(apply, prepend=True, with_kwargs=True))
     _forget_compiled()
 
 

@@ -47,6 +47,14 @@ class Family:
         """Number of class and register tokens before those of the grid."""
         return 0
 
+    def windows(self, owner: nn.Module) -> int:
+        """Number of windows per side, where each window is an element of the layer's batch; else 1."""
+        return 1
+
+    def window_shape(self, shape: Size, windows: int) -> Size:
+        """(height, width) of a window, as the model divides the grid."""
+        return shape[0] // windows, shape[1] // windows
+
     def layout_of(self, owner: nn.Module) -> str:
         return self.layout
 
@@ -240,10 +248,12 @@ class HuggingFaceDeformableDETR(HuggingFaceDETR):
 
 
 class HuggingFaceRTDETR(Family):
-    name = "transformers RT-DETR"
+    name = "transformers RT-DETR, D-FINE, DEIMv2"
     classes = (
         "transformers.models.rt_detr.modeling_rt_detr.RTDetrHybridEncoder",
         "transformers.models.rt_detr_v2.modeling_rt_detr_v2.RTDetrV2HybridEncoder",
+        "transformers.models.d_fine.modeling_d_fine.DFineHybridEncoder",
+        "transformers.models.deimv2.modeling_deimv2.Deimv2HybridEncoder",
     )
     blocks = "aifi"
     layout = "BCHW"
@@ -253,6 +263,52 @@ class HuggingFaceRTDETR(Family):
 
     def replace(self, owner: nn.Module) -> list[Any]:
         return [layer.position_embedding.register_forward_hook(ZeroOutput()) for layer in owner.aifi]
+
+
+class HuggingFaceLWDETR(Family):
+    """A ViT whose layers run on windows of the grid."""
+
+    name = "transformers LW-DETR"
+    classes = ("transformers.models.lw_detr.modeling_lw_detr.LwDetrViTBackbone",)
+    blocks = "encoder.layer"
+    grid_source = ("embeddings", "after")
+
+    def channels(self, owner: nn.Module, name: str, layer: nn.Module) -> int:
+        return owner.config.hidden_size
+
+    def windows(self, owner: nn.Module) -> int:
+        return owner.config.num_windows_side
+
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
+        return [tuple(output.shape[-2:])], None
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        table = owner.embeddings.position_embeddings
+        return [] if table is None else [AttributeOverride(owner.embeddings, "position_embeddings", None)]
+
+
+class HuggingFaceRFDETR(HuggingFaceLWDETR):
+    """Each window has a class token. On a grid that is not square the model itself turns height and width of its windows around."""
+
+    name = "transformers RF-DETR"
+    classes = ("transformers.models.rf_detr.modeling_rf_detr.RfDetrDinov2Backbone",)
+
+    def prefix(self, owner: nn.Module) -> int:
+        return 1
+
+    def windows(self, owner: nn.Module) -> int:
+        return owner.config.num_windows
+
+    def window_shape(self, shape: Size, windows: int) -> Size:
+        return shape[1] // windows, shape[0] // windows
+
+    def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask:
+        height, width = _argument(args, kwargs, 0, "pixel_values").shape[-2:]
+        return [(height // module.patch_size, width // module.patch_size)], None
+
+    def replace(self, owner: nn.Module) -> list[Any]:
+        table = owner.embeddings.position_embeddings
+        return [AttributeOverride(owner.embeddings, "position_embeddings", torch.zeros_like(table))]
 
 
 class TimmViT(Family):
@@ -338,6 +394,8 @@ FAMILIES: tuple[Family, ...] = (
     TorchvisionViT(),
     TimmTNT(),
     HuggingFaceRTDETR(),
+    HuggingFaceLWDETR(),
+    HuggingFaceRFDETR(),
     TorchEncoder(),
     DetectronMViT(),
     DetectronSwin(),

@@ -32,6 +32,8 @@ class Observer(Protocol):
 
     def grid_and_mask(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> GridAndMask: ...
 
+    def window_shape(self, shape: Size, windows: int) -> Size: ...
+
 
 class ForwardContext:
     """Grid and mask of a forward pass, which one module of the model receives and others need; shared by the hooks of a model.
@@ -104,12 +106,13 @@ class ApplyPEG:
     Args:
         family: family of the model: which output contains the tokens, and how to read grid and mask from a call.
         layout: ``BNC``, ``NBC``, ``BHWC`` or ``BCHW``.
-        prefix: number of class and register tokens before those of the grid.
+        prefix: number of class and register tokens before those of the grid, or of each window.
+        windows: number of windows per side, each of which is an element of the layer's batch.
         context: grid and mask that another module received; ``None``: they are read from the layer's own call.
     """
 
-    def __init__(self, family: Observer, layout: str, prefix: int, context: ForwardContext | None):
-        self.family, self.layout, self.prefix, self.context = family, layout, prefix, context
+    def __init__(self, family: Observer, layout: str, prefix: int, windows: int, context: ForwardContext | None):
+        self.family, self.layout, self.prefix, self.windows, self.context = family, layout, prefix, windows, context
         self.mask_is_checked = False
 
     def __call__(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -125,8 +128,17 @@ class ApplyPEG:
         shapes, padded = self.context.read() if self.context else self.family.grid_and_mask(layer, args, kwargs, x)
         tokens = _to_tokens(x, self.layout)
         head, tokens = tokens[:, : self.prefix], tokens[:, self.prefix :]
+        if self.windows > 1:
+            tokens = tokens.reshape(-1, self.windows**2 * tokens.shape[1], tokens.shape[2])  # (B, N, C), window by window
         padded = self._checked(tokens, shapes, padded)
+        if self.windows > 1:
+            height, width = self.family.window_shape(shapes[0], self.windows)
+            by_window = (self.windows, self.windows, height, width)
+            tokens = tokens.unflatten(1, by_window).transpose(2, 3).flatten(1, 4)  # row by row
         encoded = apply_levels(peg, tokens, padded, shapes)
+        if self.windows > 1:
+            by_row = (self.windows, height, self.windows, width)
+            encoded = encoded.unflatten(1, by_row).transpose(2, 3).reshape(-1, height * width, encoded.shape[2])
         if self.prefix:
             encoded = torch.cat((head, encoded), dim=1)
         encoded = _from_tokens(encoded, self.layout, shapes)

@@ -239,3 +239,47 @@ def test_replaced_encoding_is_a_zero_encoding_of_the_encoder(example):
         expected = expected + encoding.flatten(2).permute(2, 0, 1)
     add_peg(model, position="replace")
     assert torch.equal(model(*args), expected)
+
+
+def _windowed(name):
+    pytest.importorskip("transformers")
+    return next(example for example in EXAMPLES if example.name == f"transformers {name}")
+
+
+@pytest.mark.parametrize(("name", "size"), [("LW-DETR", (64, 64)), ("LW-DETR", (96, 160)), ("RF-DETR", (64, 64))])
+def test_across_windows_a_peg_gives_what_it_gives_on_the_whole_map(name, size):
+    example = _windowed(name)
+    model = example.model()
+    with torch.no_grad():
+        before = model(*example.inputs(size)[0]).feature_maps[0]  # the first layer's; transformers' hooks are now installed
+        add_peg(model, after=0, norm="none")
+        peg = model.encoder.layer[0].peg
+        nn.init.uniform_(peg.scale, 0.2, 1.0)
+        after = model(*example.inputs(size)[0]).feature_maps[0]
+        tokens = before.flatten(2).transpose(1, 2)
+        expected = peg(tokens, torch.zeros(tokens.shape[:2], dtype=torch.bool), before.shape[-2:])
+    if name == "LW-DETR":  # RF-DETR's maps are after a norm
+        torch.testing.assert_close(after.flatten(2).transpose(1, 2), expected)
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (96, 160), (160, 96)])
+def test_a_peg_receives_rf_detrs_tokens_row_by_row_and_leaves_its_class_tokens(size):
+    example = _windowed("RF-DETR")
+    model = add_peg(example.model(), after=0)
+    images = example.inputs(size)[0][0]
+    layer = model.encoder.layer[0]
+    layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+    with torch.no_grad(), recorded(model) as calls:
+        windowed = model.embeddings(images)
+        found = []
+        hook = layer.register_forward_hook(lambda _, args, output: found.append(output))
+        nn.init.uniform_(layer.peg.scale, 0.2, 1.0)
+        model(images)
+        hook.remove()
+        model.config.num_windows = 1
+        rows = model.embeddings(images)[:, 1:]
+    ((tokens, mask, shape, _),) = calls
+    assert tuple(shape) == (size[0] // 16, size[1] // 16) and not mask.any()
+    assert torch.equal(tokens, rows)
+    assert torch.equal(found[0][:, 0], windowed[:, 0]) and not torch.equal(found[0][:, 1:], windowed[:, 1:])

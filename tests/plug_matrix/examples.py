@@ -183,9 +183,52 @@ def _hf_rt_detr() -> nn.Module:
     from transformers.models.rt_detr.configuration_rt_detr import RTDetrConfig
     from transformers.models.rt_detr.modeling_rt_detr import RTDetrHybridEncoder
 
+    return RTDetrHybridEncoder(RTDetrConfig(**_hybrid_options()))
+
+
+def _hybrid_options() -> dict[str, Any]:
     channels = {"encoder_in_channels": [C, C], "feat_strides": [16, 32], "encode_proj_layers": [1], "decoder_in_channels": [C, C]}
     sizes = {"encoder_hidden_dim": C, "encoder_ffn_dim": 32, "encoder_attention_heads": 2, "hidden_expansion": 0.5}
-    return RTDetrHybridEncoder(RTDetrConfig(**channels, **sizes))
+    return channels | sizes
+
+
+def _hf_rt_detr_v2() -> nn.Module:
+    from transformers.models.rt_detr_v2.configuration_rt_detr_v2 import RTDetrV2Config
+    from transformers.models.rt_detr_v2.modeling_rt_detr_v2 import RTDetrV2HybridEncoder
+
+    return RTDetrV2HybridEncoder(RTDetrV2Config(**_hybrid_options()))
+
+
+def _hf_d_fine() -> nn.Module:
+    from transformers.models.d_fine.configuration_d_fine import DFineConfig
+    from transformers.models.d_fine.modeling_d_fine import DFineHybridEncoder
+
+    return DFineHybridEncoder(DFineConfig(**_hybrid_options()))
+
+
+def _hf_deimv2() -> nn.Module:
+    from transformers.models.deimv2.configuration_deimv2 import Deimv2Config
+    from transformers.models.deimv2.modeling_deimv2 import Deimv2HybridEncoder
+
+    return Deimv2HybridEncoder(Deimv2Config(**_hybrid_options()))
+
+
+def _hf_lw_detr() -> nn.Module:
+    from transformers.models.lw_detr.configuration_lw_detr import LwDetrViTConfig
+    from transformers.models.lw_detr.modeling_lw_detr import LwDetrViTBackbone
+
+    options = {"hidden_size": C, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 16, "pretrain_image_size": 64}
+    return LwDetrViTBackbone(LwDetrViTConfig(**options, num_windows=4, window_block_indices=[0], out_features=["stage1", "stage2"]))
+
+
+def _hf_rf_detr() -> nn.Module:
+    from transformers.models.rf_detr.configuration_rf_detr import RfDetrDinov2Config
+    from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Backbone
+
+    options = {"hidden_size": C, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 16, "image_size": 64}
+    return RfDetrDinov2Backbone(
+        RfDetrDinov2Config(**options, num_windows=2, window_block_indexes=[0], out_features=["stage1", "stage2"])
+    )
 
 
 def _timm_vit() -> nn.Module:
@@ -237,6 +280,11 @@ EXAMPLES = (
     Example("torchvision VisionTransformer", "torchvision", _torchvision_vit, _image_inputs, sizes=((64, 64),)),
     Example("timm TNT", "timm", _timm_tnt, _image_inputs, sizes=((64, 128),)),
     Example("transformers RT-DETR", "transformers", _hf_rt_detr, _embeds),
+    Example("transformers RT-DETR v2", "transformers", _hf_rt_detr_v2, _embeds),
+    Example("transformers D-FINE", "transformers", _hf_d_fine, _embeds),
+    Example("transformers DEIMv2", "transformers", _hf_deimv2, _embeds),
+    Example("transformers LW-DETR", "transformers", _hf_lw_detr, _image_inputs),
+    Example("transformers RF-DETR", "transformers", _hf_rf_detr, _image_inputs),
     Example("torch.nn.TransformerEncoder", "torch", _torch_encoder, _torch_inputs, options={"grid": (2, 4)}),
     Example("detectron2 MViTv2", "detectron2", _detectron2("mvit"), _image_inputs),
     Example("detectron2 Swin", "detectron2", _detectron2("swin"), _image_inputs, options={"after": 1}),

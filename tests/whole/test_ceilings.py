@@ -14,14 +14,14 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_229,
+    "code lines": 21_276,
     "code lines of data/": 3_750,
     "files": 252,
-    "functions": 2_075,
+    "functions": 2_088,
     "rooms": 32,
     "arrows between rooms": 184,
     "keys of the config": 129,
-    "words of the documents": 43_900,
+    "words of the documents": 44_000,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
 5,000 in all."""
