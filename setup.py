@@ -9,9 +9,13 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "cpvt_det/__init__.py").read_text(encoding="utf-8"), re.M).group(1)
 
-# configs/ travels in the wheel as cpvt_det/configs/.
-FOLDERS = [path for path in sorted((ROOT / "configs").rglob("*")) if path.is_dir() and path.name != "__pycache__"]
-CONFIG_FOLDERS = ["configs", *(path.relative_to(ROOT).as_posix() for path in FOLDERS)]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# A package index shows the page alone: no pictures, and links only to other sites.
+DESCRIPTION = re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", re.sub(r"!\[[^\]]*\]\([^)]+\)\n\n", "", README))
+
+# configs/ travels in the wheel as cpvt_det/configs/: package -> folder.
+FOLDERS = sorted({path.relative_to(ROOT).parent for path in (ROOT / "configs").rglob("*.yaml")})
+CONFIGS = {"cpvt_det." + ".".join(folder.parts): folder.as_posix() for folder in FOLDERS}
 
 INSTALL = [
     "torch>=2.9",
@@ -77,13 +81,13 @@ setup(
     name="cpvt-det",
     version=VERSION,
     description="PEG, the conditional position encoding of CPVT, in DETR and Deformable-DETR",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=DESCRIPTION,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=[*find_packages(include=["cpvt_det", "cpvt_det.*"]), *("cpvt_det/" + f for f in CONFIG_FOLDERS)],
-    package_dir={"cpvt_det/" + folder: folder for folder in CONFIG_FOLDERS},
-    package_data={"cpvt_det.visualize": ["pages/*"], **{"cpvt_det/" + folder: ["*.yaml"] for folder in CONFIG_FOLDERS}},
+    packages=[*find_packages(include=["cpvt_det", "cpvt_det.*"]), *CONFIGS],
+    package_dir=CONFIGS,
+    package_data={"cpvt_det.visualize": ["pages/*"], **{package: ["*.yaml"] for package in CONFIGS}},
     install_requires=INSTALL,
     extras_require={
         **{"detectron2": DETECTRON2, "export": EXPORT, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},

@@ -10,7 +10,7 @@ The way of one image from file to AP: ``data/coco.py`` -> ``data/mapper.py`` -> 
 from typing import Any
 
 __all__ = ["Predictor", "__version__"]
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 
 def __getattr__(name: str) -> Any:
