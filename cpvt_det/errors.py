@@ -39,8 +39,8 @@ class WeightsError(BadInputError):
     """Weights that cannot be read or do not fit."""
 
 
-class MapSizeError(ValueError):
-    """A map that is larger than a position encoding supports."""
+class MapSizeError(BadInputError):
+    """A map that is larger than a position encoding supports, or a canvas larger than that of an exported program."""
 
 
 class RunStoppedError(RuntimeError):

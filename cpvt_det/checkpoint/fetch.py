@@ -29,7 +29,9 @@ TIMEOUT = 10.0
 """Seconds without a word from a server; huggingface_hub's default is the same."""
 FOLDER_FILES = ("config.json", CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
 """The files of a repository that are fetched; none of them can run code."""
-SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".pkl", ".ckpt", ".yaml")
+EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
+"""End of the name of an exported program -> its format."""
+SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".pkl", ".ckpt", ".yaml", *EXPORTED)
 """What ends in one of them is a path."""
 
 

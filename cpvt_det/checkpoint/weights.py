@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from cpvt_det.checkpoint.convert import convert_state_dict, detect_source
-from cpvt_det.checkpoint.fetch import locate
+from cpvt_det.checkpoint.fetch import EXPORTED, locate
 from cpvt_det.checkpoint.files import read_checkpoint, state_dict_of
 from cpvt_det.checkpoint.model_folder import is_in_folder, read_node
 from cpvt_det.checkpoint.recognise import recognise, start_of_file
@@ -87,6 +87,10 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
         path, start, origin, checkpoint = None, None, "the given weights", weights
     else:
         path, start = _file_of(locate(weights)), find_start(weights)
+        if path.suffix in EXPORTED:
+            raise WeightsError(
+                f"{weights} is an exported program, which predict and eval run; here give the checkpoint that it was exported from"
+            )
         origin, checkpoint = str(weights), read_checkpoint(path)
     state_dict = state_dict_of(checkpoint, origin)
     node = checkpoint.get("cpvt_det") if path is None or not is_in_folder(path) else read_node(path.parent)

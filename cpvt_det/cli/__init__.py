@@ -25,7 +25,7 @@ COMMANDS = {
     "configs": "List the configs of the package.",
     "convert-weights": "Convert DETR weights of other projects.",
     "eval": "Evaluate weights on a data set.",
-    "export": "Convert weights to ONNX or a torch.export program.",
+    "export": "Convert weights to ONNX, OpenVINO or a torch.export program.",
     "pack": "Write the images of a data set into tar files.",
     "predict": "Detect objects in images, or classify them: pictures and JSON.",
     "serve": "Look at detections in the browser.",

@@ -39,7 +39,7 @@ def eval(
     tiles: int | None,
     overlap: float | None,
 ) -> None:
-    """Evaluate WEIGHTS, a file or a model folder, on DATASETS.TEST; KEY VALUE pairs override the config.
+    """Evaluate WEIGHTS, a file, a model folder or a file of cpvt-det export, on DATASETS.TEST; KEY VALUE pairs override the config.
 
     With --sizes, test images get these short sides one after the other, those of a classifier are crops of these sides; the figures
     are in OUTPUT_DIR/sizes.md and sizes.json.
@@ -48,6 +48,7 @@ def eval(
     Example:
       cpvt-det eval output/model_best.pth --config-file output/config.yaml OUTPUT_DIR output/eval
       cpvt-det eval output/model_best.pth --config-file output/config.yaml --report OUTPUT_DIR output/eval
+      cpvt-det eval detector.onnx OUTPUT_DIR output/eval_onnx
       cpvt-det eval output/model_best.pth --config-file output/config.yaml --tiles 640 OUTPUT_DIR output/eval
       cpvt-det eval output/model_best.pth --sizes 160,224,288,384,448,512 OUTPUT_DIR output/sizes
     """
@@ -73,9 +74,10 @@ def _sizes(text: str) -> list[int]:
 
 def _config_in(weights: str, folder: Path) -> str:
     """A file with the config that weights contain."""
+    from cpvt_det.checkpoint.exported import config_of, is_exported
     from cpvt_det.checkpoint.weights import read_weights
 
-    config = read_weights(weights).config
+    config = config_of(weights) if is_exported(weights) else read_weights(weights).config
     if config is None:
         raise WeightsError(f"{weights} contains no config; give its config with --config-file")
     (folder / "log.txt").touch()  # what marks the config of a run, which may have keys of an older version

@@ -3,21 +3,23 @@
 
 import os
 import re
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from fvcore.common.config import CfgNode
 from tabulate import tabulate
 
 from cpvt_det import builders
+from cpvt_det.checkpoint.exported import Run, open_program
 from cpvt_det.checkpoint.trained import Trained, load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
-from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError
+from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError, WeightsError
 from cpvt_det.export import check, program, programs
-from cpvt_det.files import atomic_file
 from cpvt_det.models import ImageModel
 from cpvt_det.structures import Size
 
@@ -41,7 +43,7 @@ HALF_TOLERANCE = 2e-2
     show_default=True,
     help="Sampling operator of deformable attention.",
 )
-@click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16.")
+@click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16; OpenVINO: weights in float16.")
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights that do not contain one.")
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
@@ -57,7 +59,7 @@ def export(
     config_file: str,
     overrides: tuple[str, ...],
 ) -> None:
-    """Convert WEIGHTS, a checkpoint of a run, to a program that runs without this package.
+    """Convert WEIGHTS, a checkpoint of a run, to a program that runs without this package; predict and eval take it too.
 
     Pixels and padding mask in; boxes, scores and labels, or of a classifier the scores of the classes, out. The program is compared
     with the model on three batches of sizes that it was not traced at; FILE is written only if no box and no score differs by more
@@ -66,30 +68,44 @@ def export(
     \b
     Example:
       cpvt-det export output/model_best.pth --format onnx --output detector.onnx
+      cpvt-det export output/model_best.pth --format openvino --output detector.xml
       cpvt-det export output/model_best.pth --format torch_export --output detector.pt2 --dynamic batch --size 800x1216
     """
     programs.require_format(format)
-    _require_place(output)
+    _require_place(output, format)
     names = _dimensions(dynamic)
     trained = load_trained(weights, "cpu", config_file, overrides)
     detector = trained.detector
     canvas = check.traced_canvas(detector, *_fixed(names, batch, size, detector))
     postprocess = builders.build_decoder(trained.cfg)
-    module = program.ExportModule(program.prepare(detector, sampling), postprocess, half)
+    module = program.ExportModule(program.prepare(detector, sampling), postprocess, half and format != "openvino")
     if names:
         click.echo(f"tracing a program of any {', '.join(names)}: this may take some minutes (--dynamic none is quicker)", err=True)
-    with atomic_file(output) as file:
-        programs.write_program(program.trace(module, canvas, names), format, file, _metadata(trained), half, postprocess.outputs)
-        file.flush()
-        run = programs.open_program(file.name, format)
+    fixed = {name: side for name, side in vars(canvas).items() if name not in names}
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
+        path = Path(folder) / output.name
+        facts = {**_metadata(trained), "fixed": fixed}
+        programs.write_program(program.trace(module, canvas, names), format, path, facts, half, postprocess.outputs)
+        run = _open(path, format)
         unseen = enumerate(check.unseen_canvases(detector, canvas, names))
         rows = [check.compare(detector, postprocess, run, other, seed) for seed, other in unseen]
         _report(rows, HALF_TOLERANCE if half else TOLERANCE)
+        for file in sorted(path.parent.iterdir()):  # the weights of an .xml, a .bin, before it
+            os.replace(file, output.with_name(file.name))
     needs = f", opset {programs.OPSET}, for onnxruntime {programs.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
     click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB{needs}")
 
 
-def _require_place(output: Path) -> None:
+def _open(path: Path, format: str) -> Run:
+    try:
+        return torch.export.load(path).module() if format == "torch_export" else open_program(path, format).run
+    except WeightsError as error:
+        raise RunStoppedError(f"the converted program cannot be run: {error}") from error
+
+
+def _require_place(output: Path, format: str) -> None:
+    if format == "openvino" and output.suffix != ".xml":
+        raise BadInputError(f"--output {output}: the name of an OpenVINO file ends in .xml; its weights are beside it, in a .bin")
     if not output.parent.is_dir():
         raise BadInputError(f"--output {output}: the folder {output.parent} does not exist; create it first")
     if not os.access(output.parent, os.W_OK):
@@ -145,6 +161,7 @@ def _metadata(trained: Trained) -> dict[str, Any]:
         **_sizes(trained.cfg),
         "class_names": list(trained.classes.names),
         "class_ids": list(trained.classes.ids),
+        "config": trained.cfg.dump(),
     }
 
 

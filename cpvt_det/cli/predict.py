@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from cpvt_det.checkpoint.trained import load_trained
+from cpvt_det.checkpoint.exported import load_model
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
 from cpvt_det.data.listing import few, find_files
@@ -50,7 +50,8 @@ def predict(
     overlap: float | None,
     overrides: tuple[str, ...],
 ) -> None:
-    """Detect objects in images with WEIGHTS, a checkpoint, a model folder or a name (cpvt-det weights lists them).
+    """Detect objects in images with WEIGHTS: a checkpoint, a model folder, a name (cpvt-det weights lists them), or a file
+    of cpvt-det export, ONNX or OpenVINO.
 
     Writes pictures/, detections.json (COCO's results format), images.json (the id of each image) and coco.json (a COCO data set). A
     classifier writes classes.json: the best five classes of each image, with their scores. KEY VALUE pairs override the config.
@@ -60,6 +61,7 @@ def predict(
       cpvt-det predict output/model_best.pth --input photos --output found
       cpvt-det predict dino_r50 --input photo.jpg --output found
       cpvt-det predict output/model_best.pth --input 'photos/**/*.jpg' --output found --threshold 0.3 INPUT.MIN_SIZE_TEST 480
+      cpvt-det predict detector.onnx --input photo.jpg --output found
       cpvt-det predict output/model_best.pth --input photos --output found --tiles 640 --overlap 0.2
     """
     _require_usable(threshold, batch, overrides)
@@ -70,7 +72,7 @@ def predict(
             f"left out: {counted(len(unreadable), 'image')} that cannot be read here, convert to JPEG or PNG: {few(unreadable)}",
             err=True,
         )
-    trained = load_trained(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
+    trained = load_model(weights, device, config_file, (*overrides, *tiles_overrides(tiles, overlap)))
     classifies = isinstance(trained.detector, Classifier)
     if classifies and threshold is not None:
         raise BadInputError(f"--threshold is for detections, and {weights} is a classifier; leave it out")

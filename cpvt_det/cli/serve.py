@@ -3,6 +3,7 @@
 
 import click
 
+from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.cli import common_options
 from cpvt_det.errors import BadInputError
 from cpvt_det.predict import Predictor
@@ -51,7 +52,7 @@ def serve(
     if not 0 < max_upload <= 1000:
         raise BadInputError(f"--max-upload must be above 0 and at most 1000 MB, got {max_upload:g}")
     with PageServer(host, port, int(max_upload * MEGABYTE), names) as server:  # before the models: its port may be in use
-        models = [ServedModel(Predictor.from_checkpoint(path, device, config_file), path) for path in weights]
+        models = [ServedModel(Predictor.from_trained(load_trained(path, device, config_file)), path) for path in weights]
         for model in models:
             if model.predictor.tiling is not None:
                 text = f"{model.name}: the page looks at whole images; predict and eval cut them into tiles (TEST.TILES)"

@@ -13,8 +13,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from cpvt_det.boxes import intersection_over_union
+from cpvt_det.checkpoint.exported import Run
 from cpvt_det.export.program import Canvas, largest_sides
-from cpvt_det.export.programs import Run
 from cpvt_det.inference import ClassScores, PostProcessor
 from cpvt_det.models import ImageModel
 from cpvt_det.structures import Detections, PaddedBatch, Size

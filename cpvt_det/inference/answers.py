@@ -58,16 +58,17 @@ class PostProcessor:
         scale = boxes.new_tensor([(w, h, w, h) for h, w in original_sizes])[:, None]
         return [Detections(*parts) for parts in zip(boxes * scale, scores, labels, strict=True)]
 
-    def decode(self, predictions: Predictions) -> tuple[Tensor, Tensor, Tensor]:
+    def decode(self, predictions: Predictions | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The best of the last layer's predictions.
 
         Args:
-            predictions: predictions for B images, with boxes relative to the unpadded image.
+            predictions: predictions for B images, with boxes relative to the unpadded image; the answers of an exported program,
+                a tuple, are decoded already.
 
         Returns:
             Boxes (B, n, 4) float, xyxy in [0, 1] of the unpadded image; scores (B, n) float, best first; labels (B, n) int64.
         """
-        return self.rank(predictions)[:3]
+        return predictions if isinstance(predictions, tuple) else self.rank(predictions)[:3]
 
     def rank(self, predictions: Predictions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What :meth:`decode` returns, and the query (B, n) int64 of each detection."""
@@ -86,9 +87,9 @@ class ClassScores:
 
     outputs = ("scores",)
 
-    def decode(self, predictions: ClassLogits) -> tuple[Tensor]:
-        """(B, K) float scores of the classes, whose sum is 1."""
-        return (predictions.scores(),)
+    def decode(self, predictions: ClassLogits | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """(B, K) float scores of the classes, whose sum is 1; an exported program, whose answer is a tuple, gives them itself."""
+        return predictions if isinstance(predictions, tuple) else (predictions.scores(),)
 
 
 @torch.no_grad()
@@ -114,7 +115,8 @@ def classify(classifier: nn.Module, samples: Sequence[Mapping[str, Any]]) -> lis
         samples: dicts with ``image`` (3, h, w) in [0, 255].
     """
     batch = classifier.preprocess([sample["image"] for sample in samples])
-    return list(classifier(batch.images, batch.padding_mask).scores().cpu())
+    (scores,) = ClassScores().decode(classifier(batch.images, batch.padding_mask))
+    return list(scores.cpu())
 
 
 @contextlib.contextmanager

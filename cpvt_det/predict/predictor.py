@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from cpvt_det.builders import build_postprocessor, build_test_mapper, build_tiling
+from cpvt_det.checkpoint.exported import ExportedModel, load_model
 from cpvt_det.checkpoint.fetch import fetch_folder
 from cpvt_det.checkpoint.model_folder import save_model
 from cpvt_det.checkpoint.starts import find_start
-from cpvt_det.checkpoint.trained import Trained, load_trained
+from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.class_names import Classes
 from cpvt_det.data.mapper import Mapper
-from cpvt_det.errors import ConfigError, DataError
+from cpvt_det.errors import ConfigError, DataError, WeightsError
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.inference import PostProcessor, detect
 from cpvt_det.inference.tiles import Tiling, detect_tiles
@@ -72,7 +73,8 @@ class Predictor:
         overrides: Sequence[str] = (),
     ) -> "Predictor":
         """Load a checkpoint of a run (``model_best.pth``) or a model folder, which contains config, classes and image sizes, or
-        weights of another project, whose config follows from their names and shapes.
+        weights of another project, whose config follows from their names and shapes; or a file of ``cpvt-det export``, ONNX or
+        OpenVINO.
 
         Args:
             path: path of the file or folder, or a name that ``cpvt-det weights`` lists. If the run had ``SOLVER.EMA``, the averaged
@@ -85,7 +87,7 @@ class Predictor:
             WeightsError: weights that cannot be read, without config or classes, or for only a part of the model.
             ConfigError: keys that cannot be used, or a device that does not exist.
         """
-        predictor = cls.from_trained(load_trained(path, device, config_file, overrides))
+        predictor = cls.from_trained(load_model(path, device, config_file, overrides))
         predictor.origin = Path(path).expanduser()
         return predictor
 
@@ -178,9 +180,11 @@ class Predictor:
         """Write a model folder, which :meth:`from_checkpoint` and ``MODEL.WEIGHTS`` take.
 
         Raises:
-            WeightsError: a folder that cannot be created or written to.
+            WeightsError: a folder that cannot be created or written to, or an exported program, which has no weights to write.
             RunStoppedError: weights that cannot be written, for example because the disk is full.
         """
+        if isinstance(self.detector, ExportedModel):
+            raise WeightsError(f"{self.detector.origin} is an exported program and has no weights to save; load its checkpoint")
         save_model(Path(folder), self.detector.state_dict(), self.classes, self.config, self.thresholds)
 
     def push_to_hub(self, repo_id: str, license: str | None = None, picture: bool = True, **options: Any) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from cpvt_det import builders
 from cpvt_det.builders.datasets import log_data
 from cpvt_det.checkpoint.checkpointer import RunCheckpointer, RunState, TrainerState
+from cpvt_det.checkpoint.exported import is_exported, load_for_evaluation
 from cpvt_det.checkpoint.initial import load_initial_weights
 from cpvt_det.checkpoint.resume import last_checkpoint
 from cpvt_det.data.loader import dead_workers_named
@@ -102,8 +103,11 @@ def evaluate_only(cfg: CfgNode, engine: Engine, resume: bool, allow_partial: boo
     output = setup_run(cfg)
     engine.start(output)
     log_data(tests)
-    detector = engine.build_detector(cfg)
-    kept = load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
+    if is_exported(cfg.MODEL.WEIGHTS):
+        detector, kept = load_for_evaluation(cfg, tests[0].classes)
+    else:
+        detector = engine.build_detector(cfg)
+        kept = load_initial_weights(cfg, detector, tests[0].classes, for_evaluation=True, allow_partial=allow_partial)
     write_config(engine.saved(cfg), replace=False)
     if sizes:
         return evaluate_sizes(task, detector, tests, sizes, output)

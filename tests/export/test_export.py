@@ -3,7 +3,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,16 +10,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from exports import kept_exports, shared_exports  # noqa: F401
-from PIL import Image
 from test_models import unlike_initial
 from test_solver import tiny_cfg
 from tiny import DETECTORS, DINO
 
 from cpvt_det import builders
+from cpvt_det.checkpoint.exported import open_program
 from cpvt_det.checkpoint.files import write_checkpoint
 from cpvt_det.cli import main
-from cpvt_det.data.images import read_image
-from cpvt_det.data.mapper import RandomShortSide
 from cpvt_det.errors import BadInputError, RunStoppedError
 from cpvt_det.export import check, program, programs
 from cpvt_det.export.program import Canvas, ExportModule, foreign_operators, prepare, trace
@@ -152,96 +149,12 @@ def test_an_onnx_file_has_aten_alone_left_of_its_domains_and_takes_one_stride(sh
     onnx.checker.check_model(model)
     assert b"stack_trace" not in path.read_bytes() and str(ROOT).encode() not in path.read_bytes()
     assert shipped[3].endswith(" MB, opset 18, for onnxruntime 1.14 or later\n")
-    answers = programs.open_program(path, "onnx")(torch.full((1, 3, 16, 16), 99.0), torch.zeros(1, 16, 16, dtype=torch.bool))
+    answers = open_program(path, "onnx").run(torch.full((1, 3, 16, 16), 99.0), torch.zeros(1, 16, 16, dtype=torch.bool))
     with torch.no_grad():
         batch = detector.preprocess([torch.full((3, 16, 16), 99)])
         expected = builders.build_postprocessor(cfg).decode(detector(batch.images, batch.padding_mask))
     for found, wanted in zip(answers, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
-
-
-def test_the_script_without_this_package_sees_what_the_model_sees(shipped, tmp_path):
-    cfg, detector, path, _ = shipped
-    torch.manual_seed(3)
-    patches = torch.rand(1, 3, 4, 6) * 255
-    pixels = torch.nn.functional.interpolate(patches, (100, 150), mode="bilinear")[0].to(torch.uint8)
-    Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(tmp_path / "picture.png")
-    source = (ROOT / "tools/run_onnx.py").read_text()
-    assert "import cpvt_det" not in source and "import torch" not in source
-    script = [sys.executable, ROOT / "tools/run_onnx.py", path, tmp_path / "picture.png"]
-    lines = subprocess.run(script, check=True, capture_output=True, text=True).stdout.splitlines()
-    batch = detector.preprocess([RandomShortSide([64], 90)(read_image(str(tmp_path / "picture.png")))])
-    with torch.no_grad():
-        found = builders.build_postprocessor(cfg)(detector(batch.images, batch.padding_mask), [(100, 150)])[0]
-    expected = found.scores >= 0.5
-    assert len(lines) == expected.sum() > 0
-    for line, box, score, label in zip(lines, found.boxes_xyxy, found.scores, found.labels, strict=False):
-        name, *numbers = line.split()
-        assert name == NAMES[label]
-        # Pillow and torchvision round pixels differently while they resize.
-        assert [float(number) for number in numbers] == pytest.approx([float(score), *box.tolist()], abs=1.5)
-
-
-def run_onnx(*words, **options):
-    script = [sys.executable, ROOT / "tools/run_onnx.py", *words]
-    return subprocess.run([str(word) for word in script], capture_output=True, text=True, **options)
-
-
-def test_the_script_takes_the_threshold_of_the_file_unless_another_is_given(shipped, tmp_path):
-    """The file's threshold is in the widest gap between two of twelve scores; the best is named."""
-    import onnx
-
-    model = onnx.load(shipped[2])
-    (facts,) = (entry for entry in model.metadata_props if entry.key == "cpvt_det")
-    Image.new("RGB", (150, 100), (200, 30, 30)).save(tmp_path / "picture.png")
-    lines = run_onnx(shipped[2], tmp_path / "picture.png", "--threshold", 0).stdout.splitlines()
-    scores = [float(line.split()[1]) for line in lines]
-    assert len(lines) == 12 and scores == sorted(scores, reverse=True)
-    passing = max(range(1, 12), key=lambda place: scores[place - 1] - scores[place])
-    middle = (scores[passing - 1] + scores[passing]) / 2
-    facts.value = json.dumps({**json.loads(facts.value), "threshold": middle})
-    onnx.save(model, tmp_path / "kept.onnx")
-    kept = run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png")
-    assert kept.stdout.splitlines() == lines[:passing]
-    told, best = kept.stderr.splitlines()
-    assert told == f"threshold {middle:.3g}: the best F1 of its evaluation; --threshold sets another"
-    assert best.startswith("the best score is ") and best.endswith(f"({lines[0].split()[0]})")
-    assert float(best.split()[4]) == pytest.approx(scores[0], abs=1e-3)
-    none = run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png", "--threshold", 1)
-    assert none.stdout == ""
-    assert none.stderr == f"no detection has a score of 1, and {best}; --threshold sets a lower one\n"
-    assert run_onnx(tmp_path / "kept.onnx", tmp_path / "picture.png", "--threshold", 1.5).returncode == 2
-    assert "--threshold SCORE" in run_onnx("--help").stdout
-
-
-def test_the_script_refuses_what_is_not_there_and_programs_of_others(shipped, tmp_path):
-    import onnx
-
-    Image.new("RGB", (15, 10)).save(tmp_path / "picture.png")
-    missing = run_onnx(shipped[2], tmp_path / "no.png")
-    assert missing.returncode == 2 and missing.stderr.endswith(f"there is no file {tmp_path / 'no.png'}\n")
-    model = onnx.load(shipped[2])
-    del model.metadata_props[:]
-    onnx.save(model, tmp_path / "other.onnx")
-    other = run_onnx(tmp_path / "other.onnx", tmp_path / "picture.png")
-    assert other.returncode == 1 and other.stderr.startswith(f"{tmp_path / 'other.onnx'} is no file of cpvt-det export")
-
-
-def test_the_script_takes_a_program_of_one_size_and_batch(shipped, tmp_path):
-    """The same detections as of a program of any size, as padding reaches nothing; a picture that is too large is refused."""
-    cfg, detector, path, _ = shipped
-    size = ("--dynamic", "none", "--batch", "2", "--size", "64x96")
-    result = export(save(tmp_path, cfg, detector), tmp_path / "fixed.onnx", *size, format="onnx")
-    assert result.exit_code == 0, result.output
-    Image.new("RGB", (75, 40), (200, 30, 30)).save(tmp_path / "picture.png")
-    lines = [run_onnx(file, tmp_path / "picture.png", "--threshold", 0) for file in (path, tmp_path / "fixed.onnx")]
-    found = [[line.split() for line in one.stdout.splitlines()] for one in lines]
-    assert [row[0] for row in found[0]] == [row[0] for row in found[1]] and len(found[0]) == 12
-    for dynamic, fixed in zip(*found, strict=True):
-        assert [float(word) for word in dynamic[1:]] == pytest.approx([float(word) for word in fixed[1:]], abs=0.11)
-    Image.new("RGB", (40, 75)).save(tmp_path / "tall.png")
-    refused = run_onnx(tmp_path / "fixed.onnx", tmp_path / "tall.png")
-    assert refused.returncode == 1 and "export it with a larger --size" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_a_program_keeps_the_thresholds_of_the_weights(tmp_path):
@@ -410,6 +323,7 @@ def test_a_program_that_is_not_the_model_leaves_no_file(tmp_path, monkeypatch):
         (["--size", "64x64"], "--size 64x64 contradicts --dynamic"),
         (["--batch", "2"], "--batch 2 contradicts --dynamic"),
         (["--output", "nowhere/detector.pt2"], "the folder nowhere does not exist"),
+        (["--format", "openvino"], "the name of an OpenVINO file ends in .xml; its weights are beside it, in a .bin"),
         (["MODEL.NUM_CLASSES", "7"], "MODEL.NUM_CLASSES is 7, but"),
         (["MODEL.POSITION.NAME", "none"], "fits only a part of the config's model"),
         (["MODEL.POSITIONS", "none"], "unknown config key"),
@@ -426,4 +340,7 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(BadInputError, match=r"--format onnx needs onnxscript: pip install 'cpvt-det\[export\]'"):
         programs.require_format("onnx")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(BadInputError, match=r"needs onnxscript, openvino: pip install 'cpvt-det\[export,openvino\]'"):
+        programs.require_format("openvino")
     programs.require_format("torch_export")

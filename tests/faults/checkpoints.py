@@ -30,7 +30,7 @@ import torch
 from tiny import overrides
 
 from cpvt_det.checkpoint.files import checksum_of, read_checkpoint
-from faults.case import Case, Cut, Ending
+from faults.case import Case, Cut, Ending, call
 from faults.drawn import Drawn, call_on, draw
 
 SHORT = {"SOLVER__MAX_ITER": 2, "SOLVER__CHECKPOINT_PERIOD": 1, "DATASETS__TEST": ()}
@@ -49,6 +49,17 @@ def after_run(damage: Callable[[Path], Any], *words: str, **more: object) -> Cal
         damage(folder / "out")
         settings = {key: str(value).replace("OUT", str(folder / "out")) for key, value in more.items()}
         return call_on(drawn, "train", *words, **{**SHORT, **settings})
+
+    return run
+
+
+def with_files(names: list[str], *words: str) -> Callable[[Path], Ending]:
+    """Call a command whose words may be names of empty files, in a folder that has these."""
+
+    def run(folder: Path) -> Ending:
+        for name in names:
+            (folder / name).write_bytes(b"")
+        return call(*(str(folder / word) if "." in word or word == "found" else word for word in words))
 
     return run
 
@@ -207,6 +218,18 @@ CASES = [
         guard=files("if damaged is not None:"),
     ),
     Case("half a file", weights(halve(FINAL)), f"{FINAL}: damaged", guard=(files("if not only_look:"), DAMAGED)),
+    Case(
+        "an exported program where weights are needed",
+        with_files(["detector.onnx"], "convert-weights", "detector.onnx", "other.pth"),
+        "detector.onnx is an exported program, which predict and eval run; here give the checkpoint that it was exported from",
+        guard=Cut("checkpoint/weights.py", "if path.suffix in EXPORTED:", "if False:"),
+    ),
+    Case(
+        "an OpenVINO file without its .bin",
+        with_files(["detector.xml", "photo.png"], "predict", "detector.xml", "--input", "photo.png", "--output", "found"),
+        "there is no file ...detector.bin, which belongs to ...detector.xml",
+        guard=Cut("checkpoint/exported.py", "if not file.is_file():", "if False:"),
+    ),
     Case("no file", weights(nothing, name="gone.pth"), "no weights file ...gone.pth", guard=NO_FILE),
     Case(
         "code in a .pkl",

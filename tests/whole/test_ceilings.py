@@ -14,12 +14,12 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_276,
+    "code lines": 21_434,
     "code lines of data/": 3_750,
-    "files": 252,
-    "functions": 2_088,
+    "files": 253,
+    "functions": 2_102,
     "rooms": 32,
-    "arrows between rooms": 184,
+    "arrows between rooms": 186,
     "keys of the config": 129,
     "words of the documents": 44_000,
 }

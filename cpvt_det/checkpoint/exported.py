@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An exported file, ONNX or OpenVINO, in the place of a checkpoint: what is called with a batch as its model was."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from fvcore.common.config import CfgNode
+from torch import Tensor, nn
+
+from cpvt_det.builders import build_device
+from cpvt_det.checkpoint.fetch import EXPORTED
+from cpvt_det.checkpoint.trained import Trained, config_of_weights, load_trained
+from cpvt_det.checkpoint.weights import Weights
+from cpvt_det.class_names import Classes
+from cpvt_det.config import load_cfg, merge_overrides
+from cpvt_det.errors import ConfigError, MapSizeError, WeightsError, first_line
+from cpvt_det.evaluation.thresholds import Thresholds
+from cpvt_det.structures import PaddedBatch
+
+METADATA_KEY = "cpvt_det"
+"""Key of the metadata, JSON, that is written with a program."""
+PACKAGES = {"onnx": "onnxruntime", "openvino": "openvino"}
+SET_LATER = ("DEVICE", "WEIGHTS", "WEIGHTS_SHA256", "NUM_CLASSES")
+"""Keys of ``MODEL`` and of its nodes that a program does not depend on once it is written."""
+Run = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
+
+class Program(NamedTuple):
+    """An opened program.
+
+    Attributes:
+        run: function of images (B, 3, H, W) float32 and padding mask (B, H, W) bool that returns what it was exported to return.
+        facts: its metadata; empty for a program of another project.
+    """
+
+    run: Run
+    facts: dict[str, Any]
+
+
+class ExportedModel(nn.Module):
+    """An exported program that is called as its model: it has no weights here, and its answers are decoded already.
+
+    Args:
+        program: the program; its metadata contains ``stride`` and ``fixed``, the dimensions that may not change between calls.
+        origin: name of its file in messages.
+    """
+
+    def __init__(self, program: Program, origin: str):
+        super().__init__()
+        self.run = program.run
+        self.origin = origin
+        self.size_divisibility: int = program.facts["stride"]
+        self.fixed: dict[str, int] = program.facts["fixed"]
+
+    def preprocess(self, images: Sequence[Tensor]) -> PaddedBatch:
+        """Images (3, h, w) in [0, 255] on one canvas, as floats; the program normalises them."""
+        return PaddedBatch.from_images([image.float() for image in images], self.size_divisibility)
+
+    def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
+        """The program's answers, as of :meth:`cpvt_det.export.program.ExportModule.forward`.
+
+        Args:
+            images: (B, 3, H, W) float32 from 0 to 255.
+            padding_mask: (B, H, W) bool, True = padded.
+
+        Raises:
+            MapSizeError: images that are larger than the canvas of a program of one size.
+        """
+        count, _, *sides = images.shape
+        canvas = [self.fixed.get(name, side) for name, side in zip(("height", "width"), sides, strict=True)]
+        if sides[0] > canvas[0] or sides[1] > canvas[1]:
+            raise MapSizeError(
+                f"{self.origin} takes canvases of {canvas[0]}x{canvas[1]}, and these images need {sides[0]}x{sides[1]}; export it "
+                "with a larger --size, or set smaller images in INPUT"
+            )
+        batch = self.fixed.get("batch", count)
+        whole = -(-count // batch) * batch  # the last batch is filled with padding
+        pixels, mask = images.new_zeros(whole, 3, *canvas), padding_mask.new_ones(whole, *canvas)
+        pixels[:count, :, : sides[0], : sides[1]], mask[:count, : sides[0], : sides[1]] = images, padding_mask
+        parts = [self.run(*part) for part in zip(pixels.split(batch), mask.split(batch), strict=True)]
+        return tuple(torch.cat(column)[:count] for column in zip(*parts, strict=True))
+
+
+def is_exported(word: str | os.PathLike[str]) -> bool:
+    """Whether a path is that of an exported program, by the end of its name."""
+    return Path(word).suffix in EXPORTED
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    device: str | torch.device | None = None,
+    config_file: str = "",
+    overrides: Sequence[str] = (),
+) -> Trained:
+    """A model to use: :func:`cpvt_det.checkpoint.trained.load_trained`, or an exported program.
+
+    Args:
+        path, config_file, overrides: as there; path may be that of an exported program.
+        device: as there; programs run on the CPU.
+
+    Raises:
+        WeightsError: weights or a program that cannot be read.
+        ConfigError: keys that cannot be used, or that are fixed in the program; a device that does not exist.
+    """
+    if not is_exported(path):
+        return load_trained(path, device, config_file, overrides)
+    stored, weights, model = _read(path)
+    if config_file:
+        cfg = load_cfg(config_file, overrides)
+    else:
+        cfg = stored.clone()
+        merge_overrides(cfg, overrides)
+    cfg.MODEL.DEVICE = "auto" if device is None else str(device)
+    _require_fitting(cfg, stored, model.origin)
+    return Trained(cfg, model.eval(), weights.classes, weights.thresholds)
+
+
+def load_for_evaluation(cfg: CfgNode, classes: Classes) -> tuple[ExportedModel, Thresholds | None]:
+    """The program ``MODEL.WEIGHTS`` of a run that evaluates it, and its score thresholds.
+
+    Args:
+        cfg: config of the run.
+        classes: classes of the data.
+
+    Raises:
+        WeightsError: a program that cannot be read, or of other classes.
+        ConfigError: keys that are fixed in the program, or a device that is no CPU.
+    """
+    stored, weights, model = _read(cfg.MODEL.WEIGHTS)
+    _require_fitting(cfg, stored, model.origin)
+    if weights.classes.names != classes.names:
+        raise WeightsError(
+            f"{model.origin} has other classes than the data, or in another order: {', '.join(weights.classes.names[:10])}, and "
+            f"{', '.join(classes.names[:10])}; evaluate the checkpoint, whose classes are chosen by name"
+        )
+    return model.eval(), weights.thresholds
+
+
+def config_of(path: str | os.PathLike[str]) -> str:
+    """The config that a program contains, as YAML."""
+    return _read(path)[1].config
+
+
+def open_program(path: str | os.PathLike[str], format: str) -> Program:
+    """Open a program, on the CPU, with as many threads as torch uses, in float32 where the file does not say otherwise.
+
+    Args:
+        path: path of the file.
+        format: ``onnx`` or ``openvino``.
+
+    Raises:
+        WeightsError: a file that cannot be read, or whose runtime is not installed.
+    """
+    path = Path(path).expanduser()
+    for file in (path, *([path.with_suffix(".bin")] if format == "openvino" else [])):
+        if not file.is_file():
+            raise WeightsError(f"there is no file {file}" + ("" if file == path else f", which belongs to {path}"))
+    try:
+        return (_open_onnx if format == "onnx" else _open_openvino)(str(path))
+    except ImportError as error:
+        extra = "export" if format == "onnx" else "openvino"
+        raise WeightsError(f"{path} needs {PACKAGES[format]}: pip install 'cpvt-det[{extra}]'") from error
+    except Exception as error:  # what runtimes raise has no common base
+        raise WeightsError(f"{PACKAGES[format]} cannot load {path}: {first_line(error)}") from error
+
+
+def _open_onnx(path: str) -> Program:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors only: warnings are about its changes to the graph
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def run(images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
+        answers = session.run(None, {"images": images.numpy(), "padding_mask": padding_mask.numpy()})
+        return tuple(torch.from_numpy(answer) for answer in answers)
+
+    return Program(run, json.loads(session.get_modelmeta().custom_metadata_map.get(METADATA_KEY, "{}")))
+
+
+def _open_openvino(path: str) -> Program:
+    import openvino
+
+    core = openvino.Core()
+    model = core.read_model(path)
+    facts = json.loads(model.get_rt_info(METADATA_KEY).astype(str)) if model.has_rt_info(METADATA_KEY) else {}
+    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
+    compiled = core.compile_model(model, "CPU", options)  # its own choice would be bfloat16 on some processors
+
+    def run(images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
+        answers = compiled({"images": images.numpy(), "padding_mask": padding_mask.numpy()})
+        return tuple(torch.from_numpy(answers[output].copy()) for output in compiled.outputs)
+
+    return Program(run, facts)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel]:
+    """The config, what else is known, and the model of a program."""
+    program, origin = open_program(path, EXPORTED[Path(path).suffix]), str(path)
+    try:
+        facts = program.facts
+        classes = Classes(tuple(facts["class_ids"]), tuple(facts["class_names"]))
+        kept = {"overall": facts.get("threshold"), "classes": facts.get("class_thresholds")}
+        thresholds = Thresholds.from_state_dict(kept, len(classes)) if "threshold" in facts else None
+        weights = Weights({}, classes, None, origin, facts["config"], thresholds)
+        model = ExportedModel(program, origin)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightsError(
+            f"{origin} is no file of cpvt-det export, or an older one: it does not contain the config of its model; export it again"
+        ) from error
+    return config_of_weights(weights), weights, model
+
+
+def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
+    """Refuse a config of another model than that of the program, and a GPU."""
+    of_test = _differing(stored.TEST, cfg.TEST, "TEST", ("DETECTIONS_PER_IMAGE", "NMS"))
+    differing = [*_differing(stored.MODEL, cfg.MODEL, "MODEL"), *of_test]
+    if differing:
+        raise ConfigError(
+            f"{origin} is an exported program, in which {differing[0]} is fixed; leave it as it is, or set it in cpvt-det export"
+        )
+    if cfg.MODEL.DEVICE != "auto" and build_device(cfg).type != "cpu":
+        raise ConfigError(f"{origin} is an exported program, which runs on the CPU here; leave out the device, or set it to cpu")
+    cfg.MODEL.DEVICE = "auto"
+
+
+def _differing(stored: CfgNode, used: CfgNode, name: str, keys: Sequence[str] = ()) -> list[str]:
+    """Names of keys with other values; those that only one of the configs has do not count."""
+    found = []
+    for key in keys or (set(stored) & set(used)) - set(SET_LATER):
+        mine, other = stored[key], used[key]
+        if isinstance(mine, CfgNode):
+            found += _differing(mine, other, f"{name}.{key}")
+        elif (list(mine) != list(other)) if isinstance(mine, list | tuple) else mine != other:
+            found.append(f"{name}.{key}")
+    return sorted(found)
