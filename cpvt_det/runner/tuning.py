@@ -162,6 +162,7 @@ def tuning_choices(
         *_architecture(start.cfg),
         *([Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few)] if is_frozen else []),
         *_detections(data, number),
+        *([] if start.cfg.TEST.NMS == 1 else [Choice("TEST.NMS", start.cfg.TEST.NMS)]),
         *input_choices(plan, data),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
         *step_choices(plan, BASE_LR, BACKBONE_LR, "a tenth of what new weights need: the start keeps what it knows"),

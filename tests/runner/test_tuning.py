@@ -73,7 +73,7 @@ def test_a_run_starts_from_a_name_and_its_yaml_repeats_it(served, train, tmp_pat
 def test_a_run_starts_from_a_file_and_from_the_folder_of_a_run(train, tmp_path, monkeypatch):
     quick(monkeypatch)
     (tmp_path / "old").mkdir()
-    weights = save_random(tmp_path / "old/model_best.pth")
+    weights = save_random(tmp_path / "old/model_best.pth", TEST__NMS=0.6)
     for word in ("old/model_best.pth", "old"):
         shutil.rmtree(tmp_path / "output", ignore_errors=True)
         done, chosen = train("--start", word)
@@ -82,7 +82,7 @@ def test_a_run_starts_from_a_file_and_from_the_folder_of_a_run(train, tmp_path, 
         assert (
             chosen["MODEL"]["WEIGHTS_SHA256"] == sha256_of(weights) and "classes that the start knows: 0 of 2; new: " in done.output
         )
-        assert chosen["SOLVER"]["LR_MULTIPLIERS"] == [["class_embed", 10.0]]
+        assert chosen["SOLVER"]["LR_MULTIPLIERS"] == [["class_embed", 10.0]] and chosen["TEST"]["NMS"] == 0.6
     shutil.rmtree(tmp_path / "output")
     done, same = train("MODEL.WEIGHTS", "old")
     assert done.exit_code == 0 and same["MODEL"] == chosen["MODEL"] and same["SOLVER"] == chosen["SOLVER"]
