@@ -37,7 +37,8 @@ def serve(
     device: str | None,
     config_file: str,
 ) -> None:
-    """Look at the detections of WEIGHTS, a checkpoint or a model folder, in the browser; of two, side by side.
+    """Look at the detections of WEIGHTS, a checkpoint, a model folder or a name (cpvt-det weights lists them), in the browser; of
+    two, side by side.
 
     Drop photographs or a folder on the page. Threshold and classes are set there; a click on a box shows where the decoder looked
     for it. The images stay on this machine, and nothing is written.
@@ -45,6 +46,7 @@ def serve(
     \b
     Example:
       cpvt-det serve output/model_best.pth
+      cpvt-det serve dino_r50
       cpvt-det serve output/peg/model_best.pth output/sine/model_best.pth --port 0
     """
     if len(weights) > MOST:

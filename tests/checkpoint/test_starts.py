@@ -26,6 +26,7 @@ from cpvt_det.class_names import COCO_CLASSES, COCO_ROWS
 from cpvt_det.cli import main
 from cpvt_det.config import flat_items, load_cfg
 from cpvt_det.errors import WeightsError
+from cpvt_det.predict.server import PageServer
 
 SMALL = (
     *("MODEL.BACKBONE.WEIGHTS", ""),
@@ -214,6 +215,16 @@ def test_predict_and_export_take_a_name(served, tmp_path):
     words = ["export", name, "--format", "torch_export", "--output", tmp_path / "a.pt2", "--dynamic", "none", "--size", "64x96"]
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert "sides must be multiples of the model's stride 64" in done.output  # the model is there; tracing it takes minutes
+
+
+def test_serve_takes_a_name(served, monkeypatch):
+    served("detr_r50")
+    shown = []
+    monkeypatch.setattr(PageServer, "serve_forever", lambda self: None)
+    monkeypatch.setattr(PageServer, "show", lambda self, models: shown.extend(models))
+    done = CliRunner().invoke(main, ["serve", "detr_r50", "--device", "cpu", "--port", "0"])
+    assert done.exit_code == 0 and "detr_r50: http://127.0.0.1:" in done.output, done.output
+    assert shown[0].name == "detr_r50" and shown[0].predictor.classes.names == COCO_ROWS.names
 
 
 def test_eval_takes_a_name(served, tmp_path):
