@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from test_solver import tiny_cfg
-from tiny import DETECTORS, DINO
+from tiny import DETECTORS, DFINE, DINO, RTDETR
 
 from cpvt_det import builders, distributed
 from cpvt_det.layers.norm import MaskedSyncBatchNorm2d
@@ -20,6 +20,14 @@ from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 from cpvt_det.structures import Targets
 
 STEPS, BATCH = 20, 4
+REAL_TIME = {"MODEL__QUERIES__DENOISING": 0, "MODEL__DETECTOR__NORM": "SyncBN"}
+KINDS = {
+    **DETECTORS,
+    "dino": DINO,
+    "without noise": {**DINO, "MODEL__QUERIES__DENOISING": 0},
+    "dfine": {**DFINE, **REAL_TIME},
+    "rtdetr": {**RTDETR, **REAL_TIME},
+}
 
 
 def batch_of(iteration):
@@ -46,7 +54,7 @@ def take_steps(folder, detector, spoilt):
         SOLVER__EMA__ENABLED=True,
         SOLVER__EMA__DECAY=0.5,
         SOLVER__BASE_LR=1e-3,
-        **{**DETECTORS, "dino": DINO, "without noise": {**DINO, "MODEL__QUERIES__DENOISING": 0}}[detector],
+        **KINDS[detector],
     )
     torch.manual_seed(0)
     model = builders.build_detector(cfg).double()

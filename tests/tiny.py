@@ -64,6 +64,15 @@ DFINE = {
     "MODEL__CRITERION__CLASSIFICATION__NAME": "varifocal",
     "MODEL__CRITERION__LOSSES": [["fgl", 0.15], ["ddf", 1.5]],
 }
+# An RT-DETR of the same size.
+RTDETR = {
+    **DFINE,
+    "MODEL__DETECTOR__FUSION": "csp",
+    "MODEL__DETECTOR__POINTS": (4,),
+    "MODEL__DETECTOR__BINS": 0,
+    "MODEL__DETECTOR__LOOK_FORWARD_TWICE": True,
+    "MODEL__CRITERION__LOSSES": [],
+}
 DETECTORS = {"detr": {}, "deformable": DEFORMABLE}
 IN_ATTENTION = ("relative", "rope", "rope_mixed")
 """The encodings that need products of queries and keys, which deformable attention refuses."""

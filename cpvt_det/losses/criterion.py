@@ -138,7 +138,7 @@ class SetCriterion:
         total_boxes = total_boxes.clamp(min=1)
         classes = self.classification.normalizer(total_matched, total_unmatched, total_boxes)
         share = distributed.world_size()
-        return Normalizers(total_boxes / share, classes / share)
+        return Normalizers(total_boxes / share, classes / share, (total_matched / share, total_unmatched / share))
 
     def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> Group:
         """Proposals and what they are compared with: all objects are of one class, or of their own."""

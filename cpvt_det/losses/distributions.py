@@ -11,6 +11,8 @@ from torch import Tensor
 from cpvt_det.boxes import cxcywh_to_xyxy
 from cpvt_det.losses.terms import LOSS_REGISTRY, Matched
 
+LEAST_ROOT = 1e-3  # of a number of queries, over that of processes, by which nothing is divided
+
 
 @LOSS_REGISTRY.register_as("fgl")
 def fine_grained_localization(matched: Matched) -> Tensor | None:
@@ -51,15 +53,16 @@ def decoupled_distillation(matched: Matched, temperature: float = 5.0) -> Tensor
     has_object, overlaps = has_object[first:-1], matched.overlaps[first:-1]
     scores = matched.predictions.logits[-1].detach().sigmoid().amax(-1)
     losses = divergence.mean(-1) * torch.where(has_object, overlaps, scores)
-    sums, weights = [], []
-    for chosen in (has_object, ~has_object):
-        count = chosen.sum((1, 2)).to(losses.dtype)
-        sums.append((losses * chosen).sum((1, 2)) / count.clamp(min=1) * count.sqrt())
-        weights.append(count.sqrt())
-    joined = (sums[0] + sums[1]) / (weights[0] + weights[1]).clamp(min=1)
-    # A mean over a part of a step's images counts as much as its objects are of the step's.
-    share = sum(matched.targets.counts) * matched.predictions.groups / matched.normalizers.boxes.to(losses.dtype)
-    return F.pad(joined * share, (first, 1))
+    groups = (has_object, ~has_object)
+    if matched.normalizers.queries is not None:
+        counts = matched.normalizers.queries
+        share = counts[0] > 0
+    else:  # a mean over a part of a step's images counts as much as its objects are of the step's
+        counts = [chosen.sum((1, 2)) for chosen in groups]
+        share = sum(matched.targets.counts) * matched.predictions.groups / matched.normalizers.boxes
+    roots = [count.to(losses.dtype).sqrt().clamp(min=LEAST_ROOT) for count in counts]
+    sums = [(losses * chosen).sum((1, 2)) / root for chosen, root in zip(groups, roots, strict=True)]
+    return F.pad((sums[0] + sums[1]) / (roots[0] + roots[1]) * share.to(losses.dtype), (first, 1))
 
 
 def _first(matched: Matched) -> int:

@@ -22,10 +22,13 @@ class Normalizers:
     Attributes:
         boxes: divisor of the box losses.
         classes: divisor of the class loss.
+        queries: numbers of a layer's queries with an object and without one, over the number of processes; ``None`` for queries of
+            which only this batch's are known, such as those of denoising.
     """
 
     boxes: Tensor
     classes: Tensor
+    queries: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """RT-DETR and D-FINE: padding changes nothing, what they learn, bad input. Their values: ``test_parity_real_time.py``."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tiny import DFINE, random_config
+from tiny import DFINE, RTDETR, random_config
 
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.errors import ConfigError, UnknownNameError
@@ -18,14 +20,6 @@ from cpvt_det.models.hybrid_encoder import NormedNeck
 from cpvt_det.position import build_position
 from cpvt_det.structures import BoxDistributions, PaddedBatch, Predictions, Targets
 
-RTDETR = {
-    **DFINE,
-    "MODEL__DETECTOR__FUSION": "csp",
-    "MODEL__DETECTOR__POINTS": (4,),
-    "MODEL__DETECTOR__BINS": 0,
-    "MODEL__DETECTOR__LOOK_FORWARD_TWICE": True,
-    "MODEL__CRITERION__LOSSES": [],
-}
 KINDS = {"dfine": DFINE, "rtdetr": RTDETR, "dfine, resnet18d": {**DFINE, "MODEL__BACKBONE__NAME": "resnet18d"}}
 POSITIONS = ("none", "sine", "sine_grid", "sine_scrambled", "peg", "sine_grid+peg", "rope", "relative")
 ENCODED = [*(("dfine", position) for position in POSITIONS), ("rtdetr", "sine_grid"), ("dfine, resnet18d", "peg")]
@@ -149,6 +143,23 @@ def test_the_loss_of_sides_is_least_at_the_objects_own():
     best = torch.tensor([-100.0, -100.0, 0.0, 0.0, -100.0]).double().expand(1, 1, 1, 4, 5)
     torch.testing.assert_close(loss(best), 4 * torch.tensor([2.0], dtype=torch.float64).log())
     assert loss(best) < loss(torch.zeros(1, 1, 1, 4, 5).double())
+
+
+def test_the_distillation_of_parts_of_a_step_sums_to_that_of_the_step():
+    """Of one image and of two, of which one has no object: its queries count in the step's mean all the same."""
+    criterion, model, images = build_criterion(random_config(**DFINE)), make(MODEL__QUERIES__DENOISING=0).train(), images_of()
+    whole = run(model, images, TARGETS)
+    normalizers = criterion.normalizers(TARGETS, whole.logits.shape[2])
+    sums = []
+    for part in (slice(0, 1), slice(1, 3)):
+        made = replace(whole.distributions, logits=whole.distributions.logits[:, part], starts=whole.distributions.starts[part])
+        predictions = Predictions(whole.logits[:, part], whole.boxes[:, part], distributions=made)
+        sums.append(criterion(predictions, TARGETS[part], normalizers).losses["loss_ddf"])
+    expected = criterion(whole, TARGETS).losses["loss_ddf"]
+    torch.testing.assert_close(sum(sums), expected, rtol=1e-12, atol=0)
+    assert criterion(predictions, [TARGETS[1]] * 2, normalizers).losses["loss_ddf"] > 0
+    counted_here = criterion(whole, TARGETS, Normalizers(normalizers.boxes, normalizers.classes)).losses["loss_ddf"]
+    torch.testing.assert_close(counted_here, expected, rtol=1e-12, atol=0)
 
 
 def test_points_per_level_are_those_of_one_number_where_they_agree():

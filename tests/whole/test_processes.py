@@ -47,11 +47,12 @@ def largest_difference(one, two):
     return max((one[name] - two[name]).abs().max().item() for name in one if one[name].is_floating_point())
 
 
-@pytest.mark.parametrize("detector", [*DETECTORS, "without noise"])
+@pytest.mark.parametrize("detector", [*DETECTORS, "without noise", "dfine", "rtdetr"])
 def test_two_processes_are_one_in_float64(tmp_path, detector):
     """20 steps of the same batches with all objects in one process: losses, weights, running statistics and average to 1e-10.
 
-    The last detector has all that training can add but denoising, whose noise is another in each process.
+    The third detector has all that training can add but denoising, whose noise is another in each process; the real-time ones have
+    none either.
     """
     two, one = (take_steps("steps", tmp_path, detector, processes)[0] for processes in (2, 1))
     assert (one["losses"][0] - one["losses"][-1]).abs() > 0.1  # they moved
