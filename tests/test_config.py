@@ -23,7 +23,8 @@ from cpvt_det.errors import BadInputError, ConfigError, UnknownNameError, first_
 
 CONFIGS = sorted(str(path.relative_to(config_root())) for path in config_root().rglob("*.yaml") if path.name != "_starts.yaml")
 OURS = [name for name in CONFIGS if not name.startswith("plug/")]  # those are of detectron2's own models
-REAL_TIME = ["rtdetrv2_r18_{}_120ep", *(f"dfine_{size}_{{}}" for size in "nsmlx")]
+RTDETRS = [f"rtdetrv2_{size}_{{}}_{epochs}ep" for size, epochs in (("r18", 120), ("r34", 120), ("r50", 72), ("r101", 72))]
+REAL_TIME = [*RTDETRS, *(f"dfine_{size}_{{}}" for size in "nsmlx")]
 """Files that differ in the encoding; large networks of timm take half a minute to try, so of D-FINE the smallest alone is built."""
 TRIED = [name for name in OURS if not re.match(r"coco/(_base_)?dfine_([smlx]|n_sine|n_peg)", name)]
 TABLE = [
