@@ -74,7 +74,7 @@ def our_criterion(kind: str, targets: Sequence[Targets]) -> Criterion:
 
     def match(logits: Tensor, boxes: Tensor) -> list[Pairs]:
         logits, boxes = logits[:, :, count:], boxes[:, :, count:]
-        found = matcher(Predictions(logits, boxes), PaddedTargets.from_targets(targets, boxes.dtype))
+        (found,) = matcher((Predictions(logits, boxes), PaddedTargets.from_targets(targets, boxes.dtype)))
         here = [[(found.layer == layer) & (found.image == i) for i in range(len(targets))] for layer in range(len(logits))]
         return [[(found.query[pair], found.target[pair]) for pair in images] for images in here]
 

@@ -242,7 +242,7 @@ def compare_pairs(foreign: Foreign, matcher: OneToManyMatcher, predictions: Pred
             found = foreign.criterion.matcher_o2m({"pred_logits": logits, "pred_boxes": boxes}, _labels(targets))
         for image, pairs in enumerate(found):
             wanted |= {(layer, image, int(query), int(number)) for query, number in zip(*pairs, strict=True)}
-    matches = matcher(predictions, PaddedTargets.from_targets(targets, torch.float64))
+    (matches,) = matcher((predictions, PaddedTargets.from_targets(targets, torch.float64)))
     ours = [part.tolist() for part in (matches.layer, matches.image, matches.query, matches.target)]
     if wanted != set(zip(*ours, strict=True)):
         raise click.ClickException(f"pairs of the one-to-many matching differ: {wanted ^ set(zip(*ours, strict=True))}")

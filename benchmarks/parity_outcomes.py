@@ -59,7 +59,7 @@ def our_outcome(detector: nn.Module, criterion: Any, batch: PaddedBatch, targets
         padded = PaddedTargets.from_targets(targets, of.boxes.dtype)
         if suffix:
             padded.labels.zero_()
-        matches = criterion.matcher(of, padded)
+        (matches,) = criterion.matcher((of, padded))
         by_layer = criterion.losses_by_layer(of, padded, matches, normalizers)
         losses |= {theirs + suffix: by_layer[ours].detach() for theirs, ours in NAMES.items()}
         indices = [index.tolist() for index in (matches.layer, matches.image, matches.query, matches.target)]

@@ -19,6 +19,9 @@ from cpvt_det.structures import PROPOSAL_LABEL, Predictions, Targets
 Group = tuple[Predictions, PaddedTargets, Matches, Normalizers]
 """Predictions and what their losses are made of: the arguments of :meth:`SetCriterion.losses_by_layer`."""
 
+Unmatched = tuple[Predictions, PaddedTargets, Normalizers]
+"""The same before matching."""
+
 
 @dataclass
 class Losses:
@@ -102,14 +105,16 @@ class SetCriterion:
             of the counts of objects), both of the last layer.
         """
         padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
-        matches = self.matcher(predictions, padded)
         if normalizers is None:
             normalizers = self.normalizers(targets, predictions.logits.shape[2])
-        groups = {"loss_": (predictions, padded, matches, normalizers)}
+        to_match = {"loss_": (predictions, padded, normalizers)}
         if predictions.proposals is not None:
-            groups["loss_proposal_"] = self._of_proposals(predictions.proposals, targets, normalizers)
+            to_match["loss_proposal_"] = self._of_proposals(predictions.proposals, targets, normalizers)
         if predictions.hybrid is not None:
-            groups["loss_hybrid_"] = self._of_repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches)
+            to_match["loss_hybrid_"] = _repeated(predictions.hybrid, targets, normalizers, self.hybrid_matches)
+        matches = self.matcher(*(group[:2] for group in to_match.values()))
+        found = zip(to_match.items(), matches, strict=True)
+        groups = {prefix: (of, wanted, pairs, divisors) for (prefix, (of, wanted, divisors)), pairs in found}
         if predictions.one_to_many is not None:
             many = predictions.one_to_many
             groups["loss_many_"] = (many, padded, self.one_to_many(many, padded), normalizers)
@@ -122,7 +127,7 @@ class SetCriterion:
                 losses[name.replace("loss_", prefix)] = weights[name] * values.sum()
             logits, boxes = group[0].logits.detach(), group[0].boxes.detach()
             finite.append((logits.sum((0, 2, 3)) + boxes.sum((0, 2, 3))).isfinite())  # a sum is finite where all its terms are
-        return Losses(losses, self._metrics(predictions, padded, matches), torch.stack(finite).all(0))
+        return Losses(losses, self._metrics(predictions, padded, matches[0]), torch.stack(finite).all(0))
 
     def normalizers(self, targets: Sequence[Targets], num_queries: int) -> Normalizers:
         """The divisors for the images of one step, of which each process calls with its own.
@@ -140,17 +145,11 @@ class SetCriterion:
         share = distributed.world_size()
         return Normalizers(total_boxes / share, classes / share, (total_matched / share, total_unmatched / share))
 
-    def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> Group:
+    def _of_proposals(self, proposals: Predictions, targets: Sequence[Targets], normalizers: Normalizers) -> Unmatched:
         """Proposals and what they are compared with: all objects are of one class, or of their own."""
         if not proposals.by_class:
             targets = [Targets(torch.full_like(target.labels, PROPOSAL_LABEL), target.boxes_cxcywh) for target in targets]
-        return self._of_repeated(proposals, targets, normalizers, self.proposal_matches)
-
-    def _of_repeated(self, predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers, times: int) -> Group:
-        """Predictions that each object is matched with ``times`` times."""
-        objects = [Targets(target.labels.repeat(times), target.boxes_cxcywh.repeat(times, 1)) for target in targets]
-        padded = PaddedTargets.from_targets(objects, predictions.boxes.dtype)
-        return predictions, padded, self.matcher(predictions, padded), _times(normalizers, times)
+        return _repeated(proposals, targets, normalizers, self.proposal_matches)
 
     def losses_by_layer(
         self,
@@ -177,6 +176,12 @@ class SetCriterion:
             "metric_class_error": 100 * wrong.sum() / max(1, len(wrong)),
             "metric_cardinality_error": (claimed - counts).abs().to(logits.dtype).mean(),
         }
+
+
+def _repeated(predictions: Predictions, targets: Sequence[Targets], normalizers: Normalizers, times: int) -> Unmatched:
+    """Predictions, and targets that have each object ``times`` times."""
+    objects = [Targets(target.labels.repeat(times), target.boxes_cxcywh.repeat(times, 1)) for target in targets]
+    return predictions, PaddedTargets.from_targets(objects, predictions.boxes.dtype), _times(normalizers, times)
 
 
 def _of_denoising(denoising: Predictions, targets: PaddedTargets, normalizers: Normalizers) -> Group:

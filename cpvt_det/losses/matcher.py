@@ -73,31 +73,32 @@ class HungarianMatcher:
         self.giou_cost = giou_cost
 
     @torch.no_grad()
-    def __call__(self, predictions: Predictions, targets: PaddedTargets) -> Matches:
-        """Match.
+    def __call__(self, *groups: tuple[Predictions, PaddedTargets]) -> list[Matches]:
+        """Match, with one wait for the device.
 
         Args:
-            predictions: predictions of D layers for B images.
-            targets: targets of the same B images.
+            groups: predictions of D layers for B images, and the targets of the same images.
 
         Returns:
-            min(Q, G) pairs for each layer and image, ordered by layer, image and query. Where predictions are not finite the
-            pairs mean nothing, and there are as many: the processes of a run go on alike, and skip the step together.
+            For every group min(Q, G) pairs for each layer and image, ordered by layer, image and query. Where predictions are not
+            finite the pairs mean nothing, and there are as many: the processes of a run go on alike, and skip the step together.
         """
         from scipy.optimize import linear_sum_assignment  # half a second, which prediction need not wait for
 
-        cost = self.cost(predictions, targets).cpu().numpy()  # the one copy to the host
-        if not np.isfinite(cost).all():
-            cost = np.where(np.isfinite(cost), cost, 0)
-        layers, images, _, queries = cost.shape
-        solved = [
-            linear_sum_assignment(matrix[:count]) for layer in cost for matrix, count in zip(layer, targets.counts, strict=True)
-        ]
-        target, query = (np.concatenate([np.zeros(0, dtype=np.int64), *parts]) for parts in zip(*solved, strict=True))
-        number = np.repeat(np.arange(layers * images), [len(found) for found, _ in solved])  # layer * B + image
-        order = np.argsort(number * queries + query)
-        index = np.stack((number // images, number % images, query, target))[:, order]
-        return Matches(*torch.from_numpy(index).to(predictions.logits.device, non_blocking=True))
+        costs, matches = [self.cost(*group) for group in groups], []
+        on_host = torch.cat([cost.flatten() for cost in costs]).cpu().split([cost.numel() for cost in costs])  # the one copy
+        for (_, targets), made, copied in zip(groups, costs, on_host, strict=True):
+            cost = copied.view_as(made).numpy()
+            if not np.isfinite(cost).all():
+                cost = np.where(np.isfinite(cost), cost, 0)
+            layers, images, _, queries = cost.shape
+            solved = [linear_sum_assignment(one[:n]) for layer in cost for one, n in zip(layer, targets.counts, strict=True)]
+            target, query = (np.concatenate([np.zeros(0, dtype=np.int64), *parts]) for parts in zip(*solved, strict=True))
+            number = np.repeat(np.arange(layers * images), [len(found) for found, _ in solved])  # layer * B + image
+            order = np.argsort(number * queries + query)
+            index = np.stack((number // images, number % images, query, target))[:, order]
+            matches.append(Matches(*torch.from_numpy(index).to(made.device, non_blocking=True)))
+        return matches
 
     def cost(self, predictions: Predictions, targets: PaddedTargets) -> Tensor:
         """(D, B, T, Q) float, as the solver is faster with the short side first; rows beyond an image's count mean nothing."""

@@ -4,7 +4,6 @@
 import itertools
 import math
 import re
-import types
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import generalized_box_iou, sigmoid_focal_loss
 
-from cpvt_det import distributed
+from cpvt_det import defaults, distributed
 from cpvt_det.boxes import cxcywh_to_xyxy, generalized_iou, pairwise_generalized_iou
 from cpvt_det.builders import build_criterion
 from cpvt_det.config import get_cfg
@@ -158,7 +157,7 @@ def test_cost_is_that_of_each_pair(classification):
 @pytest.mark.parametrize("counts", [COUNTS, [5, 0, 4, 5], [6, 7, 0, 1]], ids=["fewer boxes", "as many", "more than queries"])
 def test_matching_is_the_cheapest_of_all_assignments(classification, counts):
     predictions, targets = make_batch(classification, counts, queries=4)
-    matches = make_criterion(classification).matcher(predictions, PaddedTargets.from_targets(targets, torch.float64))
+    (matches,) = make_criterion(classification).matcher((predictions, PaddedTargets.from_targets(targets, torch.float64)))
     found = list(zip(*(part.tolist() for part in (matches.layer, matches.image, matches.query, matches.target)), strict=True))
     expected = []
     for layer, image in itertools.product(range(D), range(B)):
@@ -176,7 +175,8 @@ def test_matching_by_hand():
     boxes = torch.tensor([[0.2, 0.2, 0.2, 0.2], [0.8, 0.8, 0.2, 0.2]])
     target = Targets(torch.tensor([0, 0]), boxes.flip(0) + torch.tensor([0.05, 0.05, 0, 0]))
     matcher = HungarianMatcher(SoftmaxClassification(1))
-    matches = matcher(Predictions(torch.zeros(1, 1, 2, 2), boxes[None, None]), PaddedTargets.from_targets([target], torch.float32))
+    predictions = Predictions(torch.zeros(1, 1, 2, 2), boxes[None, None])
+    (matches,) = matcher((predictions, PaddedTargets.from_targets([target], torch.float32)))
     assert (matches.query.tolist(), matches.target.tolist()) == ([0, 1], [1, 0])
 
 
@@ -277,8 +277,9 @@ def test_identical_boxes_without_area_give_finite_gradients(classification, corn
 
 
 def test_step_copies_to_the_host_once(classification, monkeypatch):
-    """One ``.cpu()``, the cost; nothing else that waits for a device: no item, tolist, nonzero, numpy of something else."""
+    """One ``.cpu()``, the costs of all groups; nothing else that waits for a device: no item, tolist, nonzero, numpy of others."""
     predictions, targets = make_batch(classification)
+    predictions.hybrid = Predictions(predictions.logits, predictions.boxes)
     copies = []
 
     def counting(name):
@@ -309,25 +310,22 @@ class Crossings(TorchDispatchMode):
 
 
 def test_on_a_gpu_the_host_waits_once_in_a_step(classification, monkeypatch):
-    """A GPU that computes nothing, but whose tensors know where they are: the only wait is for the costs of all layers."""
-
-    def fetch(tensor):
-        tensor.to("cpu")
-        return types.SimpleNamespace(numpy=lambda: np.zeros(tuple(tensor.shape), dtype=np.float32))
+    """A GPU that computes nothing, but whose tensors know where they are: the only wait is for the costs of all groups."""
 
     try:
         with FakeTensorMode():
             torch.zeros(2, 3, device="cuda").gather(-1, torch.zeros(2, dtype=torch.int64, device="cuda")[:, None].expand(2, 2))
     except RuntimeError as error:
         pytest.skip(f"this torch asks the driver of a GPU even for fake tensors: {error}".splitlines()[0])
-    monkeypatch.setattr(torch.Tensor, "cpu", fetch)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor.to("cpu"))
+    monkeypatch.setattr(torch.Tensor, "numpy", lambda tensor: np.zeros(tuple(tensor.shape), dtype=np.float32))
     with FakeTensorMode(), Crossings() as crossings:
         logits, boxes = (torch.zeros(D, B, Q, width, device="cuda") for width in (classification.num_logits, 4))
         labels = [torch.zeros(count, dtype=torch.int64, device="cuda") for count in COUNTS]
         targets = [Targets(label, torch.zeros(len(label), 4, device="cuda")) for label in labels]
-        result = make_criterion(classification)(Predictions(logits, boxes), targets)
-    ((shape, device),) = crossings.found
-    assert (shape[0], device) == (D, "cpu")
+        result = make_criterion(classification)(Predictions(logits, boxes, hybrid=Predictions(logits, boxes)), targets)
+    costs = (1 + defaults.HYBRID_MATCHES) * D * B * max(COUNTS) * Q
+    assert crossings.found == [((costs,), "cpu")]
     assert {value.device.type for value in (*result.losses.values(), *result.metrics.values())} == {"cuda"}
 
 

@@ -85,7 +85,7 @@ def test_varifocal_is_that_of_rt_detr_in_transformers():
         torch.cat([torch.full_like(queries, image) for image, (queries, _) in enumerate(indices)]),
         torch.cat([queries for queries, _ in indices]),
     )
-    matches = criterion.matcher(predictions, PaddedTargets.from_targets(targets, torch.float64))
+    (matches,) = criterion.matcher((predictions, PaddedTargets.from_targets(targets, torch.float64)))
     labels, total = [{"class_labels": target.labels, "boxes": target.boxes_cxcywh} for target in targets], 0.0
     for layer in range(D):
         here = [(matches.layer == layer) & (matches.image == image) for image in range(B)]

@@ -215,11 +215,11 @@ def our_losses_by_layer(criterion, predictions: Predictions, targets: list[Targe
     """Unweighted losses and matches of the decoder; of the proposals, where every object is of class 0, the losses."""
     padded = PaddedTargets.from_targets(targets, predictions.boxes.dtype)
     normalizers = criterion.normalizers(targets, QUERIES)
-    matches = criterion.matcher(predictions, padded)
+    (matches,) = criterion.matcher((predictions, padded))
     by_layer, proposed = criterion.losses_by_layer(predictions, padded, matches, normalizers), {}
     if predictions.proposals is not None:
         padded.labels.zero_()
-        matched = criterion.matcher(predictions.proposals, padded)
+        (matched,) = criterion.matcher((predictions.proposals, padded))
         proposed = criterion.losses_by_layer(predictions.proposals, padded, matched, normalizers)
     return by_layer, proposed, matches
 

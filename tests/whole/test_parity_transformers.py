@@ -174,7 +174,7 @@ def test_losses_and_gradients_are_those_of_transformers(backbone, position):
     sum(losses.values()).backward()
 
     padded = PaddedTargets.from_targets(targets, torch.float64)
-    matches, normalizers = criterion.matcher(predictions, padded), criterion.normalizers(targets, QUERIES)
+    (matches,), normalizers = criterion.matcher((predictions, padded)), criterion.normalizers(targets, QUERIES)
     by_layer = criterion.losses_by_layer(predictions, padded, matches, normalizers)
     for name, their_name in {"loss_class": "loss_ce", "loss_l1": "loss_bbox", "loss_giou": "loss_giou"}.items():
         suffixes = [*(f"_{layer}" for layer in range(LAYERS - 1)), ""]
