@@ -55,7 +55,7 @@ def write_random(config: str, encoding: str | None, path: Path) -> None:
 
 def export(path: Path, format: str, words: list[str]) -> list[list[str]]:
     """The cells of the command's table."""
-    output = str(path.with_suffix(".exported"))
+    output = str(path.with_suffix(".xml" if format == "openvino" else ".exported"))
     result = CliRunner().invoke(cpvt_det, ["export", str(path), "--format", format, "--output", output, *words])
     lines = [line for line in result.output.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]] or [[result.output.strip()]]
