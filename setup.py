@@ -51,6 +51,7 @@ DETECTRON2 = [
 ]
 LOGGERS = {"wandb": ["wandb>=0.18"], "mlflow": ["mlflow>=2.16"]}  # of CALLBACKS
 OTHERS = {"supervision": ["supervision>=0.25"]}  # of detections
+VIDEO = ["av>=14"]  # films and cameras, with decoders
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo"]
 # Of cpvt-det export --format onnx, and of --format openvino beside that.
 RUNTIMES = {"export": ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"], "openvino": ["openvino>=2025.0"]}
@@ -73,6 +74,7 @@ TEST = [
     "onnxscript==0.7.2",
     "onnxruntime==1.31.1",
     "openvino==2026.4.1",  # a second runtime of exported files
+    "av==18.1.0; python_version >= '3.11'",  # films
     "aiohttp==3.14.5",  # images behind http URLs
     "webdataset==1.0.2",  # an independent reader of tar files
     "playwright==1.65.2",  # drives the system's Chromium, where there is one
@@ -94,6 +96,7 @@ setup(
     extras_require={
         **{"detectron2": DETECTRON2, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},
         **RUNTIMES,
+        "video": VIDEO,
         **LOGGERS,
         **OTHERS,
         "remote": ["fsspec[http]>=2024.2"],  # of images behind http URLs

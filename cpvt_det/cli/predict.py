@@ -12,16 +12,23 @@ from cpvt_det.checkpoint.exported import load_model
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT, tiles_options, tiles_overrides
 from cpvt_det.data.listing import few, find_files
-from cpvt_det.data.validation.issues import POLICIES
+from cpvt_det.data.validation.issues import POLICIES, Issues
 from cpvt_det.errors import BadInputError, counted
 from cpvt_det.models import Classifier
 from cpvt_det.predict import ClassPredictor, Predictor
-from cpvt_det.predict.detect_files import check_files, predict_classes, predict_files
+from cpvt_det.predict.detect_files import check_files, predict_classes, predict_files, predict_film
+from cpvt_det.predict.films import FilmReader, is_film
 
 
 @click.command(context_settings=RUN_CONTEXT)
 @click.argument("weights", metavar="WEIGHTS")
-@click.option("--input", "source", required=True, metavar="FILE|FOLDER|GLOB", help="Images; put a glob in quotes.")
+@click.option(
+    "--input",
+    "source",
+    required=True,
+    metavar="FILE|FOLDER|GLOB|FILM",
+    help="Images (a glob in quotes); a film, a camera's number or an rtsp:// or http:// address.",
+)
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder to write to.")
 @click.option(
     "--threshold",
@@ -34,6 +41,7 @@ from cpvt_det.predict.detect_files import check_files, predict_classes, predict_
 @click.option(
     "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or skip them."
 )
+@click.option("--every", default=1, show_default=True, metavar="N", help="Of a film: every N-th frame.")
 @tiles_options
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
@@ -46,6 +54,7 @@ def predict(
     device: str | None,
     config_file: str,
     on_bad: str,
+    every: int,
     tiles: int | None,
     overlap: float | None,
     overrides: tuple[str, ...],
@@ -54,7 +63,8 @@ def predict(
     of cpvt-det export, ONNX or OpenVINO.
 
     Writes pictures/, detections.json (COCO's results format), images.json (the id of each image) and coco.json (a COCO data set). A
-    classifier writes classes.json: the best five classes of each image, with their scores. KEY VALUE pairs override the config.
+    classifier writes classes.json: the best five classes of each image, with their scores. Of a film or a camera, it writes
+    film.mp4 and frames.jsonl, a line for each frame. KEY VALUE pairs override the config.
 
     \b
     Example:
@@ -62,11 +72,13 @@ def predict(
       cpvt-det predict dino_r50 --input photo.jpg --output found
       cpvt-det predict output/model_best.pth --input 'photos/**/*.jpg' --output found --threshold 0.3 INPUT.MIN_SIZE_TEST 480
       cpvt-det predict detector.onnx --input photo.jpg --output found
+      cpvt-det predict output/model_best.pth --input film.mp4 --output found --every 5 --batch 4
       cpvt-det predict output/model_best.pth --input photos --output found --tiles 640 --overlap 0.2
     """
-    _require_usable(threshold, batch, overrides)
+    filmed = is_film(source)
+    _require_usable(threshold, batch, overrides, every, filmed)
     output = output.expanduser()
-    paths, unreadable = find_files(source, output)
+    paths, unreadable = ([], []) if filmed else find_files(source, output)
     if unreadable:
         click.echo(
             f"left out: {counted(len(unreadable), 'image')} that cannot be read here, convert to JPEG or PNG: {few(unreadable)}",
@@ -76,8 +88,11 @@ def predict(
     classifies = isinstance(trained.detector, Classifier)
     if classifies and threshold is not None:
         raise BadInputError(f"--threshold is for detections, and {weights} is a classifier; leave it out")
+    if classifies and filmed:
+        raise BadInputError(f"{source} is a film, and {weights} is a classifier, which takes images")
     predictor = (ClassPredictor if classifies else Predictor).from_trained(trained)
-    files, issues = check_files(paths, source, on_bad)
+    reader = FilmReader(source, every) if filmed else None
+    files, issues = ([], Issues()) if filmed else check_files(paths, source, on_bad)
     for line in issues.lines(issues.faults):
         click.echo(line, err=True)
     if not classifies and threshold is None:
@@ -88,26 +103,31 @@ def predict(
         count = predict_classes(predictor, files, output, batch, on_bad)
         click.echo(f"{output / 'classes.json'}: {counted(count, 'image')}, {count / (time.perf_counter() - start):.1f} images/s")
         return
-    found = predict_files(predictor, files, output, threshold, batch, on_bad)
-    speed = found.images / (time.perf_counter() - start)
+    if reader is not None:
+        found = predict_film(predictor, reader, output, threshold, batch)
+    else:
+        found = predict_files(predictor, files, output, threshold, batch, on_bad)
+    speed, kind = found.images / (time.perf_counter() - start), "frame" if filmed else "image"
     best = "" if found.best is None else f"; the best score is {found.best:.3g}, {found.best_name}"
     click.echo(
-        f"{output}: {counted(found.images, 'image')}, {counted(found.detections, 'detection')} with score >= {threshold:.3g}, "
-        f"{speed:.1f} images/s{best}"
+        f"{output}: {counted(found.images, kind)}, {counted(found.detections, 'detection')} with score >= {threshold:.3g}, "
+        f"{speed:.1f} {kind}s/s{best}"
     )
     if found.best is not None and not found.detections:
         click.echo("No score is as high, so pictures have no boxes; --threshold sets a lower one", err=True)
     if found.full and threshold > 0:
         click.echo(
-            f"All {found.limit} detections pass the threshold in {counted(len(found.full), 'image')}, such as {found.full[0]}: "
+            f"All {found.limit} detections pass the threshold in {counted(len(found.full), kind)}, such as {found.full[0]}: "
             f"there may be more objects. TEST.DETECTIONS_PER_IMAGE {2 * found.limit} gives more, as far as the model has queries",
             err=True,
         )
 
 
-def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str]) -> None:
+def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str], every: int, filmed: bool) -> None:
     if threshold is not None and not 0 <= threshold <= 1:
         raise BadInputError(f"--threshold must be a score from 0 to 1, got {threshold}")
+    if every < 1 or (every > 1 and not filmed):
+        raise BadInputError(f"--every must be 1 or more, and is for films alone, got {every}")
     if batch < 1:
         raise BadInputError(f"--batch must be 1 or more images, got {batch}")
     for word in overrides[::2]:

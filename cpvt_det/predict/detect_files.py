@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image files by path, folder or glob -> detections in files: pictures and JSON in COCO's formats."""
+"""Image files by path, folder or glob, or a film -> detections in files: pictures and JSON."""
 
+import contextlib
+import json
 import os
 import sys
 from collections import Counter
@@ -19,6 +21,7 @@ from cpvt_det.errors import BadInputError, DataError, DataFaultsError
 from cpvt_det.files import write_json
 from cpvt_det.predict.classes import ClassPredictor
 from cpvt_det.predict.detections import ImageDetections
+from cpvt_det.predict.films import FilmReader, FilmWriter
 from cpvt_det.predict.predictor import Predictor
 
 LONGEST_JPEG = 65_500  # pixels a side, libjpeg's limit
@@ -126,10 +129,7 @@ def predict_files(
     results: list[dict[str, Any]] = []
     done: list[InputFile] = []
     total = Found()
-    try:
-        (output / "pictures").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInputError(f"cannot write to {output}: {error.strerror}; choose another folder") from error
+    _make_folder(output, "pictures")
     with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
         for file, everything in _predict_each(predictor, files, batch_size, on_bad, bar):
             found = everything.above(threshold)
@@ -143,6 +143,49 @@ def predict_files(
             done.append(file)
     _write_coco(predictor.classes, done, results, output)
     return total
+
+
+def predict_film(predictor: Predictor, reader: FilmReader, output: Path, threshold: float, batch_size: int) -> Found:
+    """Detect in a film; write ``film.mp4``, with boxes and the times of its frames, and ``frames.jsonl``, a line for each frame:
+    ``{"frame": 12, "time": 0.48, "detections": [{"category_id": 3, "name": "cat", "bbox": [x, y, w, h], "score": 0.9}]}``.
+
+    Both are written as the film is read: whatever ends it, what was found until there stays.
+
+    Args:
+        predictor: predictor of a trained detector.
+        reader: the film.
+        output: folder to write to; created if missing.
+        threshold: lowest score to draw and write.
+        batch_size: number of frames per batch.
+
+    Returns:
+        How many frames and detections, and the best score.
+
+    Raises:
+        BadInputError: a folder that cannot be written to.
+        DataError, RunStoppedError: a film that cannot be decoded, or breaks off.
+    """
+    _make_folder(output)
+    total, writer = Found(), FilmWriter(output / "film.mp4")
+    bar = tqdm(total=reader.expected, desc="predicting", unit="frame", leave=False, file=sys.stderr)
+    with bar, contextlib.closing(writer), (output / "frames.jsonl").open("w", encoding="utf-8", buffering=1) as lines:
+        for number, time, everything in predictor.stream(reader, batch_size=batch_size):
+            found = everything.above(threshold)
+            total.add(f"frame {number}", everything, len(found))
+            rows = [{"name": name, **row} for name, row in zip(found.names, found.to_coco(number), strict=True)]
+            for row in rows:
+                del row["image_id"]
+            lines.write(json.dumps({"frame": number, "time": round(time, 6), "detections": rows}) + "\n")
+            writer.add(found.draw(), time)
+            bar.update()
+    return total
+
+
+def _make_folder(folder: Path, part: str = "") -> None:
+    try:
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
 
 
 def _write_coco(classes: Classes, done: Sequence[InputFile], results: list[dict[str, Any]], output: Path) -> None:
@@ -174,10 +217,7 @@ def predict_classes(predictor: ClassPredictor, files: Sequence[InputFile], outpu
         BadInputError: a folder that cannot be written to.
         DataError: an image that cannot be decoded, unless it is dropped.
     """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInputError(f"cannot write to {output}: {error.strerror}; choose another folder") from error
+    _make_folder(output)
     with tqdm(total=len(files), desc="predicting", unit="img", leave=False, file=sys.stderr) as bar:
         each = _predict_each(predictor, files, batch_size, on_bad, bar)
         rows = [{"file_name": file.name, "found": found.best()} for file, found in each]

@@ -5,9 +5,9 @@ On the road of one image: the same decoding, resizing, batching, detector and po
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
@@ -20,13 +20,27 @@ from cpvt_det.checkpoint.starts import find_start
 from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.class_names import Classes
 from cpvt_det.data.mapper import Mapper
-from cpvt_det.errors import ConfigError, DataError, WeightsError
+from cpvt_det.errors import ConfigError, DataError, RunStoppedError, WeightsError
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
 from cpvt_det.inference import PostProcessor, detect
 from cpvt_det.inference.tiles import Tiling, detect_tiles
 from cpvt_det.models import Classifier
 from cpvt_det.predict.detections import ImageDetections
+from cpvt_det.predict.films import FilmReader
 from cpvt_det.predict.inputs import ImageInput, read_input
+
+
+class FoundFrame(NamedTuple):
+    """What was found in a frame of a film.
+
+    Attributes:
+        number, time: of the frame, as :class:`cpvt_det.predict.films.Frame` has them.
+        detections: its detections, with its pixels as ``source``.
+    """
+
+    number: int
+    time: float
+    detections: ImageDetections
 
 
 class Predictor:
@@ -175,6 +189,43 @@ class Predictor:
             part = images[start : start + batch_size]
             found += self._predict_batch(part, [_read(image, channels, start + n) for n, image in enumerate(part)], *more)
         return found
+
+    def stream(
+        self,
+        source: str | os.PathLike[str] | FilmReader,
+        every: int = 1,
+        batch_size: int = 1,
+        tiles: Tiling | int | None = None,
+    ) -> Iterator[FoundFrame]:
+        """Detect in a film, a camera or a stream, as it is read.
+
+        Args:
+            source: path, number of a camera or address, as of :class:`cpvt_det.predict.films.FilmReader`, or an opened one.
+            every: take the first of this many frames.
+            batch_size: number of frames per batch.
+            tiles: tiles, as of a call.
+
+        Yields:
+            Number, time and detections of each frame; these are those of the frame as an image.
+
+        Raises:
+            BadInputError, DataError, RunStoppedError: as of :class:`cpvt_det.predict.films.FilmReader`; of a film that breaks off,
+                after its last frame.
+        """
+        reader, part = source if isinstance(source, FilmReader) else FilmReader(source, every), []
+        failure = None
+        frames = iter(reader)
+        while failure is None:
+            try:
+                part.append(next(frames))
+            except (StopIteration, RunStoppedError) as error:
+                failure = error
+            if part and (failure is not None or len(part) == batch_size):
+                found = self([frame.pixels for frame in part], batch_size=batch_size, tiles=tiles)
+                yield from (FoundFrame(frame.number, frame.time, one) for frame, one in zip(part, found, strict=True))
+                part = []
+        if isinstance(failure, RunStoppedError):
+            raise failure
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a model folder, which :meth:`from_checkpoint` and ``MODEL.WEIGHTS`` take.

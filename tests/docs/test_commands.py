@@ -46,6 +46,7 @@ ELSEWHERE = {
     r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ": "tests/docs/test_clusters.py",
     r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
     r"cpvt-det export .* --format openvino ": "a package that may be missing: tests/export/test_exported_files.py",
+    r"cpvt-det predict .* --input (film.mp4|rtsp:)": "a package that may be missing: tests/predict/test_films.py",
     r"cpvt-det serve ": "it serves until it is stopped: tests/predict/test_server.py",
     r"cpvt-det shapes datasets/shapes$": "tests/data/test_shapes.py draws fewer",
 }

@@ -14,14 +14,14 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_434,
+    "code lines": 21_621,
     "code lines of data/": 3_750,
-    "files": 253,
-    "functions": 2_102,
+    "files": 254,
+    "functions": 2_117,
     "rooms": 32,
     "arrows between rooms": 186,
     "keys of the config": 129,
-    "words of the documents": 44_000,
+    "words of the documents": 44_200,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
 5,000 in all."""

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Films, cameras and addresses of streams -> frames as images. The decoder is PyAV's, which comes with the package ``av``."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from cpvt_det.errors import BadInputError, DataError, RunStoppedError, first_line
+
+SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp")
+ADDRESS = re.compile(r"(rtsps?|rtmps?|https?|udp|tcp|srt)://", re.IGNORECASE)
+CAMERAS = {"linux": ("v4l2", "/dev/video{}"), "darwin": ("avfoundation", "{}:none")}
+"""System -> the format and the name under which ffmpeg opens a camera by its number."""
+MILLISECOND = Fraction(1, 1000)
+SECONDS = 10.0
+"""Time that an address may take to answer, at first and between two frames."""
+
+
+class Frame(NamedTuple):
+    """A frame of a film.
+
+    Attributes:
+        number: number of the frame in the film, from 0.
+        time: its time stamp in seconds, which rises; frames of a variable rate have the times that they are shown at.
+        pixels: (3, H, W) uint8 RGB, upright.
+    """
+
+    number: int
+    time: float
+    pixels: Tensor
+
+
+def is_film(source: str) -> bool:
+    """Whether a word is a film, a camera's number or an address, and no image: by its form, or by the end of its name."""
+    return bool(ADDRESS.match(source)) or is_camera(source) or Path(source).suffix.lower() in SUFFIXES
+
+
+def is_camera(source: str) -> bool:
+    """Whether a word is the number of a camera."""
+    return source.isdecimal() and not os.path.exists(source)
+
+
+class FilmReader:
+    """The frames of a film, read as they are asked for, with little memory whatever its length.
+
+    Args:
+        source: path of a film, number of a camera, or address that ffmpeg reads, such as ``rtsp://...``.
+        every: take the first of this many frames.
+
+    Attributes:
+        rate: frames per second that are taken, as the film's header says.
+        expected: number of frames that are taken, by the header; ``None`` if it does not say.
+
+    Raises:
+        BadInputError: ``every`` below 1; PyAV is not installed; a camera's number on another system than Linux and macOS.
+        DataError: a film that does not exist, cannot be opened or has no pictures; an address that does not answer.
+    """
+
+    def __init__(self, source: str | os.PathLike[str], every: int = 1):
+        if every < 1:
+            raise BadInputError(f"every must be 1 or more frames, got {every}")
+        self.source, self.every = os.fspath(source), every
+        self._container = _open(self.source)
+        streams = self._container.streams.video
+        if not streams:
+            kinds = " and ".join(sorted({stream.type for stream in self._container.streams})) or "nothing that can be decoded"
+            self.close()
+            raise DataError(f"{self.source} has no pictures, only {kinds}")
+        self._stream = streams[0]
+        self._stream.thread_type = "AUTO"
+        rate = float(self._stream.average_rate or self._stream.guessed_rate or 25)
+        count = self._stream.frames or (self._container.duration or 0) * rate / 1e6  # in microseconds
+        self.rate, self.expected = rate / every, (-(-int(count) // every) or None)
+
+    def __iter__(self) -> Iterator[Frame]:
+        """The frames.
+
+        Raises:
+            DataError: a film without frames.
+            RunStoppedError: a film that breaks off, after the frames until there.
+        """
+        av, step, number = _av(), 1 / (self.rate * self.every), -1
+        last = -step
+        try:
+            for number, frame in enumerate(self._container.decode(self._stream)):
+                time = frame.time if frame.time is not None and frame.time > last else last + step  # some have none
+                last = time
+                if number % self.every == 0:
+                    yield Frame(number, time, _upright(frame))
+        except av.FFmpegError as error:
+            if number < 0:
+                raise DataError(f"{self.source}: no frame can be decoded ({first_line(error)})") from error
+            raise RunStoppedError(
+                f"{self.source} breaks off after frame {number}, at {last:.1f} s ({first_line(error)}); what was found so far stays"
+            ) from error
+        finally:
+            self.close()
+        if number < 0:
+            raise DataError(f"{self.source} contains no frames")
+
+    def close(self) -> None:
+        """Close the film or the camera."""
+        self._container.close()
+
+
+def _open(source: str) -> Any:
+    """PyAV's container of a film, camera or stream."""
+    av = _av()
+    name, options = str(Path(source).expanduser()), {}
+    if ADDRESS.match(source):
+        name, options = source, {"timeout": (SECONDS, SECONDS)}
+        options["options"] = {"rtsp_transport": "tcp"} if source.lower().startswith("rtsp") else {}
+    elif is_camera(source):
+        if sys.platform not in CAMERAS:
+            raise BadInputError(
+                f"camera {source}: a camera is opened by its number on Linux and macOS; give the address of a stream"
+            )
+        options["format"], pattern = CAMERAS[sys.platform]
+        name = pattern.format(source)
+    elif not os.path.isfile(name):
+        raise DataError(f"there is no film {source}")
+    try:
+        return av.open(name, **options)
+    except av.error.ExitError as error:
+        raise DataError(f"{source} has not answered in {SECONDS:g} s") from error
+    except (av.FFmpegError, OSError) as error:
+        what = "camera " if is_camera(source) else ""
+        raise DataError(f"cannot open {what}{source} as a film: {first_line(error)}") from error
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise BadInputError("films and cameras need PyAV: pip install 'cpvt-det[video]'") from error
+    return av
+
+
+def _upright(frame: Any) -> Tensor:
+    """A frame's pixels, turned as its film asks for: phones film on their side."""
+    pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # (H, W, 3) -> (3, H, W)
+
+
+class FilmWriter:
+    """Pictures with their times -> an MP4 file, of which what was written can be played whatever happens next.
+
+    Args:
+        path: path of the file.
+    """
+
+    def __init__(self, path: Path):
+        av = _av()
+        # In fragments: complete without an end, and without an index that grows in memory.
+        self._container = av.open(str(path), "w", options={"movflags": "frag_keyframe+empty_moov+default_base_moof"})
+        self.path = path
+        self._codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+        self._stream: Any = None
+        self._start = self._last = 0
+
+    def add(self, picture: Image.Image, time: float) -> None:
+        """Write a picture that is shown from ``time``, in seconds, on; all are scaled to the size of the first one.
+
+        Raises:
+            BadInputError: a file that cannot be written.
+        """
+        milliseconds = round(1000 * time)
+        if self._stream is None:
+            self._stream = self._container.add_stream(self._codec, rate=25, options={"crf": "23", "g": "50", "bf": "0"})
+            self._stream.width, self._stream.height = (side + side % 2 for side in picture.size)  # which H.264 needs even
+            self._stream.pix_fmt, self._stream.codec_context.time_base = "yuv420p", MILLISECOND
+            self._start, self._last = milliseconds, -1
+        size = self._stream.width, self._stream.height
+        frame = _av().VideoFrame.from_image(picture if picture.size == size else picture.resize(size))
+        self._last = max(milliseconds - self._start, self._last + 1)
+        frame.pts, frame.time_base = self._last, MILLISECOND
+        self._write(frame)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._stream is not None:
+            self._write(None)
+        self._container.close()
+
+    def _write(self, frame: Any) -> None:
+        try:
+            self._container.mux(self._stream.encode(frame))
+        except (_av().FFmpegError, OSError) as error:
+            raise BadInputError(f"cannot write {self.path}: {first_line(error)}; choose another folder") from error
