@@ -15,6 +15,7 @@ from cpvt_det.builders.parts import (
     build_encoder_position,
     count_classes,
     pixel_statistics,
+    require_larger_images,
 )
 from cpvt_det.errors import ConfigError, config_errors
 from cpvt_det.fast import accelerate
@@ -207,6 +208,8 @@ def _real_time_arguments(
     if bins and look_forward_twice:
         raise ConfigError("MODEL.DETECTOR.LOOK_FORWARD_TWICE is for boxes that are refined; with BINS set it to False")
     backbone, shared = backbone or build_backbone(cfg), transformer_arguments(cfg)
+    coarsest = max(backbone.strides)
+    require_larger_images(cfg, coarsest, f"a cell of the coarsest map, {coarsest} pixels", "MODEL.BACKBONE.STAGES")
     num_levels, width = len(backbone.strides), encoder_channels or shared["channels"]
     if len(points) not in (1, num_levels):
         raise ConfigError(
@@ -294,6 +297,12 @@ def shared_arguments(
         ConfigError: a query source that needs what the detector does not have.
     """
     detr, classification = cfg.MODEL.DETR, build_classification(cfg)
+    names = cfg.MODEL.POSITION.NAME.split("+")
+    if "sine_scrambled" in names and (len(names) > 1 or encoder is None):
+        raise ConfigError(
+            "MODEL.POSITION.NAME: sine_scrambled is what other code computes in hybrid encoders, for comparison with it: use it "
+            "alone and in CPVTRealTimeDetr, or sine_grid, which is right"
+        )
     backbone = backbone or build_backbone(cfg)
     width, encoded_levels = encoder or (detr.HIDDEN_DIM, num_levels)
     arguments = {

@@ -58,14 +58,23 @@ def require_patches(cfg: CfgNode) -> None:
     name = cfg.MODEL.BACKBONE.NAME
     if name not in BACKBONE_REGISTRY or "position" not in BACKBONE_REGISTRY.parameters(name):
         return
-    patch, sizes = cfg.MODEL.BACKBONE.get("PATCH_SIZE") or 16, dict(flat_items(cfg.INPUT, "INPUT."))
+    patch = cfg.MODEL.BACKBONE.get("PATCH_SIZE") or 16
+    require_larger_images(cfg, patch, f"a patch of {patch}", "MODEL.BACKBONE.PATCH_SIZE")
+
+
+def require_larger_images(cfg: CfgNode, least: int, what: str, key_of_it: str) -> None:
+    """Refuse sizes of images below ``least`` pixels, the side of ``what``, which ``key_of_it`` sets.
+
+    Raises:
+        ConfigError: such a size.
+    """
+    sizes = dict(flat_items(cfg.INPUT, "INPUT."))
     for key in ("MIN_SIZE_TRAIN", "MAX_SIZE_TRAIN", "MIN_SIZE_TEST", "MAX_SIZE_TEST", "CLASSIFY.SIZE", "CLASSIFY.TEST_SIZE"):
         value = sizes.get(f"INPUT.{key}", ())
-        small = [side for side in (value if isinstance(value, (list, tuple)) else [value]) if 0 < side < patch]
+        small = [side for side in (value if isinstance(value, (list, tuple)) else [value]) if 0 < side < least]
         if small:
             raise ConfigError(
-                f"INPUT.{key} makes images of {small[0]} pixels, smaller than a patch of {patch}: use larger images, or set "
-                "MODEL.BACKBONE.PATCH_SIZE"
+                f"INPUT.{key} makes images of {small[0]} pixels, smaller than {what}: use larger images, or set {key_of_it}"
             )
 
 

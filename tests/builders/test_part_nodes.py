@@ -8,7 +8,7 @@ import re
 import pytest
 import yaml
 from click.testing import CliRunner
-from tiny import DEFORMABLE, IN_ATTENTION, overrides, random_config, save_random
+from tiny import DEFORMABLE, IN_ATTENTION, OF_DETR, overrides, random_config, save_random
 from torch import nn
 
 from cpvt_det.builders import DETECTOR_REGISTRY, build_criterion, build_detector, build_encoder_position
@@ -142,7 +142,7 @@ def options(registry, name, facts=()):
 
 
 @pytest.mark.parametrize("config", [{}, ONE_STAGE], ids=["DETR", "Deformable-DETR"])
-@pytest.mark.parametrize("name", POSITION_REGISTRY.names)
+@pytest.mark.parametrize("name", OF_DETR)
 def test_an_option_changes_its_encoding(name, config):
     if name in IN_ATTENTION and config:
         pytest.skip("not an encoding of Deformable-DETR")

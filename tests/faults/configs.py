@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiny import DINO
+from tiny import DFINE, DINO
 
 from faults.case import Case, Cut, Ending, call
 from faults.drawn import call_on, draw
@@ -120,6 +120,24 @@ CASES = [
         train(**{**DINO, "MODEL__CRITERION__CLASSIFICATION__GAMMA": -1.0}),
         "MODEL.CRITERION.CLASSIFICATION: gamma must be at least 0, got -1.0",
         guard=Cut("losses/classification.py", "if not low <= value <= high:", "if False:"),
+    ),
+    Case(
+        "images smaller than a cell of the hybrid encoder's coarsest map",
+        train(**{**DFINE, "INPUT__MIN_SIZE_TRAIN": (15, 40)}),
+        "INPUT.MIN_SIZE_TRAIN makes images of 15 pixels, smaller than a cell of the coarsest map, 16 pixels: use larger images, or "
+        "set MODEL.BACKBONE.STAGES",
+        guard=Cut(
+            "builders/detector.py",
+            'require_larger_images(cfg, coarsest, f"a cell of the coarsest map, {coarsest} pixels", "MODEL.BACKBONE.STAGES")',
+            "pass",
+        ),
+    ),
+    Case(
+        "scrambled sines beside a PEG",
+        train(**{**DFINE, "MODEL__POSITION__NAME": "sine_scrambled+peg"}),
+        "MODEL.POSITION.NAME: sine_scrambled is what other code computes in hybrid encoders, for comparison with it: use it alone "
+        "and in CPVTRealTimeDetr, or sine_grid, which is right",
+        guard=Cut("builders/detector.py", 'if "sine_scrambled" in names and (len(names) > 1 or encoder is None):', "if False:"),
     ),
     Case(
         "unknown key",

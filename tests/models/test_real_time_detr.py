@@ -200,12 +200,22 @@ def test_scrambled_sines_give_cells_the_places_of_others_off_the_square():
         ({"MODEL__CRITERION__CLASSIFICATION__NAME": "softmax"}, "ranks proposals by a sigmoid"),
         ({"MODEL__DETECTOR__FUSION": "pan"}, "unknown fusion of the hybrid encoder 'pan'"),
         ({"MODEL__DETECTOR__TWO_STAGE": True}, "'two_stage'"),
+        (
+            {"INPUT__MIN_SIZE_TRAIN": (15, 40)},
+            "images of 15 pixels, smaller than a cell of the coarsest map, 16 pixels: .* or set MODEL.BACKBONE.STAGES",
+        ),
+        ({"MODEL__POSITION__NAME": "sine_scrambled+peg"}, "use it alone and in CPVTRealTimeDetr, or sine_grid, which is right"),
         ({"MODEL__POSITION__NAME": "sine_grid", "MODEL__DETR__HIDDEN_DIM": 18}, "channels in multiples of 4, got 18"),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_key(more, message):
     with pytest.raises((ConfigError, UnknownNameError), match=message):
         build_detector(random_config(**{**DFINE, **more}))
+
+
+def test_scrambled_sines_are_for_hybrid_encoders_alone():
+    with pytest.raises(ConfigError, match="sine_scrambled is what other code computes .* use it alone and in CPVTRealTimeDetr"):
+        build_detector(random_config(MODEL__POSITION__NAME="sine_scrambled"))
 
 
 def test_parts_refuse_what_does_not_fit():
