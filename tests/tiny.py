@@ -75,10 +75,12 @@ RTDETR = {
 }
 DETECTORS = {"detr": {}, "deformable": DEFORMABLE}
 IN_ATTENTION = ("relative", "rope", "rope_mixed")
-"""The encodings that need products of queries and keys, which deformable attention refuses."""
+"""The encodings that need products of queries and keys."""
+INSIDE_LAYERS = (*IN_ATTENTION, "peg_ffn")
+"""The encodings that act inside layers, which Deformable-DETR refuses."""
 OF_DETR = [name for name in POSITION_REGISTRY.names if name != "sine_scrambled"]
 """Those that are for others than hybrid encoders too."""
-ADDED_OR_INJECTED = [name for name in OF_DETR if name not in IN_ATTENTION]
+ADDED_OR_INJECTED = [name for name in OF_DETR if name not in INSIDE_LAYERS]
 ENCODED = [*(("detr", name) for name in OF_DETR), *(("deformable", name) for name in ADDED_OR_INJECTED)]
 """Every kind of detector with every registered encoding that it takes."""
 SMALL_WORDS = [

@@ -235,7 +235,7 @@ def _real_time_arguments(
     hybrid = HybridEncoder(num_levels, width, shared["channels"], encoder, fusion, expansion, depth, norm)
     return {
         "neck": NormedNeck(backbone.channels, backbone.strides, width, norm),
-        **shared_arguments(cfg, backbone, num_levels, "mixed", refines=True, encoder=(width, 1)),
+        **shared_arguments(cfg, backbone, num_levels, "mixed", refines=True, encoder=(width, 1, ffn_channels)),
         "transformer": HybridTransformer(hybrid, decoder),
     }
 
@@ -281,7 +281,7 @@ def shared_arguments(
     num_levels: int,
     source: str = "learned",
     refines: bool = False,
-    encoder: tuple[int, int] | None = None,
+    encoder: tuple[int, int, int] | None = None,
 ) -> dict[str, Any]:
     """The keywords that the constructors of all detectors share.
 
@@ -291,7 +291,8 @@ def shared_arguments(
         num_levels: feature levels of the encoder.
         source: query source where ``MODEL.QUERIES.NAME`` is empty.
         refines: whether decoder layers correct boxes, which some positions of queries follow.
-        encoder: channels of neck and encoder, and levels that the encoding sees; ``None``: those of the decoder, ``num_levels``.
+        encoder: channels of neck and encoder, levels that the encoding sees, and inner channels of the encoder's networks;
+            ``None``: those of the decoder, and ``num_levels``.
 
     Raises:
         ConfigError: a query source that needs what the detector does not have.
@@ -304,10 +305,10 @@ def shared_arguments(
             "alone and in CPVTRealTimeDetr, or sine_grid, which is right"
         )
     backbone = backbone or build_backbone(cfg)
-    width, encoded_levels = encoder or (detr.HIDDEN_DIM, num_levels)
+    width, encoded_levels, ffn_channels = encoder or (detr.HIDDEN_DIM, num_levels, detr.DIM_FEEDFORWARD)
     arguments = {
         "backbone": backbone,
-        "position": build_encoder_position(cfg, width, encoded_levels, detr.ENC_LAYERS, detr.NHEADS),
+        "position": build_encoder_position(cfg, width, encoded_levels, detr.ENC_LAYERS, detr.NHEADS, ffn_channels),
         "channels": detr.HIDDEN_DIM,
         "num_queries": detr.NUM_OBJECT_QUERIES,
         "num_logits": classification.num_logits,

@@ -86,15 +86,16 @@ def pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[fl
 
 
 def build_encoder_position(
-    cfg: CfgNode, channels: int, num_levels: int, num_layers: int, num_heads: int = defaults.HEADS
+    cfg: CfgNode, channels: int, num_levels: int, num_layers: int, num_heads: int = defaults.HEADS, ffn_channels: int = 0
 ) -> PositionEncoding:
-    """The encoding of ``MODEL.POSITION``.
+    """The encoding of ``MODEL.POSITION``; ``ffn_channels`` are those of the encoder's layers, 0: ``MODEL.DETR``'s.
 
     Raises:
         UnknownNameError: an unknown name, or an option that the encoding does not take.
     """
     node = cfg.MODEL.POSITION
-    return build_position(node.NAME, channels, num_levels, num_layers, num_heads, **options_of(node))
+    facts = (channels, num_levels, num_layers, num_heads, ffn_channels or cfg.MODEL.DETR.DIM_FEEDFORWARD)
+    return build_position(node.NAME, *facts, **options_of(node))
 
 
 def build_decoder_position(cfg: CfgNode, kind: str) -> PositionEncoding | str | None:

@@ -34,7 +34,7 @@ def packing_for(
 ) -> Packing | None:
     """How an encoder packs the tokens of a batch; ``None``: it computes all.
 
-    It computes all where little is padded, where the encoding looks at padded tokens or acts inside attention, where an image may
+    It computes all where little is padded, where the encoding looks at padded tokens or acts inside layers, where an image may
     skip a part of a layer, and where a layer is another one than ours, or is watched by a hook, which expects the batch.
 
     Args:
@@ -46,7 +46,8 @@ def packing_for(
     """
     if padding_mask is None or not routes.is_plain(tokens) or not routes.is_on("packing"):
         return None
-    if position.acts_in_attention or position.looks_at_padding or padding_mask.sum() <= LEAST_SAVING * padding_mask.numel():
+    acts_inside = position.acts_in_attention or position.acts_in_ffn
+    if acts_inside or position.looks_at_padding or padding_mask.sum() <= LEAST_SAVING * padding_mask.numel():
         return None
     are_own = all((type(layer), type(layer.self_attn)) == own for layer in encoder.layers)
     inner = [part for part in encoder.modules() if part is not encoder]
@@ -71,7 +72,7 @@ class PackedEncoding:
     position: PositionEncoding
     packing: Packing
     padding_mask: Tensor
-    acts_in_attention = False
+    acts_in_attention = acts_in_ffn = False
 
     def inject(self, tokens: Tensor, padding_mask: Tensor | Packing, level_shapes: Sequence[Size], layer: int) -> Tensor:
         """:meth:`PositionEncoding.inject`, (1, T, C) -> the same."""

@@ -69,11 +69,13 @@ class DeformableDETR(Detector):
             neck = MultiLevelNeck(backbone.channels, backbone.strides, channels, num_levels, mask_padding)
         if len(transformer.level_embed) != len(neck.strides):
             raise ValueError(f"num_levels is {len(neck.strides)}, but the transformer has {len(transformer.level_embed)}")
-        if position.acts_in_attention:
+        if position.acts_in_attention or position.acts_in_ffn:
             acting = getattr(position, "additive", None) or position  # beside a PEG
+            where = "on the product of queries and keys, which deformable attention does not have"
+            where = where if position.acts_in_attention else "inside layers of one grid, which the cells of several levels are not"
             raise ValueError(
-                f"{type(acting).__name__} acts on the product of queries and keys, which deformable attention does not have; "
-                "use an encoding that is added or acts on the tokens, or CPVTDetr"
+                f"{type(acting).__name__} acts {where}; use an encoding that is added or acts on the tokens, CPVTDetr or "
+                "CPVTRealTimeDetr"
             )
         if two_stage and not box_refinement:
             raise ValueError("two stages need box refinement: proposals are boxes for the decoder to correct")

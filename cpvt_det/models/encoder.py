@@ -4,8 +4,9 @@
 Source: arXiv 2005.12872, section 3.2 and appendix A.3; names of parameters as in facebookresearch/detr.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +27,9 @@ class FeedForward(nn.Module):
     dropout: nn.Dropout
     activation = staticmethod(F.relu)
 
-    def feed_forward(self, first: nn.Linear, second: nn.Linear, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    def feed_forward(
+        self, first: Callable[[Tensor], Tensor], second: nn.Linear, x: Tensor, padding_mask: Tensor | None = None
+    ) -> Tensor:
         """The network of two layers, (..., C) -> (..., C), of every token by itself; a subclass may look at all valid ones."""
         return second(self.dropout(self.activation(first(x))))
 
@@ -81,6 +84,7 @@ class EncoderLayer(FeedForward):
         positions: Tensor | None,
         padding_mask: Tensor | None,
         place: Place | None = None,
+        feed: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """One layer.
 
@@ -89,6 +93,7 @@ class EncoderLayer(FeedForward):
             positions: (B, N, C) float, added to queries and keys; ``None`` lets all three share one product.
             padding_mask: (B, N) bool, True = padded; ``None``: nothing is.
             place: what a position encoding does inside the attention, as in :class:`Attention`.
+            feed: what it does with the feed-forward network's inner channels, (B, N, F) -> the same.
 
         Returns:
             (B, N, C).
@@ -100,7 +105,8 @@ class EncoderLayer(FeedForward):
         tokens = tokens if self.pre_norm else self.norm1(tokens)
 
         x = self.norm2(tokens) if self.pre_norm else tokens
-        x = self.feed_forward(self.linear1, self.linear2, x, padding_mask)
+        first = self.linear1 if feed is None else lambda x: feed(self.linear1(x))
+        x = self.feed_forward(first, self.linear2, x, padding_mask)
         tokens = tokens + self.dropout(self.drop_path(x))
         return tokens if self.pre_norm else self.norm2(tokens)
 
@@ -158,12 +164,21 @@ class Encoder(nn.Module):
         tokens = position.inject(tokens, padding_mask, level_shapes, -1)
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
-            place = None
-            if position.acts_in_attention:
-                place = partial(position.place, padding_mask=padding_mask, level_shapes=level_shapes, layer=index)
-            tokens = run_layer(tokens, positions, padding_mask, place)
+            inside = inside_layer(position, padding_mask=padding_mask, level_shapes=level_shapes, layer=index)
+            tokens = run_layer(tokens, positions, padding_mask, *inside)
             tokens = position.inject(tokens, padding_mask, level_shapes, index)
         return tokens if self.norm is None else self.norm(tokens)
+
+
+def inside_layer(position: PositionEncoding, **where: Any) -> tuple[Callable | None, Callable | None]:
+    """What an encoding does in the attention and in the feed-forward network of a layer; ``None`` for nothing.
+
+    Args:
+        position: the encoding.
+        where: last three arguments of :meth:`PositionEncoding.place`.
+    """
+    place = partial(position.place, **where) if position.acts_in_attention else None
+    return place, partial(position.feed, **where) if position.acts_in_ffn else None
 
 
 def rising_rates(last: float, num_layers: int) -> list[float]:

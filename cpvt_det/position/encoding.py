@@ -16,7 +16,7 @@ from cpvt_det import defaults
 from cpvt_det.registry import PartRegistry, options_of
 from cpvt_det.structures import Size
 
-FACTS = ("channels", "num_levels", "num_layers", "num_heads")
+FACTS = ("channels", "num_levels", "num_layers", "num_heads", "ffn_channels")
 
 
 class PositionRegistry(PartRegistry):
@@ -52,23 +52,23 @@ class PositionRegistry(PartRegistry):
 
 
 POSITION_REGISTRY = PositionRegistry("POSITION", "position encoding", chosen=frozenset({"additive", "peg"}))
-"""Name -> what builds the encoding. It is called with keywords: its own options, and those of ``channels``, ``num_levels``,
-``num_layers`` and ``num_heads`` that it names."""
+"""Name -> what builds the encoding. It is called with keywords: its own options, and those of :data:`FACTS` that it names."""
 
 
 class PositionEncoding(nn.Module):
     """The contract, and the encoding that does nothing.
 
     The encoder asks two things, always with the *projected* features and one padding mask per level (DETR has one level), so
-    that an encoding may condition on what it encodes; and where attention compares queries with keys, a third one,
-    :meth:`place`. They are asked about an image's tokens alone: class and distillation tokens pass by.
+    that an encoding may condition on what it encodes; and where attention compares queries with keys, two more, :meth:`place` and
+    :meth:`feed`, inside its layers. They are asked about an image's tokens alone: class and distillation tokens pass by.
 
     Attributes:
         acts_in_attention: whether :meth:`place` does anything; attention without products of queries and keys refuses such an
             encoding.
+        acts_in_ffn: whether :meth:`feed` does anything; deformable encoders refuse such an encoding.
     """
 
-    acts_in_attention = False
+    acts_in_attention = acts_in_ffn = False
 
     def forward(self, features: Sequence[Tensor], padding_masks: Sequence[Tensor]) -> list[Tensor] | None:
         """The additive embedding for queries and keys of every encoder layer.
@@ -113,6 +113,20 @@ class PositionEncoding(nn.Module):
         """
         return queries, keys, None
 
+    def feed(self, hidden: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        """Act inside the feed-forward network of a layer, before its activation. Optional.
+
+        Args:
+            hidden: (B, N, F) float, the network's inner channels of the tokens in the order of :meth:`inject`.
+            padding_mask: (B, N) bool, True = padded.
+            level_shapes: (H_l, W_l) of each level.
+            layer: the index of the layer.
+
+        Returns:
+            (B, N, F); at padded tokens it means nothing.
+        """
+        return hidden
+
     def acts_after(self, layer: int) -> bool:
         """Whether :meth:`inject` does anything after a layer; -1 is before the first. Asked by encoders that leave padding out."""
         return type(self).inject is not PositionEncoding.inject
@@ -126,16 +140,17 @@ class PositionEncoding(nn.Module):
     def __init_subclass__(cls, **named: Any):
         super().__init_subclass__(**named)
         cls.acts_in_attention = cls.place is not PositionEncoding.place
+        cls.acts_in_ffn = cls.feed is not PositionEncoding.feed
 
 
 def require_one_level(level_shapes: Sequence[Size]) -> Size:
-    """The shape of the only level, for encodings that act inside attention.
+    """The shape of the only level, for encodings that act inside layers.
 
     Raises:
         ValueError: several levels, whose cells have no common grid.
     """
     if len(level_shapes) != 1:
-        raise ValueError(f"an encoding inside attention needs one level, whose cells are one grid, got {len(level_shapes)}")
+        raise ValueError(f"an encoding inside layers needs one level, whose cells are one grid, got {len(level_shapes)}")
     return level_shapes[0]
 
 
@@ -162,6 +177,7 @@ def build_position(
     num_levels: int = 1,
     num_layers: int = defaults.LAYERS,
     num_heads: int = defaults.HEADS,
+    ffn_channels: int = defaults.FFN_CHANNELS,
     **options,
 ) -> PositionEncoding:
     """Build a registered encoding.
@@ -172,13 +188,14 @@ def build_position(
         num_levels: feature levels of the encoder.
         num_layers: layers of the encoder.
         num_heads: M, heads of the encoder's attention.
+        ffn_channels: F, inner channels of the encoder's feed-forward networks.
         options: further keywords of the encoding's constructor.
 
     Raises:
         UnknownNameError: a name that is not registered, or an option that this encoding does not take.
         ValueError: options that the encoding refuses.
     """
-    facts = {"channels": channels, "num_levels": num_levels, "num_layers": num_layers, "num_heads": num_heads}
+    facts = dict(zip(FACTS, (channels, num_levels, num_layers, num_heads, ffn_channels), strict=True))
     return POSITION_REGISTRY.build(name, facts, options)
 
 

@@ -159,7 +159,7 @@ def encode_levels(pegs: Sequence[PEGDetection], tokens: Tensor, padding_mask: Te
 
 
 class PEGEncoding(PositionEncoding):
-    """:class:`PEGDetection` after chosen encoder layers, alone or beside an encoding that is added or acts in the attention.
+    """:class:`PEGDetection` after chosen encoder layers, alone or beside an encoding that is added or acts inside layers.
 
     Args:
         channels: C.
@@ -201,6 +201,7 @@ class PEGEncoding(PositionEncoding):
         self.mask_input = mask_input
         self.additive = None if additive is None else additive(channels)
         self.acts_in_attention = self.additive is not None and self.additive.acts_in_attention
+        self.acts_in_ffn = self.additive is not None and self.additive.acts_in_ffn
         self.names = {layer: "before" if layer < 0 else str(layer) for layer in positions}
         self.pegs = nn.ModuleDict(
             {
@@ -231,6 +232,10 @@ class PEGEncoding(PositionEncoding):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         inputs = (queries, keys, padding_mask, level_shapes, layer)
         return super().place(*inputs) if self.additive is None else self.additive.place(*inputs)
+
+    def feed(self, hidden: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        inputs = (hidden, padding_mask, level_shapes, layer)
+        return super().feed(*inputs) if self.additive is None else self.additive.feed(*inputs)
 
 
 register_position("peg")(PEGEncoding)

@@ -8,7 +8,7 @@ import re
 import pytest
 import yaml
 from click.testing import CliRunner
-from tiny import DEFORMABLE, IN_ATTENTION, OF_DETR, overrides, random_config, save_random
+from tiny import DEFORMABLE, INSIDE_LAYERS, OF_DETR, overrides, random_config, save_random
 from torch import nn
 
 from cpvt_det.builders import DETECTOR_REGISTRY, build_criterion, build_detector, build_encoder_position
@@ -144,7 +144,7 @@ def options(registry, name, facts=()):
 @pytest.mark.parametrize("config", [{}, ONE_STAGE], ids=["DETR", "Deformable-DETR"])
 @pytest.mark.parametrize("name", OF_DETR)
 def test_an_option_changes_its_encoding(name, config):
-    if name in IN_ATTENTION and config:
+    if name in INSIDE_LAYERS and config:
         pytest.skip("not an encoding of Deformable-DETR")
     config = {**config, "MODEL__POSITION__NAME": name}
     parts = {f"{part.upper()}__": part for part in name.split("+")} if "+" in name else {"": name}
@@ -152,10 +152,8 @@ def test_an_option_changes_its_encoding(name, config):
         for option, value in options(POSITION_REGISTRY, part, FACTS):
             if option == "kernel_size" and "1x1" in part:
                 continue  # of one cell
-            if (option == "share_levels" and "MODEL__DETECTOR__NUM_LEVELS" not in config) or (part, option) == (
-                "rope_mixed",
-                "frequency_ratio",
-            ):
+            of_one_level = option == "share_levels" and "MODEL__DETECTOR__NUM_LEVELS" not in config
+            if of_one_level or (part, option) in (("rope_mixed", "frequency_ratio"), ("peg_ffn", "zero_init")):
                 continue  # of one level there is one PEG; values that weights start with are no traits
             assert changes(config, f"MODEL__POSITION__{node}{option.upper()}", value), option
 

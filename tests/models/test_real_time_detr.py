@@ -21,7 +21,7 @@ from cpvt_det.position import build_position
 from cpvt_det.structures import BoxDistributions, PaddedBatch, Predictions, Targets
 
 KINDS = {"dfine": DFINE, "rtdetr": RTDETR, "dfine, resnet18d": {**DFINE, "MODEL__BACKBONE__NAME": "resnet18d"}}
-POSITIONS = ("none", "sine", "sine_grid", "sine_scrambled", "peg", "sine_grid+peg", "rope", "relative")
+POSITIONS = ("none", "sine", "sine_grid", "sine_scrambled", "peg", "sine_grid+peg", "peg_ffn", "rope", "relative")
 ENCODED = [*(("dfine", position) for position in POSITIONS), ("rtdetr", "sine_grid"), ("dfine, resnet18d", "peg")]
 SIZES = [(100, 192), (128, 70), (41, 150)]  # some levels of the first have padding, the coarsest has not
 TARGETS = [

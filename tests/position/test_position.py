@@ -10,6 +10,7 @@ from tiny import random_config
 
 from cpvt_det.builders import build_detector, build_encoder_position
 from cpvt_det.config import get_cfg
+from cpvt_det.defaults import FFN_CHANNELS
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.position.encoding import POSITION_REGISTRY, PositionEncoding, build_position
 from cpvt_det.position.peg import PEGEncoding
@@ -74,6 +75,13 @@ def scores_of(encoding, features, masks):
     return scores
 
 
+def feed_all(encoding, features, masks):
+    """What is made of the inner channels of every feed-forward network; nothing of encodings that do not act there."""
+    tokens, mask = flatten(features, masks)
+    hidden, shapes = tokens.repeat(1, 1, FFN_CHANNELS // CHANNELS), [tuple(level.shape[-2:]) for level in features]
+    return [encoding.feed(hidden, mask, shapes, layer) for layer in range(NUM_LAYERS if encoding.acts_in_ffn else 0)]
+
+
 def inject_all(encoding, features, masks):
     """The tokens after every call that an encoder with layers that do nothing would make."""
     tokens, mask = flatten(features, masks)
@@ -133,12 +141,13 @@ def test_padded_content_does_not_matter(name, num_levels, training):
 def test_every_parameter_gets_a_gradient(name, num_levels):
     encoding = build(name, num_levels)
     features, masks = make_batch(LEVELS[num_levels])
-    if encoding.acts_in_attention and num_levels > 1:
-        with pytest.raises(ValueError, match="inside attention needs one level, whose cells are one grid, got 2"):
-            scores_of(encoding, features, masks)
+    if (encoding.acts_in_attention or encoding.acts_in_ffn) and num_levels > 1:
+        with pytest.raises(ValueError, match="inside layers needs one level, whose cells are one grid, got 2"):
+            scores_of(encoding, features, masks), feed_all(encoding, features, masks)
         return
+    inside = [*scores_of(encoding, features, masks), *feed_all(encoding, features, masks)]
     total = sum(
-        (scores.square().sum() for scores in scores_of(encoding, features, masks)),
+        (made.square().sum() for made in inside),
         inject_all(encoding, features, masks).pow(3).sum(),
     )
     for level in encoding(features, masks) or []:
@@ -406,7 +415,8 @@ def test_an_encoding_is_built_by_its_name_alone(name):
     cfg = get_cfg()
     cfg.MODEL.POSITION.NAME = name
     encoding = build_encoder_position(cfg, 32, num_levels=1, num_layers=6)
-    assert isinstance(encoding, PEGEncoding) == ("peg" in name and name != "peg_query_key")
+    assert isinstance(encoding, PEGEncoding) == ("peg" in name and name not in ("peg_query_key", "peg_ffn"))
+    assert encoding.acts_in_ffn == (name == "peg_ffn")
     assert encoding.acts_in_attention == (name.partition("+")[0] in ("relative", "rope", "rope_mixed"))
     assert isinstance(encoding, PositionEncoding)
 

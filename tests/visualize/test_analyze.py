@@ -108,6 +108,7 @@ PEGS = {
     "peg_plain_stacked": 4 * (16 * 16 + PLAIN),
     "peg_plain_twelve_1x1": 12 * 2 * 16,
     **dict.fromkeys(("peg_plain", "peg_plain_frozen", "peg_plain_wide", "peg_plain_borderless", "table+peg_plain"), PLAIN),
+    "peg_ffn": 10 * 32,  # kernels and biases of the inner channels
 }
 TABLES = {
     "learned": 2 * 50 * 8,

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from tiny import DETECTORS, ENCODED, IN_ATTENTION, random_config
+from tiny import DETECTORS, ENCODED, INSIDE_LAYERS, random_config
 from torch import nn
 
 from cpvt_det.builders import build_detector
@@ -131,7 +131,7 @@ def test_what_is_added_is_what_the_encoding_gives(kind, encoding):
         handle.remove()
     wheres = [part.where for part in added]
     acts = isinstance(detector.position, PEGEncoding)
-    is_added = detector.position.additive is not None if acts else encoding not in ("none", *IN_ATTENTION)
+    is_added = detector.position.additive is not None if acts else encoding not in ("none", *INSIDE_LAYERS)
     assert wheres == ["to queries and keys"] * is_added + ["after layer 0"] * acts
     assert [part.seen_by for part in added] == [0 if part.layer is None else 1 for part in added]
     tokens, injected = inputs["next"][0], outputs[0]

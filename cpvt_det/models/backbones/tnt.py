@@ -16,7 +16,7 @@ from cpvt_det.models.backbones.contract import BACKBONE_REGISTRY
 from cpvt_det.models.backbones.tnt_weights import TNT, convert_tnt
 from cpvt_det.models.backbones.vit import INITIAL_STD, OWN_POSITIONS, BesideTokens, PositionBuilder, VisionTransformer
 from cpvt_det.models.backbones.vit_weights import load_vit
-from cpvt_det.models.encoder import EncoderLayer, rising_rates
+from cpvt_det.models.encoder import EncoderLayer, inside_layer, rising_rates
 from cpvt_det.position import build_position
 
 SIZES = {"small": (384, 12, 6, 24), "base": (640, 12, 10, 40)}
@@ -133,14 +133,14 @@ class _Layer(nn.Module):
         self.project = _PixelsToPatch(inner_channels, num_pixels, channels, bias=legacy, per_pixel=legacy)
         self.outer = (_SqueezedLayer if squeeze else EncoderLayer)(channels, num_heads, 4 * channels, **shared)
 
-    def forward(self, tokens: Tensor, pixels: Tensor, padding_mask: Tensor | None, place: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, pixels: Tensor, padding_mask: Tensor | None, *inside: Any) -> tuple[Tensor, Tensor]:
         """Tokens (B, T + N, C), of which the last N are patches, and their pixels (B * N, ., C'), to the same."""
         pixels = self.inner(pixels, None, None)
         added = self.project(pixels).unflatten(0, (tokens.shape[0], -1))
         count = tokens.shape[1] - added.shape[1]
         patches = tokens[:, count:] + added
         tokens = torch.cat((tokens[:, :count], patches), dim=1) if count else patches
-        return self.outer(tokens, None, padding_mask, place), pixels
+        return self.outer(tokens, None, padding_mask, *inside), pixels
 
 
 class _SqueezedLayer(EncoderLayer):
@@ -176,10 +176,8 @@ class _Encoder(nn.Module):
         tokens = position.inject(tokens, padding_mask, shapes, -1)
         for index, layer in enumerate(self.layers):
             run_layer = partial(recomputed, layer) if self.checkpointing else layer
-            place = None
-            if position.acts_in_attention:
-                place = partial(position.place, padding_mask=padding_mask, level_shapes=shapes, layer=index)
-            tokens, pixels = run_layer(tokens, pixels, padding_mask, place)
+            inside = inside_layer(position, padding_mask=padding_mask, level_shapes=shapes, layer=index)
+            tokens, pixels = run_layer(tokens, pixels, padding_mask, *inside)
             tokens = position.inject(tokens, padding_mask, shapes, index)
         return self.norm(tokens)
 

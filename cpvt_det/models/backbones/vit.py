@@ -90,7 +90,7 @@ class VisionTransformer(nn.Module):
         self.strides, self.channels, self.size_divisibility = [patch_size], [channels], patch_size
         self.num_tokens, self.drop_path = num_tokens, drop_path
         self.special_tokens = nn.Parameter(torch.empty(num_tokens, channels)) if num_tokens else None
-        self.position = position(channels=channels, num_layers=num_layers, num_heads=num_heads)
+        self.position = position(channels=channels, num_layers=num_layers, num_heads=num_heads, ffn_channels=4 * channels)
         has_table = any(isinstance(part, TableEncoding) for part in self.position.modules())
         self.special_positions = nn.Parameter(torch.empty(num_tokens, channels)) if num_tokens and has_table else None
         self._build(channels, num_layers, num_heads, checkpointing, **layers)
@@ -183,7 +183,8 @@ class BesideTokens:
         self._position, self._count = position, count
         self._mask = padding_mask.flatten(1)
         self.level_shapes: list[Size] = [tuple(padding_mask.shape[1:])]
-        self.acts_in_attention, self.looks_at_padding = position.acts_in_attention, position.looks_at_padding
+        self.acts_in_attention, self.acts_in_ffn = position.acts_in_attention, position.acts_in_ffn
+        self.looks_at_padding = position.looks_at_padding
 
     def acts_after(self, layer: int) -> bool:
         """As :meth:`PositionEncoding.acts_after`."""
@@ -191,11 +192,18 @@ class BesideTokens:
 
     def inject(self, tokens: Tensor, padding_mask: Tensor | None, level_shapes: Sequence[Size], layer: int) -> Tensor:
         """As :meth:`PositionEncoding.inject`."""
+        return self._on_patches(self._position.inject, tokens, level_shapes, layer)
+
+    def feed(self, hidden: Tensor, padding_mask: Tensor | None, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        """As :meth:`PositionEncoding.feed`."""
+        return self._on_patches(self._position.feed, hidden, level_shapes, layer)
+
+    def _on_patches(self, act: Callable[..., Tensor], tokens: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
         patches = tokens[:, self._count :]
-        injected = self._position.inject(patches, self._mask, level_shapes, layer)
-        if injected is patches:
+        changed = act(patches, self._mask, level_shapes, layer)
+        if changed is patches:
             return tokens
-        return torch.cat((tokens[:, : self._count], injected), dim=1) if self._count else injected
+        return torch.cat((tokens[:, : self._count], changed), dim=1) if self._count else changed
 
     def place(
         self, queries: Tensor, keys: Tensor, padding_mask: Tensor | None, level_shapes: Sequence[Size], layer: int

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A depthwise convolution inside the feed-forward network of every layer: PEG's idea, where GTR has it."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from cpvt_det import defaults
+from cpvt_det.position.encoding import PositionEncoding, register_position, require_one_level
+from cpvt_det.structures import Size, has_padding
+
+
+@register_position("peg_ffn")
+class FeedForwardPEGEncoding(PositionEncoding):
+    """A 3x3 depthwise convolution with zero padding and a bias, of the network's inner channels, before its activation.
+
+    Padded tokens are zeroed before it, so that they look like the border.
+
+    Args:
+        num_layers: layers of the encoder, of which each has a convolution.
+        ffn_channels: F.
+        kernel_size: side of the convolution's kernel, odd.
+        zero_init: start as the identity, to fine-tune trained weights.
+
+    Raises:
+        ValueError: a kernel size that is not odd and positive; in ``feed``, several levels.
+
+    Source: arXiv 2609.26590 (GTR), where it acts on the gated half of a SwiGLU, on squares.
+    """
+
+    def __init__(
+        self,
+        num_layers: int = defaults.LAYERS,
+        ffn_channels: int = defaults.FFN_CHANNELS,
+        kernel_size: int = 3,
+        zero_init: bool = False,
+    ):
+        super().__init__()
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd and at least 1, so that a token has a centre; got {kernel_size}")
+        self.pegs = nn.ModuleList(
+            nn.Conv2d(ffn_channels, ffn_channels, kernel_size, padding=kernel_size // 2, groups=ffn_channels)
+            for _ in range(num_layers)
+        )
+        for convolution in self.pegs if zero_init else ():
+            nn.init.dirac_(convolution.weight, ffn_channels)
+            nn.init.zeros_(convolution.bias)
+
+    def feed(self, hidden: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
+        shape = require_one_level(level_shapes)
+        if has_padding(padding_mask):
+            hidden = hidden.masked_fill(padding_mask[..., None], 0)
+        return self.pegs[layer](hidden.unflatten(1, shape).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).flatten(1, 2)
