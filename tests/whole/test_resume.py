@@ -3,7 +3,7 @@
 
 import pytest
 from test_runner import assert_same_run, losses_of, metrics_of, weights_of
-from tiny import overrides
+from tiny import DFINE, RTDETR, overrides
 
 from cpvt_det.config import load_cfg
 from cpvt_det.runner.train import run
@@ -31,3 +31,12 @@ def test_scaler_best_metric_and_counts_go_on_with_any_number_of_workers(drawn_co
     assert losses_of(whole) == losses_of(cut)
     aps = [{line["iteration"]: line["bbox/AP"] for line in metrics_of(folder) if "bbox/AP" in line} for folder in (whole, cut)]
     assert {iteration: aps[1][iteration] for iteration in aps[0]} == aps[0]
+
+
+@pytest.mark.parametrize("detector", [DFINE, RTDETR], ids=["dfine", "rtdetr"])
+def test_a_real_time_detector_goes_on_with_its_denoising_and_its_statistics(drawn_coco, tmp_path, detector):
+    for name, iterations, resume in (("whole", 6, False), ("cut", 3, False), ("cut", 6, True)):
+        words = overrides(drawn_coco.files, tmp_path / name, **detector, SOLVER__MAX_ITER=iterations, DATASETS__TEST=())
+        run(load_cfg("", words), resume=resume)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "cut")
