@@ -37,9 +37,9 @@ from cpvt_det.structures import Size, Targets
 
 PACKAGE = Path(cpvt_det.__file__).parent
 DETECTORS = ("DETR", "Deformable-DETR", "DINO")
-LAYERS = 2
-SIZES: tuple[tuple[Size, ...], ...] = (((96, 128), (64, 100)), ((130, 200), (100, 70)))
-"""Of the images of two batches; a second graph at the second is one that is compiled again."""
+SHALLOW = {"ENC_LAYERS": 1, "DEC_LAYERS": 2}
+"""Every part once, and a decoder layer after another: what came with each layer would be seen."""
+SIZES: tuple[Size, ...] = ((96, 128), (64, 100))
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
 """Operations whose outcome, or its shape, the host reads; ``item`` and ``bool`` are the first of them."""
 COPIES = ("cpu", "tolist")
@@ -53,15 +53,14 @@ COPIES = ("cpu", "tolist")
 def main(output: Path) -> None:
     """Count graphs and reads of DETR, Deformable-DETR and DINO with PEG, and write OUTPUT/graphs.json.
 
-    Networks are narrow, with two encoder and two decoder layers: neither number depends on the width, and one for each layer would
-    be seen.
+    Networks are narrow and shallow, as neither number depends on that.
 
     \b
     Example:
       python benchmarks/graphs.py --output output/graphs
     """
     torch.set_num_threads(1)
-    content: dict[str, Any] = {"layers": LAYERS, "graphs": {}, "reads": {}}
+    content: dict[str, Any] = {"graphs": {}, "reads": {}}
     for name in DETECTORS:
         cfg = small_config(name)
         content["reads"][name] = dict(count_reads(cfg))
@@ -73,24 +72,23 @@ def main(output: Path) -> None:
     write_json({**about_run("graphs.py --output DIR", 1, False, None), **content}, output / "graphs.json", indent=1)
 
 
-def small_config(name: str, layers: int = LAYERS) -> CfgNode:
-    """The shipped config of a detector with PEG, narrow and on the CPU.
-
-    Args:
-        name: key of ``ORIGINS``.
-        layers: number of encoder layers, and of decoder layers.
-    """
+def small_config(name: str) -> CfgNode:
+    """The shipped config of a detector with PEG, a key of ``ORIGINS``; small, and on the CPU."""
     words = ["MODEL.DEVICE", "cpu", "MODEL.NUM_CLASSES", "80", "MODEL.BACKBONE.NAME", "resnet10", "MODEL.BACKBONE.WEIGHTS", ""]
     words += ["MODEL.DETR.HIDDEN_DIM", "32", "MODEL.DETR.DIM_FEEDFORWARD", "32", "MODEL.DETR.NUM_OBJECT_QUERIES", "20"]
-    words += ["MODEL.DETR.ENC_LAYERS", str(layers), "MODEL.DETR.DEC_LAYERS", str(layers), "SOLVER.AMP.ENABLED", "False"]
+    words += [
+        "SOLVER.AMP.ENABLED",
+        "False",
+        *(word for key, number in SHALLOW.items() for word in (f"MODEL.DETR.{key}", str(number))),
+    ]
     return load_cfg(str(CONFIGS / f"{ORIGINS[name].config.format('peg')}.yaml"), words)
 
 
-def draw_samples(sizes: tuple[Size, ...], seed: int) -> list[Sample]:
-    """Samples as the loader gives them, one for each size, with three objects and more."""
+def draw_samples(seed: int) -> list[Sample]:
+    """Samples as the loader gives them, with three objects and more."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
-    for number, size in enumerate(sizes):
+    for number, size in enumerate(SIZES):
         image = torch.randint(256, (3, *size), dtype=torch.uint8, generator=generator)
         labels = torch.randint(80, (3 + 2 * number,), generator=generator)
         targets = Targets(labels, 0.2 + 0.2 * torch.rand(len(labels), 4, generator=generator))
@@ -98,13 +96,12 @@ def draw_samples(sizes: tuple[Size, ...], seed: int) -> list[Sample]:
     return samples
 
 
-def count_graphs(cfg: CfgNode, training: bool, sizes: tuple[tuple[Size, ...], ...] = SIZES) -> list[int]:
-    """Graphs of a forward at the first sizes, and new ones at each of the others.
+def count_graphs(cfg: CfgNode, training: bool) -> int:
+    """Graphs of a forward.
 
     Args:
         cfg: config of a detector.
         training: True: with targets, in training mode, as in a training step.
-        sizes: sizes of the images of each batch.
     """
     detector = builders.build_detector(cfg).train(training)
     graphs: list[nn.Module] = []
@@ -114,17 +111,12 @@ def count_graphs(cfg: CfgNode, training: bool, sizes: tuple[tuple[Size, ...], ..
         return graph.forward
 
     torch.compiler.reset()
-    compiled = torch.compile(detector, dynamic=True, backend=count)
-    found = []
-    for number, batch_sizes in enumerate(sizes):
-        samples = draw_samples(batch_sizes, number)
-        batch = detector.preprocess([sample["image"] for sample in samples])
-        targets = [sample["targets"] for sample in samples] if training else None
-        graphs.clear()
-        with torch.set_grad_enabled(training):
-            compiled(batch.images, batch.padding_mask, targets)
-        found.append(len(graphs))
-    return found
+    samples = draw_samples(0)
+    batch = detector.preprocess([sample["image"] for sample in samples])
+    targets = [sample["targets"] for sample in samples] if training else None
+    with torch.set_grad_enabled(training):
+        torch.compile(detector, dynamic=True, backend=count)(batch.images, batch.padding_mask, targets)
+    return len(graphs)
 
 
 def count_reads(cfg: CfgNode) -> Counter[str]:
@@ -134,8 +126,8 @@ def count_reads(cfg: CfgNode) -> Counter[str]:
     model = TrainingModel(detector, builders.build_criterion(cfg))
     schedule = builders.build_schedule(cfg, 1000)
     step = builders.build_step(cfg, model, builders.build_optimizer(cfg, detector), schedule, seed=0)
-    step(draw_samples(SIZES[0], 0), 0)
-    samples = draw_samples(SIZES[0], 1)
+    step(draw_samples(0), 0)
+    samples = draw_samples(1)
     with counted_reads() as reads:
         step(samples, 1)
     return reads
