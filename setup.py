@@ -18,7 +18,7 @@ FOLDERS = sorted({path.relative_to(ROOT).parent for path in (ROOT / "configs").r
 CONFIGS = {"cpvt_det." + ".".join(folder.parts): folder.as_posix() for folder in FOLDERS}
 
 INSTALL = [
-    "torch>=2.9",
+    "torch>=2.9",  # 2.4 has no torch.compiler.is_exporting, and in 2.7 it is False while a program is exported; 2.8 was not tried
     "torchvision>=0.24",
     "numpy>=1.26",
     "pillow>=10",  # formats that torchvision does not decode; drawing
