@@ -9,7 +9,6 @@ import shlex
 import pytest
 from click.testing import CliRunner
 from conftest import ROOT
-from PIL import Image
 
 from cpvt_det.cli import main
 
@@ -33,8 +32,7 @@ def test_a_notebook_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
         if cell["cell_type"] == "code":
             assert cell["outputs"] == [] and cell["execution_count"] is None, "saved with outputs"
             exec(re.sub(r"^!(.*)$", lambda line: f"command({line[1]!r})", "".join(cell["source"]), flags=re.M), names)
-    assert names["found"].draw().size == Image.open(names["found"].source).size
-    assert len(os.listdir("output")) > 1
+    assert len(names["found"]) and len(os.listdir("output")) > 1
 
 
 def test_there_are_two():
