@@ -8,7 +8,7 @@ import pytest
 import torch
 from image_classes import class_words, draw_folders
 from test_runner import assert_same_run, losses_of
-from tiny import DEFORMABLE, DETECTORS, DINO, overrides
+from tiny import DEFORMABLE, DETECTORS, DFINE, DINO, overrides
 
 from cpvt_det import Predictor, builders
 from cpvt_det.config import get_cfg as get_core_cfg
@@ -101,11 +101,11 @@ def test_the_same_batch_gives_the_bit_equal_loss(d2, drawn_coco, tmp_path, posit
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.parametrize("detector", [*DETECTORS, "dino"])
+@pytest.mark.parametrize("detector", [*DETECTORS, "dino", "dfine"])
 def test_both_runners_take_the_same_run(runs, detector):
     """The last one with denoising, the hybrid branch and mixed supervision."""
     more = {
-        **{**DETECTORS, "dino": DINO}[detector],
+        **{**DETECTORS, "dino": DINO, "dfine": DFINE}[detector],
         "MODEL__DETR__DROPOUT": 0.2,
         "SOLVER__ACCUMULATE": 2,
         "SOLVER__EMA__ENABLED": True,
