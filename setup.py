@@ -51,7 +51,7 @@ DETECTRON2 = [
 ]
 LOGGERS = {"wandb": ["wandb>=0.18"], "mlflow": ["mlflow>=2.16"]}  # of CALLBACKS
 OTHERS = {"supervision": ["supervision>=0.25"]}  # of detections
-VIDEO = ["av>=14"]  # films and cameras, with decoders
+VIDEO = {"video": ["av>=14"], "track": ["trackers>=2.4", "supervision>=0.26"]}  # films and cameras; ids over frames
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo"]
 # Of cpvt-det export --format onnx, and of --format openvino beside that.
 RUNTIMES = {"export": ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"], "openvino": ["openvino>=2025.0"]}
@@ -96,7 +96,7 @@ setup(
     extras_require={
         **{"detectron2": DETECTRON2, "timm": TIMM, "pretrained": PRETRAINED, "test": TEST, "docs": DOCS},
         **RUNTIMES,
-        "video": VIDEO,
+        **VIDEO,
         **LOGGERS,
         **OTHERS,
         "remote": ["fsspec[http]>=2024.2"],  # of images behind http URLs

@@ -42,6 +42,7 @@ from cpvt_det.predict.films import FilmReader, is_film
     "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or skip them."
 )
 @click.option("--every", default=1, show_default=True, metavar="N", help="Of a film: every N-th frame.")
+@click.option("--track", is_flag=True, help="Of a film: ids of objects, the same from frame to frame.")
 @tiles_options
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
@@ -55,6 +56,7 @@ def predict(
     config_file: str,
     on_bad: str,
     every: int,
+    track: bool,
     tiles: int | None,
     overlap: float | None,
     overrides: tuple[str, ...],
@@ -77,6 +79,8 @@ def predict(
     """
     filmed = is_film(source)
     _require_usable(threshold, batch, overrides, every, filmed)
+    if track and not filmed:
+        raise BadInputError(f"--track is for films, and {source} is none")
     output = output.expanduser()
     paths, unreadable = ([], []) if filmed else find_files(source, output)
     if unreadable:
@@ -104,7 +108,7 @@ def predict(
         click.echo(f"{output / 'classes.json'}: {counted(count, 'image')}, {count / (time.perf_counter() - start):.1f} images/s")
         return
     if reader is not None:
-        found = predict_film(predictor, reader, output, threshold, batch)
+        found = predict_film(predictor, reader, output, threshold, batch, track)
     else:
         found = predict_files(predictor, files, output, threshold, batch, on_bad)
     speed, kind = found.images / (time.perf_counter() - start), "frame" if filmed else "image"

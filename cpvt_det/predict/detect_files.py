@@ -23,6 +23,8 @@ from cpvt_det.predict.classes import ClassPredictor
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.films import FilmReader, FilmWriter
 from cpvt_det.predict.predictor import Predictor
+from cpvt_det.predict.tracks import Tracks
+from cpvt_det.visualize.pictures import draw_objects
 
 LONGEST_JPEG = 65_500  # pixels a side, libjpeg's limit
 
@@ -145,7 +147,9 @@ def predict_files(
     return total
 
 
-def predict_film(predictor: Predictor, reader: FilmReader, output: Path, threshold: float, batch_size: int) -> Found:
+def predict_film(
+    predictor: Predictor, reader: FilmReader, output: Path, threshold: float, batch_size: int, track: bool = False
+) -> Found:
     """Detect in a film; write ``film.mp4``, with boxes and the times of its frames, and ``frames.jsonl``, a line for each frame:
     ``{"frame": 12, "time": 0.48, "detections": [{"category_id": 3, "name": "cat", "bbox": [x, y, w, h], "score": 0.9}]}``.
 
@@ -157,6 +161,7 @@ def predict_film(predictor: Predictor, reader: FilmReader, output: Path, thresho
         output: folder to write to; created if missing.
         threshold: lowest score to draw and write.
         batch_size: number of frames per batch.
+        track: give objects ids over frames, :class:`cpvt_det.predict.tracks.Tracks`: ``track`` of a detection, and on the film.
 
     Returns:
         How many frames and detections, and the best score.
@@ -165,6 +170,7 @@ def predict_film(predictor: Predictor, reader: FilmReader, output: Path, thresho
         BadInputError: a folder that cannot be written to.
         DataError, RunStoppedError: a film that cannot be decoded, or breaks off.
     """
+    tracks = Tracks(reader.rate, threshold) if track else None
     _make_folder(output)
     total, writer = Found(), FilmWriter(output / "film.mp4")
     bar = tqdm(total=reader.expected, desc="predicting", unit="frame", leave=False, file=sys.stderr)
@@ -173,10 +179,14 @@ def predict_film(predictor: Predictor, reader: FilmReader, output: Path, thresho
             found = everything.above(threshold)
             total.add(f"frame {number}", everything, len(found))
             rows = [{"name": name, **row} for name, row in zip(found.names, found.to_coco(number), strict=True)]
+            ids = [] if tracks is None else tracks(everything)[: len(found)]  # best first, as both are
             for row in rows:
                 del row["image_id"]
+            for row, one in zip(rows, ids, strict=tracks is not None):
+                row["track"] = one
+            notes = None if tracks is None else ["" if one is None else f" #{one}" for one in ids]
             lines.write(json.dumps({"frame": number, "time": round(time, 6), "detections": rows}) + "\n")
-            writer.add(found.draw(), time)
+            writer.add(draw_objects(found.image, found, predictor.classes.names, notes=notes), time)
             bar.update()
     return total
 

@@ -115,6 +115,7 @@ def draw_objects(
     scored: bool = True,
     what: str = "the picture",
     height: int | None = None,
+    notes: Sequence[str] | None = None,
 ) -> Image.Image:
     """An image with labelled boxes.
 
@@ -125,6 +126,7 @@ def draw_objects(
         scored: write scores beside the names.
         what: name of the picture in error messages.
         height: height that the image is resized to, instead of being enlarged.
+        notes: text after the label of each object, such as its track.
 
     Raises:
         TypeError, ValueError: as :func:`draw_comparison`.
@@ -144,8 +146,9 @@ def draw_objects(
     for box, label in zip(boxes, objects.labels.tolist(), strict=True):
         draw.rectangle(box, outline=class_color(label), width=line)
     taken: list[Corners] = []
-    for box, label, score in zip(boxes, objects.labels.tolist(), objects.scores.tolist(), strict=True):
-        text = Text(f"{class_names[label]} {score:.2f}" if scored else class_names[label], font_size)
+    notes = [""] * len(boxes) if notes is None else notes
+    for box, label, score, note in zip(boxes, objects.labels.tolist(), objects.scores.tolist(), notes, strict=True):
+        text = Text((f"{class_names[label]} {score:.2f}" if scored else class_names[label]) + note, font_size)
         _draw_label(draw, text, box, class_color(label), picture.size, taken)
     return picture
 
