@@ -17,6 +17,7 @@ from cpvt_det.layers.norm import MaskedGroupNorm
 from cpvt_det.models import ImageModel
 from cpvt_det.models.backbones.timm import TimmBackbone
 from cpvt_det.models.backbones.timm_networks import fix_padding
+from cpvt_det.models.hybrid_encoder import ConvNorm, RepVGGBlock
 from cpvt_det.position.learned import LearnedEncoding
 from cpvt_det.position.peg import PEGDetection
 
@@ -75,8 +76,8 @@ class ExportModule(nn.Module):
 def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
     """A copy of a detector for inference only.
 
-    PEG's batch norm becomes part of its convolution; group norm, which depends on the input, is kept. TensorFlow's padding, of some
-    networks of timm, becomes a number.
+    Batch norms of PEG and of the hybrid encoder become part of their convolutions, and the two branches of its blocks one; group
+    norm, which depends on the input, is kept. TensorFlow's padding, of some networks of timm, becomes a number.
 
     Args:
         detector: the detector to copy; not changed.
@@ -89,7 +90,8 @@ def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
             module.implementation = SAMPLINGS[sampling]
         if isinstance(module, TimmBackbone):
             fix_padding(module.body)
-        if isinstance(module, PEGDetection) and not isinstance(module.norm, MaskedGroupNorm):
+        is_peg = isinstance(module, PEGDetection) and not isinstance(module.norm, MaskedGroupNorm)
+        if is_peg or isinstance(module, (ConvNorm, RepVGGBlock)):
             module.fold()
     return ready
 
@@ -116,8 +118,8 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
     try:
         with torch.no_grad():
             program = torch.export.export(module, inputs, dynamic_shapes=shapes)
-            # Also where there is nothing to replace: before this step, code under autocast is a graph of its own.
-            program = program.run_decompositions(FLOAT_NORMS if module.half_precision else {})
+            if module.half_precision:  # code under autocast is a graph of its own before this step, which traces all again
+                program = program.run_decompositions(FLOAT_NORMS)
     except Exception as error:  # what torch raises has no common base
         asked = ", ".join(dynamic) or "none"
         way_out = "; try --dynamic none with --size and --batch, which is easier to trace" if dynamic else ""

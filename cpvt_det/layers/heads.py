@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads: from decoded queries to logits and boxes, in full precision whatever autocast says."""
 
+import contextlib
 import itertools
 import math
 from dataclasses import dataclass
@@ -42,12 +43,12 @@ class Heads:
         """
         decoded = full_precision(decoded)
         boxes = self.boxes(decoded, references, layer)
-        with torch.autocast(decoded.device.type, enabled=False):
+        with without_autocast(decoded):
             return Predictions(_of_layer(self.class_embed, layer)(decoded), boxes)
 
     def boxes(self, decoded: Tensor, references: Tensor | None = None, layer: int = 0) -> Tensor:
         """The boxes alone; arguments and shape as in a call."""
-        with torch.autocast(decoded.device.type, enabled=False):
+        with without_autocast(decoded):
             boxes = _of_layer(self.bbox_embed, layer)(full_precision(decoded))
             if references is not None:
                 start = inverse_sigmoid(full_precision(references))
@@ -106,3 +107,12 @@ def box_head(channels: int, log_size: float, outputs: int = 4) -> MLP:
 def full_precision(x: Tensor) -> Tensor:
     """``x`` in float32 at least: in half precision a 4-pixel box has a GIoU of 0.4 at best."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Within the block, what is computed on the device of ``x`` has the dtype of its inputs.
+
+    Nothing where autocast is off: in an exported program the block would be a graph of its own, and tracing it twice as long.
+    """
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()

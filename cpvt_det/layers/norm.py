@@ -120,6 +120,20 @@ def make_norm(name: str, channels: int) -> nn.Module:
     return NORM_LAYERS[name](channels)
 
 
+@torch.no_grad()
+def fold_norm(convolution: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
+    """Make the norm after a convolution a part of its weight and bias, in place, for inference.
+
+    Args:
+        convolution: convolution with or without a bias.
+        norm: batch norm of its output, in evaluation mode.
+    """
+    factor = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    shift = norm.running_mean if convolution.bias is None else norm.running_mean - convolution.bias
+    convolution.weight.mul_(factor[:, None, None, None])
+    convolution.bias = nn.Parameter(norm.bias - shift * factor)
+
+
 def group_count(channels: int) -> int:
     """The largest number of groups up to 32 that divides the channels."""
     return max(groups for groups in range(1, 33) if channels % groups == 0)

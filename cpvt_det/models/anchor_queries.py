@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cpvt_det.boxes import inverse_sigmoid
-from cpvt_det.layers.heads import MLP, full_precision
+from cpvt_det.layers.heads import MLP, full_precision, without_autocast
 from cpvt_det.models.queries import QUERY_REGISTRY, Queries, at_least_one, sines_of_boxes
 from cpvt_det.structures import Levels, Targets
 
@@ -90,7 +90,7 @@ class AnchorQueries(BoxPositions, nn.Module):
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
         """The queries; of the (B, N, C) memory only B counts. In training, with targets, those of denoising come before them."""
         batch = memory.shape[0]  # not len, which an exported program takes for a constant
-        with torch.autocast(memory.device.type, enabled=False):
+        with without_autocast(memory):
             boxes = full_precision(self.refpoint_embed.weight).sigmoid().expand(batch, -1, -1)
         queries = Queries(self.query_embed.weight.expand(batch, -1, -1), self.place(boxes), boxes, place=self.place)
         learning = self.training and targets is not None and self.denoising is not None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cpvt_det import defaults
 from cpvt_det.errors import UnknownNameError
-from cpvt_det.layers.heads import full_precision
+from cpvt_det.layers.heads import full_precision, without_autocast
 from cpvt_det.models.image_model import ImageModel, require_contract
 from cpvt_det.structures import Targets, level_padding_mask
 
@@ -99,7 +99,7 @@ class Classifier(ImageModel):
         else:
             pooled = [_mean_of_valid(tokens, mask)]
         heads = [self.class_embed] if self.distilled_embed is None else [self.class_embed, self.distilled_embed]
-        with torch.autocast(images.device.type, enabled=False):
+        with without_autocast(images):
             logits = [head(full_precision(vector)) for head, vector in zip(heads, pooled, strict=False)]
         return ClassLogits(torch.stack(logits))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cpvt_det.boxes import xyxy_to_cxcywh
 from cpvt_det.layers.attention import DeformableAttention
-from cpvt_det.layers.heads import MLP, Heads, box_head, full_precision
+from cpvt_det.layers.heads import MLP, Heads, box_head, full_precision, without_autocast
 from cpvt_det.models.deformable_transformer import DeformableDecoderLayer, layers_in_evaluation
 from cpvt_det.models.queries import Queries
 from cpvt_det.models.transformer import Memory
@@ -153,7 +153,7 @@ class DistributionDecoder(nn.Module):
             if index == 0:
                 first = Heads(heads.class_embed, self.pre_bbox_head)(decoded, references)
                 start = first.boxes.detach()
-            with torch.autocast(decoded.device.type, enabled=False):
+            with without_autocast(decoded):
                 change = heads.bbox_embed[index](full_precision(decoded + earlier)).unflatten(-1, (4, -1))
                 sides.append(sides[-1] + change if sides else change)
                 boxes = self._boxes(start, sides[-1].softmax(-1) @ values)

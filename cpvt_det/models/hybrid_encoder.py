@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.heads import full_precision
-from cpvt_det.layers.norm import make_norm
+from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, fold_norm, make_norm
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.necks import NECK_REGISTRY
 from cpvt_det.models.transformer import Memory
@@ -57,6 +57,12 @@ class ConvNorm(nn.Module):
             x = x.masked_fill(~valid, 0)
         return self.act(self.norm(self.conv(x), valid if self.conv.stride == (1, 1) else after))
 
+    def fold(self) -> None:
+        """Merge a batch norm into the convolution, in place, for inference; outputs stay the same up to rounding."""
+        if isinstance(self.norm, MaskedBatchNorm2d):
+            fold_norm(self.conv, self.norm)
+            self.norm = NoNorm()
+
 
 class RepVGGBlock(nn.Module):
     """The sum of a 3x3 and a 1x1 convolution, each with a norm of its own, and SiLU (arXiv 2101.03697).
@@ -73,7 +79,22 @@ class RepVGGBlock(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """(B, C, H, W) -> the same; ``valid`` as in :class:`ConvNorm`."""
-        return F.silu(self.conv1(x, valid) + self.conv2(x, valid))
+        x = self.conv1(x, valid) if self.conv2 is None else self.conv1(x, valid) + self.conv2(x, valid)
+        return F.silu(x)
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Merge norms, and then both convolutions, into the 3x3 one, in place, for inference.
+
+        Outputs of valid cells stay the same up to rounding: what the 1x1 convolution sees under the padding, it sees alone.
+        """
+        if self.conv2 is None or not isinstance(self.conv2.norm, MaskedBatchNorm2d):
+            return
+        self.conv1.fold()
+        self.conv2.fold()
+        self.conv1.conv.weight += F.pad(self.conv2.conv.weight, (1, 1, 1, 1))
+        self.conv1.conv.bias += self.conv2.conv.bias
+        self.conv2 = None
 
 
 class CSPLayer(nn.Module):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det.boxes import cxcywh_to_xyxy
-from cpvt_det.layers.heads import box_head, class_head, full_precision
+from cpvt_det.layers.heads import box_head, class_head, full_precision, without_autocast
 from cpvt_det.ops.nms import nms_topk
 from cpvt_det.position.sine import sines
 from cpvt_det.registry import PartRegistry
@@ -138,7 +138,7 @@ class LearnedQueries(nn.Module):
     def forward(self, memory: Tensor, levels: Levels, targets: Sequence[Targets] | None = None) -> Queries:
         """The queries; of the (B, N, C) memory only B counts."""
         positions, content = self.query_embed.weight.expand(memory.shape[0], -1, -1).chunk(2, dim=-1)
-        with torch.autocast(memory.device.type, enabled=False):
+        with without_autocast(memory):
             references = self.reference_points(full_precision(positions)).sigmoid()
         return Queries(content, positions, references)
 
@@ -270,7 +270,7 @@ class ProposedQueries(nn.Module):
         padded = F.pad(levels.padding_mask, (0, missing), value=True)[..., None]
         usable = ((anchors > 0.01) & (anchors < 0.99)).all(-1, keepdim=True) & ~padded
         tokens = self.enc_output_norm(self.enc_output(memory.masked_fill(~usable, 0)))
-        with torch.autocast(memory.device.type, enabled=False):
+        with without_autocast(memory):
             tokens = full_precision(tokens)
             logits = self.class_embed(tokens).masked_fill(padded, PADDED_LOGIT)
             # An infinite start makes the box of an unusable token a constant without gradient.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpvt_det import defaults
-from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, make_norm
+from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, fold_norm, make_norm
 from cpvt_det.position.encoding import PositionEncoding, register_position
 from cpvt_det.structures import Size, has_padding, require_bool
 
@@ -118,7 +118,6 @@ class PEGDetection(nn.Module):
         """What the norm can be folded into."""
         return self.conv
 
-    @torch.no_grad()
     def fold(self) -> "PEGDetection":
         """Merge the norm into the convolution, in place, for inference; outputs stay the same up to rounding.
 
@@ -131,10 +130,7 @@ class PEGDetection(nn.Module):
         self.check_foldable()
         if isinstance(self.norm, NoNorm):
             return self
-        factor = self.norm.weight * torch.rsqrt(self.norm.running_var + self.norm.eps)
-        shift = self.norm.running_mean if self.last_conv.bias is None else self.norm.running_mean - self.last_conv.bias
-        self.last_conv.weight.mul_(factor[:, None, None, None])
-        self.last_conv.bias = nn.Parameter(self.norm.bias - shift * factor)
+        fold_norm(self.last_conv, self.norm)
         self.norm = NoNorm()
         return self
 

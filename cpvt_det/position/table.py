@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cpvt_det.layers.heads import without_autocast
 from cpvt_det.position.encoding import PositionEncoding, register_position
 from cpvt_det.structures import Size, require_bool
 
@@ -49,7 +50,7 @@ class TableEncoding(PositionEncoding):
             cubic_weights(valid.any(other).sum(1), valid.shape[axis], size, table.dtype, self.antialias)
             for axis, other, size in ((1, 2, table.shape[1]), (2, 1, table.shape[2]))
         ]
-        with torch.autocast(table.device.type, enabled=False):
+        with without_autocast(table):
             return interpolate(table, *axes).to(dtype)
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from exports import kept_exports, shared_exports  # noqa: F401
 from test_models import unlike_initial
 from test_solver import tiny_cfg
-from tiny import DETECTORS, DINO
+from tiny import DETECTORS, DFINE, DINO, RTDETR
 
 from cpvt_det import builders
 from cpvt_det.checkpoint.exported import open_program
@@ -21,7 +21,8 @@ from cpvt_det.cli import main
 from cpvt_det.errors import BadInputError, RunStoppedError
 from cpvt_det.export import check, program, programs
 from cpvt_det.export.program import Canvas, ExportModule, foreign_operators, prepare, trace
-from cpvt_det.layers.norm import MaskedGroupNorm, NoNorm
+from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm, NoNorm
+from cpvt_det.models.hybrid_encoder import RepVGGBlock
 from cpvt_det.position.peg import PEGDetection
 from cpvt_det.structures import Detections
 
@@ -36,7 +37,7 @@ REFINE = {"MODEL__DETECTOR__TWO_STAGE": False}
 
 def make_cfg(kind="detr", position="peg", **more):
     overrides = {
-        **{**DETECTORS, "dino": DINO}[kind],
+        **{**DETECTORS, "dino": DINO, "dfine": DFINE, "rtdetr": RTDETR}[kind],
         "MODEL__POSITION__NAME": position,
         "INPUT__MIN_SIZE_TEST": 64,
         "INPUT__MAX_SIZE_TEST": 90,
@@ -95,6 +96,8 @@ STATIC_CASES = [
     ("deformable", "sine_offset", {**REFINE, "TEST__NMS": 0.2}, ("--sampling", "grid_sample")),
     ("dino", "sine_offset+peg", {}, ()),
     ("deformable", "sine_offset+peg", {**ONE_STAGE, "MODEL__POSITION__PEG__NORM": "GN"}, ()),
+    ("rtdetr", "sine_grid", {}, ()),
+    ("dfine", "peg", {"MODEL__DETECTOR__NORM": "GN"}, ()),
 ]
 
 
@@ -116,9 +119,10 @@ def test_an_onnx_file_gives_the_models_answers(tmp_path, kind, position, more, w
     assert [path.name for path in tmp_path.glob("detector*")] == ["detector.onnx"]
 
 
-def test_a_dino_of_any_size_gives_the_models_answers(tmp_path):
-    """Of mixed queries, refined positions and the branches of training nothing depends on the size that was traced."""
-    result = export(save(tmp_path, make_cfg("dino", "peg")), tmp_path / "detector.onnx", format="onnx")
+@pytest.mark.parametrize(("kind", "format"), [("dino", "onnx"), ("dfine", "torch_export")])
+def test_a_program_of_any_size_gives_the_models_answers(tmp_path, kind, format):
+    """Of mixed queries, refined positions, levels that are joined and distributions nothing depends on the size that was traced."""
+    result = export(save(tmp_path, make_cfg(kind, "peg")), tmp_path / "detector", format=format)
     assert result.exit_code == 0, result.output
     lines = [line.split("|")[1:4] for line in result.output.splitlines() if line.startswith("| ")]
     assert [line[0].strip() for line in lines[1:]] == ["1 x 32 x 80", "3 x 80 x 48", "4 x 96 x 96"]
@@ -201,6 +205,25 @@ def test_pegs_are_folded_in_the_copy_alone():
     assert not any(isinstance(norm, NoNorm) for norm in norms[0])
     ready = prepare(make(make_cfg("deformable", "peg", MODEL__POSITION__NORM="GN")))
     assert all(isinstance(peg.norm, MaskedGroupNorm) for peg in ready.modules() if isinstance(peg, PEGDetection))
+
+
+def test_the_norms_and_branches_of_a_hybrid_encoder_are_folded():
+    """Of a group norm nothing is, and it stands in every convolution."""
+    left = {}
+    for norm in ("BN", "GN"):
+        ready = prepare(make(make_cfg("dfine", "peg", MODEL__DETECTOR__NORM=norm)))
+        parts = [*ready.transformer.encoder.modules(), *ready.neck.modules()]
+        left[norm] = {type(part) for part in parts if isinstance(part, (MaskedBatchNorm2d, MaskedGroupNorm))}
+        assert {part.conv2 is None for part in parts if isinstance(part, RepVGGBlock)} == {norm == "BN"}
+    assert left == {"BN": set(), "GN": {MaskedGroupNorm}}
+
+
+@pytest.mark.parametrize("kind", ["detr", "deformable", "dino", "dfine"])
+def test_a_program_in_full_precision_is_one_graph(kind):
+    """Blocks that leave autocast would be graphs of their own, and all would be traced a second time to put them in place."""
+    cfg = make_cfg(kind, "peg")
+    traced = trace(ExportModule(prepare(make(cfg)), builders.build_postprocessor(cfg)), Canvas(1, 32, 48), ())
+    assert [module for module in traced.graph_module.modules() if module is not traced.graph_module] == []
 
 
 def test_operators_that_are_not_atens_are_refused():

@@ -10,13 +10,14 @@ from tiny import DFINE, RTDETR, random_config
 from cpvt_det.builders import build_criterion, build_detector
 from cpvt_det.errors import ConfigError, UnknownNameError
 from cpvt_det.layers.attention import DeformableAttention
+from cpvt_det.layers.norm import MaskedBatchNorm2d, MaskedGroupNorm
 from cpvt_det.losses.distributions import fine_grained_localization
 from cpvt_det.losses.matcher import Matches, PaddedTargets
 from cpvt_det.losses.terms import Matched, Normalizers
 from cpvt_det.models import BACKBONE_REGISTRY, HybridEncoder
 from cpvt_det.models.distribution_decoder import DistributionDecoder
 from cpvt_det.models.encoder import Encoder
-from cpvt_det.models.hybrid_encoder import NormedNeck
+from cpvt_det.models.hybrid_encoder import ConvNorm, NormedNeck, RepVGGBlock
 from cpvt_det.position import build_position
 from cpvt_det.structures import BoxDistributions, PaddedBatch, Predictions, Targets
 
@@ -143,6 +144,24 @@ def test_the_loss_of_sides_is_least_at_the_objects_own():
     best = torch.tensor([-100.0, -100.0, 0.0, 0.0, -100.0]).double().expand(1, 1, 1, 4, 5)
     torch.testing.assert_close(loss(best), 4 * torch.tensor([2.0], dtype=torch.float64).log())
     assert loss(best) < loss(torch.zeros(1, 1, 1, 4, 5).double())
+
+
+@pytest.mark.parametrize(("kind", "norm"), [("dfine", "BN"), ("rtdetr", "BN"), ("dfine", "GN")])
+def test_norms_and_branches_that_are_folded_change_nothing_with_padding_or_without(kind, norm):
+    """To 1e-10 where norms have seen something; a group norm depends on the image and stays."""
+    model, images = make(kind, MODEL__DETECTOR__NORM=norm).eval(), images_of()
+    with torch.no_grad():
+        expected = [run(model, batch) for batch in (images, images[:1])]
+        parts = [part for part in model.modules() if isinstance(part, (ConvNorm, RepVGGBlock))]
+        for part in [*parts, *parts]:  # what is folded stays as it is
+            part.fold()
+        found = [run(model, batch) for batch in (images, images[:1])]
+    left = [part for part in model.transformer.encoder.modules() if isinstance(part, (MaskedBatchNorm2d, MaskedGroupNorm))]
+    blocks = [part for part in parts if isinstance(part, RepVGGBlock)]
+    assert bool(left) == (norm == "GN") and {block.conv2 is None for block in blocks} == {norm == "BN"}
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other.logits, one.logits, rtol=0, atol=1e-10)
+        torch.testing.assert_close(other.boxes, one.boxes, rtol=0, atol=1e-10)
 
 
 def test_the_distillation_of_parts_of_a_step_sums_to_that_of_the_step():

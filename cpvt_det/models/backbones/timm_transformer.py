@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cpvt_det.errors import first_line
 from cpvt_det.layers.checkpointing import recomputed
+from cpvt_det.layers.heads import without_autocast
 from cpvt_det.models.backbones.timm_networks import load_weights, pixel_statistics, timm_with
 from cpvt_det.ops.exporting import is_exporting
 from cpvt_det.position.table import cubic_weights, interpolate
@@ -135,7 +136,7 @@ class TimmTransformer(nn.Module):
             cubic_weights(valid.any(other).sum(1), mask.shape[axis], table.shape[axis - 1], dtype, antialias=True)
             for axis, other in ((1, 2), (2, 1))
         ]
-        with torch.autocast(patches.device.type, enabled=False):
+        with without_autocast(patches):
             positions = interpolate(table.to(dtype).permute(2, 0, 1), *axes).permute(0, 2, 3, 1)
         tokens = [*first, (patches + positions.to(patches.dtype)).flatten(1, 2)]
         if count:
