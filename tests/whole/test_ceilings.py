@@ -14,14 +14,14 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_723,
+    "code lines": 21_748,
     "code lines of data/": 3_750,
     "files": 256,
-    "functions": 2_127,
+    "functions": 2_131,
     "rooms": 32,
     "arrows between rooms": 186,
     "keys of the config": 129,
-    "words of the documents": 44_369,
+    "words of the documents": 44_388,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
 5,000 in all."""
