@@ -133,7 +133,7 @@ def _options(registry: PartRegistry, name: str, given: set[str]) -> Iterator[str
     texts = _arguments(builder)
     for option, parameter in inspect.signature(builder).parameters.items():
         if option in registry.parameters(name) - given and parameter.default is not parameter.empty:
-            yield f"`{option.upper()}` {parameter.default!r}: {texts.get(option, 'MISSING')}"
+            yield f"`{option.upper()}` {parameter.default!r}: {texts[option]}"
             if option == "denoising":  # the builder makes the module
                 texts |= _arguments(ContrastiveDenoising)
                 yield from (f"`{key.upper()}` {value!r}: {texts[key]}" for key, value in (("label_noise", 0.5), ("box_noise", 1.0)))

@@ -54,6 +54,10 @@ class ScrambledSineEncoding(GridSineEncoding):
 
     For comparison only: it is what lyuwenyu/RT-DETR, Peterande/D-FINE and code that was made from them compute. Here the grid is
     that of each image's own cells, so that padding changes nothing.
+
+    Args:
+        channels: C, a multiple of 4.
+        temperature: ratio of the longest wavelength to the shortest, for as many channels.
     """
 
     def cells(self, mask: Tensor) -> tuple[Tensor, Tensor]:
