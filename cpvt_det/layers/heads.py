@@ -115,4 +115,5 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     Nothing where autocast is off: in an exported program the block would be a graph of its own, and tracing it twice as long.
     """
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_on else contextlib.nullcontext()

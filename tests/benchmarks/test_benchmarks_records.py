@@ -261,6 +261,7 @@ OLDER = {
 }
 """Records of before records had all of this; the documents say so where they give their figures."""
 WITHOUT_TIMES = {
+    "graphs",
     "foreign_losses",
     "foreign_weights",
     "parity",

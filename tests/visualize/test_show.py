@@ -284,11 +284,12 @@ def test_the_smallest_numbers_of_a_point_are_read():
     assert command._point("-3,4") == (-3, 4)
 
 
-@pytest.mark.parametrize("encoding", [name for name, _ in POSITION_REGISTRY])
+@pytest.mark.parametrize("encoding", [name for name, _ in POSITION_REGISTRY if name != "sine_scrambled"])
 def test_kernels_are_drawn_of_every_encoding_that_has_them(encoding, tmp_path):
     model = NamedDetector(encoding, detector_of(MODEL__POSITION__NAME=encoding))
     drawn = draw_kernels([model], tmp_path / "kernels.png")
-    assert (drawn is not None) == ("peg" in encoding) == (tmp_path / "kernels.png").exists()
+    has_pegs = "peg" in encoding and encoding != "peg_ffn"  # whose convolution is one of many channels inside a layer
+    assert (drawn is not None) == has_pegs == (tmp_path / "kernels.png").exists()
 
 
 def test_places_of_pegs_in_words():

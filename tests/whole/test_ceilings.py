@@ -14,21 +14,21 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_748,
+    "code lines": 21_749,
     "code lines of data/": 3_750,
     "files": 256,
     "functions": 2_131,
     "rooms": 32,
     "arrows between rooms": 186,
     "keys of the config": 129,
-    "words of the documents": 44_388,
+    "words of the documents": 44_450,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
 5,000 in all."""
 LONGEST = {
-    "records to losses, DETR": (93, 26),
-    "records to losses, Deformable-DETR, one stage, eager op": (109, 26),
-    "records to losses, Deformable-DETR, two stages": (127, 28),
+    "records to losses, DETR": (95, 26),
+    "records to losses, Deformable-DETR, one stage, eager op": (110, 26),
+    "records to losses, Deformable-DETR, two stages": (128, 28),
 }
 """Road of ``benchmarks/house.py`` -> functions and files, without fast paths, whose number depends on the processor."""
 
