@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from cpvt_det.builders import build_device
 from cpvt_det.checkpoint.fetch import EXPORTED
-from cpvt_det.checkpoint.trained import Trained, config_of_weights, load_trained
+from cpvt_det.checkpoint.trained import Trained, config_of_weights, config_to_use, load_trained
 from cpvt_det.checkpoint.weights import Weights
 from cpvt_det.class_names import Classes
-from cpvt_det.config import load_cfg, merge_overrides
 from cpvt_det.errors import ConfigError, MapSizeError, WeightsError, first_line
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.structures import PaddedBatch
@@ -109,12 +108,7 @@ def load_model(
     if not is_exported(path):
         return load_trained(path, device, config_file, overrides)
     stored, weights, model = _read(path)
-    if config_file:
-        cfg = load_cfg(config_file, overrides)
-    else:
-        cfg = stored.clone()
-        merge_overrides(cfg, overrides)
-    cfg.MODEL.DEVICE = "auto" if device is None else str(device)
+    cfg = config_to_use(weights, device, config_file, overrides)
     _require_fitting(cfg, stored, model.origin)
     return Trained(cfg, model.eval(), weights.classes, weights.thresholds)
 

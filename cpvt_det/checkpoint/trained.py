@@ -39,6 +39,17 @@ class Trained:
     thresholds: Thresholds | None = None
 
 
+def config_to_use(weights: Weights, device: str | torch.device | None, config_file: str, overrides: Sequence[str]) -> CfgNode:
+    """The config of weights, or the one in its place, with device and overrides; arguments as of :func:`load_trained`."""
+    if config_file:
+        cfg = load_cfg(config_file, overrides)
+    else:
+        cfg = config_of_weights(weights)
+        merge_overrides(cfg, overrides)
+    cfg.MODEL.DEVICE = "auto" if device is None else str(device)
+    return cfg
+
+
 def load_trained(
     path: str | os.PathLike[str],
     device: str | torch.device | None = None,
@@ -58,12 +69,7 @@ def load_trained(
         ConfigError: keys that cannot be used, or a device that does not exist.
     """
     weights = read_weights(path)
-    if config_file:
-        cfg = load_cfg(config_file, overrides)
-    else:
-        cfg = config_of_weights(weights)
-        merge_overrides(cfg, overrides)
-    cfg.MODEL.DEVICE = "auto" if device is None else str(device)
+    cfg = config_to_use(weights, device, config_file, overrides)
     if not any(CLASS_HEAD.search(name) for name in weights.state_dict):
         raise WeightsError(
             f"{path} has no class head under a known name, so it is no model of cpvt_det or of {', '.join(CONVERSIONS)}; its first "

@@ -14,14 +14,14 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_749,
+    "code lines": 21_746,
     "code lines of data/": 3_750,
     "files": 256,
-    "functions": 2_131,
+    "functions": 2_132,
     "rooms": 32,
     "arrows between rooms": 186,
     "keys of the config": 129,
-    "words of the documents": 44_450,
+    "words of the documents": 44_448,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
 5,000 in all."""
