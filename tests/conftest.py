@@ -18,7 +18,7 @@ import pytest
 import torch
 from fvcore.common.config import CfgNode
 from PIL import Image
-from worker_pipes import pytest_configure  # noqa: F401
+from dead_workers import pytest_configure, pytest_xdist_make_scheduler  # noqa: F401
 
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
