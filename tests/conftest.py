@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dead_workers import pytest_configure, pytest_xdist_make_scheduler  # noqa: F401
 from fvcore.common.config import CfgNode
 from PIL import Image
-from dead_workers import pytest_configure, pytest_xdist_make_scheduler  # noqa: F401
 
 from cpvt_det.config import get_cfg
 from cpvt_det.data.catalog import DatasetFiles
