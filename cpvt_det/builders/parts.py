@@ -38,6 +38,8 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
     if ignored and distributed.rank() == 0:  # the configs that one starts from set them for our ResNets
         listed = ", ".join(f"{key} {node[key]!r}" for key in ignored)
         logger.warning("The backbone %r does not take these keys of MODEL.BACKBONE, which are ignored: %s", name, listed)
+    if "sine_scrambled" in node.POSITION.NAME:
+        raise ConfigError("MODEL.BACKBONE.POSITION.NAME: sine_scrambled is for hybrid encoders; use sine_grid, which is right")
     if "position" in taken:
         require_patches(cfg)
         options["position"] = functools.partial(build_position, backbone_position(cfg), **options_of(node.POSITION))

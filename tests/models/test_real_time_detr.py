@@ -235,6 +235,9 @@ def test_what_cannot_be_built_is_refused_by_key(more, message):
 def test_scrambled_sines_are_for_hybrid_encoders_alone():
     with pytest.raises(ConfigError, match="sine_scrambled is what other code computes .* use it alone and in CPVTRealTimeDetr"):
         build_detector(random_config(MODEL__POSITION__NAME="sine_scrambled"))
+    vit = {"MODEL__BACKBONE__NAME": "deit_tiny", "MODEL__BACKBONE__POSITION__NAME": "sine_scrambled+peg"}
+    with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.POSITION\.NAME: sine_scrambled is for hybrid encoders"):
+        build_detector(random_config(**vit))
 
 
 def test_parts_refuse_what_does_not_fit():
