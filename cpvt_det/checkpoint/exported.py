@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An exported file, ONNX or OpenVINO, in the place of a checkpoint: what is called with a batch as its model was."""
 
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -177,10 +178,20 @@ def _open_onnx(path: str) -> Program:
     return Program(run, json.loads(session.get_modelmeta().custom_metadata_map.get(METADATA_KEY, "{}")))
 
 
-def _open_openvino(path: str) -> Program:
+@functools.cache
+def openvino_core() -> Any:
+    """The ``openvino.Core`` of this process.
+
+    Each core with a compiled model sets a stack for signals, and unmaps it at its end. After two in turn (OpenVINO 2026.4) the
+    process has one that is unmapped, and Ctrl-C, or the end of a data worker, ends it with a segmentation fault.
+    """
     import openvino
 
-    core = openvino.Core()
+    return openvino.Core()
+
+
+def _open_openvino(path: str) -> Program:
+    core = openvino_core()
     model = core.read_model(path)
     facts = json.loads(model.get_rt_info(METADATA_KEY).astype(str)) if model.has_rt_info(METADATA_KEY) else {}
     options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}

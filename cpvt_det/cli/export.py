@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det export``: weights -> a file that runs without this package, written only if its answers are those of the model."""
 
+import itertools
 import os
 import re
 import tempfile
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +15,26 @@ import click
 import torch
 from fvcore.common.config import CfgNode
 from tabulate import tabulate
+from torch import Tensor
 
 from cpvt_det import builders
-from cpvt_det.checkpoint.exported import Run, open_program
+from cpvt_det.checkpoint.exported import Run, is_exported, load_for_evaluation, open_program
 from cpvt_det.checkpoint.trained import Trained, load_trained
+from cpvt_det.class_names import require_same_classes
 from cpvt_det.cli import common_options
 from cpvt_det.cli.train import RUN_CONTEXT
+from cpvt_det.data.coco import CocoDataset
 from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError, WeightsError
 from cpvt_det.export import check, program, programs
+from cpvt_det.export.quantize import quantize, require_int8
 from cpvt_det.models import ImageModel
+from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.structures import Size
+from cpvt_det.tasks.task import build_task, main_value
 
 TOLERANCE = 1e-4  # allowed difference of a box coordinate, as a part of the image's side, and of a score
 HALF_TOLERANCE = 2e-2
+CALIBRATION, FEWEST = 100, 8  # images that ranges of activations are measured on
 
 
 @click.command(context_settings=RUN_CONTEXT)
@@ -44,6 +54,8 @@ HALF_TOLERANCE = 2e-2
     help="Sampling operator of deformable attention.",
 )
 @click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16; OpenVINO: weights in float16.")
+@click.option("--int8", is_flag=True, help="Compute convolutions and matrix products in int8, calibrated on training images.")
+@click.option("--max-loss", type=float, metavar="AP", help="Evaluate model and file; refuse one that loses more (with --int8: 1).")
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights that do not contain one.")
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
@@ -56,6 +68,8 @@ def export(
     size: str | None,
     sampling: str,
     half: bool,
+    int8: bool,
+    max_loss: float | None,
     config_file: str,
     overrides: tuple[str, ...],
 ) -> None:
@@ -63,19 +77,23 @@ def export(
 
     Pixels and padding mask in; boxes, scores and labels, or of a classifier the scores of the classes, out. The program is compared
     with the model on three batches of sizes that it was not traced at; FILE is written only if no box and no score differs by more
-    than 1e-4 (with --half, 2e-2). KEY VALUE pairs override the config.
+    than 1e-4 (with --half, 2e-2). With --int8 and with --max-loss both are evaluated too. KEY VALUE pairs override the config.
 
     \b
     Example:
       cpvt-det export output/model_best.pth --format onnx --output detector.onnx
       cpvt-det export output/model_best.pth --format openvino --output detector.xml
+      cpvt-det export output/model_best.pth --format openvino --output detector.xml --int8 --max-loss 0.5
       cpvt-det export output/model_best.pth --format torch_export --output detector.pt2 --dynamic batch --size 800x1216
     """
     programs.require_format(format)
     _require_place(output, format)
+    _require_measurable(output, format, int8, half, max_loss)
     names = _dimensions(dynamic)
     trained = load_trained(weights, "cpu", config_file, overrides)
     detector = trained.detector
+    images = _calibration_images(trained) if int8 else None
+    tests = build_task(trained.cfg).load_tests() if int8 or max_loss is not None else []
     canvas = check.traced_canvas(detector, *_fixed(names, batch, size, detector))
     postprocess = builders.build_decoder(trained.cfg)
     module = program.ExportModule(program.prepare(detector, sampling), postprocess, half and format != "openvino")
@@ -90,10 +108,64 @@ def export(
         unseen = enumerate(check.unseen_canvases(detector, canvas, names))
         rows = [check.compare(detector, postprocess, run, other, seed) for seed, other in unseen]
         _report(rows, HALF_TOLERANCE if half else TOLERANCE)
+        if images is not None:
+            quantize(path, format, images, facts)
+        if tests:
+            _report_loss(trained, tests, path, 1.0 if max_loss is None else max_loss)
         for file in sorted(path.parent.iterdir()):  # the weights of an .xml, a .bin, before it
             os.replace(file, output.with_name(file.name))
     needs = f", opset {programs.OPSET}, for onnxruntime {programs.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
     click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB{needs}")
+
+
+def _require_measurable(output: Path, format: str, int8: bool, half: bool, max_loss: float | None) -> None:
+    """Refuse options of int8 and of measuring that cannot be, before anything is computed."""
+    if int8:
+        require_int8(format)
+    if int8 and half:
+        raise BadInputError("--int8 and --half exclude each other: leave one out")
+    if max_loss is not None and not max_loss >= 0:
+        raise BadInputError(f"--max-loss must be 0 or more, got {max_loss:g}")
+    if (int8 or max_loss is not None) and not is_exported(output):
+        raise BadInputError(f"--output {output}: with --int8 or --max-loss its name must end in .onnx or .xml, to be evaluated")
+
+
+def _calibration_images(trained: Trained) -> Iterator[Tensor]:
+    """Training images, spread over the data, as they are prepared in evaluation.
+
+    Raises:
+        BadInputError: too few images, or images of another data set.
+    """
+    task = build_task(trained.cfg)
+    datasets, _ = task.load_splits()
+    require_same_classes(trained.classes, datasets[0].classes, "the weights and DATASETS.TRAIN")
+    records = task.training_records(datasets)
+    if len(records) < FEWEST:
+        raise BadInputError(f"--int8 needs at least {FEWEST} images to calibrate on; DATASETS.TRAIN has {len(records)}")
+    spread = replace(datasets[0], records=records[:: max(1, len(records) // CALIBRATION)])
+    samples = itertools.chain.from_iterable(task.build_test_loader(spread))
+    return (sample["image"] for sample in itertools.islice(samples, CALIBRATION))
+
+
+def _report_loss(trained: Trained, tests: list[CocoDataset], path: Path, max_loss: float) -> None:
+    """Evaluate the model and its file; refuse one that loses more than this much AP."""
+    task = build_task(trained.cfg)
+    cfg = trained.cfg.clone()
+    cfg.MODEL.WEIGHTS = str(path)
+    exported, _ = load_for_evaluation(cfg, tests[0].classes)
+    found = []
+    for name, model in (("model", trained.detector), ("exported", exported)):
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            value = main_value(task, evaluate(task, model, tests, Path(folder)))
+        found.append((name, value, time.perf_counter() - start))
+    rows = [(name, f"{value:.2f}", f"{seconds:.1f}") for name, value, seconds in found]
+    click.echo(tabulate(rows, ("", f"{task.main_figure} on {tests[0].name}", "seconds"), tablefmt="github", disable_numparse=True))
+    lost = found[0][1] - found[1][1]
+    if not lost <= max_loss:  # NaN too
+        raise RunStoppedError(
+            f"the exported program loses {lost:.2f} {task.main_figure}, --max-loss allows {max_loss:g}; no file was written"
+        )
 
 
 def _open(path: Path, format: str) -> Run:

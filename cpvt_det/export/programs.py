@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from cpvt_det.checkpoint.exported import METADATA_KEY
+from cpvt_det.checkpoint.exported import METADATA_KEY, openvino_core
 from cpvt_det.errors import BadInputError, RunStoppedError, first_line
 from cpvt_det.inference import PostProcessor
 
@@ -80,7 +80,7 @@ def write_program(
         return
     import openvino
 
-    model = openvino.Core().read_model(content)
+    model = openvino_core().read_model(content)
     model.set_rt_info(json.dumps(metadata), METADATA_KEY)
     openvino.save_model(model, path, compress_to_fp16=half_precision)
 

@@ -1,24 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """An exported file in the place of a checkpoint: ``eval``, ``predict`` and ``Predictor`` find what its model finds."""
 
+import contextlib
+import importlib
 import json
+import math
+import shutil
+import sys
 
+import forked
 import pytest
 import torch
 from click.testing import CliRunner
 from exports import kept_exports, shared_exports  # noqa: F401
 from torch import nn
 
+from benchmarks import exported_speed
 from cpvt_det import Predictor
-from cpvt_det.checkpoint.exported import ExportedModel, Program, load_for_evaluation, open_program
+from cpvt_det.checkpoint import exported
+from cpvt_det.checkpoint.exported import EXPORTED, ExportedModel, Program, load_for_evaluation, open_program
+from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
-from cpvt_det.errors import ConfigError, MapSizeError, WeightsError
+from cpvt_det.errors import BadInputError, ConfigError, DataError, MapSizeError, RunStoppedError, WeightsError
+from cpvt_det.export import quantize
 from cpvt_det.inference import classify
 from cpvt_det.runner.train import run as run_config
+from cpvt_det.tasks.task import build_task
 
 FIXED = ("--dynamic", "none", "--batch", "2", "--size", "64x64")
+export = importlib.import_module("cpvt_det.cli.export")  # the command has its name
 NAMES = {"onnx": "detector.onnx", "openvino": "detector.xml"}
 
 
@@ -176,9 +188,8 @@ def test_an_onnx_file_of_another_project_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("name", "extra"), [("onnxruntime", "export"), ("openvino", "openvino")])
 def test_a_missing_runtime_is_named_with_the_way_to_install_it(tmp_path, monkeypatch, name, extra):
-    import sys
-
     monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(exported, "openvino_core", exported.openvino_core.__wrapped__)
     for suffix in (".onnx", ".xml", ".bin"):
         (tmp_path / f"detector{suffix}").write_bytes(b"")
     format = "onnx" if name == "onnxruntime" else name
@@ -219,3 +230,129 @@ def test_a_program_of_one_shape_takes_batches_of_others():
 def test_a_program_of_a_classifier_gives_scores():
     model, _ = program(lambda images, mask: torch.tensor([[0.25, 0.75]]).expand(len(images), -1))
     assert [scores.tolist() for scores in classify(model, [{"image": torch.zeros(3, 8, 8)}] * 2)] == [[0.25, 0.75]] * 2
+
+
+TWO = """
+import gc, os, signal
+import numpy, openvino
+from openvino import opset13 as operators
+from cpvt_det.checkpoint.exported import open_program
+
+start = operators.parameter([1], numpy.float32)
+openvino.save_model(openvino.Model([operators.relu(start)], [start]), "relu.xml")
+first, second = (open_program("relu.xml", "openvino") for _ in range(2))
+del first
+gc.collect()
+del second
+gc.collect()
+signal.signal(signal.SIGCHLD, lambda *_: print("heard"))
+os.kill(os.getpid(), signal.SIGCHLD)
+raise SystemExit
+"""
+
+
+def test_signals_are_heard_after_two_openvino_programs(tmp_path):
+    pytest.importorskip("openvino")
+    ended = forked.run(before=TWO, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "heard\n"
+
+
+# int8
+
+
+def copied(file, folder):
+    """The file, and its weights where these are a second one, in another folder."""
+    for part in file.parent.glob("detector.*"):
+        shutil.copy(part, folder)
+    return folder / file.name
+
+
+def test_layers_with_weights_compute_in_int8_and_the_rest_as_before(run, file, tmp_path):
+    format = EXPORTED[file.suffix]
+    if format == "openvino":
+        pytest.importorskip("nncf")
+    path = copied(file, tmp_path)
+    images = [
+        torch.randint(0, 256, (3, 40, 50 + number), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+        for number in range(8)
+    ]
+    facts = open_program(path, format).facts
+    quantize.quantize(path, format, iter(images), facts)
+    assert sorted(part.name for part in tmp_path.iterdir()) == sorted(part.name for part in file.parent.iterdir())
+    assert open_program(path, format).facts == facts
+    text = path.read_bytes()
+    assert b"QuantizeLinear" in text or b"FakeQuantize" in text
+    before, after = Predictor.from_checkpoint(file), Predictor.from_checkpoint(path)
+    scores = [predictor(run.image(7)).scores for predictor in (before, after)]
+    assert not torch.equal(*scores)
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=0.1)
+
+
+def test_depthwise_convolutions_and_attention_stay_in_float():
+    onnx = pytest.importorskip("onnx")
+    shapes = {"usual": (8, 4, 3, 3), "grouped": (8, 2, 3, 3), "depthwise": (4, 1, 3, 3), "of_one": (4, 1, 1, 1)}
+    groups = {"usual": 1, "grouped": 2, "depthwise": 4, "of_one": 1}
+    make = onnx.helper
+    nodes = [make.make_node("Conv", ["x", name], [f"y_{name}"], name=name, group=group) for name, group in groups.items()]
+    shapes |= {"linear": (4, 4), "keys": (1, 2, 4, 4)}
+    nodes += [make.make_node("MatMul", ["x", name], [f"y_{name}"], name=name) for name in ("linear", "keys", "activation")]
+    weights = [make.make_tensor(name, 1, shape, [0.0] * math.prod(shape)) for name, shape in shapes.items()]
+    assert quantize._kept(make.make_graph(nodes, "graph", [], [], weights)) == ["depthwise", "keys"]
+
+
+@pytest.mark.parametrize(
+    ("after", "allowed", "refused"), [(48.5, 1.0, True), (48.5, 2.0, False), (51.0, 0.0, False), (math.nan, 9.0, True)]
+)
+def test_a_file_that_loses_more_is_refused(run, file, monkeypatch, after, allowed, refused):
+    figures = iter((50.0, after))
+    monkeypatch.setattr(export, "evaluate", lambda *_: {"bbox": {"AP": next(figures)}})
+    trained = load_trained(run.weights, "cpu")
+    with (
+        pytest.raises(RunStoppedError, match=r"loses (1\.50|nan) bbox/AP, --max-loss allows .*; no file was written")
+        if refused
+        else contextlib.nullcontext()
+    ):
+        export._report_loss(trained, build_task(trained.cfg).load_tests(), file, allowed)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--format", "torch_export", "--int8"], "--int8 is for --format onnx and openvino"),
+        (["--format", "onnx", "--int8", "--half"], "--int8 and --half exclude each other: leave one out"),
+        (["--format", "onnx", "--max-loss", "-1"], "--max-loss must be 0 or more, got -1"),
+        (["--format", "torch_export", "--max-loss", "1"], "with --int8 or --max-loss its name must end in .onnx or .xml"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_once(run, tmp_path, words, said):
+    result = call("export", run.weights, "--output", tmp_path / ("detector.onnx" if "onnx" in words else "detector.pt2"), *words)
+    assert result.exit_code == 2 and said in result.output, result.output
+
+
+def test_too_few_images_to_calibrate_on_are_refused(run):
+    with pytest.raises(BadInputError, match="--int8 needs at least 8 images to calibrate on; DATASETS.TRAIN has 5"):
+        export._calibration_images(load_trained(run.weights, "cpu"))
+
+
+def test_images_of_another_set_are_refused(run):
+    trained = load_trained(run.weights, "cpu")
+    trained.classes = Classes(trained.classes.ids, ("a", "b", "c"))
+    with pytest.raises(DataError, match="the weights and DATASETS.TRAIN have different classes"):
+        export._calibration_images(trained)
+
+
+def test_the_benchmark_has_a_row_for_the_checkpoint_and_each_file(run, file, tmp_path):
+    words = [run.weights, file, "--rounds", "1", "--images", "2", "--busy", "--output", tmp_path]
+    result = CliRunner().invoke(exported_speed.main, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    eager, other = record["rows"]
+    assert (eager["name"], other["name"]) == ("eager", EXPORTED[file.suffix])
+    assert other["AP"] == pytest.approx(eager["AP"], abs=0.05)
+    assert eager["times_as_fast"]["median"] == 1
+    parts = file.parent.glob("detector.*")
+    assert other["MB"] == pytest.approx(sum(part.stat().st_size for part in parts) / 1e6)
+    assert (
+        f"| {EXPORTED[file.suffix]} |" in result.output and "# A checkpoint of CPVTDetr" in next(tmp_path.glob("*.md")).read_text()
+    )

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An exported file in float32 -> the same with convolutions and linear layers in int8, by onnxruntime's quantization or NNCF.
+
+What stays in float32: attention, norms, sampling, boxes, scores, and depthwise convolutions such as PEG's, whose few products cost
+no time and whose channels have ranges of their own. ``docs/export.md`` has the AP of this choice and of others.
+"""
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpvt_det.checkpoint.exported import ExportedModel, Program, openvino_core
+from cpvt_det.errors import BadInputError, RunStoppedError, first_line
+
+Feed = dict[str, Any]
+"""Name of an input -> its array."""
+
+
+def require_int8(format: str) -> None:
+    """Refuse a format that has no int8, or whose package is missing.
+
+    Raises:
+        BadInputError: with the way out.
+    """
+    if format == "torch_export":
+        raise BadInputError("--int8 is for --format onnx and openvino")
+    if format == "openvino" and importlib.util.find_spec("nncf") is None:
+        raise BadInputError("--int8 with --format openvino needs nncf: pip install 'cpvt-det[int8]'")
+
+
+def quantize(path: Path, format: str, images: Iterable[Tensor], facts: Mapping[str, Any]) -> None:
+    """Replace an exported file by one that computes in int8.
+
+    Args:
+        path: path of the file.
+        format: ``onnx`` or ``openvino``.
+        images: (3, h, w) each, in [0, 255], as they are prepared in evaluation, to measure the ranges of activations on.
+        facts: metadata of the file.
+
+    Raises:
+        RunStoppedError: what the library cannot convert.
+    """
+    target = path.with_name(f"int8.{path.name}")
+    feeds = _feeds(images, facts)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # their bars and advice
+            (_quantize_onnx if format == "onnx" else _quantize_openvino)(path, target, feeds)
+    except BadInputError:  # an image that cannot be read
+        raise
+    except Exception as error:  # what these libraries raise has no common base
+        raise RunStoppedError(
+            f"{'onnxruntime' if format == 'onnx' else 'nncf'} cannot convert the program to int8: {first_line(error)}"
+        ) from error
+    for file in path.parent.glob("int8.*"):
+        os.replace(file, file.with_name(file.name.removeprefix("int8.")))
+
+
+def _feeds(images: Iterable[Tensor], facts: Mapping[str, Any]) -> Iterator[Feed]:
+    """What the program is called with for each image, on canvases that it takes."""
+    called: list[Feed] = []
+
+    def keep(images: Tensor, padding_mask: Tensor) -> tuple[Tensor]:
+        called.append({"images": images.numpy(), "padding_mask": padding_mask.numpy()})
+        return (torch.zeros(len(images)),)
+
+    model = ExportedModel(Program(keep, dict(facts)), "the program")
+    for image in images:
+        batch = model.preprocess([image])
+        model(batch.images, batch.padding_mask)
+        yield called.pop()
+
+
+def _quantize_onnx(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
+    import onnx
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static, shape_inference
+
+    class Reader(CalibrationDataReader):
+        def get_next(self) -> Feed | None:
+            return next(feeds, None)
+
+    shape_inference.quant_pre_process(path, path, skip_optimization=True, skip_symbolic_shape=True)
+    options = {"quant_format": QuantFormat.QDQ, "per_channel": True, "extra_options": {"MatMulConstBOnly": True}}
+    types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "reduce_range": True}  # AVX2 adds in 16 bits
+    chosen = {"op_types_to_quantize": ["Conv", "MatMul", "Gemm"], "nodes_to_exclude": _kept(onnx.load(path).graph)}
+    quantize_static(path, target, Reader(), **chosen, **options, **types)
+
+
+def _kept(graph: Any) -> list[str]:
+    """Names of depthwise convolutions, and of products with constants that are no matrix: keys of constant queries."""
+    shapes = {weight.name: list(weight.dims) for weight in graph.initializer}
+    groups = {node.name: next((part.i for part in node.attribute if part.name == "group"), 1) for node in graph.node}
+    return [
+        node.name
+        for node in graph.node
+        if (node.op_type == "Conv" and groups[node.name] > 1 and shapes.get(node.input[1], [0, 0])[1] == 1)
+        or (node.op_type == "MatMul" and len(shapes.get(node.input[1], [0, 0])) != 2)
+    ]
+
+
+def _quantize_openvino(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
+    import nncf
+    import openvino
+
+    nncf.set_log_level(logging.ERROR)
+    model = openvino_core().read_model(path)
+    others = {operator.get_type_name() for operator in model.get_ops()} - {"Convolution", "MatMul"}
+    products = [operator for operator in model.get_ops() if operator.get_type_name() == "MatMul"]
+    of_activations = [product.get_friendly_name() for product in products if not any(map(_is_weight, product.input_values()))]
+    kept = list(feeds)
+    ignored = nncf.IgnoredScope(types=sorted(others), names=of_activations, validate=False)
+    quantized = nncf.quantize(model, nncf.Dataset(kept), subset_size=len(kept), ignored_scope=ignored)
+    openvino.save_model(quantized, target, compress_to_fp16=False)
+
+
+def _is_weight(value: Any) -> bool:
+    return value.get_node().get_type_name() == "Constant"
