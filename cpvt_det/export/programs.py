@@ -56,8 +56,8 @@ def write_program(
         path: path of the file; OpenVINO's ends in ``.xml``, and its weights become a second file that ends in ``.bin``.
         metadata: values that JSON can hold. ``torch.export.load`` returns them as the extra file ``cpvt_det.json``; in ONNX they
             are the metadata ``cpvt_det``, in OpenVINO the ``rt_info`` of that name.
-        half_precision: whether the program computes in float16. The ONNX graph is then not optimised, but left to the runtime:
-            onnxscript 0.7 merges float32 norms into half convolutions, which no runtime loads.
+        half_precision: whether the program computes in float16, or OpenVINO's weights are in float16. An ONNX file is then not
+            optimised, but left to the runtime: onnxscript 0.7 merges float32 norms into half convolutions, which no runtime loads.
         outputs: names of what the program returns, as of its post-processing.
 
     Raises:
@@ -69,7 +69,8 @@ def write_program(
     try:
         with _silenced("onnxscript"):  # it warns of what it cannot simplify
             names = {"input_names": INPUTS, "output_names": outputs}
-            options = {"dynamo": True, "opset_version": OPSET, "verbose": False, "optimize": not half_precision}
+            optimize = format == "openvino" or not half_precision
+            options = {"dynamo": True, "opset_version": OPSET, "verbose": False, "optimize": optimize}
             converted = torch.onnx.export(program, **names, **options)
     except Exception as error:  # what torch raises has no common base
         raise RunStoppedError(f"torch.onnx cannot convert the program: {first_line(error)}") from error
@@ -80,7 +81,10 @@ def write_program(
         return
     import openvino
 
-    model = openvino_core().read_model(content)
+    try:
+        model = openvino_core().read_model(content)
+    except RuntimeError as error:
+        raise RunStoppedError(f"OpenVINO cannot read the program: {first_line(error)}") from error
     model.set_rt_info(json.dumps(metadata), METADATA_KEY)
     openvino.save_model(model, path, compress_to_fp16=half_precision)
 
