@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint beside files that ``cpvt-det export`` wrote of it: AP, and time of an image, in one table of one run.
 
-``python benchmarks/exported_speed.py output/quickstart/model_best.pth detector.onnx detector.xml detector_int8.xml``. Each model
+``python benchmarks/exported_speed.py output/quickstart/model_best.pth float32.onnx int8.onnx float32.xml``. Each model
 takes the same prepared images, one at a time; preparing them is not timed, decoding is.
 """
 
@@ -65,10 +65,6 @@ def megabytes(path: str) -> float:
     return sum(part.stat().st_size for part in parts) / 1e6
 
 
-def is_int8(path: str) -> bool:
-    return "Quantize" in Path(path).read_bytes().decode("latin-1")
-
-
 def as_row(row: dict[str, Any]) -> str:
     time, ratio = Spread(**row["ms"]), Spread(**row["times_as_fast"])
     spread = f"{ratio.median:.2f} ({ratio.q1:.2f} to {ratio.q3:.2f})"
@@ -111,9 +107,9 @@ def main(
         for path, model in models.items():
             times = [1000 * sample.wall / len(drawn) for sample in samples[path]]
             faster, _ = ratios(samples[checkpoint], samples[path])
-            format = "eager" if path == checkpoint else EXPORTED[Path(path).suffix] + ", int8" * is_int8(path)
+            called = f"{EXPORTED[Path(path).suffix]}, {Path(path).stem}" if is_exported(path) else "checkpoint"
             figures = {"ms": vars(Spread.of(times)), "times_as_fast": vars(faster)}
-            rows.append({"name": format, "MB": megabytes(path), "AP": average_precision(model), **figures})
+            rows.append({"name": called, "MB": megabytes(path), "AP": average_precision(model), **figures})
     table = "\n".join([HEADER, "|---|---|---|---|---|", *map(as_row, rows)])
     click.echo(table)
     if output:

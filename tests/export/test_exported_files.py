@@ -348,11 +348,12 @@ def test_the_benchmark_has_a_row_for_the_checkpoint_and_each_file(run, file, tmp
     assert result.exit_code == 0, result.output
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     eager, other = record["rows"]
-    assert (eager["name"], other["name"]) == ("eager", EXPORTED[file.suffix])
+    assert (eager["name"], other["name"]) == ("checkpoint", f"{EXPORTED[file.suffix]}, detector")
     assert other["AP"] == pytest.approx(eager["AP"], abs=0.05)
     assert eager["times_as_fast"]["median"] == 1
     parts = file.parent.glob("detector.*")
     assert other["MB"] == pytest.approx(sum(part.stat().st_size for part in parts) / 1e6)
     assert (
-        f"| {EXPORTED[file.suffix]} |" in result.output and "# A checkpoint of CPVTDetr" in next(tmp_path.glob("*.md")).read_text()
+        f"| {EXPORTED[file.suffix]}, detector |" in result.output
+        and "# A checkpoint of CPVTDetr" in next(tmp_path.glob("*.md")).read_text()
     )
