@@ -14,14 +14,14 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_886,
+    "code lines": 21_890,
     "code lines of data/": 3_750,
     "files": 257,
     "functions": 2_145,
     "rooms": 32,
     "arrows between rooms": 187,
     "keys of the config": 129,
-    "words of the documents": 44_571,
+    "words of the documents": 44_786,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
 5,000 in all."""
