@@ -61,6 +61,10 @@ RECORDS = {
         "benchmarks/results/annotations_large.json",
         "benchmarks/estimate.py",
     ],
+    "docs/export.md": [
+        "benchmarks/results/exported_speed_quickstart_cpu_avx2_2threads.json",
+        "benchmarks/results/exported_speed_photos_cpu_avx2_2threads.json",
+    ],
     "docs/processors.md": ["benchmarks/results/fast_paths_cpu_avx2.json"],
     "docs/small_data.md": ["benchmarks/results/small_data"],
     "docs/speed.md": [
