@@ -18,7 +18,7 @@ from cpvt_det.config import load_cfg
 from cpvt_det.data.images import read_image
 from cpvt_det.data.mapper import Sample
 from cpvt_det.data.records import ImageRecord
-from cpvt_det.errors import BadInputError, config_errors
+from cpvt_det.errors import BadInputError
 from cpvt_det.models import Detector
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.runner.setup import choose_seed
@@ -113,8 +113,7 @@ def position(sources: tuple[str, ...], output: Path, size: str, source: str, con
     if min(sides) < stride:
         raise BadInputError(f"--size {size} is too small: the smallest size for these models is {stride}x{stride}, their stride")
     images = images_of_size(source, output, sides)
-    with config_errors(f"--size {size}"):  # a learned table has a last entry
-        click.echo(draw_added(models, images, output / "added.png"))
+    click.echo(draw_added(models, images, output / "added.png"))
     click.echo(draw_kernels(models, output / "kernels.png") or "no kernels.png was written: no model has a PEG")
     dense = dense_models(models)
     for model in models:

@@ -151,8 +151,8 @@ CASES = [
     Case(
         "show position: a size beyond a learned table",
         position("--size", "64x96", MODEL__POSITION__NAME="learned", MODEL__POSITION__TABLE_SIZE=8),
-        "--size 64x96: a map of 8 x 12 tokens is beyond the learned table of 8 x 8; set MODEL.POSITION.TABLE_SIZE",
-        guard=Cut("cli/show.py", 'with config_errors(f"--size {size}"):', "if True:"),
+        "a map of 8 x 12 tokens is beyond the learned table of 8 x 8; set MODEL.POSITION.TABLE_SIZE",
+        guard=Cut("position/learned.py", "if height > size or width > size:", "if False:"),
     ),
     Case(
         "show position: a folder without images",
