@@ -110,8 +110,11 @@ def test_features_and_gradients_are_timm_s_with_its_weights(size, distilled):
         assert (parameter.grad - gradients[key]).abs().max() < 1e-10, key
 
 
+OF_DETECTORS = {"peg_query_key", "sine_scrambled"}
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 2])
-@pytest.mark.parametrize("encoding", [*sorted(set(POSITION_REGISTRY.names) - {"peg_query_key"}), "relative+peg", "rope+peg_plain"])
+@pytest.mark.parametrize("encoding", [*sorted(set(POSITION_REGISTRY.names) - OF_DETECTORS), "relative+peg", "rope+peg_plain"])
 def test_an_image_s_tokens_are_its_own(encoding, num_tokens):
     """Alone and in a batch of three shapes, on canvases of multiples of a patch and on none; those of the map too."""
     options = {"POSITION__POSITIONS": [-1, 0, 2]} if encoding.startswith("peg") and encoding != "peg_ffn" else {}
