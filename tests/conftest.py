@@ -46,6 +46,8 @@ LARGE_NETWORKS = (
     "test_real_time_detr.py",
     "test_parity_real_time.py",
     "test_starts.py",
+    "test_tuning.py",
+    "test_graphs.py",
 )
 """Files that need the most memory for a moment: they come first, while a process is small; then those with the most tests."""
 
