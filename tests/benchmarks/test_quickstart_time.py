@@ -47,10 +47,10 @@ def test_a_step_trains_and_the_record_has_its_machine(drawn_cfg, tmp_path):
 
 
 def test_beside_other_work_both_ways_to_wait_are_measured_in_processes_that_see_them(monkeypatch):
-    seen = []
+    seen, before = [], set(multiprocessing.active_children())  # of tests before it
 
     def run(command, env, **_):
-        seen.append((env.get("OMP_WAIT_POLICY"), len(multiprocessing.active_children())))
+        seen.append((env.get("OMP_WAIT_POLICY"), len(set(multiprocessing.active_children()) - before)))
         return subprocess.CompletedProcess(command, 0, stdout=f"a log line\n{len(seen)}.5\n")
 
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
