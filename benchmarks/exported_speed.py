@@ -33,7 +33,7 @@ from cpvt_det.tasks.task import build_task, main_value
 HEADER = "| | MB | AP | ms an image | times as fast as the checkpoint |"
 
 
-def test_images(trained: Trained, count: int) -> list[Tensor]:
+def prepared_images(trained: Trained, count: int) -> list[Tensor]:
     """(3, h, w) each, as they are prepared in evaluation: the first of the first test set."""
     task = build_task(trained.cfg)
     samples = itertools.chain.from_iterable(task.build_test_loader(task.load_tests()[0]))
@@ -99,7 +99,7 @@ def main(
     overrides = list(itertools.chain.from_iterable(words))
     with fixed_threads(threads):
         models = {path: load_model(path, "cpu", "", [] if is_exported(path) else overrides) for path in (checkpoint, *files)}
-        drawn = test_images(models[checkpoint], images)
+        drawn = prepared_images(models[checkpoint], images)
         work = Work([Contender(path, detect(path, model, drawn)) for path, model in models.items()])
         plan = Plan(rounds=rounds, most_rounds=rounds, sample_seconds=0.0)
         _, samples = run_rounds(work, plan, clock_of("cpu"))

@@ -23,7 +23,7 @@ def detect(photo: Annotated[bytes, Body(media_type="image/jpeg")]) -> list[dict]
     try:
         image = Image.open(io.BytesIO(photo))
         image.load()
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise HTTPException(422, f"no image: {error}") from error
     with one_at_a_time:  # FastAPI calls this in several threads
         found = predictor(image).above(predictor.threshold)

@@ -54,7 +54,7 @@ CALIBRATION, FEWEST = 100, 8  # images that ranges of activations are measured o
     help="Sampling operator of deformable attention.",
 )
 @click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16; OpenVINO: weights in float16.")
-@click.option("--int8", is_flag=True, help="Compute convolutions and matrix products in int8, calibrated on training images.")
+@click.option("--int8", is_flag=True, help="Compute convolutions and linear layers in int8, calibrated on training images.")
 @click.option("--max-loss", type=float, metavar="AP", help="Evaluate model and file; refuse one that loses more (with --int8: 1).")
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights that do not contain one.")
 @common_options

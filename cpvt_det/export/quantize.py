@@ -2,7 +2,7 @@
 """An exported file in float32 -> the same with convolutions and linear layers in int8, by onnxruntime's quantization or NNCF.
 
 What stays in float32: attention, norms, sampling, boxes, scores, and depthwise convolutions such as PEG's, whose few products cost
-no time and whose channels have ranges of their own. ``docs/export.md`` has the AP of this choice and of others.
+no time and whose channels have ranges of their own. ``docs/export.md`` has the AP of this choice.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def quantize(path: Path, format: str, images: Iterable[Tensor], facts: Mapping[s
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # their bars and advice
             (_quantize_onnx if format == "onnx" else _quantize_openvino)(path, target, feeds)
-    except BadInputError:  # an image that cannot be read
+    except (BadInputError, RunStoppedError):  # of the images
         raise
     except Exception as error:  # what these libraries raise has no common base
         raise RunStoppedError(
@@ -87,7 +87,8 @@ def _quantize_onnx(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
             return next(feeds, None)
 
     shape_inference.quant_pre_process(path, path, skip_optimization=True, skip_symbolic_shape=True)
-    options = {"quant_format": QuantFormat.QDQ, "per_channel": True, "extra_options": {"MatMulConstBOnly": True}}
+    linear_alone = {"MatMulConstBOnly": True}  # weights behind a transposition are found too
+    options = {"quant_format": QuantFormat.QDQ, "per_channel": True, "extra_options": linear_alone}
     types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, "reduce_range": True}  # AVX2 adds in 16 bits
     chosen = {"op_types_to_quantize": ["Conv", "MatMul", "Gemm"], "nodes_to_exclude": _kept(onnx.load(path).graph)}
     quantize_static(path, target, Reader(), **chosen, **options, **types)
@@ -95,14 +96,14 @@ def _quantize_onnx(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 def _kept(graph: Any) -> list[str]:
     """Names of depthwise convolutions, and of products with constants that are no matrix: keys of constant queries."""
-    shapes = {weight.name: list(weight.dims) for weight in graph.initializer}
-    groups = {node.name: next((part.i for part in node.attribute if part.name == "group"), 1) for node in graph.node}
-    return [
-        node.name
-        for node in graph.node
-        if (node.op_type == "Conv" and groups[node.name] > 1 and shapes.get(node.input[1], [0, 0])[1] == 1)
-        or (node.op_type == "MatMul" and len(shapes.get(node.input[1], [0, 0])) != 2)
-    ]
+    shapes = {weight.name: weight.dims for weight in graph.initializer}
+    names = []
+    for node in graph.node:
+        if node.op_type == "MatMul" and len(shapes.get(node.input[1], (0, 0))) != 2:
+            names.append(node.name)
+        elif node.op_type == "Conv" and shapes.get(node.input[1], (0, 0))[1] == 1:
+            names += [node.name for part in node.attribute if part.name == "group" and part.i > 1]
+    return names
 
 
 def _quantize_openvino(path: Path, target: Path, feeds: Iterator[Feed]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples run, and are short: the one that does without config and runner, and the web server."""
+"""The examples run: the one that does without config and runner, which is short, and the web server."""
 
 import os
 import runpy
