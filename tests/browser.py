@@ -32,7 +32,9 @@ def open_browser():
 
     with sync_playwright() as driver:
         # Without its sandbox, as tests may run as root; it opens nothing but pages of the tests.
-        opened = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
+        # Its camera is a drawn film.
+        arguments = ["--no-sandbox", "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+        opened = driver.chromium.launch(executable_path=find_chromium(), args=arguments)
         yield opened
         opened.close()
 

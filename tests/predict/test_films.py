@@ -160,7 +160,7 @@ def test_a_film_of_a_phone_is_turned_upright(tmp_path, matrix, turns):
 
 
 def test_memory_does_not_grow_with_the_film(tmp_path):
-    """A thousand frames are read one by one: none is kept, and no more than a few are decoded ahead."""
+    """Forty frames are read one by one, and none is kept."""
     film = write_film(tmp_path / "film.mkv", count=40)
     reader = FilmReader(film)
     assert reader.expected in (None, 40) and reader.rate == pytest.approx(10)

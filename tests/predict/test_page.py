@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of ``cpvt-det serve`` in a real browser: pictures are dropped on it, and their boxes read back."""
 
+import io
 import json
 import shutil
 
 import numpy as np
 import pytest
 from browser import NARROW, Tab, overflows
+from PIL import Image
 from test_server import FILES, models, running, weights  # noqa: F401, fixtures
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import load_coco
+from cpvt_det.predict.served_model import ServedModel
 
 MOST = 2_000_000
 READ = """(panel) => {
@@ -215,6 +218,115 @@ def test_bad_files_are_messages_beside_good_ones(tab, tmp_path):
     tab.page.locator("#files").set_input_files(tmp_path / "huge.jpg")
     tab.page.get_by_text("100.0 MB are too much: at most 2 MB are taken (--max-upload)").wait_for()
     assert len(tab.fetched) == asked  # it is not even sent
+
+
+def until(tab, script):
+    """Wait until an expression of the video is true; the page's policy forbids playwright's own way."""
+    tab.page.evaluate(
+        "async () => { const video = document.getElementById('video');"
+        f" while (!({script})) await new Promise((resolve) => setTimeout(resolve, 20)); }}"
+    )
+
+
+@pytest.fixture
+def films():
+    """The module that makes films, where there is what it needs."""
+    pytest.importorskip("av", reason="PyAV is not installed")
+    import test_films
+
+    return test_films
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What the page sends to be detected, as the server has it: the browser does not tell."""
+    contents, detect = [], ServedModel.detect
+    monkeypatch.setattr(ServedModel, "detect", lambda self, content, name: contents.append(content) or detect(self, content, name))
+    return contents
+
+
+def require_frame(tab, models, content):  # noqa: F811
+    """The boxes on the screen are those of the frame that was sent last."""
+    for number, model in enumerate(models):
+        tab.slide(f"threshold-{number}", 0)
+        expected = model.predictor(Image.open(io.BytesIO(content)))
+        shown = read_boxes(tab, number)
+        assert sorted(
+            f"{name} {score:.2f}" for name, score in zip(expected.names, expected.scores.tolist(), strict=True)
+        ) == sorted(box["text"] for box in shown)
+
+
+@pytest.mark.parametrize("way", ["chosen", "dropped"])
+def test_a_film_plays_with_its_boxes(tab, models, films, sent, tmp_path, way):  # noqa: F811
+    """Frame after frame; at the end the last one stays, and the film can be wound back."""
+    films.write_film(tmp_path / "film.webm", count=25, codec="libvpx")
+    if way == "chosen":
+        tab.page.locator("#files").set_input_files(tmp_path / "film.webm")
+    else:
+        drop(tab, tmp_path / "film.webm")
+    until(tab, "video.ended")
+    end = tab.page.evaluate("document.getElementById('video').currentTime")
+    tab.page.get_by_text(f"film.webm at {end:.1f} s, 64 x 48 pixels", exact=True).wait_for()
+    assert len(set(sent)) >= 2 and len(sent) % 2 == 0  # both models are asked about each frame
+    assert sent[-1] == sent[-2]
+    require_frame(tab, models, sent[-1])
+    before = len(sent)
+    tab.page.evaluate("document.getElementById('video').currentTime = 0.2")
+    tab.page.get_by_text("film.webm at 0.2 s, 64 x 48 pixels", exact=True).wait_for()
+    assert len(sent) == before + 2
+    require_frame(tab, models, sent[-1])
+    tab.page.get_by_role("button", name="Close").click()
+    assert not tab.page.locator("#player").is_visible() and tab.texts("#messages li") == []
+
+
+def test_a_photograph_that_is_chosen_ends_the_film(tab, pictures, films, tmp_path):
+    for picture in pictures:
+        drop(tab, picture)
+    finish(tab, "2 images")
+    films.write_film(tmp_path / "film.webm", count=250, codec="libvpx")
+    tab.page.locator("#files").set_input_files(tmp_path / "film.webm")
+    tab.page.locator("#name", has_text="film.webm at").wait_for()
+    tab.page.locator("#strip button").nth(1).click()
+    assert tab.texts("#name")[0].startswith("wide.tif") and not tab.page.locator("#player").is_visible()
+    tab.page.wait_for_timeout(300)  # an answer that was under way changes nothing
+    assert tab.texts("#name")[0].startswith("wide.tif")
+
+
+def test_what_cannot_be_played_is_a_message(tab, films, tmp_path):
+    (tmp_path / "broken.mp4").write_bytes(b"no film")
+    tab.page.locator("#files").set_input_files(tmp_path / "broken.mp4")
+    tab.page.locator("#messages li").wait_for()
+    assert tab.texts("#messages li") == ["broken.mp4: this browser cannot play it; cpvt-det predict --input reads most films"]
+    films.write_sound(tmp_path / "sound.mp4")
+    tab.page.locator("#files").set_input_files(tmp_path / "sound.mp4")
+    tab.page.locator("#messages li", has_text="sound.mp4").wait_for()
+    assert len(tab.texts("#messages li")) == 1 and not tab.page.locator("#player").is_visible()
+
+
+def test_a_camera_plays_with_its_boxes(browser, server, models, sent):  # noqa: F811
+    """Chromium's stand-in for a camera, a drawn film."""
+    tab = Tab(browser, permissions=["camera"])
+    tab.page.goto(server.url)
+    tab.page.get_by_role("button", name="Camera").click()
+    tab.page.locator("#name", has_text="camera at").wait_for()
+    until(tab, "video.currentTime > 1")
+    tab.page.evaluate("document.getElementById('video').pause()")
+    tab.page.wait_for_timeout(500)
+    assert len(set(sent)) >= 2
+    require_frame(tab, models, sent[-1])
+    tab.page.get_by_role("button", name="Close").click()
+    assert tab.page.evaluate("document.getElementById('video').srcObject") is None and tab.errors == []
+    tab.page.close()
+
+
+def test_a_camera_that_is_refused_is_a_message(browser, server):
+    tab = Tab(browser, permissions=[])
+    tab.page.goto(server.url)
+    tab.page.evaluate("() => { navigator.mediaDevices.getUserMedia = async () => { throw new Error('Permission denied') } }")
+    tab.page.get_by_role("button", name="Camera").click()
+    tab.page.locator("#messages li").wait_for()
+    assert tab.texts("#messages li") == ["camera: Permission denied"] and not tab.page.locator("#player").is_visible()
+    tab.page.close()
 
 
 def test_a_server_that_is_gone_is_a_message(browser, models):  # noqa: F811

@@ -79,7 +79,7 @@ class Panel {
       // Small boxes above large ones, which would take their clicks.
       const area = ({ box }) => box[2] * box[3];
       const order = [...this.boxes].sort((a, b) => area(b) - area(a));
-      stage.replaceChildren(element("img", { src: image.src, alt: image.name }), ...order.map(({ shown }) => shown));
+      stage.replaceChildren(element("img", { src: image.src, alt: image.name, decoding: "sync" }), ...order.map(({ shown }) => shown));
     }
     this.draw();
   }

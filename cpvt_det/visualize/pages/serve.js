@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page of cpvt-det serve: takes photographs and folders, asks the server for detections once, and shows one image at a time.
+// The page of cpvt-det serve: takes photographs, folders and films, asks the server for detections once, and shows one image at a time.
 "use strict";
 
 const MOST_IMAGES = 500; // their previews are kept in memory
@@ -20,6 +20,7 @@ async function ask(path, image) {
 }
 
 const panels = data.models.map((model, index) => new Panel(model, index, ask, () => images));
+const film = new Film(askOfFrame, show, say);
 
 function say(name, text) {
   byId("messages").append(element("li", {}, element("b", {}, baseName(name)), `: ${text}`));
@@ -36,6 +37,10 @@ function refusal(file) {
 function take(files) {
   byId("messages").replaceChildren();
   for (const { file, name } of files) {
+    if (file.type.startsWith("video/")) {
+      film.openFile(file, baseName(name));
+      continue;
+    }
     const isFull = images.length + queue.length >= MOST_IMAGES;
     const why = refusal(file) || (isFull ? `left out: ${MOST_IMAGES} images are on the page` : null);
     if (why) say(name, why);
@@ -77,9 +82,23 @@ async function detect(image) {
   }
 }
 
+/** Ask every model about a frame of a film, which is not kept; what went wrong, or null. */
+async function askOfFrame(frame) {
+  for (const index of data.models.keys()) {
+    const answer = await ask(`/detect?model=${index}${index ? "" : "&pixels=1"}`, frame);
+    if (answer.error !== undefined) return answer.error;
+    if (!index) Object.assign(frame, { size: answer.size, src: answer.image });
+    frame.results[index] = answer;
+  }
+  return null;
+}
+
 function add(image) {
   images.push(image);
-  const open = () => show(image);
+  const open = () => {
+    film.close();
+    show(image);
+  };
   image.button = element("button", { type: "button", onclick: open, "aria-label": image.name, "aria-pressed": "false" });
   image.button.append(element("img", { src: image.src, alt: "" }));
   byId("strip").append(image.button);
@@ -137,6 +156,7 @@ function start() {
     take(inside.filter(({ name }) => isImage(name)).sort(byName));
     target.value = "";
   };
+  byId("camera").onclick = () => film.openCamera();
   byId("stop").onclick = () => (stopped = true);
   // The whole page takes what is dropped: a browser would open it instead.
   document.addEventListener("dragover", (event) => {
