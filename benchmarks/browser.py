@@ -127,15 +127,16 @@ def _write_report(photos: Sequence[Path], count: int, folder: Path) -> Path:
     rng, images, annotations = np.random.default_rng(0), [], []
     names = [f"class {number}" for number in range(20)]
     for number in range(count):
-        header = read_header(str(photos[number % len(photos)]))
-        name = photos[number % len(photos)].name
+        photo = photos[number % len(photos)]
+        header, name = read_header(str(photo)), f"{number}{photo.suffix}"
+        (folder / name).symlink_to(photo.resolve())  # a file may not be listed twice
         images.append({"id": number + 1, "file_name": name, "width": header.width, "height": header.height})
         for box, label in zip(_boxes(rng, images[-1], 8).tolist(), rng.integers(0, 20, 8).tolist(), strict=True):
             box = [*box[:2], box[2] - box[0], box[3] - box[1]]
             annotations.append({"id": len(annotations), "image_id": number + 1, "category_id": label, "bbox": box})
     truth = {"images": images, "annotations": annotations, "categories": [{"id": k, "name": name} for k, name in enumerate(names)]}
     (folder / "truth.json").write_text(json.dumps(truth), encoding="utf-8")
-    dataset = load_coco(DatasetFiles("photographs", folder / "truth.json", photos[0].parent))
+    dataset = load_coco(DatasetFiles("photographs", folder / "truth.json", folder))
     evaluator = CocoEvaluator(dataset.records, range(20), names)
     for image in images:
         boxes, scores = torch.from_numpy(_boxes(rng, image, 100)), torch.from_numpy(rng.random(100))

@@ -39,6 +39,7 @@ _resident = USUAL
 
 
 LARGE_NETWORKS = (
+    "test_commands.py",
     "test_parity_timm.py",
     "test_timm_transformer.py",
     "test_benchmarks_parity.py",

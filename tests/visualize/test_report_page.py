@@ -11,7 +11,6 @@ from browser import NARROW, Tab, overflows
 from PIL import Image
 from test_evaluation import CLASS_IDS, evaluator_of, random_world
 from test_report import matches_of
-from tiny import coco_dict
 
 from cpvt_det.data.catalog import DatasetFiles
 from cpvt_det.data.coco import load_coco
@@ -58,6 +57,7 @@ class World:
             image |= {"file_name": f"{number}.png", "width": 620, "height": 560}
             Image.new("RGB", (62, 56), (number, 120, 90)).save(folder / f"{number}.png")
         truth["categories"] = [{"id": key, "name": name} for key, name in NAMES.items()]
+        self.areas = [one["area"] for one in truth["annotations"]]
         (folder / "world.json").write_text(json.dumps(truth), encoding="utf-8")
         self.dataset = load_coco(DatasetFiles("world", folder / "world.json", folder))
         self.matches = matches_of(self.dataset.records, evaluator.coco_results(), self.dataset.classes.ids)
@@ -83,9 +83,8 @@ class World:
     def missed(self, step):
         """Objects and missed ones of each size, by the area of the ground truth."""
         counts = np.zeros((3, 2), dtype=int)
-        area_of = {number: one["area"] for number, one in enumerate(coco_dict(self.dataset)["annotations"])}
         for box, score in zip(self.matches.objects, self.matches.found_at, strict=True):
-            size = 0 if area_of[box["number"]] < 1024 else 1 if area_of[box["number"]] <= 9216 else 2
+            size = 0 if self.areas[box["number"]] < 1024 else 1 if self.areas[box["number"]] <= 9216 else 2
             counts[size] += (not box["crowd"], not box["crowd"] and score < step / 1000)
         return counts.tolist()
 
