@@ -115,29 +115,6 @@ def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor
     return intersection.div_(union).add_(union.div_(hull)).sub_(1)
 
 
-def without_copies(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
-    """Scores of detections, 0 for those whose intersection over union with a better one of their class is larger than a threshold.
-
-    A box with the score 0 stands for no other. In n steps of plain aten, also in exported programs: n is small here.
-
-    Args:
-        boxes_xyxy: (B, n, 4) float, in any unit.
-        scores: (B, n) float, best first.
-        labels: (B, n) int64.
-        threshold: largest intersection over union of two detections of a class, above 0 and below 1.
-
-    Returns:
-        (B, n) float.
-    """
-    overlap = intersection_over_union(boxes_xyxy[:, :, None], boxes_xyxy[:, None])
-    ranks = torch.arange(scores.shape[1], device=scores.device)
-    stands_for = (overlap > threshold) & (labels[:, :, None] == labels[:, None]) & (ranks[:, None] < ranks)  # (B, better, n)
-    kept = torch.ones_like(scores, dtype=torch.bool)
-    for rank in range(scores.shape[1]):
-        kept = kept & ~(stands_for[:, rank] & kept[:, rank, None])
-    return scores * kept
-
-
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient, or 0 where the denominator is 0; the inner ``where`` keeps NaN out of the gradient."""
     zero = denominator == 0

@@ -143,6 +143,22 @@ class Predictions:
 
 
 @dataclass
+class ClassLogits:
+    """The answer of a classifier for a batch.
+
+    Attributes:
+        logits: (H, B, K) float32 at least, of each of its heads: one, or with a distillation token two, the second of which learns
+            from the teacher. Their mean is the answer.
+    """
+
+    logits: Tensor
+
+    def scores(self) -> Tensor:
+        """(B, K) float in [0, 1], the probabilities of the classes."""
+        return self.logits.mean(0).softmax(-1)
+
+
+@dataclass
 class Detections:
     """The detections of one image, best first.
 

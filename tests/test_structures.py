@@ -5,12 +5,11 @@ import mmap
 
 import pytest
 import torch
-import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cpvt_det.boxes import cxcywh_to_xyxy, without_copies, xyxy_to_cxcywh
+from cpvt_det.boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from cpvt_det.builders import build_postprocessor
 from cpvt_det.config import get_cfg
 from cpvt_det.inference import PostProcessor
@@ -186,34 +185,6 @@ def test_the_last_layer_is_the_answer():
     (found,) = PostProcessor(SoftmaxClassification(2))(Predictions(logits, boxes), [(8, 8)])
     assert found.labels.tolist() == [1]
     assert not found.scores.requires_grad
-
-
-@pytest.mark.parametrize("threshold", [0.1, 0.4, 0.7])
-def test_detections_that_are_left_are_those_of_torchvision(threshold):
-    """Class by class, and an image alone has the scores that it has in a batch."""
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
-        centers = torch.rand(3, 9, 2, generator=generator).repeat(1, 9, 1) + 0.03 * torch.randn(3, 81, 2, generator=generator)
-        sides = 0.2 + 0.1 * torch.rand(3, 81, 2, generator=generator)
-        boxes = torch.cat((centers - sides / 2, centers + sides / 2), -1)
-        scores = torch.rand(boxes.shape[:2], generator=generator).sort(descending=True).values
-        labels = torch.randint(3, boxes.shape[:2], generator=generator)
-        found = without_copies(boxes, scores, labels, threshold)
-        for image in range(len(boxes)):
-            kept = torchvision.ops.batched_nms(boxes[image], scores[image], labels[image], threshold)
-            expected = torch.zeros_like(scores[image]).scatter(0, kept, scores[image][kept])
-            assert torch.equal(found[image], expected) and 0 < len(kept) < boxes.shape[1]
-            assert torch.equal(
-                without_copies(*(part[image : image + 1] for part in (boxes, scores, labels)), threshold)[0], expected
-            )
-
-
-def test_a_copy_of_a_copy_and_boxes_without_area_stay():
-    """The second box goes for the first, so that it takes nothing from the third."""
-    boxes = torch.tensor([[[0.0, 0, 10, 10], [4, 0, 14, 10], [8, 0, 18, 10], [3, 3, 3, 3], [3, 3, 3, 3]]])
-    scores = torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5]])
-    found = without_copies(boxes, scores, torch.zeros(1, 5, dtype=torch.int64), 0.4)
-    assert found.tolist() == [pytest.approx([0.9, 0, 0.7, 0.6, 0.5])]
 
 
 def test_copies_come_last_with_the_score_0_and_keep_their_queries():

@@ -126,11 +126,7 @@ def _parts(entry: Any) -> list[Any]:
 
 
 def _name_and_options(entry: Any) -> tuple[str, dict[str, Any]]:
-    name, options = (entry, {}) if isinstance(entry, str) else entry if _is_pair(entry) else (None, None)
+    name, options = entry if isinstance(entry, (list, tuple)) and len(entry) == 2 else (entry, {})
     if not isinstance(name, str) or not isinstance(options, dict):
         raise ConfigError(f"{KEY} must contain names and [name, {{option: value}}] pairs, got {entry!r}")
     return name, options
-
-
-def _is_pair(entry: Any) -> bool:
-    return isinstance(entry, (list, tuple)) and len(entry) == 2

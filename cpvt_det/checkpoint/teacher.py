@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MODEL.CLASSIFIER.TEACHER``: a trained classifier, of ours or of timm, that a student learns from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -82,7 +82,7 @@ def _timm_teacher(name: str, weights: str, num_classes: int, size: int, device: 
             f"MODEL.CLASSIFIER.TEACHER timm/{name} does not take images of INPUT.CLASSIFY.SIZE {size}: {first_line(error)}; set "
             f"the size to {model.pretrained_cfg['input_size'][-1]}, or take a network of any size"
         ) from error
-    mean, std = (_channels(model.pretrained_cfg[key], device) for key in ("mean", "std"))
+    mean, std = (255 * torch.tensor(model.pretrained_cfg[key], device=device)[:, None, None] for key in ("mean", "std"))
     return torch.no_grad()(lambda images: model((images - mean) / std).argmax(-1))
 
 
@@ -91,7 +91,3 @@ def _rows_of_head(state_dict: dict[str, Tensor], model: nn.Module) -> int:
     names = model.pretrained_cfg["classifier"]  # of a distilled network several
     head = f"{names if isinstance(names, str) else names[0]}.weight"
     return len(state_dict[head]) if head in state_dict else model.num_classes
-
-
-def _channels(values: Sequence[float], device: torch.device) -> Tensor:
-    return 255 * torch.tensor(values, device=device)[:, None, None]

@@ -105,7 +105,7 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
         dynamic: names from ``DIMENSIONS`` that may differ from call to call.
 
     Returns:
-        A program with operators of aten only.
+        A program with operators of aten, and torch's ``scan`` for what goes step by step.
 
     Raises:
         RunStoppedError: a model that torch cannot trace, or an operator that is not of aten.
@@ -140,11 +140,11 @@ def largest_sides(detector: ImageModel) -> int | None:
 
 
 def foreign_operators(program: ExportedProgram) -> set[str]:
-    """The operators of a program that are not of aten; arithmetic on sizes does not count."""
+    """The operators of a program that are neither of aten nor ``scan``; arithmetic on sizes does not count."""
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     called = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
     operators = [target for target in called if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))]
-    return {str(operator) for operator in operators if operator.namespace != "aten"}
+    return {str(operator) for operator in operators if operator.namespace != "aten" and str(operator) != "scan"}
 
 
 def _dims(detector: ImageModel, dynamic: Collection[str]) -> dict[str, Dim]:

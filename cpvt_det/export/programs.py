@@ -64,7 +64,8 @@ def write_program(
         RunStoppedError: a program that cannot be converted.
     """
     if format == "torch_export":
-        torch.export.save(program, path, extra_files={f"{METADATA_KEY}.json": json.dumps(metadata)})
+        with _silenced("torch._export.serde.serialize"):  # it warns that scan takes nothing from outside
+            torch.export.save(program, path, extra_files={f"{METADATA_KEY}.json": json.dumps(metadata)})
         return
     try:
         with _silenced("onnxscript"):  # it warns of what it cannot simplify

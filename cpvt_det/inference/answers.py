@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.boxes import cxcywh_to_xyxy, without_copies
+from cpvt_det.boxes import cxcywh_to_xyxy, intersection_over_union
 from cpvt_det.losses.classification import Classification
-from cpvt_det.models.classifier import ClassLogits
-from cpvt_det.structures import Detections, Predictions, Size
+from cpvt_det.ops.exporting import in_steps
+from cpvt_det.structures import ClassLogits, Detections, Predictions, Size
 
 
 class PostProcessor:
@@ -80,6 +80,30 @@ class PostProcessor:
             boxes = boxes.gather(1, order[..., None].expand(-1, -1, 4))
             labels, queries = labels.gather(1, order), queries.gather(1, order)
         return boxes, scores, labels, queries
+
+
+def without_copies(boxes_xyxy: Tensor, scores: Tensor, labels: Tensor, threshold: float) -> Tensor:
+    """Scores of detections, 0 for those whose intersection over union with a better one of their class is larger than a threshold.
+
+    A box with the score 0 stands for no other. In n steps, also in exported programs: n is small here.
+
+    Args:
+        boxes_xyxy: (B, n, 4) float, in any unit.
+        scores: (B, n) float, best first.
+        labels: (B, n) int64.
+        threshold: largest intersection over union of two detections of a class, above 0 and below 1.
+
+    Returns:
+        (B, n) float.
+    """
+    overlap = intersection_over_union(boxes_xyxy[:, :, None], boxes_xyxy[:, None])
+    ranks = torch.arange(scores.shape[1], device=scores.device)
+    stands_for = (overlap > threshold) & (labels[:, :, None] == labels[:, None]) & (ranks[:, None] < ranks)  # (B, better, n)
+
+    def leave_out(rank: Tensor, kept: Tensor, stands_for: Tensor) -> tuple[Tensor, Tensor]:
+        return kept & ~(stands_for.index_select(1, rank)[:, 0] & kept.index_select(1, rank)), stands_for
+
+    return scores * in_steps(leave_out, (torch.ones_like(scores, dtype=torch.bool), stands_for), scores.shape[1])[0]
 
 
 class ClassScores:

@@ -30,7 +30,7 @@ class ClassCriterion:
         """Compare logits with shares.
 
         Args:
-            logits: (H, B, K) float, as of :class:`cpvt_det.models.classifier.ClassLogits`.
+            logits: (H, B, K) float, as of :class:`cpvt_det.structures.ClassLogits`.
             shares: (B, K) float, the part of each class in each image; the sum over classes is 1.
             taught: (B,) int64, the teacher's classes; ``None``, without one: the mean of the heads is compared with the shares.
             count: images of the whole step of this process, if this batch is a part of it; ``None``: B.

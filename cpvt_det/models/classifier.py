@@ -6,7 +6,6 @@ On the road of one image: after ``structures.PaddedBatch``, before ``losses/soft
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +14,10 @@ from cpvt_det import defaults
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.heads import full_precision, without_autocast
 from cpvt_det.models.image_model import ImageModel, require_contract
-from cpvt_det.structures import Targets, level_padding_mask
+from cpvt_det.structures import ClassLogits, Targets, level_padding_mask
 
 POOLS = ("token", "mean")
 INITIAL_STD = 0.02  # of the head's weights, as in DeiT
-
-
-@dataclass
-class ClassLogits:
-    """The answer of a classifier for a batch.
-
-    Attributes:
-        logits: (H, B, K) float32 at least, of each of its heads: one, or with a distillation token two, the second of which learns
-            from the teacher. Their mean is the answer.
-    """
-
-    logits: Tensor
-
-    def scores(self) -> Tensor:
-        """(B, K) float in [0, 1], the probabilities of the classes."""
-        return self.logits.mean(0).softmax(-1)
 
 
 class Classifier(ImageModel):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import nms
 
-from cpvt_det.ops.exporting import is_exporting
+from cpvt_det.ops.exporting import in_steps, is_exporting
 
 CANDIDATES = 4  # boxes that are looked at first, for each that is wanted
 SUPPRESSED = 1e3  # taken off the score of boxes that a better one stands for; twice that off padded ones'
@@ -16,7 +16,9 @@ SUPPRESSED = 1e3  # taken off the score of boxes that a better one stands for; t
 def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
     """Choose boxes by score; those whose intersection over union with a better one is larger than ``threshold`` come last.
 
-    In an exported program plain aten, where :func:`nms_topk_exportable` takes the place of torchvision's operator.
+    By torchvision's operator, on few boxes at first, as its time grows with their square; image by image, as ``batched_nms`` moves
+    the boxes of each image elsewhere, and what that rounds depends on the batch. In an exported program by
+    :func:`nms_topk_exportable`.
 
     Args:
         boxes_xyxy: (B, N, 4) float, in any unit.
@@ -28,15 +30,8 @@ def nms_topk(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: floa
     Returns:
         (B, Q) int64, indices, the first choice first.
     """
-    choose = nms_topk_exportable if is_exporting() else _rank_apart
-    return choose(boxes_xyxy, scores, padded, threshold, count)
-
-
-def _rank_apart(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, threshold: float, count: int) -> Tensor:
-    """:func:`nms_topk` by torchvision's operator, on few boxes at first: its time grows with their square.
-
-    Image by image: ``batched_nms`` moves the boxes of each image elsewhere, and what that rounds depends on the batch.
-    """
+    if is_exporting():
+        return nms_topk_exportable(boxes_xyxy, scores, padded, threshold, count)
     order = (scores - 2 * SUPPRESSED * padded).argsort(dim=1, descending=True, stable=True)
     numbers = (~padded).sum(1).tolist()
     chosen = [
@@ -68,18 +63,18 @@ def nms_topk_exportable(boxes_xyxy: Tensor, scores: Tensor, padded: Tensor, thre
     Whether a box is put back depends on better ones alone, so the first ``count`` are those of all; and a step needs no matrix
     of pairs, nor a number of boxes that is known only afterwards.
     """
-    low, high = boxes_xyxy[..., :2], boxes_xyxy[..., 2:]
-    sides = high - low
-    areas = sides[..., 0] * sides[..., 1]
-    behind = scores - SUPPRESSED
-    left = scores - 2 * SUPPRESSED * padded
-    chosen = []
-    for _ in range(count):
+    sides = boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]
+    places = torch.arange(count, device=scores.device).expand(scores.shape[0], -1)
+
+    def take_best(number: Tensor, left: Tensor, chosen: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        boxes, areas, behind, places = given
         best = left.argmax(1, keepdim=True)
-        chosen.append(best)
-        box = boxes_xyxy.gather(1, best[..., None].expand(-1, -1, 4))  # (B, 1, 4)
-        common = (torch.minimum(high, box[..., 2:]) - torch.maximum(low, box[..., :2])).clamp(min=0)
+        box = boxes.gather(1, best[..., None].expand(-1, -1, 4))  # (B, 1, 4)
+        common = (torch.minimum(boxes[..., 2:], box[..., 2:]) - torch.maximum(boxes[..., :2], box[..., :2])).clamp(min=0)
         intersection = common[..., 0] * common[..., 1]
         overlap = intersection / (areas.gather(1, best) + areas - intersection)
         left = torch.where(overlap > threshold, torch.minimum(left, behind), left).scatter(1, best, -math.inf)
-    return torch.cat(chosen, 1)
+        return left, torch.where(places == number, best, chosen), *given
+
+    given = boxes_xyxy, sides[..., 0] * sides[..., 1], scores - SUPPRESSED, places
+    return in_steps(take_best, (scores - 2 * SUPPRESSED * padded, torch.zeros_like(places), *given), count)[1]

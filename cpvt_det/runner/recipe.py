@@ -189,18 +189,13 @@ def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = 
         why = f"at {plan.canvas} the time is too short: steps that fit into it: {steps:.0f}"
         steps *= (plan.canvas / canvas) ** 2
         plan = replace(plan, canvas=canvas, why_canvas=why)
-    plan = replace(plan, freeze_at=max(plan.freeze_at, _freeze_at(steps)))
+    plan = replace(plan, freeze_at=max(plan.freeze_at, 5 if steps < STEPS_TO_THAW else 3))
     if not plan.typed_batch and steps >= MANY_STEPS:
         layers = 2 if steps >= 2 * MANY_STEPS else plan.encoder_layers
         why = f"{steps:.0f} steps of {plan.batch} images would fit into the time"
         plan = replace(plan, batch=2 * plan.batch, encoder_layers=layers, why_batch=why)
     epochs = steps * plan.batch / data.images if epochs is None else epochs
     return replace(plan, many_epochs=epochs > MOST_EPOCHS)
-
-
-def _freeze_at(steps: float) -> int:
-    """The last frozen stage of a pretrained backbone: all, or those that are as good on other images."""
-    return 5 if steps < STEPS_TO_THAW else 3
 
 
 def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:

@@ -40,7 +40,8 @@ def draw_attention(record: ForwardRecord, tokens: Sequence[AttendedQuery], outpu
         what = "attention" if record.is_dense else "sampling points"
         mean = ", mean over heads" if record.is_dense else ", all heads"
         by_layer = [(f"layer {n}", n, None) for n in range(layers)]
-        heads = range(_num_heads(record, part))
+        last = record.layers[part][-1]
+        heads = range(last.num_heads if record.is_dense else last.samples[0])
         by_head = [(f"head {head}", layers - 1, head) for head in heads]
         paths.append(_draw(record, part, attended, by_layer, f"{part}, {what}{mean}", output / f"{part}.png"))
         title = f"{part}, {what} of the last layer ({layers - 1}) by head"
@@ -169,8 +170,3 @@ def _name_levels(figure: "Figure", axes: "Axes", record: ForwardRecord, columns:
 
 def _level_color(level: int) -> tuple[float, ...]:
     return tuple(value / 255 for value in class_color(level))
-
-
-def _num_heads(record: ForwardRecord, part: str) -> int:
-    layer = record.layers[part][-1]
-    return layer.num_heads if record.is_dense else layer.samples[0]

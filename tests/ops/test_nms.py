@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposals that a better one stands for come last: by torchvision's operator, and in the aten steps of exported programs."""
+"""Proposals that a better one stands for come last, detections get the score 0: as by torchvision, in exports by loops."""
 
 import pytest
 import torch
 import torchvision
 
+from cpvt_det.inference.answers import without_copies
 from cpvt_det.ops.nms import nms_topk, nms_topk_exportable
 
 
@@ -67,14 +68,28 @@ def test_boxes_without_area_suppress_nothing():
         assert choose(boxes, scores, torch.zeros(1, 3, dtype=torch.bool), 0.5, 3).tolist() == [[1, 2, 0]]
 
 
-def test_an_exported_program_takes_the_steps():
-    class Chooser(torch.nn.Module):
-        def forward(self, boxes, scores, padded):
-            return nms_topk(boxes, scores, padded, 0.6, 5)
+def test_an_exported_program_takes_the_steps_as_one_loop():
+    """Of any number of boxes; it does not grow with the number of steps."""
 
-    program = torch.export.export(Chooser(), draw(0))
-    assert "torchvision" not in str(program.graph)
-    assert program.module()(*draw(1)).tolist() == nms_topk(*draw(1), 0.6, 5).tolist()
+    class Chooser(torch.nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.count = count
+
+        def forward(self, boxes, scores, padded):
+            chosen = nms_topk(boxes, scores, padded, 0.6, self.count)
+            ranked = scores.gather(1, chosen).sort(descending=True).values
+            return chosen, without_copies(boxes.gather(1, chosen[..., None].expand(-1, -1, 4)), ranked, chosen % 2, 0.6)
+
+    images, boxes = torch.export.Dim("images", min=1), torch.export.Dim("boxes", min=61)
+    shapes = {name: {0: images, 1: boxes} for name in ("boxes", "scores", "padded")}
+    programs = {count: torch.export.export(Chooser(count), draw(0), dynamic_shapes=shapes) for count in (5, 60)}
+    assert "torchvision" not in str(programs[5].graph)
+    assert len(programs[5].graph.nodes) == len(programs[60].graph.nodes)
+    for count, program in programs.items():
+        for given in (draw(1), draw(2, images=1, boxes=200)):
+            for found, expected in zip(program.module()(*given), Chooser(count)(*given), strict=True):
+                assert torch.equal(found, expected)
 
 
 def test_an_image_gets_the_same_choice_in_any_batch():
@@ -88,3 +103,31 @@ def test_an_image_gets_the_same_choice_in_any_batch():
     for image in range(16):
         one = slice(image, image + 1)
         assert torch.equal(nms_topk(boxes[one], scores[one], padded[one], 0.5, 30)[0], together[image])
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.4, 0.7])
+def test_detections_that_are_left_are_those_of_torchvision(threshold):
+    """Class by class, and an image alone has the scores that it has in a batch."""
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        centers = torch.rand(3, 9, 2, generator=generator).repeat(1, 9, 1) + 0.03 * torch.randn(3, 81, 2, generator=generator)
+        sides = 0.2 + 0.1 * torch.rand(3, 81, 2, generator=generator)
+        boxes = torch.cat((centers - sides / 2, centers + sides / 2), -1)
+        scores = torch.rand(boxes.shape[:2], generator=generator).sort(descending=True).values
+        labels = torch.randint(3, boxes.shape[:2], generator=generator)
+        found = without_copies(boxes, scores, labels, threshold)
+        for image in range(len(boxes)):
+            kept = torchvision.ops.batched_nms(boxes[image], scores[image], labels[image], threshold)
+            expected = torch.zeros_like(scores[image]).scatter(0, kept, scores[image][kept])
+            assert torch.equal(found[image], expected) and 0 < len(kept) < boxes.shape[1]
+            assert torch.equal(
+                without_copies(*(part[image : image + 1] for part in (boxes, scores, labels)), threshold)[0], expected
+            )
+
+
+def test_a_copy_of_a_copy_and_boxes_without_area_stay():
+    """The second box goes for the first, so that it takes nothing from the third."""
+    boxes = torch.tensor([[[0.0, 0, 10, 10], [4, 0, 14, 10], [8, 0, 18, 10], [3, 3, 3, 3], [3, 3, 3, 3]]])
+    scores = torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5]])
+    found = without_copies(boxes, scores, torch.zeros(1, 5, dtype=torch.int64), 0.4)
+    assert found.tolist() == [pytest.approx([0.9, 0, 0.7, 0.6, 0.5])]

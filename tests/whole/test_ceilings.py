@@ -17,11 +17,11 @@ CEILINGS = {
     "code lines": 21_890,
     "code lines of data/": 3_750,
     "files": 257,
-    "functions": 2_145,
+    "functions": 2_144,
     "rooms": 32,
     "arrows between rooms": 187,
     "keys of the config": 129,
-    "words of the documents": 44_787,
+    "words of the documents": 44_865,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
 5,000 in all."""
