@@ -10,6 +10,7 @@ import importlib.util
 import io
 import logging
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,19 +49,19 @@ def quantize(path: Path, format: str, images: Iterable[Tensor], facts: Mapping[s
     Raises:
         RunStoppedError: what the library cannot convert.
     """
-    target = path.with_name(f"int8.{path.name}")
     feeds = _feeds(images, facts)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # their bars and advice
-            (_quantize_onnx if format == "onnx" else _quantize_openvino)(path, target, feeds)
-    except (BadInputError, RunStoppedError):  # of the images
-        raise
-    except Exception as error:  # what these libraries raise has no common base
-        raise RunStoppedError(
-            f"{'onnxruntime' if format == 'onnx' else 'nncf'} cannot convert the program to int8: {first_line(error)}"
-        ) from error
-    for file in path.parent.glob("int8.*"):
-        os.replace(file, file.with_name(file.name.removeprefix("int8.")))
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # their bars and advice
+                (_quantize_onnx if format == "onnx" else _quantize_openvino)(path, Path(folder) / path.name, feeds)
+        except (BadInputError, RunStoppedError):  # of the images
+            raise
+        except Exception as error:  # what these libraries raise has no common base
+            raise RunStoppedError(
+                f"{'onnxruntime' if format == 'onnx' else 'nncf'} cannot convert the program to int8: {first_line(error)}"
+            ) from error
+        for file in Path(folder).iterdir():
+            os.replace(file, path.with_name(file.name))
 
 
 def _feeds(images: Iterable[Tensor], facts: Mapping[str, Any]) -> Iterator[Feed]:
@@ -122,4 +123,5 @@ def _quantize_openvino(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 
 def _is_weight(value: Any) -> bool:
-    return value.get_node().get_type_name() == "Constant"
+    """Whether it is a constant matrix; D-FINE's steps, a vector that its distributions of box sides are multiplied with, are none."""
+    return value.get_node().get_type_name() == "Constant" and len(value.get_shape()) == 2

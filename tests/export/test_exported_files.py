@@ -261,25 +261,26 @@ def test_signals_are_heard_after_two_openvino_programs(tmp_path):
 # int8
 
 
-def copied(file, folder):
-    """The file, and its weights where these are a second one, in another folder."""
+def copied(file, folder, name):
+    """The file, and its weights where these are a second one, in another folder under another name."""
     for part in file.parent.glob("detector.*"):
-        shutil.copy(part, folder)
-    return folder / file.name
+        shutil.copy(part, folder / f"{name}{part.suffix}")
+    return folder / f"{name}{file.suffix}"
 
 
 def test_layers_with_weights_compute_in_int8_and_the_rest_as_before(run, file, tmp_path):
     format = EXPORTED[file.suffix]
     if format == "openvino":
         pytest.importorskip("nncf")
-    path = copied(file, tmp_path)
+    path = copied(file, tmp_path, "int8")
     images = [
         torch.randint(0, 256, (3, 40, 50 + number), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
         for number in range(8)
     ]
     facts = open_program(path, format).facts
     quantize.quantize(path, format, iter(images), facts)
-    assert sorted(part.name for part in tmp_path.iterdir()) == sorted(part.name for part in file.parent.iterdir())
+    names = {f"int8{part.suffix}" for part in file.parent.iterdir()}
+    assert {part.name for part in tmp_path.iterdir()} == names
     assert open_program(path, format).facts == facts
     if format == "openvino":
         quantized = {
@@ -309,6 +310,13 @@ def test_depthwise_convolutions_and_attention_stay_in_float():
     nodes += [make.make_node("MatMul", ["x", name], [f"y_{name}"], name=name) for name in ("linear", "keys", "activation")]
     weights = [make.make_tensor(name, 1, shape, [0.0] * math.prod(shape)) for name, shape in shapes.items()]
     assert quantize._kept(make.make_graph(nodes, "graph", [], [], weights)) == ["depthwise", "keys"]
+
+
+def test_only_a_matrix_is_a_weight_for_nncf():
+    """D-FINE multiplies its distributions with a vector of steps, which stays in float."""
+    openvino = pytest.importorskip("openvino")
+    constants = [openvino.opset13.constant(torch.ones(shape).numpy()) for shape in ((4, 4), (4,), (1, 4, 4))]
+    assert [quantize._is_weight(constant.output(0)) for constant in constants] == [True, False, False]
 
 
 @pytest.mark.parametrize(
