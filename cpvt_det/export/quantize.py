@@ -57,9 +57,8 @@ def quantize(path: Path, format: str, images: Iterable[Tensor], facts: Mapping[s
         except (BadInputError, RunStoppedError):  # of the images
             raise
         except Exception as error:  # what these libraries raise has no common base
-            raise RunStoppedError(
-                f"{'onnxruntime' if format == 'onnx' else 'nncf'} cannot convert the program to int8: {first_line(error)}"
-            ) from error
+            library = "onnxruntime" if format == "onnx" else "nncf"
+            raise RunStoppedError(f"{library} cannot convert the program to int8: {first_line(error)}") from error
         for file in Path(folder).iterdir():
             os.replace(file, path.with_name(file.name))
 
@@ -123,5 +122,5 @@ def _quantize_openvino(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether it is a constant matrix; D-FINE's steps, a vector that its distributions of box sides are multiplied with, are none."""
+    """Whether it is a constant matrix; the vector that D-FINE multiplies its distributions with is none."""
     return value.get_node().get_type_name() == "Constant" and len(value.get_shape()) == 2
