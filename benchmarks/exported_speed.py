@@ -3,13 +3,18 @@
 """A checkpoint beside files that ``cpvt-det export`` wrote of it: AP, and time of an image, in one table of one run.
 
 ``python benchmarks/exported_speed.py output/quickstart/model_best.pth float32.onnx int8.onnx float32.xml``. Each model
-takes the same prepared images, one at a time; preparing them is not timed, decoding is.
+takes the same prepared images, one at a time; preparing them is not timed, decoding is. Each has a process of its own: in one
+process the threads of a library that wait, and spin, take the cores from the others.
 """
 
 import itertools
+import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +39,10 @@ HEADER = "| | MB | AP | ms an image | times as fast as the checkpoint |"
 
 
 def prepared_images(trained: Trained, count: int) -> list[Tensor]:
-    """(3, h, w) each, as they are prepared in evaluation: the first of the first test set."""
+    """(3, h, w) each, as they are prepared in evaluation: the first of the first test set; of a small one, again and again."""
     task = build_task(trained.cfg)
     samples = itertools.chain.from_iterable(task.build_test_loader(task.load_tests()[0]))
-    return [sample["image"] for sample in itertools.islice(samples, count)]
+    return [sample["image"] for sample in itertools.islice(itertools.cycle(samples), count)]
 
 
 def detect(path: str, trained: Trained, images: list[Tensor]) -> Callable[[], Any]:
@@ -58,6 +63,40 @@ def average_precision(trained: Trained) -> float:
     task = build_task(trained.cfg)
     with tempfile.TemporaryDirectory() as folder:
         return main_value(task, evaluate(task, trained.detector, task.load_tests(), Path(folder)))
+
+
+def answer(pipe: Connection, path: str, checkpoint: str, overrides: Sequence[str], images: int, threads: int) -> None:
+    """In a process of its own: for every True one call for every image; at the end, for False, the AP."""
+    with fixed_threads(threads):
+        source = load_model(checkpoint, "cpu", "", overrides)
+        model = load_model(path, "cpu") if is_exported(path) else source
+        call = detect(path, model, prepared_images(source, images))
+        while pipe.recv():
+            call()
+            pipe.send(None)
+        pipe.send(average_precision(model))
+
+
+@contextmanager
+def asked(path: str, *arguments: Any) -> Iterator[Callable[[bool], Any]]:
+    """What asks the process of a model; arguments as of :func:`answer`."""
+    pipe, other = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=answer, args=(other, path, *arguments), daemon=True)
+    process.start()
+    other.close()
+
+    def ask(again: bool) -> Any:
+        try:
+            pipe.send(again)
+            return pipe.recv()
+        except (EOFError, OSError) as error:
+            raise click.ClickException(f"{path}: its process has ended, see above") from error
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.join()
 
 
 def megabytes(path: str) -> float:
@@ -97,19 +136,19 @@ def main(
     """Print the table of CHECKPOINT and FILES, .onnx or .xml."""
     load_average = check_load(busy)
     overrides = list(itertools.chain.from_iterable(words))
-    with fixed_threads(threads):
-        models = {path: load_model(path, "cpu", "", [] if is_exported(path) else overrides) for path in (checkpoint, *files)}
-        drawn = prepared_images(models[checkpoint], images)
-        work = Work([Contender(path, detect(path, model, drawn)) for path, model in models.items()])
+    with ExitStack() as processes:
+        given = checkpoint, overrides, images, threads
+        models = {path: processes.enter_context(asked(path, *given)) for path in (checkpoint, *files)}
+        work = Work([Contender(path, partial(ask, True)) for path, ask in models.items()])
         plan = Plan(rounds=rounds, most_rounds=rounds, sample_seconds=0.0)
         _, samples = run_rounds(work, plan, clock_of("cpu"))
         rows = []
-        for path, model in models.items():
-            times = [1000 * sample.wall / len(drawn) for sample in samples[path]]
+        for path, ask in models.items():
+            times = [1000 * sample.wall / images for sample in samples[path]]
             faster, _ = ratios(samples[checkpoint], samples[path])
             called = f"{EXPORTED[Path(path).suffix]}, {Path(path).stem}" if is_exported(path) else "checkpoint"
             figures = {"ms": vars(Spread.of(times)), "times_as_fast": vars(faster)}
-            rows.append({"name": called, "MB": megabytes(path), "AP": average_precision(model), **figures})
+            rows.append({"name": called, "MB": megabytes(path), "AP": ask(False), **figures})
     table = "\n".join([HEADER, "|---|---|---|---|---|", *map(as_row, rows)])
     click.echo(table)
     if output:
@@ -120,7 +159,7 @@ def main(
             *(f"--set {key} {value}" for key, value in words),
         ]
         about = about_run(" ".join(["exported_speed.py CHECKPOINT FILES", *given]), threads, busy, load_average)
-        title = f"A checkpoint of {models[checkpoint].cfg.MODEL.META_ARCHITECTURE} and its exported files"
+        title = "A checkpoint and its exported files"
         paths = write_record(output, name, about, {"rows": rows}, [title, table])
         click.echo(f"written: {', '.join(map(str, paths))}")
 

@@ -15,12 +15,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import small_data_tables
+from scipy import stats
 
 from benchmarks import budget
 from benchmarks.estimate import of_data
 
 ROOT = Path(__file__).resolve().parent.parent
-WITH_TABLES = ("look", "parity", "results", "scaling", "small_data", "speed", "use")
+WITH_TABLES = ("look", "parity", "results", "scaling", "small_data", "speed", "train", "use")
 DOCUMENTS = [ROOT / "docs" / f"{name}.md" for name in WITH_TABLES]
 TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Row = Sequence[str]
@@ -369,6 +370,35 @@ def foreign_losses() -> list[Row]:
         of = row["loss of"]
         rows.append([CODES[row["code"]], f"{LOSSES_OF[of]}, `{of}`", *(f"{row[key]:.1e}" for key in ("loss", "gradient"))])
     return rows
+
+
+STARTS = {"": "backbone", "start": "detector", "start_new_heads": "detector, rates of new heads"}
+"""Label of a record of fine-tuning -> what the run starts from."""
+
+
+def fine_tuning() -> list[Row]:
+    """AP from each start, and what a start gains over the one before it, paired by data, photographs and seed."""
+    found: dict[tuple[str, int], dict[tuple[str, int], float]] = {}
+    for path in (ROOT / "benchmarks/results/fine_tuning").glob("*.json"):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        cell = found.setdefault((small_data_tables.name_of(run), run["images"]), {})
+        cell[run["label"], run["seed"]] = run["AP"]
+    rows = [["data", "photographs", *STARTS.values(), "detector over backbone", "detector over rates of new heads", "seeds"]]
+    gains: list[list[float]] = [[], []]
+    for (name, images), cell in sorted(found.items()):
+        seeds = sorted({seed for _, seed in cell if all((label, seed) in cell for label in STARTS)})
+        means = [f"{statistics.mean(cell[label, seed] for seed in seeds):.1f}" for label in STARTS]
+        own = [[cell["start", seed] - cell[label, seed] for seed in seeds] for label in ("", "start_new_heads")]
+        for every, more in zip(gains, own, strict=True):
+            every += more
+        rows.append([name, str(images), *means, *map(_with_interval, own), str(len(seeds))])
+    return [*rows, ["all", "", "", "", "", *map(_with_interval, gains), str(len(gains[0]))]]
+
+
+def _with_interval(differences: Sequence[float]) -> str:
+    """Mean and 95 % interval, by Student's t."""
+    half = stats.sem(differences) * stats.t.ppf(0.975, len(differences) - 1)
+    return f"{statistics.mean(differences):+.1f} ± {half:.1f}"
 
 
 TABLES: dict[str, Callable[[], list[Row]]] = {

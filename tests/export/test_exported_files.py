@@ -373,5 +373,5 @@ def test_the_benchmark_has_a_row_for_the_checkpoint_and_each_file(run, file, tmp
     assert other["MB"] == pytest.approx(sum(part.stat().st_size for part in parts) / 1e6)
     assert (
         f"| {EXPORTED[file.suffix]}, detector |" in result.output
-        and "# A checkpoint of CPVTDetr" in next(tmp_path.glob("*.md")).read_text()
+        and "# A checkpoint and its exported files" in next(tmp_path.glob("*.md")).read_text()
     )

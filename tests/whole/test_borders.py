@@ -31,7 +31,7 @@ ALLOWED = {
     "losses": {"defaults", "errors", "structures", "boxes", "registry", "distributed"},
     "data": {"class_names", "errors", "files", "memory", "structures", "boxes", "registry", "distributed"},
     "evaluation": {"errors", "structures", "boxes", "layers", "data", "distributed", "files", "memory"},
-    "inference": {"errors", "structures", "boxes", "layers", "losses", "models"},
+    "inference": {"errors", "structures", "boxes", "layers", "losses", "models", "ops"},
     "fast": {"structures", "ops", "layers", "position", "models"},
 }
 

@@ -60,16 +60,20 @@ class Film {
 
   async run() {
     const { video, turn } = this;
-    let last = null;
+    let [last, shown, wake] = [null, null, () => {}]; // times of frames: that was asked about, and that is on the screen
+    const note = (_, { mediaTime }) => {
+      if (turn !== this.turn) return;
+      shown = mediaTime;
+      wake();
+      video.requestVideoFrameCallback(note);
+    };
+    video.requestVideoFrameCallback(note);
     try {
       await video.play();
       if (turn === this.turn && !video.videoWidth) this.fail("it has no pictures");
       while (turn === this.turn) {
-        if (video.currentTime === last) { // paused, or at its end: until it plays on, or is wound
-          await new Promise((resolve) => video.requestVideoFrameCallback(resolve));
-          continue;
-        }
-        last = video.currentTime;
+        while (shown === last) await new Promise((resolve) => (wake = resolve)); // paused, or at its end
+        last = shown;
         const frame = { name: `${this.name} at ${last.toFixed(1)} s`, file: await grab(video), results: [] };
         const why = await this.ask(frame);
         if (turn !== this.turn) return;
