@@ -39,7 +39,6 @@ _resident = USUAL
 
 
 LARGE_NETWORKS = (
-    "test_commands.py",
     "test_parity_timm.py",
     "test_timm_transformer.py",
     "test_benchmarks_parity.py",
