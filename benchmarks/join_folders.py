@@ -3,11 +3,12 @@
 """One folder of several, on which a detector is trained that others start from::
 
     python benchmarks/join_folders.py output/joined aquarium cards bccd
-    cpvt-det train output/joined --budget 2h OUTPUT_DIR output/pretrained
-    python benchmarks/small_data.py kangaroos FOLDER --budget 5m --images 20 --label start \\
-        MODEL.WEIGHTS output/pretrained/model_final.pth
+    cpvt-det train output/joined --budget 40m OUTPUT_DIR output/pretrained
+    python benchmarks/small_data.py kangaroos FOLDER --budget 3m --images 20 --output benchmarks/results/fine_tuning \\
+        --label start_new_heads MODEL.WEIGHTS output/pretrained/model_best.pth
 
-Classes of one name are one class.
+Classes of one name are one class. The records of fine-tuning have two labels: ``start`` at the rates of other projects' detectors,
+``SOLVER.BASE_LR 1e-4``, a tenth for the backbone, ten times for new heads; ``start_new_heads`` at those that it was trained at.
 """
 
 import sys

@@ -83,7 +83,9 @@ def attention(
     classification = builders.build_classification(trained.cfg)
     size = tuple(image.shape[1:])
     record = record_forward(trained.detector, resized, size, classification, trained.classes, detections)
-    tokens = tokens_at(record, given or _inside(centers_of(record.found), size), level)
+    # A centre may lie on the right or bottom border itself, which is outside.
+    found = [(min(x, size[1] - 1), min(y, size[0] - 1)) for x, y in centers_of(record.found)]
+    tokens = tokens_at(record, given or found, level)
     for path in draw_attention(record, tokens, output):
         click.echo(path)
 
@@ -196,12 +198,6 @@ def _point(word: str) -> Point:
     if match is None:
         raise BadInputError(f"--points {word!r} is not X,Y in pixels, such as 120,80")
     return float(match[1]), float(match[2])
-
-
-def _inside(points: list[Point], size: tuple[int, int]) -> list[Point]:
-    """Points inside the image: the centre of a box at the right or bottom border may lie on the border itself."""
-    height, width = size
-    return [(min(x, width - 1), min(y, height - 1)) for x, y in points]
 
 
 def read_size(text: str) -> Size:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cpvt-det train FOLDER --start``: the detector to start from, and the rule by which it is fine-tuned.
 
-Architecture, losses and the number of queries are those of the start, the learning rates those of its authors. Each number can be
-typed; none has been compared with others yet.
+Architecture, losses and the number of queries are those of the start, and so are the learning rates of a detector of ours: a run of
+minutes learns more at them than at a tenth of them (docs/train.md). Those of other projects are their authors' for fine-tuning.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,6 +49,7 @@ class TrainedStart:
         sha256: hash of its file.
         cfg: config that it was trained with.
         class_names: classes of its heads; none if they are unknown.
+        is_ours: whether it was trained here, so that its config has the rates that it was trained at.
         state_names: names of its tensors.
     """
 
@@ -56,6 +57,7 @@ class TrainedStart:
     sha256: str
     cfg: CfgNode
     class_names: tuple[str, ...]
+    is_ours: bool
     state_names: frozenset[str]
 
     @property
@@ -112,7 +114,7 @@ def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
     origin = f"{start.ap} AP on COCO, of {start.publisher}, " if start else ""
     tell(f"start: {word} ({origin}SHA-256 {digest})")
     names = () if weights.classes is None else weights.classes.names
-    return TrainedStart(word, digest, cfg, names, frozenset(weights.state_dict))
+    return TrainedStart(word, digest, cfg, names, weights.source is None, frozenset(weights.state_dict))
 
 
 def describe_classes(start: TrainedStart, names: Sequence[str]) -> list[str]:
@@ -152,7 +154,10 @@ def tuning_choices(
     if data.most_objects > number:
         objects = counted(data.most_objects, "object")
         raise ConfigError(f"an image has {objects}, and {start.word} has {number} queries: take another start, or --start none")
-    known = all(name in start.class_names for name in names)
+    rates, why = (BASE_LR, BACKBONE_LR), "a tenth of what new weights need: the start keeps what it knows"
+    if start.is_ours:
+        rates, why = (start.cfg.SOLVER.BASE_LR, start.cfg.SOLVER.BACKBONE_LR), "at which it was trained: docs/train.md"
+    keeps_heads = start.is_ours or all(name in start.class_names for name in names)
     few = "; a head and a decoder learn in few steps" if plan.freeze_at == 5 else ""
     is_frozen = start.cfg.MODEL.BACKBONE.NAME.startswith(("resnet", "timm/"))
     heads = [pair for pair in HEADS if any(name.startswith(f"{pair[0]}.") for name in start.state_names)]
@@ -165,9 +170,9 @@ def tuning_choices(
         *([] if start.cfg.TEST.NMS == 1 else [Choice("TEST.NMS", start.cfg.TEST.NMS)]),
         *input_choices(plan, data),
         Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
-        *step_choices(plan, BASE_LR, BACKBONE_LR, "a tenth of what new weights need: the start keeps what it knows"),
+        *step_choices(plan, *rates, why),
         Choice("SOLVER.POINTS_LR_MULTIPLIER", start.cfg.SOLVER.POINTS_LR_MULTIPLIER),
-        *([] if known else [Choice("SOLVER.LR_MULTIPLIERS", heads, "heads of classes that are new")]),
+        *([] if keeps_heads else [Choice("SOLVER.LR_MULTIPLIERS", heads, "heads of classes that are new")]),
     ]
 
 

@@ -15,7 +15,6 @@ from cpvt_det.visualize.recording import AttendedQuery, ForwardRecord, Point, Sa
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MARKER = "#00e5ff"
 LARGEST_POINT = 140.0  # area, in square points, of a sample with all the weight of its head
@@ -74,7 +73,10 @@ def _draw(
             if column == 0:
                 axes.set_ylabel(query.name, fontsize=9)
     if not record.is_dense:
-        _name_levels(figure, panels[0, 0], record, columns=min(len(record.strides), 2 * len(columns)))
+        for level, stride in enumerate(record.strides):
+            panels[0, 0].scatter([], [], 30, color=_level_color(level), label=f"level {level}, stride {stride}")
+        wide = min(len(record.strides), 2 * len(columns))
+        figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=wide, fontsize=8)
     save_figure(figure, path)
     return path
 
@@ -160,12 +162,6 @@ def _mark(axes: "Axes", query: AttendedQuery) -> None:
 def _outline(axes: "Axes", box_xyxy: Sequence[float], style: str) -> None:
     x1, y1, x2, y2 = box_xyxy
     axes.plot([x1, x2, x2, x1, x1], [y1, y1, y2, y2, y1], style, color=MARKER, linewidth=1.4)
-
-
-def _name_levels(figure: "Figure", axes: "Axes", record: ForwardRecord, columns: int) -> None:
-    for level, stride in enumerate(record.strides):
-        axes.scatter([], [], 30, color=_level_color(level), label=f"level {level}, stride {stride}")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def _level_color(level: int) -> tuple[float, ...]:

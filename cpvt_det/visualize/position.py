@@ -78,7 +78,9 @@ def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
     def inject(tokens: Tensor, padding_mask: Tensor, level_shapes: Sequence[Size], layer: int) -> Tensor:
         out = type(position).inject(position, tokens, padding_mask, level_shapes, layer)
         if out is not tokens:
-            added.append(Added(layer, _to_maps(out - tokens, level_shapes)))
+            parts = (out - tokens).split([height * width for height, width in level_shapes], dim=1)
+            maps = [part.unflatten(1, shape).permute(0, 3, 1, 2) for part, shape in zip(parts, level_shapes, strict=True)]
+            added.append(Added(layer, maps))
         return out
 
     with position.register_forward_hook(note_additive):
@@ -87,11 +89,6 @@ def record_added(position: PositionEncoding) -> Iterator[list[Added]]:
             yield added
         finally:
             del position.inject
-
-
-def _to_maps(tokens: Tensor, level_shapes: Sequence[Size]) -> list[Tensor]:
-    parts = tokens.split([height * width for height, width in level_shapes], dim=1)
-    return [part.unflatten(1, shape).permute(0, 3, 1, 2) for part, shape in zip(parts, level_shapes, strict=True)]
 
 
 def images_of_size(source: str, output: Path, size: Size) -> list[Tensor]:

@@ -2,6 +2,7 @@
 """``train FOLDER --start``: which detector a run starts from, the rule by which it is fine-tuned, and what it says of both."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import test_folders as layouts
@@ -73,7 +74,8 @@ def test_a_run_starts_from_a_name_and_its_yaml_repeats_it(served, train, tmp_pat
 def test_a_run_starts_from_a_file_and_from_the_folder_of_a_run(train, tmp_path, monkeypatch):
     quick(monkeypatch)
     (tmp_path / "old").mkdir()
-    weights = save_random(tmp_path / "old/model_best.pth", TEST__NMS=0.6)
+    rates = {"SOLVER__BASE_LR": 7e-4, "SOLVER__BACKBONE_LR": 7e-5}
+    weights = save_random(tmp_path / "old/model_best.pth", TEST__NMS=0.6, **rates)
     for word in ("old/model_best.pth", "old"):
         shutil.rmtree(tmp_path / "output", ignore_errors=True)
         done, chosen = train("--start", word)
@@ -82,12 +84,27 @@ def test_a_run_starts_from_a_file_and_from_the_folder_of_a_run(train, tmp_path, 
         assert (
             chosen["MODEL"]["WEIGHTS_SHA256"] == sha256_of(weights) and "classes that the start knows: 0 of 2; new: " in done.output
         )
-        assert chosen["SOLVER"]["LR_MULTIPLIERS"] == [["class_embed", 10.0]] and chosen["TEST"]["NMS"] == 0.6
+        assert (chosen["SOLVER"]["BASE_LR"], chosen["SOLVER"]["BACKBONE_LR"]) == (7e-4, 7e-5)
+        assert "LR_MULTIPLIERS" not in chosen["SOLVER"] and chosen["TEST"]["NMS"] == 0.6
     shutil.rmtree(tmp_path / "output")
     done, same = train("MODEL.WEIGHTS", "old")
     assert done.exit_code == 0 and same["MODEL"] == chosen["MODEL"] and same["SOLVER"] == chosen["SOLVER"]
     done, _ = train("--start", "old", "MODEL.WEIGHTS", "old")
     assert done.exit_code == 2 and "--start and MODEL.WEIGHTS name the same thing" in done.output
+
+
+def test_rates_are_those_of_a_detector_of_ours_and_of_others_those_of_fine_tuning(tmp_path):
+    """Heads of classes that another project's detector does not know learn ten times as fast."""
+    rates = {"SOLVER__BASE_LR": 7e-4, "SOLVER__BACKBONE_LR": 7e-5}
+    start = tuning.open_start(str(save_random(tmp_path / "old.pth", **rates)), print)
+    found = {}
+    for is_ours in (True, False):
+        one = replace(start, is_ours=is_ours)
+        choices = tuning.tuning_choices(one, Plan(224, 2), replace(CELLS, most_objects=3), MachineFacts("cpu", 2), ["new"], {})
+        found[is_ours] = {choice.key.removeprefix("SOLVER."): choice.value for choice in choices}
+    keys = ("BASE_LR", "BACKBONE_LR", "LR_MULTIPLIERS")
+    assert [found[True].get(key) for key in keys] == [7e-4, 7e-5, None]
+    assert [found[False].get(key) for key in keys] == [1e-4, 1e-5, [["class_embed", 10.0]]]
 
 
 def test_without_a_network_a_start_is_refused_before_the_data_are_read(train, tmp_path, monkeypatch):

@@ -14,10 +14,10 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_890,
+    "code lines": 21_889,
     "code lines of data/": 3_750,
     "files": 257,
-    "functions": 2_144,
+    "functions": 2_141,
     "rooms": 32,
     "arrows between rooms": 187,
     "keys of the config": 129,
