@@ -391,8 +391,8 @@ def fine_tuning() -> list[Row]:
         own = [[cell["start_new_heads", seed] - cell[label, seed] for seed in seeds] for label in ("", "start")]
         for every, more in zip(gains, own, strict=True):
             every += more
-        rows.append([name, str(images), *means, *map(_with_interval, own), str(len(seeds))])
-    return [*rows, ["all", "", "", "", "", *map(_with_interval, gains), str(len(gains[0]))]]
+        rows.append([name, str(images), *means, *(f"{statistics.mean(more):+.1f}" for more in own), str(len(seeds))])
+    return [*rows, ["all runs", "", "", "", "", *map(_with_interval, gains), str(len(gains[0]))]]
 
 
 def _with_interval(differences: Sequence[float]) -> str:
