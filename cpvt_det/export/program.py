@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model to a program of aten operators: pixels and a padding mask in; boxes, scores and labels, or class scores, out."""
+"""From a model to a program of torch's operators: pixels and a padding mask in; boxes, scores and labels, or class scores, out."""
 
 import contextlib
 import copy

@@ -2,7 +2,7 @@
 """``cpvt-det train FOLDER --start``: the detector to start from, and the rule by which it is fine-tuned.
 
 Architecture, losses and the number of queries are those of the start, and so are the learning rates of a detector of ours: a run of
-minutes learns more at them than at a tenth of them (docs/train.md). Those of other projects are their authors' for fine-tuning.
+minutes learns more at them than at a seventh of them (docs/train.md). Those of other projects are their authors' for fine-tuning.
 """
 
 from collections.abc import Callable, Sequence
