@@ -32,8 +32,8 @@ from cpvt_det import builders
 from cpvt_det.checkpoint.exported import EXPORTED, is_exported, load_model
 from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.cli import common_options, report_errors
-from cpvt_det.runner.evaluate import evaluate
-from cpvt_det.tasks.task import build_task, main_value
+from cpvt_det.training.evaluate import evaluate
+from cpvt_det.training.tasks.task import build_task, main_value
 
 HEADER = "| | MB | AP | ms an image | times as fast as the checkpoint |"
 

@@ -120,7 +120,7 @@ def _settings(
     return Settings(
         device="cpu" if rehearse else "cuda",
         rehearse=rehearse,
-        more=more,
+        more=more or rehearse,
         peers={name: path and str(path) for name, path in find_peers(peers).items()},
         photos=str(photos.resolve()) if photos else "",
         commit=commit,
@@ -134,8 +134,10 @@ def _run_step(name: str, settings: Any, limit: float, begin: float) -> dict[str,
     command = [sys.executable, "-u", "-W", "ignore", "-m", "benchmarks.on_gpu", name, json.dumps(asdict(settings))]
     environment = {**os.environ, "KINETO_LOG_LEVEL": "5", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"), settings.built)))
-    if settings.rehearse and name == "correctness":
-        environment["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    if settings.rehearse:
+        environment["CPVT_DET_WITHOUT"] = "all"  # the fast paths of a CPU, which a GPU does not take, and which compile for a while
+        if name == "correctness":
+            environment["TRITON_INTERPRET"] = "1"  # before Triton is imported
     _say(begin, f"{name}: at most {limit:.0f} s")
     start = time.time()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:

@@ -50,7 +50,7 @@ from benchmarks.house_road import PACKAGE, ROADS
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = (
     "cli __main__",
-    "runner d2 predict serve study studies",
+    "runner training d2 predict serve study studies",
     "tasks",
     "visualize show export checkpoint plug",
     "builders build",
@@ -89,12 +89,18 @@ Graph = dict[str, set[str]]
 @click.option("--timings", is_flag=True, help="Time four commands too, for two minutes more.")
 @click.option("--list-arguments", is_flag=True, help="Print the arguments without a noun, and nothing else.")
 @click.option("--list-functions", is_flag=True, help="Print the functions of every road, and nothing else.")
-def main(root: Path, output: Path | None, beside: Path | None, timings: bool, list_arguments: bool, list_functions: bool) -> None:
+@click.option("--draw", is_flag=True, help="Print the drawing of docs/architecture.md, and nothing else.")
+def main(
+    root: Path, output: Path | None, beside: Path | None, timings: bool, list_arguments: bool, list_functions: bool, draw: bool
+) -> None:
     """Print the counts of a checkout as a Markdown table."""
     root = root.resolve()
     trees = read_package(root / PACKAGE)
     if list_arguments:
         click.echo("\n".join(headless_arguments(root / PACKAGE)[0]))
+        return
+    if draw:
+        click.echo("\n".join(drawing(trees)))
         return
     with tempfile.TemporaryDirectory() as folder:
         run(root, folder, "-m", PACKAGE, "shapes", "datasets/shapes", "--train", "128", "--val", "32")
@@ -190,6 +196,32 @@ def room_arrows(graph: Graph) -> set[tuple[str, str]]:
     """Pairs of rooms, of which the first imports the second."""
     pairs = {(room_of(name), room_of(other)) for name, others in graph.items() for other in others}
     return {pair for pair in pairs if pair[0] != pair[1]}
+
+
+def drawing(trees: dict[str, ast.Module]) -> list[str]:
+    """A line for each room: its floor, which is the longest way down, what it is, and the rooms below that it imports.
+
+    What is in the rooms is the beginning of their docstrings. Rooms that others of the line import anyhow are left out of it.
+    """
+    below: Graph = {room_of(name): set() for name in trees if room_of(name) not in ("__init__", "__main__")}
+    for room, other in room_arrows(import_graph(trees, True)):
+        if room in below and other in below:
+            below[room].add(other)
+    floors: dict[str, int] = {}
+    reached: Graph = {}
+    while left := [room for room in below if room not in floors]:
+        ready = [room for room in left if below[room] <= floors.keys()]
+        if not ready:
+            raise click.ClickException(f"rooms that import each other: {', '.join(left)}")
+        for room in ready:
+            floors[room] = 1 + max((floors[other] for other in below[room]), default=-1)
+            reached[room] = below[room].union(*(reached[other] for other in below[room]))
+    lines = []
+    for room in sorted(below, key=lambda room: (-floors[room], room)):
+        what = re.split(r"[:;,] |\.(?:\s|$)", ast.get_docstring(trees[f"{PACKAGE}.{room}"]) or "")[0].replace("``", "")
+        direct = below[room].difference(*(reached[other] for other in below[room]))
+        lines.append(f"{floors[room]:>2} {room:<11} {what:<56} {'-> ' * bool(direct)}{' '.join(sorted(direct))}".rstrip())
+    return lines
 
 
 def code_lines(path: Path) -> int:

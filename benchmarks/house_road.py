@@ -147,8 +147,9 @@ def prepare(package: Path, goal: str, keys: dict[str, Any]) -> tuple[Callable[[]
     train, tests = find("load_splits", package)(cfg)
     detector = find("build_detector", package)(cfg)
     if goal == "AP":
-        asked = find("build_task", package)(cfg) if (package / "tasks").is_dir() else cfg
-        return functools.partial(find("evaluate", package, "runner"), asked, detector, tests, Path("evaluation")), detector
+        room = "training" if (package / "training").is_dir() else "runner"
+        asked = find("build_task", package)(cfg) if any(package.rglob("tasks")) else cfg
+        return functools.partial(find("evaluate", package, room), asked, detector, tests, Path("evaluation")), detector
     model = find("TrainingModel", package)(detector, find("build_criterion", package)(cfg)).train()
     loader = find("build_train_loader", package)(cfg, find("training_records", package)(cfg, train), 0)
     return lambda: [model(samples) for samples, _ in zip(loader, range(BATCHES), strict=False)], detector

@@ -39,7 +39,7 @@ def one_step(config: str) -> Callable[[], float]:
 
     from cpvt_det import builders
     from cpvt_det.config import load_cfg
-    from cpvt_det.tasks.task import build_task
+    from cpvt_det.training.tasks.task import build_task
 
     cfg = load_cfg(config)
     torch.manual_seed(0)
@@ -128,8 +128,8 @@ def beside_times(config: str, rounds: int, steps: int) -> dict[str, list[float]]
 def whole_run(config: str) -> dict[str, float]:
     """The quickstart's training and evaluation with all threads, in a folder that is not kept: minutes, and figures in percent."""
     from cpvt_det.config import load_cfg
-    from cpvt_det.runner.train import run
-    from cpvt_det.tasks.task import flatten
+    from cpvt_det.training.tasks.task import flatten
+    from cpvt_det.training.train import run
 
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_cfg(config)

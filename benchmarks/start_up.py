@@ -29,7 +29,7 @@ from cpvt_det.cli import common_options, report_errors
 from cpvt_det.errors import BadInputError
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("cpvt_det.cli.train", "cpvt_det.runner.train")
+MODULES = ("cpvt_det.cli.train", "cpvt_det.training.train")
 """The command, which is all that ``--help`` needs, and the run behind it."""
 LINE = re.compile(r"^import time: +\d+ \| +(\d+) \| +(\S+)$", re.MULTILINE)
 FIGURES = {"wall_s": "wall s", "cpu_s": "CPU s of the process", "modules": "modules"}

@@ -34,8 +34,8 @@ from cpvt_det.config import load_cfg
 from cpvt_det.data.coco import CocoDataset
 from cpvt_det.errors import BadInputError
 from cpvt_det.files import write_json
-from cpvt_det.runner.evaluate import evaluate
-from cpvt_det.tasks.task import build_task
+from cpvt_det.training.evaluate import evaluate
+from cpvt_det.training.tasks.task import build_task
 
 FIGURES = ("AP", "AP50", "APs", "APm", "APl")
 GREY = 114

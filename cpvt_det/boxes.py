@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes: pure functions on (..., 4) tensors. The format is part of every name."""
+"""Functions of boxes, (..., 4) tensors. The format is part of every name."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data classes that modules exchange, and the functions from image sizes to padding masks.
 
-On the road of one image: after ``data/mapper.py``, around ``models/detector.py``, before ``losses/`` and ``inference/``.
+On the road of one image: after ``data/mapper.py``, around ``models/detector.py``, before ``losses/`` and ``evaluation/``.
 """
 
 from collections.abc import Sequence

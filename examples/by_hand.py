@@ -17,8 +17,8 @@ from cpvt_det.data.coco import read_coco
 from cpvt_det.data.mapper import Mapper, RandomShortSide, train_transform
 from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.data.shapes.scene import ShapesSpec
+from cpvt_det.evaluation.answers import PostProcessor
 from cpvt_det.evaluation.coco import CocoEvaluator
-from cpvt_det.inference import PostProcessor
 from cpvt_det.losses import HungarianMatcher, SetCriterion, SoftmaxClassification
 from cpvt_det.models import DETR, ResNetBackbone, Transformer
 from cpvt_det.position import build_position

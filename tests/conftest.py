@@ -188,7 +188,7 @@ def train(drawn_coco, tmp_path):
     from tiny import overrides
 
     from cpvt_det.config import load_cfg
-    from cpvt_det.runner.train import run
+    from cpvt_det.training.train import run
 
     def call(name, resume=False, eval_only=False, **more):
         folder = tmp_path / name

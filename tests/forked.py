@@ -18,7 +18,7 @@ from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
-    *("cpvt_det.cli.train", "cpvt_det.runner.train", "cpvt_det.runner.launch", "cpvt_det.cli.predict", "cpvt_det.predict"),
+    *("cpvt_det.cli.train", "cpvt_det.training.train", "cpvt_det.training.launch", "cpvt_det.cli.predict", "cpvt_det.predict"),
     *("cpvt_det.builders", "cpvt_det.evaluation", "torch.optim", "torch._dynamo", "torch.distributed.run", "scipy.optimize"),
     *("matplotlib.figure", "matplotlib.backends.backend_agg", "numba", "faster_coco_eval", "torch.utils.tensorboard"),
     *("cpvt_det.visualize.pictures", "cpvt_det.d2.run"),

@@ -14,10 +14,10 @@ from tiny import DETECTORS, DFINE, DINO, RTDETR
 
 from cpvt_det import builders, distributed
 from cpvt_det.layers.norm import MaskedSyncBatchNorm2d
-from cpvt_det.runner.launch import launch, process_group
 from cpvt_det.solver.schedule import TrainingSchedule
 from cpvt_det.solver.step import TrainingModel, wrap_for_processes
 from cpvt_det.structures import Targets
+from cpvt_det.training.launch import launch, process_group
 
 STEPS, BATCH = 20, 4
 REAL_TIME = {"MODEL__QUERIES__DENOISING": 0, "MODEL__DETECTOR__NORM": "SyncBN"}

@@ -12,7 +12,7 @@ from torch import nn
 from cpvt_det.boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
 from cpvt_det.builders import build_postprocessor
 from cpvt_det.config import get_cfg
-from cpvt_det.inference import PostProcessor
+from cpvt_det.evaluation.answers import PostProcessor
 from cpvt_det.losses import FocalClassification, SoftmaxClassification
 from cpvt_det.structures import Detections, PaddedBatch, Predictions, Targets, level_padding_mask, padding_mask_of, valid_sizes
 

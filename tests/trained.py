@@ -9,7 +9,7 @@ from conftest import DrawnCoco, draw_coco
 from tiny import DETECTORS, overrides
 
 from cpvt_det.config import load_cfg
-from cpvt_det.runner.train import run
+from cpvt_det.training.train import run
 
 
 @dataclass

@@ -22,7 +22,7 @@ from cpvt_det.data.validation.check import CheckedData, look_at_images
 from cpvt_det.data.validation.issues import Looked, require_no_errors
 from cpvt_det.errors import ConfigError, DataError, UnknownNameError, config_errors, first_line
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator
-from cpvt_det.inference.tiles import Tiling
+from cpvt_det.evaluation.tiles import Tiling
 
 
 def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:

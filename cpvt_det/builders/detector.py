@@ -33,7 +33,7 @@ from cpvt_det.models import (
     RealTimeDETR,
     Transformer,
 )
-from cpvt_det.models.deformable_transformer import DeformableDecoder
+from cpvt_det.models.deformable_detr import DeformableDecoder
 from cpvt_det.models.denoising import ContrastiveDenoising
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.hybrid_encoder import NormedNeck

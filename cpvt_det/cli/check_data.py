@@ -17,7 +17,7 @@ from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.duplicates import near_duplicates
 from cpvt_det.data.validation.issues import EXAMPLES, Issues, summary
 from cpvt_det.errors import BadInputError, ConfigError, DataError, counted
-from cpvt_det.tasks import build_task
+from cpvt_det.training.tasks import build_task
 
 NEARLY_THE_SAME = "validation images that are nearly the same as a training image"
 

@@ -52,7 +52,7 @@ def eval(
       cpvt-det eval output/model_best.pth --config-file output/config.yaml --tiles 640 OUTPUT_DIR output/eval
       cpvt-det eval output/model_best.pth --sizes 160,224,288,384,448,512 OUTPUT_DIR output/sizes
     """
-    from cpvt_det.runner.launch import launch
+    from cpvt_det.training.launch import launch
 
     at = _sizes(sizes)
     if at and report:

@@ -28,9 +28,9 @@ from cpvt_det.errors import BadInputError, RunStoppedError, UnknownNameError, We
 from cpvt_det.export import check, program, programs
 from cpvt_det.export.quantize import quantize, require_int8
 from cpvt_det.models import ImageModel
-from cpvt_det.runner.evaluate import evaluate
 from cpvt_det.structures import Size
-from cpvt_det.tasks.task import build_task, main_value
+from cpvt_det.training.evaluate import evaluate
+from cpvt_det.training.tasks.task import build_task, main_value
 
 TOLERANCE = 1e-4  # allowed difference of a box coordinate, as a part of the image's side, and of a score
 HALF_TOLERANCE = 2e-2

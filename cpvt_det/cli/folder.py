@@ -16,7 +16,7 @@ from cpvt_det.errors import BadInputError, ConfigError, output_errors
 from cpvt_det.files import atomic_file
 from cpvt_det.memory import quick_imports
 from cpvt_det.registry import import_words
-from cpvt_det.runner.launchers import is_of_torchrun, variables_of_group
+from cpvt_det.training.launchers import is_of_torchrun, variables_of_group
 
 if TYPE_CHECKING:
     from fvcore.common.config import CfgNode
@@ -112,11 +112,11 @@ def choose_run(
         return str(path), tuple(overrides)
     _require_outside(path.parent, folder)
     with quick_imports():
-        from cpvt_det.runner.choose import choose_settings, describe_machine, write_choices
-        from cpvt_det.runner.launch import require_gpus
-        from cpvt_det.runner.recipe import Choice
-        from cpvt_det.runner.setup import is_in_use
-        from cpvt_det.runner.tuning import choose_start
+        from cpvt_det.training.choose import choose_settings, describe_machine, write_choices
+        from cpvt_det.training.launch import require_gpus
+        from cpvt_det.training.recipe import Choice
+        from cpvt_det.training.setup import is_in_use
+        from cpvt_det.training.tuning import choose_start
     require_gpus(num_gpus)
     if is_in_use(path.parent):
         raise ConfigError(f"another run is using OUTPUT_DIR {path.parent}; stop it, or set another OUTPUT_DIR")
@@ -160,7 +160,7 @@ def _output_of(folder: Path, resume: bool) -> str:
         folder: folder of the data.
         resume: True: the last one in which a run on this folder was started.
     """
-    from cpvt_det.runner.setup import is_in_use
+    from cpvt_det.training.setup import is_in_use
 
     first = f"output/{folder.resolve().name}"
     outputs = (first if number == 1 else f"{first}_{number}" for number in count(1))

@@ -21,10 +21,10 @@ from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import BadInputError
 from cpvt_det.models import Detector
 from cpvt_det.models.denoising import ContrastiveDenoising
-from cpvt_det.runner.setup import choose_seed
 from cpvt_det.solver.step import split_samples
 from cpvt_det.structures import Size
-from cpvt_det.tasks import Task, build_task
+from cpvt_det.training.setup import choose_seed
+from cpvt_det.training.tasks import Task, build_task
 from cpvt_det.visualize.attention import draw_attention
 from cpvt_det.visualize.attention_by_position import dense_models, draw_attention_by_position
 from cpvt_det.visualize.data import draw_batches, draw_denoising

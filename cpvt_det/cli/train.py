@@ -104,7 +104,7 @@ def train(
     folder, overrides = take_folder(config_file, overrides)
     let_waiting_threads_sleep()
     with quick_imports():
-        from cpvt_det.runner.launch import launch  # and with it torch, which --help does not need
+        from cpvt_det.training.launch import launch  # and with it torch, which --help does not need
     if folder is not None:
         if eval_only:
             raise BadInputError("--eval-only evaluates weights of a config; give the run's chosen.yaml as --config-file")
@@ -139,8 +139,8 @@ def run_config(
             from cpvt_det.d2.run import load_cfg, run
         else:
             from cpvt_det.config import load_cfg
-            from cpvt_det.runner.train import run
-        from cpvt_det.runner.launch import process_group
+            from cpvt_det.training.train import run
+        from cpvt_det.training.launch import process_group
     cfg = load_cfg(config_file, overrides)
     with process_group(cfg.SOLVER.COLLECTIVE_TIMEOUT):
         return run(cfg, resume, eval_only, allow_partial, sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detectron2 runner: the run of ``runner/train.py`` with detectron2's config, data sets, model, loop and hooks."""
+"""The detectron2 runner: the run of ``training/train.py`` with detectron2's config, data sets, model, loop and hooks."""
 
 import math
 import os
@@ -21,8 +21,8 @@ from cpvt_det.d2.config import load_cfg, refuse_ignored, without_untouched
 from cpvt_det.d2.data import find_registered
 from cpvt_det.d2.meta_arch import register_detectors
 from cpvt_det.errors import config_errors
-from cpvt_det.runner import train
-from cpvt_det.runner.callbacks import RunCallbacks
+from cpvt_det.training import train
+from cpvt_det.training.callbacks import RunCallbacks
 
 __all__ = ["build_detector", "load_cfg", "run"]
 
@@ -32,7 +32,7 @@ def run(cfg: CfgNode, *arguments: Any, hooks: Sequence[HookBase] = (), **more: A
 
     Args:
         cfg: config from :func:`load_cfg`.
-        arguments, more: further arguments of :func:`cpvt_det.runner.train.run`; result and errors are its own too.
+        arguments, more: further arguments of :func:`cpvt_det.training.train.run`; result and errors are its own too.
         hooks: detectron2's hooks, called around every step. The storage has the scalars of a step whose log line is due.
     """
     if dist.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detections -> COCO's metrics, confusion and precision-recall curves."""
+"""Predictions -> detections -> COCO's metrics, with confusion and precision-recall curves."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cpvt_det.boxes import intersection_over_union
 from cpvt_det.checkpoint.exported import Run
+from cpvt_det.evaluation.answers import ClassScores, PostProcessor
 from cpvt_det.export.program import Canvas, largest_sides
-from cpvt_det.inference import ClassScores, PostProcessor
 from cpvt_det.models import ImageModel
 from cpvt_det.structures import Detections, PaddedBatch, Size
 

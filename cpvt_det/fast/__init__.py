@@ -24,15 +24,15 @@ from cpvt_det.fast.linear import FastLinear
 from cpvt_det.fast.resnet import FastResNetBackbone
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.models.backbones.resnet import ResNetBackbone
-from cpvt_det.models.deformable_transformer import (
+from cpvt_det.models.deformable_detr import (
     DeformableDecoderLayer,
     DeformableEncoder,
     DeformableEncoderLayer,
     MixedDecoderLayer,
 )
+from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import Encoder, EncoderLayer
 from cpvt_det.models.necks import ProjectionNeck
-from cpvt_det.models.transformer import DecoderLayer
 from cpvt_det.ops import routes
 
 __all__ = ["FASTER", "accelerate"]

@@ -15,7 +15,7 @@ from cpvt_det.fast.layers import (
 )
 from cpvt_det.fast.packing import Packing
 from cpvt_det.layers.drop_path import DropPath
-from cpvt_det.models.deformable_transformer import DeformableEncoder
+from cpvt_det.models.deformable_detr import DeformableEncoder
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.ops import routes
 from cpvt_det.position.encoding import PositionEncoding

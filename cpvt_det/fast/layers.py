@@ -12,9 +12,9 @@ from cpvt_det.fast.dropout import FastDropout, dropout
 from cpvt_det.fast.linear import linear
 from cpvt_det.fast.packing import Packing
 from cpvt_det.layers.attention import Attention, DeformableAttention, Place
-from cpvt_det.models.deformable_transformer import DeformableDecoderLayer, DeformableEncoderLayer, MixedDecoderLayer
+from cpvt_det.models.deformable_detr import DeformableDecoderLayer, DeformableEncoderLayer, MixedDecoderLayer
+from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import EncoderLayer, FeedForward
-from cpvt_det.models.transformer import DecoderLayer
 from cpvt_det.ops import routes
 from cpvt_det.ops.deformable_attention import ms_deform_attn
 from cpvt_det.structures import Levels, has_padding

@@ -1,21 +1,371 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deformable-DETR: several levels, attention to sampled points, learned or proposed queries.
+"""Deformable-DETR: several levels, attention that looks at a few sampled points of each, learned or proposed queries.
 
 On the road of one image: the parts that ``models/detector.py`` calls.
+
+Source: arXiv 2010.04159, sections 4 and A.4; names of parameters as in fundamentalvision/Deformable-DETR.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from cpvt_det import defaults
-from cpvt_det.layers.heads import box_head, class_head
-from cpvt_det.models.deformable_transformer import DeformableTransformer
-from cpvt_det.models.detector import Detector
+from cpvt_det.layers.attention import Attention, DeformableAttention
+from cpvt_det.layers.checkpointing import recomputed
+from cpvt_det.layers.heads import Heads, box_head, class_head
+from cpvt_det.models.detector import Detector, Memory
+from cpvt_det.models.encoder import FeedForward
 from cpvt_det.models.image_model import require_contract
 from cpvt_det.models.necks import MultiLevelNeck
-from cpvt_det.models.queries import LearnedQueries, ProposedQueries
+from cpvt_det.models.queries import LearnedQueries, ProposedQueries, Queries
 from cpvt_det.position.encoding import PositionEncoding
+from cpvt_det.structures import Levels, Predictions, flatten_levels
+
+
+class DeformableEncoderLayer(FeedForward):
+    """Deformable self-attention and a feed-forward network, each with a residual and a norm after it.
+
+    Args:
+        channels: C.
+        num_heads: M.
+        ffn_channels: width of the feed-forward network.
+        dropout: probability, in training.
+        num_levels: L.
+        num_points: P, sampling points per head and level.
+        implementation: implementation of the attention's op, as in :func:`cpvt_det.ops.deformable_attention.ms_deform_attn`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        ffn_channels: int,
+        dropout: float,
+        num_levels: int,
+        num_points: int,
+        implementation: str = "auto",
+    ):
+        super().__init__()
+        self.self_attn = DeformableAttention(channels, num_heads, num_levels, num_points, implementation)
+        self.norm1 = nn.LayerNorm(channels)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.norm2 = nn.LayerNorm(channels)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, positions: Tensor, reference_points: Tensor, levels: Levels) -> Tensor:
+        """One layer.
+
+        Args:
+            tokens: (B, N, C) float.
+            positions: (B, N, C) float, added to the queries.
+            reference_points: (B, N, L, 2) float.
+            levels: layout of the tokens.
+
+        Returns:
+            (B, N, C).
+        """
+        attended = self.self_attn(tokens + positions, reference_points, tokens, levels)
+        tokens = self.norm1(tokens + self.dropout(attended))
+        return self.norm2(tokens + self.dropout(self.feed_forward(self.linear1, self.linear2, tokens)))
+
+
+class DeformableEncoder(nn.Module):
+    """Encoder layers, with the encoding's ``inject`` before the first and after every one.
+
+    Args:
+        num_layers: number of layers; 0 passes the tokens on.
+        layer: arguments of :class:`DeformableEncoderLayer`.
+        checkpointing: layers are computed again in the backward pass instead of kept.
+    """
+
+    def __init__(self, num_layers: int, *layer, checkpointing: bool = False):
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.layers = nn.ModuleList(DeformableEncoderLayer(*layer) for _ in range(num_layers))
+
+    def forward(self, tokens: Tensor, positions: Tensor, levels: Levels, position: PositionEncoding) -> Tensor:
+        """Encode.
+
+        Args:
+            tokens: (B, N, C) float.
+            positions: (B, N, C) float.
+            levels: layout of the tokens.
+            position: encoding that acts on the tokens.
+
+        Returns:
+            (B, N, C), the memory; what is at padded tokens means nothing.
+        """
+        reference_points = levels.to_level_coordinates(levels.centers())
+        tokens = position.inject(tokens, levels.padding_mask, levels.shapes, -1)
+        for index, layer in enumerate(self.layers):
+            run_layer = partial(recomputed, layer) if self.checkpointing else layer
+            tokens = run_layer(tokens, positions, reference_points, levels)
+            tokens = position.inject(tokens, levels.padding_mask, levels.shapes, index)
+        return tokens
+
+
+class DeformableDecoderLayer(FeedForward):
+    """Self-attention among queries, deformable attention to the memory, and a feed-forward network.
+
+    Args:
+        channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
+            :class:`DeformableEncoderLayer`.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        ffn_channels: int,
+        dropout: float,
+        num_levels: int,
+        num_points: int | Sequence[int],
+        implementation: str = "auto",
+    ):
+        super().__init__()
+        self.cross_attn = DeformableAttention(channels, num_heads, num_levels, num_points, implementation)
+        self.norm1 = nn.LayerNorm(channels)
+        self.self_attn = Attention(channels, num_heads, dropout)
+        self.norm2 = nn.LayerNorm(channels)
+        self.linear1 = nn.Linear(channels, ffn_channels)
+        self.linear2 = nn.Linear(ffn_channels, channels)
+        self.norm3 = nn.LayerNorm(channels)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        reference_points: Tensor,
+        memory: Tensor,
+        levels: Levels,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """One layer.
+
+        Args:
+            queries: (B, Q, C) float.
+            positions: (B, Q, C) float, added to the queries of both attentions and to the keys of the first.
+            reference_points: (B, Q, L, 2 or 4) float.
+            memory: (B, N, C) float.
+            levels: layout of the memory's tokens.
+            attention_mask: (Q, Q) float, of the self-attention; ``None``: every query sees every other.
+
+        Returns:
+            (B, Q, C).
+        """
+        placed = queries + positions
+        attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
+        queries = self.norm2(queries + self.dropout(attended))
+        attended = self.cross_attn(queries + positions, reference_points, memory, levels)
+        queries = self.norm1(queries + self.dropout(attended))
+        return self.norm3(queries + self.dropout(self.feed_forward(self.linear1, self.linear2, queries)))
+
+
+class MixedDecoderLayer(DeformableDecoderLayer):
+    """A decoder layer whose queries look at the image before they see each other, so that what they find can be supervised.
+
+    Args:
+        channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
+            :class:`DeformableDecoderLayer`.
+
+    Source: arXiv 2401.03989, section 3.3; Atten4Vis/MS-DETR ``models/deformable_detr.py``, with its ``use_aux_ffn``.
+    """
+
+    def __init__(self, channels: int, num_heads: int, ffn_channels: int, *more):
+        super().__init__(channels, num_heads, ffn_channels, *more)
+        self.linear3 = nn.Linear(channels, ffn_channels)
+        self.linear4 = nn.Linear(ffn_channels, channels)
+        self.norm4 = nn.LayerNorm(channels)
+
+    def forward(
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        reference_points: Tensor,
+        memory: Tensor,
+        levels: Levels,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer; arguments as in :meth:`DeformableDecoderLayer.forward`.
+
+        Returns:
+            Twice (B, Q, C): the queries, and in training what they were before they saw each other, by a feed-forward network of
+            its own; ``None`` in evaluation.
+        """
+        attended = self.cross_attn(queries + positions, reference_points, memory, levels)
+        queries = self.norm1(queries + self.dropout(attended))
+        candidates = None
+        if self.training:
+            candidates = self.feed_forward(self.linear3, self.linear4, queries)
+            candidates = self.norm4(queries + self.dropout(candidates))
+        placed = queries + positions
+        attended = self.self_attn(placed, placed, queries, attention_mask=attention_mask)
+        queries = self.norm2(queries + self.dropout(attended))
+        fed = self.feed_forward(self.linear1, self.linear2, queries)
+        return self.norm3(queries + self.dropout(fed)), candidates
+
+
+class DeformableDecoder(nn.Module):
+    """Decoder layers, each followed by the heads.
+
+    Args:
+        num_layers: D, at least 1.
+        layer: arguments of :class:`DeformableDecoderLayer`.
+        look_forward_twice: the loss of a layer also corrects the boxes of the layer before, which it starts from (arXiv
+            2203.03605, section 3.5); ``False``: those of its own alone. No effect without box refinement.
+        final_norm: one norm for all layers before the heads, as in DINO. What a layer hands on, queries and boxes, is made without.
+        mixed_supervision: layers are :class:`MixedDecoderLayer`, and in training the predictions of what queries find before they
+            see each other are ``Predictions.one_to_many``.
+        eval_layers: number of layers, the first ones, that run in evaluation; 0: all.
+
+    Raises:
+        ValueError: no layer, or fewer than ``eval_layers``.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        *layer,
+        look_forward_twice: bool = False,
+        final_norm: bool = False,
+        mixed_supervision: bool = False,
+        eval_layers: int = 0,
+    ):
+        super().__init__()
+        self.eval_layers = layers_in_evaluation(num_layers, eval_layers)
+        kind = MixedDecoderLayer if mixed_supervision else DeformableDecoderLayer
+        self.layers = nn.ModuleList(kind(*layer) for _ in range(num_layers))
+        self.mixed_supervision = mixed_supervision
+        self.look_forward_twice = look_forward_twice
+        self.norm = nn.LayerNorm(layer[0]) if final_norm else nn.Identity()
+        self.final_norm = final_norm
+
+    def forward(self, queries: Queries, memory: Memory, levels: Levels, heads: Heads) -> Predictions:
+        """Decode.
+
+        Args:
+            queries: what a query source made, with references.
+            memory: output of the encoder.
+            levels: layout of the memory's tokens.
+            heads: heads of every layer.
+
+        Returns:
+            Logits (D, B, Q, K') and boxes (D, B, Q, 4); with mixed supervision, in training, ``one_to_many`` too.
+        """
+        decoded, positions, outputs, many = queries.content, queries.positions, [], []
+        references = start = queries.references  # where a layer looks; what its boxes correct
+        for index, layer in enumerate(self.layers if self.training else self.layers[: self.eval_layers]):
+            if index and heads.refine:
+                start = self.refine(decoded, references, outputs[-1].boxes, heads, index - 1)
+                references = start.detach()
+                positions = positions if queries.place is None else queries.place(references, decoded)
+            points = levels.to_level_coordinates(references)
+            decoded = layer(decoded, positions, points, memory.tokens, levels, queries.attention_mask)
+            if self.mixed_supervision:
+                decoded, candidates = decoded
+                many += [] if candidates is None else [heads(self.norm(candidates), start, index)]
+            outputs.append(heads(self.norm(decoded), start, index))
+        return dataclasses.replace(_stacked(outputs), one_to_many=_stacked(many) if many else None)
+
+    def refine(self, decoded: Tensor, references: Tensor, boxes: Tensor, heads: Heads, layer: int) -> Tensor:
+        """What the boxes of the next layer start from: (B, Q, 4), with a gradient only to correct this layer's.
+
+        Args:
+            decoded: (B, Q, C) queries after a layer.
+            references: (B, Q, 2 or 4) points or boxes that it looked around, without gradient.
+            boxes: (B, Q, 4) its boxes for the loss.
+            heads: heads of every layer.
+            layer: index of the layer.
+        """
+        twice = self.look_forward_twice and self.training
+        refined = heads.boxes(decoded, references, layer) if self.final_norm or twice else boxes
+        return refined if twice else refined.detach()
+
+
+def layers_in_evaluation(num_layers: int, eval_layers: int) -> int:
+    """Number of a decoder's layers that run in evaluation: ``eval_layers``, or all for 0.
+
+    Raises:
+        ValueError: no layer, or fewer than ``eval_layers``.
+    """
+    if num_layers < 1:
+        raise ValueError(f"a decoder needs at least one layer, got {num_layers}")
+    if not 0 <= eval_layers <= num_layers:
+        raise ValueError(f"eval_layers must be from 0 (all) to the decoder's {num_layers} layers, got {eval_layers}")
+    return eval_layers or num_layers
+
+
+def _stacked(outputs: Sequence[Predictions]) -> Predictions:
+    """D times logits (B, Q, K') and boxes (B, Q, 4) -> (D, B, Q, K') and (D, B, Q, 4)."""
+    return Predictions(torch.stack([output.logits for output in outputs]), torch.stack([output.boxes for output in outputs]))
+
+
+class DeformableTransformer(nn.Module):
+    """The encoder, the decoder and the level embedding under the official names.
+
+    Args:
+        encoder_layers: layers of the encoder.
+        decoder_layers: layers of the decoder, D.
+        channels, num_heads, ffn_channels, dropout, num_levels, implementation: as in :class:`DeformableEncoderLayer`.
+        encoder_points, decoder_points: P of each.
+        checkpointing: recomputation in the encoder, as in :class:`DeformableEncoder`.
+        look_forward_twice, final_norm, mixed_supervision, eval_layers: as in :class:`DeformableDecoder`.
+    """
+
+    def __init__(
+        self,
+        encoder_layers: int = defaults.LAYERS,
+        decoder_layers: int = defaults.LAYERS,
+        channels: int = defaults.CHANNELS,
+        num_heads: int = defaults.HEADS,
+        ffn_channels: int = 1024,
+        dropout: float = defaults.DROPOUT,
+        num_levels: int = defaults.LEVELS,
+        encoder_points: int = defaults.POINTS,
+        decoder_points: int = defaults.POINTS,
+        implementation: str = "auto",
+        checkpointing: bool = False,
+        look_forward_twice: bool = False,
+        final_norm: bool = False,
+        mixed_supervision: bool = False,
+        eval_layers: int = 0,
+    ):
+        super().__init__()
+        shared = (channels, num_heads, ffn_channels, dropout, num_levels)
+        self.encoder = DeformableEncoder(encoder_layers, *shared, encoder_points, implementation, checkpointing=checkpointing)
+        decoder = (decoder_layers, *shared, decoder_points, implementation)
+        options = {"look_forward_twice": look_forward_twice, "final_norm": final_norm, "mixed_supervision": mixed_supervision}
+        self.decoder = DeformableDecoder(*decoder, **options, eval_layers=eval_layers)
+        self.level_embed = nn.Parameter(torch.empty(num_levels, channels))
+        nn.init.normal_(self.level_embed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+        for module in self.modules():
+            if isinstance(module, DeformableAttention):
+                module.reset_parameters()
+
+    def encode(self, features: Sequence[Tensor], levels: Levels, position: PositionEncoding) -> Memory:
+        """Encode.
+
+        Args:
+            features: maps of the levels, (B, C, H_l, W_l) float each.
+            levels: layout of their tokens.
+            position: the encoder's position encoding.
+        """
+        additive = position(features, levels.masks)
+        cells = [height * width for height, width in levels.shapes]
+        positions = torch.cat([embed.expand(count, -1) for embed, count in zip(self.level_embed, cells, strict=True)])[None]
+        if additive is not None:
+            positions = flatten_levels(additive) + positions
+        tokens = self.encoder(flatten_levels(features), positions, levels, position)
+        return Memory(tokens, tokens)
 
 
 class DeformableDETR(Detector):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The road that all detectors share: backbone -> neck -> encoder -> queries -> decoder.
 
-On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``inference/`` in evaluation.
+On the road of one image: after ``structures.PaddedBatch``, before ``losses/`` in training and ``evaluation/`` in evaluation.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -13,6 +14,19 @@ from cpvt_det.layers.heads import Heads
 from cpvt_det.models.image_model import ImageModel, require_contract
 from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.structures import Predictions, Targets
+
+
+@dataclass
+class Memory:
+    """What the encoder leaves to the decoder.
+
+    Attributes:
+        tokens: (B, N, C) float, the values of the decoder's attention to the image.
+        keys: (B, N, C) float, the tokens with positions added; the same object as ``tokens`` where there are none.
+    """
+
+    tokens: Tensor
+    keys: Tensor
 
 
 class Detector(ImageModel):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from cpvt_det.boxes import xyxy_to_cxcywh
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.layers.heads import MLP, Heads, box_head, full_precision, without_autocast
-from cpvt_det.models.deformable_transformer import DeformableDecoderLayer, layers_in_evaluation
+from cpvt_det.models.deformable_detr import DeformableDecoderLayer, layers_in_evaluation
+from cpvt_det.models.detector import Memory
 from cpvt_det.models.queries import Queries
-from cpvt_det.models.transformer import Memory
 from cpvt_det.structures import BoxDistributions, Levels, Predictions
 
 FARTHEST_POSITION = 10.0  # of the numbers of queries' positions, as in the authors' code
@@ -45,7 +45,7 @@ class GatedDecoderLayer(DeformableDecoderLayer):
 
     Args:
         channels, num_heads, ffn_channels, dropout, num_levels, num_points, implementation: as in
-            :class:`cpvt_det.models.deformable_transformer.DeformableDecoderLayer`.
+            :class:`cpvt_det.models.deformable_detr.DeformableDecoderLayer`.
     """
 
     def __init__(self, channels: int, num_heads: int, ffn_channels: int, dropout: float, *attention):

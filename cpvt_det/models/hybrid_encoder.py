@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.heads import full_precision
 from cpvt_det.layers.norm import MaskedBatchNorm2d, NoNorm, fold_norm, make_norm
+from cpvt_det.models.detector import Memory
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.models.necks import NECK_REGISTRY
-from cpvt_det.models.transformer import Memory
 from cpvt_det.position.encoding import PositionEncoding
 from cpvt_det.structures import Levels, flatten_levels, has_padding, level_padding_mask
 
@@ -265,11 +265,11 @@ class HybridEncoder(nn.Module):
 
 
 class HybridTransformer(nn.Module):
-    """A hybrid encoder and a decoder, by the contract of :class:`cpvt_det.models.transformer.Transformer`.
+    """A hybrid encoder and a decoder, by the contract of :class:`cpvt_det.models.detr.Transformer`.
 
     Args:
         encoder: the hybrid encoder.
-        decoder: decoder of tokens of several levels, as :class:`cpvt_det.models.deformable_transformer.DeformableDecoder`.
+        decoder: decoder of tokens of several levels, as :class:`cpvt_det.models.deformable_detr.DeformableDecoder`.
     """
 
     def __init__(self, encoder: HybridEncoder, decoder: nn.Module):

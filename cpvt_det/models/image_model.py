@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What detectors and classifiers share: a backbone, normalised pixels on a padded canvas, frozen parts."""
+"""What detectors and classifiers share: a backbone, normalised pixels on a padded canvas, and parts that can be frozen.
 
-from collections.abc import Sequence
+Parts have names, as configs give them: ``backbone``, ``encoder``, ``transformer.encoder.layers.0``, ``class_embed``.
+"""
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from cpvt_det.models.parts import belongs_to_part, freeze
+from cpvt_det.errors import UnknownNameError
 from cpvt_det.ops.strided_1x1 import guard_strided_1x1
 from cpvt_det.structures import PaddedBatch, require_bool
 
@@ -42,7 +45,7 @@ class ImageModel(nn.Module):
         """Freeze parts: without gradients, and in evaluation mode, so that statistics of norms stay too.
 
         Args:
-            parts: names, as of :func:`cpvt_det.models.parts.belongs_to_part`: ``backbone``, ``encoder``, ``class_embed``.
+            parts: names, as of :func:`belongs_to_part`: ``backbone``, ``encoder``, ``class_embed``.
 
         Raises:
             UnknownNameError: a name of no part.
@@ -98,3 +101,47 @@ def require_contract(part: nn.Module, kind: str, *names: str) -> None:
     if missing:
         lacks, needs = " and no ".join(missing), ", ".join(names)
         raise TypeError(f"the {kind} {type(part).__name__} has no {lacks}; its contract asks for {needs}")
+
+
+def belongs_to_part(name: str, part: str) -> bool:
+    """Whether a module or parameter of a detector is a part, or lies in it.
+
+    Args:
+        name: name in ``named_modules`` or ``named_parameters``.
+        part: name of a module or parameter; ``transformer.`` may be omitted.
+    """
+    return f"{name}.".startswith((f"{part}.", f"transformer.{part}."))
+
+
+def require_parts(model: nn.Module, parts: Iterable[str], what: str) -> None:
+    """Refuse names of parts without any parameter.
+
+    Args:
+        model: a detector.
+        parts: names, as of :func:`belongs_to_part`.
+        what: purpose of the names, for the error.
+
+    Raises:
+        UnknownNameError: with the parts there are.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for part in parts:
+        if not any(belongs_to_part(name, part) for name in names):
+            known = {name.removeprefix("transformer.").partition(".")[0] for name in names}
+            raise UnknownNameError(f"part of the model ({what})", part, known)
+
+
+def freeze(model: nn.Module, parts: Sequence[str]) -> None:
+    """Take the gradients of parts away.
+
+    Args:
+        model: a detector, changed in place.
+        parts: names, as of :func:`belongs_to_part`.
+
+    Raises:
+        UnknownNameError: a name of no part.
+    """
+    require_parts(model, parts, "frozen")
+    for name, parameter in model.named_parameters():
+        if any(belongs_to_part(name, part) for part in parts):
+            parameter.requires_grad_(False)

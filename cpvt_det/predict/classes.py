@@ -12,8 +12,8 @@ from cpvt_det.builders import build_class_mapper
 from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.class_names import Classes
 from cpvt_det.errors import ConfigError
-from cpvt_det.inference import classify
-from cpvt_det.inference.tiles import Tiling
+from cpvt_det.evaluation.answers import classify
+from cpvt_det.evaluation.tiles import Tiling
 from cpvt_det.models import Classifier
 from cpvt_det.predict.inputs import ImageInput
 from cpvt_det.predict.predictor import Predictor

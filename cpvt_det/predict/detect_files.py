@@ -21,9 +21,8 @@ from cpvt_det.errors import BadInputError, DataError, DataFaultsError
 from cpvt_det.files import write_json
 from cpvt_det.predict.classes import ClassPredictor
 from cpvt_det.predict.detections import ImageDetections
-from cpvt_det.predict.films import FilmReader, FilmWriter
+from cpvt_det.predict.films import FilmReader, FilmWriter, Tracks
 from cpvt_det.predict.predictor import Predictor
-from cpvt_det.predict.tracks import Tracks
 from cpvt_det.visualize.pictures import draw_objects
 
 LONGEST_JPEG = 65_500  # pixels a side, libjpeg's limit
@@ -161,7 +160,7 @@ def predict_film(
         output: folder to write to; created if missing.
         threshold: lowest score to draw and write.
         batch_size: number of frames per batch.
-        track: give objects ids over frames, :class:`cpvt_det.predict.tracks.Tracks`: ``track`` of a detection, and on the film.
+        track: give objects ids over frames, :class:`cpvt_det.predict.films.Tracks`: ``track`` of a detection, and on the film.
 
     Returns:
         How many frames and detections, and the best score.

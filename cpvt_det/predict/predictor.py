@@ -21,9 +21,9 @@ from cpvt_det.checkpoint.trained import Trained
 from cpvt_det.class_names import Classes
 from cpvt_det.data.mapper import Mapper
 from cpvt_det.errors import ConfigError, DataError, RunStoppedError, WeightsError
+from cpvt_det.evaluation.answers import PostProcessor, detect
 from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
-from cpvt_det.inference import PostProcessor, detect
-from cpvt_det.inference.tiles import Tiling, detect_tiles
+from cpvt_det.evaluation.tiles import Tiling, detect_tiles
 from cpvt_det.models import Classifier
 from cpvt_det.predict.detections import ImageDetections
 from cpvt_det.predict.films import FilmReader

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpvt_det.models.parts import belongs_to_part, require_parts
+from cpvt_det.models.image_model import belongs_to_part, require_parts
 from cpvt_det.position.peg import PEGDetection
 
 POINTS = re.compile(r"(^|\.)(sampling_offsets|reference_points)\.")
@@ -43,7 +43,7 @@ def parameter_groups(
         embed_weight_decay: weight decay of embeddings: queries, tokens, tables, and whatever else is neither a weight nor a bias;
             ``None`` for no difference.
         lr_multipliers: (part, factor on its learning rate) pairs, with parts as in
-            :func:`cpvt_det.models.parts.belongs_to_part`; for a part inside another one, both factors are multiplied.
+            :func:`cpvt_det.models.image_model.belongs_to_part`; for a part inside another one, both factors are multiplied.
         layer_decay: factor on the learning rate of the backbone's parameters, per layer that comes after them; other than 1 only
             for a backbone with ``layers_above`` (arXiv 2106.08254, appendix).
 

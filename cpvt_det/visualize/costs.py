@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from cpvt_det.errors import UnknownNameError
 from cpvt_det.layers.attention import DeformableAttention
 from cpvt_det.memory import peak, reset_peak, resident, trim_heap
-from cpvt_det.models.parts import belongs_to_part
+from cpvt_det.models.image_model import belongs_to_part
 
 PARTS = {
     "backbone": ("backbone",),
@@ -65,7 +65,7 @@ def find_parts(detector: nn.Module, names: Sequence[str]) -> dict[str, tuple[str
 
     Args:
         detector: detector that contains the parts.
-        names: names that :func:`cpvt_det.models.parts.belongs_to_part` takes: ``encoder``, ``encoder.layers.0``,
+        names: names that :func:`cpvt_det.models.image_model.belongs_to_part` takes: ``encoder``, ``encoder.layers.0``,
             ``backbone.body.layer1``.
 
     Raises:

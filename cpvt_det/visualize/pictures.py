@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of detections, alone or beside the ground truth.
 
-On the road of one image: after ``inference/``, beside ``evaluation/coco.py``.
+On the road of one image: after ``evaluation/answers.py``, beside ``evaluation/coco.py``.
 """
 
 import colorsys

@@ -17,7 +17,7 @@ from cpvt_det.config import SAME_RUN, flat_items, get_cfg, load_cfg, merge_check
 from cpvt_det.data.shapes.dataset import describe
 from cpvt_det.data.shapes.scene import ShapesSpec
 from cpvt_det.errors import ConfigError, UnknownNameError, config_errors, first_line
-from cpvt_det.tasks.task import build_task
+from cpvt_det.training.tasks.task import build_task
 from studies.engine.probes import VERSIONS
 
 

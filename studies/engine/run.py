@@ -23,11 +23,11 @@ from cpvt_det.data.shapes.dataset import draw_dataset
 from cpvt_det.errors import MapSizeError, RunStoppedError, first_line
 from cpvt_det.files import write_json
 from cpvt_det.registry import import_inherited
-from cpvt_det.runner.callbacks import Callback, TrainingRun
-from cpvt_det.runner.evaluate import evaluate
-from cpvt_det.runner.setup import describe_environment, stop_log
-from cpvt_det.runner.train import run as train
-from cpvt_det.tasks.task import build_task, flatten, main_value
+from cpvt_det.training.callbacks import Callback, TrainingRun
+from cpvt_det.training.evaluate import evaluate
+from cpvt_det.training.setup import describe_environment, stop_log
+from cpvt_det.training.tasks.task import build_task, flatten, main_value
+from cpvt_det.training.train import run as train
 from cpvt_det.visualize.curves import read_metrics
 from studies.engine.plan import Plan, Run, load_plan
 from studies.engine.probes import PROBES
@@ -133,7 +133,7 @@ def execute(plan: Plan, name: str) -> Record:
         The record, which is also written beside the plan.
 
     Raises:
-        BadInputError, RunStoppedError: as :func:`cpvt_det.runner.train.run`.
+        BadInputError, RunStoppedError: as :func:`cpvt_det.training.train.run`.
         RunStoppedError: a run with a record was trained again for the runs that start from it, and its results differ.
     """
     torch.set_num_threads(1)

@@ -90,7 +90,7 @@ def test_the_names_that_the_roads_need_are_in_the_package():
     house.upward(house.import_graph(house.read_package(package), anywhere=True))
     for name in ("load_splits", "build_detector", "build_criterion", "build_train_loader", "training_records", "TrainingModel"):
         assert callable(find(name, package))
-    assert find("evaluate", package, "runner").__module__.startswith("cpvt_det.runner")
+    assert find("evaluate", package, "training").__module__.startswith("cpvt_det.training")
     for _, keys in ROADS.values():
         cfg = get_cfg()
         for key, value in {**SMALL, **keys}.items():

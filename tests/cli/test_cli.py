@@ -14,7 +14,7 @@ from tiny import overrides
 import cpvt_det
 from cpvt_det.cli import COMMANDS, main
 from cpvt_det.cli import train as train_module
-from cpvt_det.runner import launch as launching
+from cpvt_det.training import launch as launching
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,8 +22,8 @@ from cpvt_det.data.coco import read_coco
 from cpvt_det.data.loader import SampleLoader
 from cpvt_det.data.validation.duplicates import near_duplicates
 from cpvt_det.errors import ConfigError
-from cpvt_det.runner import choose
-from cpvt_det.runner.recipe import Pace
+from cpvt_det.training import choose
+from cpvt_det.training.recipe import Pace
 
 SMALL = {**MODEL, "MODEL.DETECTOR.NUM_LEVELS": 2, "TEST.PICTURES": 2, "SOLVER.LOG_PERIOD": 1, "SOLVER.EPOCHS": 1.0}
 SMALL |= {key: RUN[key] for key in ("INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST")}

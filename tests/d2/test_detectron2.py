@@ -14,10 +14,10 @@ from cpvt_det import Predictor, builders
 from cpvt_det.config import get_cfg as get_core_cfg
 from cpvt_det.config import load_cfg as load_core_cfg
 from cpvt_det.errors import ConfigError, WeightsError
-from cpvt_det.runner.evaluate import evaluate
-from cpvt_det.runner.train import run as run_builtin
 from cpvt_det.solver.step import TrainingModel
-from cpvt_det.tasks.task import build_task
+from cpvt_det.training.evaluate import evaluate
+from cpvt_det.training.tasks.task import build_task
+from cpvt_det.training.train import run as run_builtin
 
 pytestmark = pytest.mark.detectron2
 

@@ -11,7 +11,7 @@ from faults.processes import held
 from tiny import overrides
 
 from cpvt_det.errors import ConfigError
-from cpvt_det.runner.guard import RunGuard
+from cpvt_det.training.guard import RunGuard
 
 pytestmark = pytest.mark.detectron2
 

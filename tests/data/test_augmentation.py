@@ -26,7 +26,7 @@ from cpvt_det.data.loader import dead_workers_named
 from cpvt_det.data.mapper import Mapper, train_transform
 from cpvt_det.data.records import ImageRecord
 from cpvt_det.errors import ConfigError, DeadWorkerError
-from cpvt_det.tasks.task import build_task
+from cpvt_det.training.tasks.task import build_task
 
 COLOURS = torch.tensor([(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255), (0, 255, 255)])
 """One for each label, all far from black and from the mean of another one and black."""

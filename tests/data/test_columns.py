@@ -21,8 +21,8 @@ from cpvt_det.data.validation.check import CheckedData
 from cpvt_det.data.validation.image_classes import SEVERAL, check_image_classes, count_images
 from cpvt_det.data.validation.issues import Issues
 from cpvt_det.evaluation.coco import CocoEvaluator
-from cpvt_det.tasks.classification import ClassificationTask
-from cpvt_det.tasks.detection import constant_detections
+from cpvt_det.training.tasks.classification import ClassificationTask
+from cpvt_det.training.tasks.detection import constant_detections
 
 ODD = [None, True, -1, 0, 0.5, 1, 2, 7, 1e-3, 1e16, 10**400, 2**63, float("nan"), float("inf"), "1", "x", [], [1, 2], {}]
 

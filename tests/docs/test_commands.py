@@ -24,7 +24,7 @@ from tiny import MODEL, RUN
 
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
-from cpvt_det.runner.train import run as train_run
+from cpvt_det.training.train import run as train_run
 from studies.__main__ import main as studies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ ELSEWHERE = {
     r"python benchmarks/before_after.py ": "another checkout: tests/benchmarks/test_before_after.py",
     r"(DETECTRON2_DATASETS=DIR )?python -m studies run ": "hours of training: tests/studies/test_study.py",
     r"cpvt-det train --import my_parts ": "tests/docs/test_extend.py",
-    r"cpvt-det train .* CALLBACKS ": "packages of others: tests/runner/test_callbacks.py",
+    r"cpvt-det train .* CALLBACKS ": "packages of others: tests/training/test_callbacks.py",
     r"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ": "tests/docs/test_clusters.py",
     r"cpvt-det train --config-file quickstart/deformable_peg.yaml --runner builtin$": "make quickstart's",
     r"cpvt-det export .* --format openvino ": "a package that may be missing: tests/export/test_exported_files.py",

@@ -27,7 +27,7 @@ def test_by_hand_trains_and_evaluates(tmp_path):
 def test_by_hand_is_short_and_without_config():
     text = BY_HAND.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 80
-    assert "cpvt_det.config" not in text and "cpvt_det.runner" not in text and "cpvt_det.builders" not in text
+    assert "cpvt_det.config" not in text and "cpvt_det.training" not in text and "cpvt_det.builders" not in text
 
 
 def test_the_web_server_answers_several_at_once_as_the_predictor_does(tiny_run, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cpvt_det.runner.choose import COSTS
+from cpvt_det.training.choose import COSTS
 from studies.engine.corrections import all_comparisons, corrected, values_at
 from studies.engine.plan import load_plan
 from studies.engine.report import curves_of, iterations_to, read_group

@@ -11,7 +11,7 @@ from test_evaluation import detections, evaluator_of, scene
 from cpvt_det.data.records import Records
 from cpvt_det.data.table import BOX, IMAGE, Table
 from cpvt_det.evaluation.thresholds import Thresholds
-from cpvt_det.tasks.detection import constant_detections
+from cpvt_det.training.tasks.detection import constant_detections
 
 CAT, DOG = (0, 0, 40, 40), (100, 100, 140, 140)  # of image 42
 

@@ -24,10 +24,10 @@ from cpvt_det.class_names import Classes
 from cpvt_det.cli import main
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import BadInputError, ConfigError, DataError, MapSizeError, RunStoppedError, WeightsError
+from cpvt_det.evaluation.answers import classify
 from cpvt_det.export import quantize
-from cpvt_det.inference import classify
-from cpvt_det.runner.train import run as run_config
-from cpvt_det.tasks.task import build_task
+from cpvt_det.training.tasks.task import build_task
+from cpvt_det.training.train import run as run_config
 
 FIXED = ("--dynamic", "none", "--batch", "2", "--size", "64x64")
 export = importlib.import_module("cpvt_det.cli.export")  # the command has its name

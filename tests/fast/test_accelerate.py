@@ -12,15 +12,16 @@ from cpvt_det.builders import build_detector
 from cpvt_det.fast import FASTER, accelerate
 from cpvt_det.layers.attention import Attention, DeformableAttention
 from cpvt_det.models.backbones.resnet import ResNetBackbone
-from cpvt_det.models.deformable_transformer import (
+from cpvt_det.models.deformable_detr import (
     DeformableDecoderLayer,
     DeformableEncoder,
     DeformableEncoderLayer,
     MixedDecoderLayer,
 )
+from cpvt_det.models.detector import Memory
+from cpvt_det.models.detr import DecoderLayer
 from cpvt_det.models.encoder import Encoder, EncoderLayer
 from cpvt_det.models.necks import ProjectionNeck
-from cpvt_det.models.transformer import DecoderLayer, Memory
 from cpvt_det.ops import routes
 from cpvt_det.position import build_position
 from cpvt_det.structures import Levels, padding_mask_of

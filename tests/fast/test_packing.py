@@ -9,7 +9,7 @@ from cpvt_det.fast import accelerate
 from cpvt_det.fast.layers import FastDeformableEncoderLayer, FastEncoderLayer
 from cpvt_det.fast.packing import Packing
 from cpvt_det.models.backbones.vit import vision_transformer
-from cpvt_det.models.deformable_transformer import DeformableEncoder
+from cpvt_det.models.deformable_detr import DeformableEncoder
 from cpvt_det.models.encoder import Encoder
 from cpvt_det.ops import routes
 from cpvt_det.position import PositionEncoding, build_position

@@ -51,7 +51,7 @@ def train(**more: object):
 
 
 def stopping(old: str) -> Cut:
-    return Cut("runner/callbacks.py", old, "if False:")
+    return Cut("training/callbacks.py", old, "if False:")
 
 
 CASES = [
@@ -150,13 +150,13 @@ CASES = [
         "TEST.BEST_FIGURE that no evaluation has",
         train(TEST__BEST_FIGURE="mAP"),
         "unknown figure of the evaluation (TEST.BEST_FIGURE) 'mAP'; known: bbox/AP, bbox/AP-cell",
-        guard=Cut("runner/progress.py", "if figure:", "if False:"),
+        guard=Cut("training/progress.py", "if figure:", "if False:"),
     ),
     Case(
         "TEST.BEST_FIGURE of large objects, where there are none",
         train(TEST__BEST_FIGURE="APl"),
         "TEST.BEST_FIGURE APl: drawn has no objects that it measures; choose another figure",
-        guard=Cut("tasks/task.py", "if math.isnan(", "if not ("),
+        guard=Cut("training/tasks/task.py", "if math.isnan(", "if not ("),
     ),
     Case(
         "early stopping without evaluations during the run",
@@ -180,13 +180,13 @@ CASES = [
         "-1 threads",
         train(SOLVER__THREADS=-1),
         "SOLVER.THREADS must be at least 0 (0 for as many as torch takes), got -1",
-        guard=Cut("runner/setup.py", "if cfg.SOLVER.THREADS < 0:", "if False:"),
+        guard=Cut("training/setup.py", "if cfg.SOLVER.THREADS < 0:", "if False:"),
     ),
     Case(
         "NMS of detections at 0",
         train(TEST__NMS=0.0),
         "TEST.DETECTIONS_PER_IMAGE, TEST.NMS: nms must be above 0 and at most 1, got 0.0",
-        guard=Cut("inference/answers.py", "if not 0 < nms <= 1:", "if False:"),
+        guard=Cut("evaluation/answers.py", "if not 0 < nms <= 1:", "if False:"),
     ),
     Case(
         "threshold of pictures that is no score",

@@ -129,10 +129,10 @@ def without_the_final_one(folder: Path) -> Ending:
     return ending
 
 
-AT_ONCE = Cut("runner/guard.py", "self._signals.at_once if distributed.world_size() == 1 else contextlib", "contextlib")
-OBEYED = (Cut("runner/train.py", "guard.obey_signals()\n", "pass\n"), AT_ONCE)
+AT_ONCE = Cut("training/guard.py", "self._signals.at_once if distributed.world_size() == 1 else contextlib", "contextlib")
+OBEYED = (Cut("training/train.py", "guard.obey_signals()\n", "pass\n"), AT_ONCE)
 
-SHORTER = Cut("runner/train.py", "if start > length.max_iter:", "if False:")
+SHORTER = Cut("training/train.py", "if start > length.max_iter:", "if False:")
 
 CASES = [
     Case(
@@ -167,14 +167,14 @@ CASES = [
         "images that become unreadable in the third step",
         unreadable,
         "Iteration 2 is saved; --resume continues after it...error: cannot read image ",
-        guard=Cut("runner/guard.py", "if isinstance(error, Exception) and whole:", "if False:"),
+        guard=Cut("training/guard.py", "if isinstance(error, Exception) and whole:", "if False:"),
     ),
     Case(
         "--resume of a finished run without its metrics.json",
         without_metrics,
         "No curves are drawn: no line of ",
         0,
-        guard=Cut("runner/evaluate.py", "except DataError as error:", "except ZeroDivisionError as error:"),
+        guard=Cut("training/evaluate.py", "except DataError as error:", "except ZeroDivisionError as error:"),
     ),
     Case(
         "--resume with another learning rate",
@@ -211,7 +211,7 @@ CASES = [
         without_the_final_one,
         "Final checkpoint (nothing was evaluated): ",
         0,
-        guard=Cut("runner/train.py", "            elif start == length.max_iter:\n", "            elif False:\n"),
+        guard=Cut("training/train.py", "            elif start == length.max_iter:\n", "            elif False:\n"),
     ),
     Case(
         "--resume with another width",

@@ -17,8 +17,8 @@ import torch
 from tiny import overrides
 
 from cpvt_det.config import load_cfg
-from cpvt_det.runner.guard import RunGuard
-from cpvt_det.runner.train import run
+from cpvt_det.training.guard import RunGuard
+from cpvt_det.training.train import run
 from faults.drawn import draw
 from faults.records import keep
 

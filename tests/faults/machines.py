@@ -56,7 +56,7 @@ def started_by(**environment: str) -> Callable[[Path], Ending]:
     return run
 
 
-JOINED = Cut("runner/launch.py", "{} if is_of_torchrun() else variables_of_group(os.environ)", "{}")
+JOINED = Cut("training/launch.py", "{} if is_of_torchrun() else variables_of_group(os.environ)", "{}")
 
 CASES = [
     Case(
@@ -65,7 +65,7 @@ CASES = [
         "Iteration ... is saved; --resume continues after it...stopped: process 0 of 2 has lost another one, or waited for it for "
         "more than 4 s (SOLVER.COLLECTIVE_TIMEOUT): look at what that one printed; --resume continues (...)",
         1,
-        guard=Cut("runner/guard.py", "if isinstance(error, Exception) and whole:", "if False:"),
+        guard=Cut("training/guard.py", "if isinstance(error, Exception) and whole:", "if False:"),
     ),
     Case(
         "a process of another machine frozen",
@@ -73,21 +73,21 @@ CASES = [
         "Iteration 4 is saved; --resume continues after it...stopped: process 0 of 2 has lost another one, or waited for it for "
         "more than 4 s (SOLVER.COLLECTIVE_TIMEOUT)",
         1,
-        guard=Cut("runner/launch.py", "timedelta(seconds=seconds)", "timedelta(days=1)"),
+        guard=Cut("training/launch.py", "timedelta(seconds=seconds)", "timedelta(days=1)"),
     ),
     Case(
         "the machine with process 0 frozen",
         signalled(0, "SIGSTOP"),
         "stopped: process 1 of 2 has lost another one, or waited for it for more than 4 s (SOLVER.COLLECTIVE_TIMEOUT)",
         1,
-        guard=Cut("runner/launch.py", "timedelta(seconds=seconds)", "timedelta(days=1)"),
+        guard=Cut("training/launch.py", "timedelta(seconds=seconds)", "timedelta(days=1)"),
     ),
     Case(
         "other machines that do not come",
         started_by(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
         "stopped: process 1 of 2 has not met the others at 127.0.0.1:1 (",
         1,
-        guard=Cut("runner/launch.py", "except RuntimeError as error:  # torch", "except ZeroDivisionError as error:  # torch"),
+        guard=Cut("training/launch.py", "except RuntimeError as error:  # torch", "except ZeroDivisionError as error:  # torch"),
     ),
     Case(
         "--resume with another number of processes",
@@ -119,7 +119,7 @@ CASES = [
         "SOLVER.COLLECTIVE_TIMEOUT 0",
         lambda folder: call_on(draw(folder / "data", lambda _: None), "train", **SHORT, SOLVER__COLLECTIVE_TIMEOUT=0.0),
         "error: SOLVER.COLLECTIVE_TIMEOUT must be at least 1 second, got 0",
-        guard=Cut("runner/launch.py", "if seconds < 1:", "if False:"),
+        guard=Cut("training/launch.py", "if seconds < 1:", "if False:"),
     ),
     Case(
         "SOLVER.CHECKPOINT_MINUTES 0",

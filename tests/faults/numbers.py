@@ -23,7 +23,7 @@ from cpvt_det.data.coco import load_coco
 from cpvt_det.evaluation.coco import BACKENDS, CocoEvaluator, format_table
 from cpvt_det.predict import Predictor
 from cpvt_det.structures import Detections
-from cpvt_det.tasks.detection import DetectionTask
+from cpvt_det.training.tasks.detection import DetectionTask
 from faults.case import Case, Cut, Ending
 from faults.drawn import Drawn, call_on, draw
 
@@ -194,7 +194,7 @@ CASES = [
         evaluated("class_embed.bias", never),
         "stopped: the weights are not finite (class_embed.bias) and are not evaluated",
         1,
-        Cut("runner/evaluate.py", "if broken:", "if False:"),
+        Cut("training/evaluate.py", "if broken:", "if False:"),
     ),
     Case(
         "`CocoEvaluator.add`: an infinite box",

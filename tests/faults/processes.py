@@ -38,7 +38,7 @@ LONGER = {**SHORT, "SOLVER__MAX_ITER": 9, "SOLVER__CHECKPOINT_PERIOD": 9}
 HOLD = """
 import time
 from fvcore.common.config import CfgNode
-from cpvt_det.runner.setup import only_run_in
+from cpvt_det.training.setup import only_run_in
 with only_run_in(CfgNode({{"OUTPUT_DIR": {folder!r}}})):
     print("held", flush=True)
     time.sleep(1000)
@@ -203,14 +203,14 @@ CASES = [
         "a second run in the folder of one that lives",
         second_run,
         "another run, process ..., is using OUTPUT_DIR ",
-        guard=Cut("runner/setup.py", LOCK, "pass"),
+        guard=Cut("training/setup.py", LOCK, "pass"),
     ),
     Case(
         "a run in the folder of one that was killed",
         killed_run,
         "Seed 11: iterations 0 to 2 of DETR",
         0,
-        guard=Cut("runner/setup.py", LOCK, STALE),
+        guard=Cut("training/setup.py", LOCK, STALE),
     ),
     Case(
         "standard output and error closed",
@@ -232,7 +232,7 @@ CASES = [
         "Iteration 1 is saved; --resume continues after it...stopped: a data worker (process ...) died while reading ",
         1,
         guard=Cut(
-            "runner/guard.py",
+            "training/guard.py",
             "whole = isinstance(error, DeadWorkerError) or not isinstance(error, RunStoppedError)",
             "whole = not isinstance(error, RunStoppedError)",
         ),

@@ -126,7 +126,7 @@ CASES = [
         resume_spoilt,
         "all steps since --resume were bad: check these ...; or remove the last checkpoint, which may be bad, and --resume again",
         1,
-        guard=Cut("runner/guard.py", "if self._iteration - self._start < self.step.bad_steps.in_a_row:", "if False:"),
+        guard=Cut("training/guard.py", "if self._iteration - self._start < self.step.bad_steps.in_a_row:", "if False:"),
     ),
     Case(
         "NaN as a bound of gradients",

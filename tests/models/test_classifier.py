@@ -7,9 +7,9 @@ import torch
 from cpvt_det.builders import build_detector
 from cpvt_det.checkpoint import load_backbone_weights
 from cpvt_det.config import load_cfg
+from cpvt_det.evaluation.answers import ClassScores
 from cpvt_det.export.check import compare
 from cpvt_det.export.program import Canvas, ExportModule, prepare, trace
-from cpvt_det.inference import ClassScores
 
 COUNTS = {
     "deit_tiny": 5_717_416,

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torchvision
 
-from cpvt_det.inference.answers import without_copies
+from cpvt_det.evaluation.answers import without_copies
 from cpvt_det.ops.nms import nms_topk, nms_topk_exportable
 
 

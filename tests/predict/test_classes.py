@@ -18,7 +18,7 @@ from cpvt_det.errors import ConfigError, RunStoppedError
 from cpvt_det.export.check import Comparison
 from cpvt_det.export.program import Canvas
 from cpvt_det.predict import ClassPredictor, Predictor
-from cpvt_det.runner.train import run
+from cpvt_det.training.train import run
 
 
 @pytest.fixture(scope="module")

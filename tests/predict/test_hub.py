@@ -21,7 +21,7 @@ from cpvt_det import Predictor
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import WeightsError
 from cpvt_det.predict import ClassPredictor
-from cpvt_det.runner.train import run
+from cpvt_det.training.train import run
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -22,7 +22,7 @@ from cpvt_det.data.images import read_image
 from cpvt_det.errors import ConfigError, DataError, RunStoppedError, WeightsError
 from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.predict.inputs import read_input
-from cpvt_det.runner.train import run
+from cpvt_det.training.train import run
 
 IMAGES = (7, 12, 30, 41, 5)
 ORIENTATION = 0x0112

@@ -13,8 +13,8 @@ from cpvt_det.cli import main
 from cpvt_det.errors import BadInputError
 from cpvt_det.predict import ImageDetections
 from cpvt_det.predict.detect_files import predict_film
+from cpvt_det.predict.films import Tracks
 from cpvt_det.predict.predictor import FoundFrame
-from cpvt_det.predict.tracks import Tracks
 
 CLASSES = Classes((1, 2), ("cat", "dog"))
 

@@ -11,10 +11,10 @@ from cpvt_det.config import get_cfg
 from cpvt_det.data.records import Records
 from cpvt_det.data.table import BOX, IMAGE, Table
 from cpvt_det.errors import ConfigError, UnknownNameError
-from cpvt_det.models.parts import belongs_to_part
-from cpvt_det.runner import progress
+from cpvt_det.models.image_model import belongs_to_part
 from cpvt_det.solver.optimizer import parameter_groups
 from cpvt_det.solver.schedule import TrainingSchedule
+from cpvt_det.training import progress
 
 
 def detector_of(**more):

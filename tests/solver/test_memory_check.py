@@ -13,11 +13,11 @@ from cpvt_det import memory
 from cpvt_det.builders import build_detector
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError
-from cpvt_det.runner.train import run
 from cpvt_det.solver import memory_check
 from cpvt_det.solver.memory_check import _judge, kept_bytes, require_memory
 from cpvt_det.solver.step import TrainingModel
 from cpvt_det.structures import Targets
+from cpvt_det.training.train import run
 
 GB = 10**9
 

@@ -15,8 +15,8 @@ from PIL import Image
 from cpvt_det.checkpoint.trained import load_trained
 from cpvt_det.config import load_cfg
 from cpvt_det.errors import ConfigError
-from cpvt_det.runner.evaluate import evaluate
-from cpvt_det.tasks import build_task
+from cpvt_det.training.evaluate import evaluate
+from cpvt_det.training.tasks import build_task
 from studies.engine.plan import load_plan
 from studies.engine.report import write_report
 from studies.engine.run import execute, is_done

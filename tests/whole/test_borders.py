@@ -30,8 +30,7 @@ ALLOWED = {
     "models": {"defaults", "errors", "structures", "boxes", "registry", "ops", "layers", "position"},
     "losses": {"defaults", "errors", "structures", "boxes", "registry", "distributed"},
     "data": {"class_names", "errors", "files", "memory", "structures", "boxes", "registry", "distributed"},
-    "evaluation": {"errors", "structures", "boxes", "layers", "data", "distributed", "files", "memory"},
-    "inference": {"errors", "structures", "boxes", "layers", "losses", "models", "ops"},
+    "evaluation": {"errors", "structures", "boxes", "layers", "losses", "models", "ops", "data", "distributed", "files", "memory"},
     "fast": {"structures", "ops", "layers", "position", "models"},
 }
 
@@ -90,12 +89,12 @@ print(sorted(losses), [name for name in sys.modules if name.startswith("cpvt_det
 
 def test_models_losses_and_layers_pull_in_nothing_from_above():
     output = run_python("""
-import cpvt_det.layers, cpvt_det.models, cpvt_det.losses, cpvt_det.inference
+import cpvt_det.layers, cpvt_det.models, cpvt_det.losses, cpvt_det.evaluation.answers
 print(sorted(name for name in sys.modules if name.startswith("cpvt_det.")))
 """)
     loaded = {name.split(".")[1] for name in ast.literal_eval(output.strip().splitlines()[-1])}
     below = {"boxes", "defaults", "distributed", "errors", "memory", "layers", "ops", "position", "registry", "structures"}
-    assert loaded <= below | {"inference", "losses", "models"}
+    assert loaded <= below | {"evaluation", "losses", "models"}
 
 
 def test_only_d2_imports_detectron2():
@@ -104,10 +103,10 @@ def test_only_d2_imports_detectron2():
 
 
 def test_only_entry_points_import_d2():
-    """runner/ and cli/ may choose it; what both runners share may not."""
+    """training/ and cli/ may choose it; what both runners share may not."""
     for path in core_files():
         imported = [name for name in imports_of(path) if name == "cpvt_det.d2" or name.startswith("cpvt_det.d2.")]
-        if path.relative_to(PACKAGE).parts[0] not in ("runner", "cli"):
+        if path.relative_to(PACKAGE).parts[0] not in ("training", "cli"):
             assert imported == [], path
 
 

@@ -14,7 +14,7 @@ from forked import Forked
 from test_runner import assert_same_run, losses_of
 from tiny import overrides
 
-from cpvt_det.runner.guard import StopSignals
+from cpvt_det.training.guard import StopSignals
 
 RUNNERS = ["builtin", pytest.param("detectron2", marks=pytest.mark.detectron2)]
 LONG = {"SOLVER__MAX_ITER": 10_000, "SOLVER__CHECKPOINT_PERIOD": 5_000, "DATALOADER__NUM_WORKERS": 2}
@@ -107,7 +107,7 @@ def test_a_second_signal_leaves_at_once_and_takes_the_workers_along(start, runne
 def test_a_signal_during_an_evaluation_is_obeyed_at_once_and_the_evaluation_made_up_for(start, runner, tmp_path):
     short = {"SOLVER__MAX_ITER": 4, "TEST__EVAL_PERIOD": 2}
     here = tmp_path / "here"
-    slow = f"import time, cpvt_det.runner.progress as m; m.measure = lambda *a: [open({str(here)!r}, 'w').close(), time.sleep(100)]"
+    slow = f"import time, cpvt_det.training.progress as m; m.measure = lambda *a: (open({str(here)!r}, 'w'), time.sleep(100))"
     process, folder = start(runner, "cut", before=slow, **short)
     wait_for(here.exists)
     process.send_signal(signal.SIGTERM)

@@ -93,7 +93,7 @@ def command(drawn_coco, tmp_path):
 LAUNCHER = """
 import sys, torch
 torch.cuda.is_available = lambda: False
-import cpvt_det.runner.launch as launch
+import cpvt_det.training.launch as launch
 launch.torch.cuda.device_count = lambda: 2
 real = launch.launch
 def fake(main, num_gpus, *args):

@@ -6,7 +6,7 @@ from test_runner import assert_same_run, losses_of, metrics_of, weights_of
 from tiny import DFINE, RTDETR, overrides
 
 from cpvt_det.config import load_cfg
-from cpvt_det.runner.train import run
+from cpvt_det.training.train import run
 
 
 @pytest.mark.parametrize("workers", [0, 2])

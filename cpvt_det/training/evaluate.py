@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model and its test sets -> figures and files; also at several test sizes, in one table."""
+
+import contextlib
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fvcore.common.config import CfgNode
+from tabulate import tabulate
+from torch import nn
+from tqdm import tqdm
+
+from cpvt_det import builders, distributed
+from cpvt_det.checkpoint.files import not_finite
+from cpvt_det.data.loader import dead_workers_named
+from cpvt_det.errors import DataError, MapSizeError, RunStoppedError
+from cpvt_det.evaluation.answers import evaluation_mode
+from cpvt_det.evaluation.coco import write_results
+from cpvt_det.evaluation.thresholds import DEFAULT_THRESHOLD, Thresholds
+from cpvt_det.files import remove_unfinished
+from cpvt_det.training.tasks.task import Results, Task, flatten, place_of
+from cpvt_det.visualize.curves import draw_curves
+
+logger = logging.getLogger("cpvt_det")
+SECONDS = "seconds"
+
+
+class Measured(NamedTuple):
+    """What evaluations found.
+
+    Attributes:
+        results: figures, as :func:`evaluate` returns them.
+        thresholds: score thresholds on the first test set; ``None`` for a task that has none.
+    """
+
+    results: Results
+    thresholds: Thresholds | None
+
+
+def evaluate(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Results:
+    """The figures of :func:`measure`."""
+    return measure(task, detector, datasets, output).results
+
+
+def measure(task: Task, detector: nn.Module, datasets: Sequence[Any], output: Path) -> Measured:
+    """Evaluate on every test set and write ``results.json`` and, in ``inference/``, what the task writes of its outputs.
+
+    Args:
+        task: the run's task.
+        detector: the model; its mode is the same afterwards.
+        datasets: the task's test sets.
+        output: ``OUTPUT_DIR``.
+
+    Returns:
+        The figures of one data set, ``{"bbox": {"AP": ..., ...}}`` in percent for detection; ``{name: figures}`` for several. And
+        the thresholds.
+
+    Raises:
+        RunStoppedError: weights that are not finite.
+    """
+    broken = not_finite(detector.state_dict())
+    if broken:  # not all of it shows in a score, and the figures would mean nothing
+        raise RunStoppedError(f"the weights are not finite ({broken}) and are not evaluated")
+    distributed.share_buffers(detector)
+    results: Results = {}
+    thresholds = None
+    for number, dataset in enumerate(datasets):
+        folder = place_of(dataset, datasets, output / "inference")
+        if distributed.rank() == 0:
+            remove_unfinished(folder)  # of an evaluation that was killed; the folder is this run's alone
+        results[dataset.name], found = _evaluate_one(task, detector, dataset, folder, with_thresholds=number == 0)
+        thresholds = found if number == 0 else thresholds
+    merged = results[datasets[0].name] if len(datasets) == 1 else results
+    if distributed.rank() == 0:
+        write_results(merged, output / "results.json")
+    if thresholds is not None:
+        logger.info("Score threshold of the best F1: %s", thresholds.describe(datasets[0].classes.names))
+    return Measured(merged, thresholds)
+
+
+@contextlib.contextmanager
+def chosen_threshold(cfg: CfgNode, thresholds: Thresholds | None) -> Iterator[None]:
+    """Set ``TEST.PICTURE_THRESHOLD`` within the block, unless the config gives one: that of the best F1, else 0.5, with a log line.
+
+    The answers of a classifier need no threshold.
+    """
+    if cfg.TEST.PICTURE_THRESHOLD is not None or builders.is_classifier(cfg):
+        yield
+        return
+    kept = None if thresholds is None else thresholds.overall
+    cfg.TEST.PICTURE_THRESHOLD = DEFAULT_THRESHOLD if kept is None else kept
+    why = "the best F1" if kept is not None else "no threshold is kept" if thresholds is None else "no detection was right"
+    logger.info("Pictures and report: scores from %.3g (%s; TEST.PICTURE_THRESHOLD sets another)", cfg.TEST.PICTURE_THRESHOLD, why)
+    try:
+        yield
+    finally:
+        cfg.TEST.PICTURE_THRESHOLD = None  # a later run of this config has a threshold of its own
+
+
+def _evaluate_one(
+    task: Task, detector: nn.Module, dataset: Any, folder: Path, with_thresholds: bool
+) -> tuple[Results, Thresholds | None]:
+    """The figures of one test set, and its thresholds if asked for; the first process has what all computed."""
+    evaluator, loader = task.build_evaluator(dataset), task.build_test_loader(dataset)
+    is_first, total = distributed.rank() == 0, len(loader.dataset)
+    bar = tqdm(total=total, desc="evaluating", unit="img", leave=False, disable=not is_first, mininterval=1.0, file=sys.stderr)
+    with dead_workers_named(loader.dataset), evaluation_mode(detector), bar:
+        for samples in loader:
+            for sample, found in zip(samples, task.infer(detector, samples), strict=True):
+                evaluator.add(sample["image_id"], found)
+            bar.update(len(samples) * distributed.world_size())
+    is_alone = distributed.world_size() == 1
+    if not is_alone:
+        for state in distributed.gather_to_first(evaluator.state())[1:]:
+            evaluator.merge(state)
+    results = evaluator.evaluate() if is_alone else evaluator.evaluate_together()
+    measured = None
+    if is_first:
+        task.write_outputs(evaluator, folder)
+        logger.info("Evaluation on %s:\n%s", dataset.name, task.format_results(results))
+        measured = results, evaluator.thresholds() if with_thresholds else None
+    return distributed.broadcast_object(measured)
+
+
+def draw_run(output: Path) -> None:
+    """Draw the curves of a run, in the first process; one without figures, because somebody removed ``metrics.json``, is finished
+    all the same."""
+    if distributed.rank() != 0:
+        return
+    try:
+        draw_curves(output / "metrics.json", output / "pictures" / "curves.png")
+    except DataError as error:
+        logger.warning("No curves are drawn: %s", error)
+
+
+def evaluate_sizes(task: Task, detector: nn.Module, datasets: Sequence[Any], sizes: Sequence[int], output: Path) -> Results:
+    """Evaluate at every size; write ``sizes/<size>/`` as :func:`evaluate` does, and the table.
+
+    Args:
+        task: the run's task; its config is the same afterwards.
+        detector: the model.
+        datasets: the task's test sets.
+        sizes: test sizes in pixels.
+        output: ``OUTPUT_DIR``; the table is ``sizes.md`` and ``sizes.json`` in it.
+
+    Returns:
+        Figures by size, as text; NaN at a size that the model cannot take.
+
+    Raises:
+        ConfigError: a task whose images have no size to set; a size below that of a patch, before the first evaluation.
+    """
+    before, results, why = task.cfg.INPUT.clone(), {}, []
+    for size in sizes:
+        task.set_test_size(size)
+        builders.require_patches(task.cfg)
+        task.cfg.INPUT = before.clone()
+    for size in sizes:
+        task.set_test_size(size)
+        start = time.perf_counter()
+        try:
+            results[str(size)] = evaluate(task, detector, datasets, output / "sizes" / str(size))
+        except MapSizeError as error:
+            results[str(size)] = {}
+            why.append(f"{size}: {error}")
+        results[str(size)] |= {SECONDS: time.perf_counter() - start}
+        task.cfg.INPUT = before.clone()
+    table = "\n\n".join([sizes_table(results, task.main_figure, task.figures), *why])
+    if distributed.rank() == 0:
+        write_results(results, output / "sizes.json")
+        (output / "sizes.md").write_text(table + "\n", encoding="utf-8")
+        logger.info("Test sizes (%s):\n%s", output / "sizes.md", table)
+    return results
+
+
+def sizes_table(results: Mapping[str, Results], main_figure: str, figures: Sequence[str]) -> str:
+    """A row for each size, with the figures of each test set and the seconds that the evaluation took, as GitHub's Markdown.
+
+    Args:
+        results: result of :func:`evaluate_sizes`.
+        main_figure, figures: names of figures, as a task has them.
+    """
+    group = main_figure.rpartition("/")[0]
+    by_size = {size: flatten(found) for size, found in results.items()}
+    known = dict.fromkeys(name for found in by_size.values() for name in found)
+    names = [name for figure in figures for name in known if f"/{name}".endswith(f"/{group}/{figure}")]
+    rows = [(size, *(_text(found.get(name, math.nan)) for name in [*names, SECONDS])) for size, found in by_size.items()]
+    heads = [name.replace(f"{group}/", "").replace("/", " ") for name in names]
+    return tabulate(rows, ["size", *heads, SECONDS], tablefmt="github", disable_numparse=True)
+
+
+def _text(value: float) -> str:
+    return "n/a" if math.isnan(value) else f"{value:.1f}"

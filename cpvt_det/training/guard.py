@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work between two steps: report bad steps, save, and obey SIGTERM and Ctrl-C, once the step is finished and saved."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from types import FrameType
+
+from fvcore.common.config import CfgNode
+
+from cpvt_det import distributed
+from cpvt_det.checkpoint.checkpointer import RunCheckpointer
+from cpvt_det.checkpoint.resume import FINAL
+from cpvt_det.data.mapper import Sample
+from cpvt_det.errors import DeadWorkerError, InterruptedRun, RunStoppedError, exit_code
+from cpvt_det.solver.step import TrainStep
+from cpvt_det.training.launchers import is_of_torchrun
+
+logger = logging.getLogger("cpvt_det")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME = 0.5  # seconds; a second signal within this time is ignored: one Ctrl-C is sent by the terminal and by the launcher
+SAME_BY_TORCHRUN = 15.0  # the same under torchrun, which passes on what a scheduler may have sent to all, and kills after 30
+
+
+class RunGuard:
+    """Saves the progress of a run. Every process must call its methods after the same steps.
+
+    If an error leaves its ``with`` block, process 0 saves the last step, after which the weights of all processes are the same.
+
+    Args:
+        cfg: config of the run, whose ``SOLVER`` contains the periods.
+        checkpointer: checkpointer of the run, which writes in the first process.
+        step: training step of the run.
+        start: first iteration.
+        max_iter: number of iterations in the whole run.
+    """
+
+    def __init__(self, cfg: CfgNode, checkpointer: RunCheckpointer, step: TrainStep, start: int, max_iter: int):
+        self.checkpointer = checkpointer
+        self.step = step
+        self.max_iter = max_iter
+        self._save_period, self._log_period = cfg.SOLVER.CHECKPOINT_PERIOD, cfg.SOLVER.LOG_PERIOD
+        self._save_minutes, self._save_time = cfg.SOLVER.CHECKPOINT_MINUTES, time.monotonic()
+        self._signals = StopSignals()
+        self._is_due = False
+        self._start, self._iteration, self._saved = start, start - 1, start - 1
+
+    def __enter__(self) -> "RunGuard":
+        self._signals.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *more: object) -> None:
+        whole = isinstance(error, DeadWorkerError) or not isinstance(error, RunStoppedError)
+        try:
+            if isinstance(error, Exception) and whole:
+                self._save_after_error()
+        finally:
+            self._signals.__exit__(kind, error, *more)
+
+    def after_step(self, iteration: int) -> None:
+        """Save if a checkpoint is due, but only after a good step, so that the last checkpoint is always good.
+
+        Raises:
+            RunStoppedError: too many bad steps in a row, or a checkpoint that cannot be written.
+        """
+        self._iteration = iteration
+        is_last = iteration + 1 == self.max_iter
+        is_logged = (iteration + 1) % self._log_period == 0
+        self._is_due |= (iteration + 1) % self._save_period == 0
+        if is_logged:  # the clocks of the processes differ
+            is_late = time.monotonic() - self._save_time > 60 * self._save_minutes
+            self._is_due |= bool(distributed.all_reduce_max(int(is_late)))
+        if self._is_due or is_last or is_logged:
+            self._report_bad_steps()
+        if self._is_due and not self.step.bad_steps.in_a_row:
+            self._save(iteration)
+        if is_last:
+            self.save_final(iteration)
+
+    def save_final(self, iteration: int) -> None:
+        """Save ``model_final.pth`` after the last evaluation, with its thresholds; it may have been saved before it too."""
+        self.checkpointer.save(FINAL, iteration)
+        self._saved = iteration
+
+    def obey_signals(self) -> None:
+        """End the run if a signal was received, after all work of a step is done.
+
+        Raises:
+            InterruptedRun: a received signal; the step is saved.
+        """
+        signum = self._signals.received()
+        if signum:
+            self._leave(signum)
+
+    def batches(self, loader: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
+        """The batches of a loader; a signal is obeyed immediately while one is waited for.
+
+        Of several processes, another one may wait for this one's part of a step; they obey a signal after it.
+
+        Raises:
+            InterruptedRun: a received signal; the last step is saved.
+        """
+        batches = iter(loader)
+        waiting = self._signals.at_once if distributed.world_size() == 1 else contextlib.nullcontext
+        while True:
+            try:
+                with waiting():
+                    batch = next(batches, None)
+            except Stopped:
+                self._leave(self._signals.signum)
+            if batch is None:
+                return
+            yield batch
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Within this block a signal is obeyed immediately; if a signal or an error ends the block, the last step is saved.
+
+        Raises:
+            InterruptedRun: a received signal.
+        """
+        self._report_bad_steps()
+        try:
+            with self._signals.at_once():
+                yield
+        except Stopped:
+            self._leave(self._signals.signum)
+        except Exception:
+            self._save_unsaved()
+            raise
+
+    def _report_bad_steps(self) -> None:
+        """Log bad steps; if they end the run, add to the error how to continue."""
+        try:
+            self.step.bad_steps.report()
+        except RunStoppedError as error:
+            raise RunStoppedError(f"{error}; {self._way_out()}") from error
+
+    def _way_out(self) -> str:
+        look = "check these images and MODEL.PIXEL_STD"
+        if self._saved < 0:
+            return f"there is no checkpoint yet: {look}, and train again with a lower SOLVER.BASE_LR"
+        if self._iteration - self._start < self.step.bad_steps.in_a_row:
+            return f"all steps since --resume were bad: {look}; or remove the last checkpoint, which may be bad, and --resume again"
+        return f"the last checkpoint, of iteration {self._saved}, is good: {look}, or --resume with a lower SOLVER.BASE_LR"
+
+    def _save_after_error(self) -> None:
+        """Save the last step after an error, which still ends the run."""
+        try:
+            if self._save_unsaved():
+                logger.warning("Iteration %d is saved; --resume continues after it", self._saved)
+        except RunStoppedError as error:
+            logger.warning("The last step could not be saved: %s", error)
+
+    def _leave(self, signum: int) -> None:
+        self._save_unsaved()
+        done = f"iteration {self._iteration} is saved; --resume continues after it" if self._iteration >= 0 else "no step was taken"
+        error = InterruptedRun(signum, done)
+        logger.warning("%s", error)
+        raise error
+
+    def _save_unsaved(self) -> bool:
+        """Save the last step, in process 0, unless it is saved; whether it was saved now."""
+        done = self.step.done
+        if done is None or done <= self._saved:
+            return False
+        self._save(done)
+        return self.checkpointer.save_to_disk
+
+    def _save(self, iteration: int) -> None:
+        self.checkpointer.save(f"model_{iteration:07d}", iteration)
+        self._saved, self._save_time, self._is_due = iteration, time.monotonic(), False
+
+
+class Stopped(BaseException):
+    """A signal received where a run may stop immediately."""
+
+
+class StopSignals:
+    """Within its ``with`` block, the first signal is recorded; a second one ends the process and its data workers immediately.
+
+    Threads other than the main one cannot have handlers; there, signals act as before.
+    """
+
+    def __init__(self) -> None:
+        self._signum = 0
+        self._time = 0.0
+        self._at_once = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def received(self) -> int:
+        """The signal that any process of the run received, 0 for none; every process has to call this after the same step."""
+        return distributed.all_reduce_max(self._signum)
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within this block the first signal raises :class:`Stopped` immediately; a signal received earlier raises it too."""
+        self._at_once = True
+        try:
+            if self._signum:
+                raise Stopped
+            yield
+        finally:
+            self._at_once = False
+
+    @property
+    def signum(self) -> int:
+        """The signal that this process received."""
+        return self._signum
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if not self._signum:
+            self._signum, self._time = signum, time.monotonic()
+            if self._at_once:
+                raise Stopped
+        elif time.monotonic() - self._time > (SAME_BY_TORCHRUN if is_of_torchrun() else SAME):
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            os._exit(exit_code(signum))

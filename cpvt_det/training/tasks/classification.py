@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Image classification: images of one class each in, scores of all classes out, top-1 in the metrics."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fvcore.common.config import CfgNode
+
+from cpvt_det import builders
+from cpvt_det.data.coco import CocoDataset
+from cpvt_det.data.records import Records, join
+from cpvt_det.data.validation.check import CheckedData
+from cpvt_det.data.validation.image_classes import count_images
+from cpvt_det.data.validation.issues import EXAMPLES
+from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, flatten, place_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+
+    from cpvt_det.data.loader import SampleLoader
+    from cpvt_det.data.mapper import Sample
+    from cpvt_det.evaluation.top_k import ClassEvaluator
+    from cpvt_det.solver.classify import ClassTrainingModel
+
+logger = logging.getLogger("cpvt_det")
+ANSWERS, CONFUSION = "classes.json", "confusion.csv"
+
+
+@TASK_REGISTRY.register_as("classification")
+class ClassificationTask(Task):
+    """Records of one class each; cross-entropy; accuracies."""
+
+    main_figure = "classes/top1"
+    figures = ("top1", "top1_class_mean", "top5")
+    constant = "the answer that is the same for every image, the classes by their number of training images"
+
+    def __init__(self, cfg: CfgNode):
+        super().__init__(cfg)
+        self._classes = None  # of the training sets, once they are loaded
+
+    def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
+        """Training and test sets with their faults, as :func:`cpvt_det.builders.check_class_datasets`."""
+        return builders.check_class_datasets(self.cfg, decode=decode, examples=examples)
+
+    def load_splits(self) -> tuple[list[CocoDataset], list[CocoDataset]]:
+        """Training sets and test sets, as :func:`cpvt_det.builders.load_class_splits`."""
+        train, tests = builders.load_class_splits(self.cfg)
+        self._classes = train[0].classes
+        return train, tests
+
+    def load_tests(self) -> list[CocoDataset]:
+        """Test sets, as :func:`cpvt_det.builders.load_class_tests`."""
+        return builders.load_class_tests(self.cfg)
+
+    def training_records(self, datasets: list[CocoDataset]) -> Records:
+        """Images to train on: all."""
+        return join([dataset.records for dataset in datasets])
+
+    def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
+        """Batches for training, as :func:`cpvt_det.builders.build_class_train_loader`."""
+        return builders.build_class_train_loader(self.cfg, records, seed)
+
+    def build_test_loader(self, dataset: CocoDataset) -> "DataLoader":
+        """Every image of a test set once, as :func:`cpvt_det.builders.build_class_test_loader`."""
+        return builders.build_class_test_loader(self.cfg, dataset.records)
+
+    def set_test_size(self, size: int) -> None:
+        """Crop test images to this side, out of a short side in proportion."""
+        self.cfg.INPUT.CLASSIFY.TEST_SIZE = size
+
+    def build_training_model(self, detector: "nn.Module") -> "ClassTrainingModel":
+        """The classifier with its loss, Mixup and CutMix, and the teacher of ``MODEL.CLASSIFIER.TEACHER``."""
+        from cpvt_det.checkpoint.teacher import load_teacher
+        from cpvt_det.solver.classify import ClassTrainingModel
+
+        teacher = load_teacher(self.cfg, self._classes) if self.cfg.MODEL.CLASSIFIER.TEACHER else None
+        return ClassTrainingModel(detector, builders.build_class_criterion(self.cfg), builders.build_mixing(self.cfg), teacher)
+
+    def build_evaluator(self, dataset: CocoDataset) -> "ClassEvaluator":
+        from cpvt_det.evaluation.top_k import ClassEvaluator
+
+        self.evaluators[dataset.name] = evaluator = ClassEvaluator(dataset.records, dataset.classes.names)
+        return evaluator
+
+    def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
+        """Top-1 of an answer that is the same for every image: the scores are the classes' shares of the training images."""
+        import torch
+
+        from cpvt_det.evaluation.top_k import ClassEvaluator
+
+        counts = count_images(records, len(dataset.classes))
+        evaluator, scores = ClassEvaluator(dataset.records, dataset.classes.names), torch.from_numpy(counts / max(1, len(records)))
+        for record in dataset.records:
+            evaluator.add(record.image_id, scores)
+        return {self.main_figure: flatten(evaluator.evaluate())[self.main_figure]}
+
+    def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Tensor]":
+        from cpvt_det.evaluation.answers import classify
+
+        return classify(detector, samples)
+
+    def format_results(self, results: Results) -> str:
+        from cpvt_det.evaluation.top_k import format_accuracies
+
+        return format_accuracies(results)
+
+    def write_outputs(self, evaluator: "ClassEvaluator", folder: Path) -> None:
+        """Write the best classes of every image of a test set, and the confusion matrix."""
+        from cpvt_det.evaluation.top_k import write_confusion
+        from cpvt_det.files import write_json
+
+        write_json(evaluator.answers(), folder / ANSWERS)
+        write_confusion(evaluator.confusion(), evaluator.names, folder / CONFUSION)
+
+    def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
+        from cpvt_det import distributed
+        from cpvt_det.visualize.report import draw_answers, write_class_report
+
+        if distributed.rank() != 0:
+            return
+        for number, dataset in enumerate(datasets):
+            evaluator = self.evaluators[dataset.name]
+            if number == 0 and self.cfg.TEST.PICTURES > 0:
+                draw_answers(evaluator.answers(), self.cfg.TEST.PICTURES, output / "pictures" / "classes.png")
+                logger.info("Pictures: %s", output / "pictures" / "classes.png")
+            if self.cfg.TEST.REPORT:
+                folder = place_of(dataset, datasets, output / "report")
+                figures = results if len(datasets) == 1 else results[dataset.name]
+                write_class_report(evaluator.confusion(), dataset.classes.names, figures, folder)
+                logger.info("Report: %s", folder / "report.md")

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Object detection: COCO-style data sets in, boxes out, AP in the metrics."""
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cpvt_det import builders
+from cpvt_det.data.coco import CocoDataset
+from cpvt_det.data.records import Records
+from cpvt_det.data.validation.check import CheckedData
+from cpvt_det.data.validation.issues import EXAMPLES
+from cpvt_det.files import write_json
+from cpvt_det.training.tasks.task import TASK_REGISTRY, Results, Task, flatten, place_of
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from cpvt_det.data.loader import SampleLoader
+    from cpvt_det.data.mapper import Mapper, Sample
+    from cpvt_det.evaluation.answers import PostProcessor
+    from cpvt_det.evaluation.coco import CocoEvaluator
+    from cpvt_det.evaluation.tiles import Tiling
+    from cpvt_det.solver.step import TrainingModel
+    from cpvt_det.structures import Detections
+
+logger = logging.getLogger("cpvt_det")
+DETECTIONS = "coco_instances_results.json"
+
+
+@TASK_REGISTRY.register_as("detection")
+class DetectionTask(Task):
+    """Records with boxes; a set loss; COCO's figures."""
+
+    main_figure = "bbox/AP"
+    figures = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+    constant = "the mean training box of each class, in every image the same"
+
+    def check_data(self, decode: bool = False, examples: float = EXAMPLES) -> CheckedData:
+        """Training and test sets with their faults, as :func:`cpvt_det.builders.check_datasets`."""
+        return builders.check_datasets(self.cfg, decode=decode, examples=examples)
+
+    def load_splits(self) -> tuple[list[CocoDataset], list[CocoDataset]]:
+        """Training sets and test sets, as :func:`cpvt_det.builders.load_splits`."""
+        return builders.load_splits(self.cfg)
+
+    def load_tests(self) -> list[CocoDataset]:
+        """Test sets, as :func:`cpvt_det.builders.load_tests`."""
+        return builders.load_tests(self.cfg)
+
+    def training_records(self, datasets: list[CocoDataset]) -> Records:
+        """Images to train on, as :func:`cpvt_det.builders.training_records`."""
+        return builders.training_records(self.cfg, datasets)
+
+    def build_train_loader(self, records: Records, seed: int) -> "SampleLoader":
+        """Batches for training, as :func:`cpvt_det.builders.build_train_loader`."""
+        return builders.build_train_loader(self.cfg, records, seed)
+
+    def build_test_loader(self, dataset: CocoDataset) -> "DataLoader":
+        """Every image of a test set once, as :func:`cpvt_det.builders.build_test_loader`."""
+        return builders.build_test_loader(self.cfg, dataset.records)
+
+    def set_test_size(self, size: int) -> None:
+        """Resize test images to this short side; the limit of the long side changes in proportion."""
+        node = self.cfg.INPUT
+        if node.MIN_SIZE_TEST > 0:
+            node.MAX_SIZE_TEST = round(node.MAX_SIZE_TEST * size / node.MIN_SIZE_TEST)
+        node.MIN_SIZE_TEST = size
+
+    def build_training_model(self, detector: "nn.Module") -> "TrainingModel":
+        """The detector with its set loss."""
+        from cpvt_det.solver.step import TrainingModel
+
+        return TrainingModel(detector, builders.build_criterion(self.cfg))
+
+    def build_evaluator(self, dataset: CocoDataset) -> "CocoEvaluator":
+        from cpvt_det.evaluation.matches import COUNTED
+
+        evaluator = builders.build_evaluator(self.cfg, dataset)
+        if self.cfg.TEST.REPORT:  # else nobody asks for it once it has given its figures
+            self.evaluators[dataset.name] = evaluator
+        if evaluator.max_detections is None:
+            logger.info(
+                "%s: an image has more than %d objects of a class, so all detections count, not the best %d per class and image as "
+                "on COCO; AR100 has that limit",
+                dataset.name,
+                COUNTED,
+                COUNTED,
+            )
+        return evaluator
+
+    def baseline(self, records: Records, dataset: CocoDataset) -> dict[str, float]:
+        """AP and AP50 of the constant box, :func:`constant_detections`, on a test set."""
+        import torch
+
+        from cpvt_det.structures import Detections
+
+        constant, evaluator = constant_detections(records), builders.build_evaluator(self.cfg, dataset)
+        for record in dataset.records:
+            sides = torch.tensor([record.width, record.height, record.width, record.height])
+            evaluator.add(record.image_id, Detections(constant.boxes_xyxy * sides, constant.scores, constant.labels))
+        figures = flatten(evaluator.evaluate())
+        return {name: figures[name] for name in (self.main_figure, f"{self.main_figure}50") if name in figures}
+
+    @cached_property
+    def postprocessor(self) -> "PostProcessor":
+        """Predictions -> detections."""
+        return builders.build_postprocessor(self.cfg)
+
+    @property
+    def mapper(self) -> "Mapper":
+        """What makes the test size of an image, or of a tile."""
+        return builders.build_test_mapper(self.cfg)
+
+    @cached_property
+    def tiling(self) -> "Tiling | None":
+        """How images are cut into tiles, if they are."""
+        return builders.build_tiling(self.cfg)
+
+    def infer(self, detector: "nn.Module", samples: "Sequence[Sample]") -> "list[Detections]":
+        from cpvt_det import distributed
+        from cpvt_det.evaluation.answers import detect
+        from cpvt_det.evaluation.tiles import detect_tiles
+
+        if self.tiling is None:
+            return detect(detector, self.postprocessor, samples)
+        share = max(1, self.cfg.TEST.IMS_PER_BATCH // distributed.world_size())
+        return detect_tiles(detector, self.postprocessor, samples, self.mapper.prepare, self.tiling, share)
+
+    def format_results(self, results: Results) -> str:
+        from cpvt_det.evaluation.coco import format_table
+
+        return format_table(results)
+
+    def write_outputs(self, evaluator: "CocoEvaluator", folder: Path) -> None:
+        """Write all detections of a test set, in COCO's format."""
+        write_json(evaluator.coco_results(), folder / DETECTIONS)
+
+    def show_results(self, detector: "nn.Module", datasets: Sequence[CocoDataset], results: Results, output: Path) -> None:
+        from cpvt_det import distributed
+        from cpvt_det.visualize.report import write_report
+
+        if distributed.rank() != 0:
+            return
+        self._draw_pictures(detector, datasets[0], output / "pictures" / "detections.png")
+        test = self.cfg.TEST
+        for dataset in datasets if test.REPORT else ():
+            matches = self.evaluators[dataset.name].matches()
+            figures = results if len(datasets) == 1 else results[dataset.name]
+            folder = place_of(dataset, datasets, output / "report")
+            write_report(dataset, matches, figures, folder, test.PICTURE_THRESHOLD, test.PICTURES)
+            logger.info("Report: %s", folder / "report.md")
+            _warn_of_low(matches.scores.tolist(), test.PICTURE_THRESHOLD, f"on {dataset.name}")
+
+    def _draw_pictures(self, detector: "nn.Module", dataset: CocoDataset, path: Path) -> None:
+        """Draw detections over ``TEST.PICTURES`` images, spread over the data set, beside their ground truth."""
+        from cpvt_det.data.images import read_image
+        from cpvt_det.evaluation.answers import evaluation_mode
+        from cpvt_det.visualize.pictures import Compared, save_comparisons
+        from cpvt_det.visualize.report import truth_of
+
+        count = min(self.cfg.TEST.PICTURES, len(dataset.records))
+        if count < 1:
+            return
+        compared, threshold = [], self.cfg.TEST.PICTURE_THRESHOLD
+        with evaluation_mode(detector):
+            for number in range(count):
+                record = dataset.records[number * len(dataset.records) // count]
+                (found,) = self.infer(detector, [self.mapper(record)])
+                compared.append(Compared(read_image(record.file_name), truth_of(record), found))
+        save_comparisons(compared, dataset.classes.names, threshold, path)
+        logger.info("Pictures: %s", path)
+        scores = [score for one in compared for score in one.detections.scores.tolist()]
+        _warn_of_low(scores, threshold, "in these pictures, which show the best few instead")
+
+
+def _warn_of_low(scores: Sequence[float], threshold: float, where: str) -> None:
+    """Warn if no score passes the threshold."""
+    if scores and max(scores) < threshold:
+        logger.warning(
+            "No detection has a score of %.3g (TEST.PICTURE_THRESHOLD) or more %s; the best score is %.3g",
+            threshold,
+            where,
+            max(scores),
+        )
+
+
+def constant_detections(records: Records, most: int = 100) -> "Detections":
+    """One box for each class: the mean of its training boxes, in shares of the sides of their images.
+
+    What a model must beat to have learned more than where objects usually are.
+
+    The mean is taken of each corner coordinate, and so of centres, widths and heights too. The score of a class is the share of
+    training images that contain it; the score decides only between classes, as all boxes of a class are equal.
+
+    Args:
+        records: images to train on.
+        most: largest number of detections; the most frequent classes are kept.
+
+    Returns:
+        Boxes (k, 4) float32 in [0, 1] of any image, scores (k,) float32, labels (k,) int64; best first. Of k classes with boxes.
+    """
+    import torch
+
+    from cpvt_det.structures import Detections
+
+    totals = np.zeros((0, 6))  # of each class: images, boxes, corners
+    for block in records.blocks():
+        totals = _add(totals, _totals(block))
+    images = totals[:, 0]
+    known = np.argsort(-images, kind="stable")[: np.count_nonzero(images)][:most]
+    means = totals[known, 2:] / totals[known, 1:2]
+    return Detections(
+        torch.from_numpy(means.astype(np.float32)),
+        torch.from_numpy((images[known] / max(1, len(records))).astype(np.float32)),
+        torch.from_numpy(known.astype(np.int64)),
+    )
+
+
+def _totals(block: Records) -> np.ndarray:
+    """(k, 6): of each class up to the last that is there, the number of images with it, that of its boxes, and their sum."""
+    image_of, boxes, labels = block.boxes_to_learn()
+    boxes = boxes / block.sizes[:, [1, 0, 1, 0]][image_of]
+    number = labels.max(initial=-1) + 1
+    classes = np.unique(image_of * number + labels) % max(1, number)  # of each image once
+    columns = [np.bincount(classes, minlength=number), np.bincount(labels, minlength=number)]
+    return np.stack([*columns, *(np.bincount(labels, column, number) for column in boxes.T)], axis=1).astype(np.float64)
+
+
+def _add(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    longer[: len(shorter)] += shorter
+    return longer

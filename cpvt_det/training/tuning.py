@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cpvt-det train FOLDER --start``: the detector to start from, and the rule by which it is fine-tuned.
+
+Architecture, losses and the number of queries are those of the start, and so are the learning rates of a detector of ours: a run of
+minutes learns more at them than at a seventh of them (docs/train.md). Those of other projects are their authors' for fine-tuning.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fvcore.common.config import CfgNode
+
+from cpvt_det.checkpoint import fetch
+from cpvt_det.checkpoint.files import sha256_of
+from cpvt_det.checkpoint.load import nearly_named
+from cpvt_det.checkpoint.starts import find_start, starts
+from cpvt_det.checkpoint.trained import config_of_weights
+from cpvt_det.checkpoint.weights import read_weights
+from cpvt_det.config import flat_items, get_cfg
+from cpvt_det.errors import ConfigError, counted
+from cpvt_det.training.recipe import DETECTIONS, Choice, DataFacts, MachineFacts, Plan, input_choices, step_choices
+
+BASE_LR, BACKBONE_LR, NEW_HEAD = 1e-4, 1e-5, 10.0
+LEAST_CANVAS = 384
+"""Short side below which weights of 800 pixels are not used; those of a smaller test size are used at theirs."""
+FROZEN = {"cpu": 3, "cuda": 2}
+"""The last frozen stage of the backbone where there are steps enough to train the others."""
+BEST = {"cuda": "dino_r50"}
+"""Device -> what ``--start auto`` is there. On a CPU a step of each public one takes seconds."""
+OWN = (
+    "MODEL.WEIGHTS",
+    "MODEL.WEIGHTS_SHA256",
+    "MODEL.BACKBONE.WEIGHTS",
+    "MODEL.BACKBONE.FREEZE_AT",
+    "MODEL.NUM_CLASSES",
+    "MODEL.DEVICE",
+)
+"""Keys of MODEL that are not taken from the start's config."""
+HEADS = [[part, NEW_HEAD] for part in ("class_embed", "queries.class_embed", "queries.denoising.label_enc")]
+
+
+@dataclass(frozen=True)
+class TrainedStart:
+    """A detector to start from.
+
+    Attributes:
+        word: name, path or repository, as it is typed.
+        sha256: hash of its file.
+        cfg: config that it was trained with.
+        class_names: classes of its heads; none if they are unknown.
+        is_ours: whether it was trained here, so that its config has the rates that it was trained at.
+        state_names: names of its tensors.
+    """
+
+    word: str
+    sha256: str
+    cfg: CfgNode
+    class_names: tuple[str, ...]
+    is_ours: bool
+    state_names: frozenset[str]
+
+    @property
+    def least_canvas(self) -> int:
+        """Smallest short side in pixels that it is used at."""
+        return min(LEAST_CANVAS, self.cfg.INPUT.MIN_SIZE_TEST)
+
+
+def choose_start(word: str | None, device: str, keys: Sequence[str], tell: Callable[[str], None]) -> TrainedStart | None:
+    """The start of a run: what was typed, or else the best one of the device if it is on this machine.
+
+    Args:
+        word: what ``--start`` names: public weights, a file, a folder, a repository, ``auto`` or ``none``; ``None``: nothing.
+        device: cpu or cuda.
+        keys: keys that the user typed.
+        tell: function that is called with a line that says which, and why.
+
+    Raises:
+        BadInputError: weights that cannot be fetched or read.
+    """
+    best = BEST.get(device)
+    if word == "none":
+        return None
+    if word not in (None, "auto"):
+        return open_start(word, tell)
+    if word == "auto" and best:
+        return open_start(best, tell)
+    if word == "auto":
+        tell("--start auto: on a CPU a step of each public detector takes seconds, so none is taken; --start NAME takes one anyway")
+    elif best is None:
+        tell("--start NAME fine-tunes a detector that cpvt-det weights lists; on a CPU its steps take seconds")
+    elif any(key.startswith("MODEL.") and key != "MODEL.DEVICE" for key in keys):
+        return None
+    elif fetch.find(starts()[best]) is not None:
+        tell(f"{best} is on this machine, so the run starts from it; --start none starts from ImageNet weights")
+        return open_start(best, tell)
+    else:
+        tell(f"--start auto fetches {best}, a detector trained on COCO, which needs fewer steps than a new one")
+    return None
+
+
+def open_start(word: str, tell: Callable[[str], None]) -> TrainedStart:
+    """Read a detector to start from.
+
+    Raises:
+        WeightsError: weights that cannot be fetched or read, or whose config is not known.
+        ConfigError: no detector.
+    """
+    weights, start = read_weights(word), find_start(word)
+    cfg = config_of_weights(weights)
+    if not cfg.MODEL.META_ARCHITECTURE.endswith("Detr"):
+        raise ConfigError(f"--start {word}: {cfg.MODEL.META_ARCHITECTURE} is no detector")
+    digest = sha256_of(weights.path)
+    origin = f"{start.ap} AP on COCO, of {start.publisher}, " if start else ""
+    tell(f"start: {word} ({origin}SHA-256 {digest})")
+    names = () if weights.classes is None else weights.classes.names
+    return TrainedStart(word, digest, cfg, names, weights.source is None, frozenset(weights.state_dict))
+
+
+def describe_classes(start: TrainedStart, names: Sequence[str]) -> list[str]:
+    """Which classes of the data the start knows, and those whose names are nearly the same."""
+    new = [name for name in names if name not in start.class_names]
+    lines = [
+        f"classes that the start knows: {len(names) - len(new)} of {len(names)}" + (f"; new: {', '.join(new[:10])}" if new else "")
+    ]
+    near = nearly_named(new, start.class_names)
+    return lines + [
+        f"{name} is new, but {known} is known: call it so in the data, if it is the same" for name, known in near.items()
+    ]
+
+
+def tuning_choices(
+    start: TrainedStart, plan: Plan, data: DataFacts, machine: MachineFacts, names: Sequence[str], typed: dict[str, Any]
+) -> list[Choice]:
+    """Everything but the length of a run that fine-tunes ``start``.
+
+    Args:
+        start: detector to start from.
+        plan: what is decided of canvas, batch and frozen stages.
+        data, machine: facts.
+        names: classes of the data.
+        typed: keys that the user typed -> their values.
+
+    Raises:
+        ConfigError: a number of queries that the start does not have, or fewer than an image has objects.
+    """
+    queries, is_ranked = start.cfg.MODEL.DETR.NUM_OBJECT_QUERIES, start.cfg.MODEL.QUERIES.NAME == "mixed"
+    number = typed.get("MODEL.DETR.NUM_OBJECT_QUERIES", queries)
+    if number > queries or (number < queries and not is_ranked):
+        fewer = "at most " if is_ranked else ""
+        raise ConfigError(
+            f"MODEL.DETR.NUM_OBJECT_QUERIES {number}: {start.word} has {fewer}{queries} trained queries; leave it out"
+        )
+    if data.most_objects > number:
+        objects = counted(data.most_objects, "object")
+        raise ConfigError(f"an image has {objects}, and {start.word} has {number} queries: take another start, or --start none")
+    rates, why = (BASE_LR, BACKBONE_LR), "a tenth of what new weights need: the start keeps what it knows"
+    if start.is_ours:
+        rates, why = (start.cfg.SOLVER.BASE_LR, start.cfg.SOLVER.BACKBONE_LR), "at which it was trained: docs/train.md"
+    keeps_heads = start.is_ours or all(name in start.class_names for name in names)
+    few = "; a head and a decoder learn in few steps" if plan.freeze_at == 5 else ""
+    is_frozen = start.cfg.MODEL.BACKBONE.NAME.startswith(("resnet", "timm/"))
+    heads = [pair for pair in HEADS if any(name.startswith(f"{pair[0]}.") for name in start.state_names)]
+    return [
+        Choice("MODEL.WEIGHTS", start.word, "architecture, losses and queries below are its own"),
+        Choice("MODEL.WEIGHTS_SHA256", start.sha256, "of its file"),
+        *_architecture(start.cfg),
+        *([Choice("MODEL.BACKBONE.FREEZE_AT", plan.freeze_at, "what is frozen needs no backward pass" + few)] if is_frozen else []),
+        *_detections(data, number),
+        *([] if start.cfg.TEST.NMS == 1 else [Choice("TEST.NMS", start.cfg.TEST.NMS)]),
+        *input_choices(plan, data),
+        Choice("DATALOADER.NUM_WORKERS", 0 if machine.cores <= 2 else min(8, machine.cores // (2 * machine.processes))),
+        *step_choices(plan, *rates, why),
+        Choice("SOLVER.POINTS_LR_MULTIPLIER", start.cfg.SOLVER.POINTS_LR_MULTIPLIER),
+        *([] if keeps_heads else [Choice("SOLVER.LR_MULTIPLIERS", heads, "heads of classes that are new")]),
+    ]
+
+
+def _architecture(cfg: CfgNode) -> list[Choice]:
+    defaults, missing = dict(flat_items(get_cfg())), object()
+    items = [(f"MODEL.{key}", value) for key, value in flat_items(cfg.MODEL)]
+    changed = [(key, value) for key, value in items if key not in OWN and defaults.get(key, missing) != value]
+    return [Choice(key, list(value) if isinstance(value, tuple) else value) for key, value in changed]
+
+
+def _detections(data: DataFacts, queries: int) -> list[Choice]:
+    if 11 * data.most_objects <= 10 * DETECTIONS:
+        return []
+    return [Choice("TEST.DETECTIONS_PER_IMAGE", queries, f"an image has up to {data.most_objects} objects")]
