@@ -1,0 +1,198 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""torchvision's FCOS in the place of our detector, on a folder of images, for the same CPU seconds, as a record::
+
+    python benchmarks/dense_peer.py aquarium FOLDER --seconds 600 --output benchmarks/results/small_data_peers
+
+Backbone, canvas, loader and AP are those of ``cpvt-det train FOLDER``: a frozen EfficientNet-Lite0 with its ImageNet weights, and
+its maps of strides 8, 16 and 32. On top is FCOS (arXiv 1904.01355), 128 channels wide: a feature pyramid, and towers of two
+convolutions with GroupNorm. AdamW, cosine schedule, moving average, flips and five image sizes are as in our own runs.
+
+CPU seconds are those of the whole process: imports, checks of the data, and two evaluations, at half of the time and at the end.
+"""
+
+import math
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection import FCOS
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.fcos import FCOSHead
+from torchvision.ops import FeaturePyramidNetwork
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder is not part of the installed package
+
+from benchmarks.load import check_load
+from benchmarks.machine import machine, versions
+from benchmarks.origin import commit_of
+from cpvt_det import builders
+from cpvt_det.boxes import cxcywh_to_xyxy
+from cpvt_det.checkpoint.initial import load_backbone_weights
+from cpvt_det.cli import common_options, report_errors
+from cpvt_det.cli.folder import folder_config
+from cpvt_det.data.mapper import Sample
+from cpvt_det.files import write_json
+from cpvt_det.memory import usable_cores
+from cpvt_det.solver.ema import MovingAverage
+from cpvt_det.structures import Detections
+from cpvt_det.training.tasks.task import Task, build_task
+
+ROOT = Path(__file__).resolve().parent.parent
+CHANNELS, CONVOLUTIONS = 128, 2
+BOX_BIAS = 3.0
+"""Initial bias of the box branch: a ReLU follows it, and from 0 on half of the branch would not learn."""
+WARM_UP = 0.03  # share of the time
+TIMED = 20  # steps after which the length of the run is estimated, for the moving average
+WORDS = "MODEL.BACKBONE.NAME timm/tf_efficientnet_lite0 MODEL.BACKBONE.WEIGHTS pip MODEL.BACKBONE.NORM FrozenBN"
+WORDS += " MODEL.BACKBONE.FREEZE_AT 5 MODEL.BACKBONE.STAGES (3,4,5) INPUT.RESIZE_CROP.ENABLED False DATALOADER.NUM_WORKERS 0"
+WORDS += " INPUT.MIN_SIZE_TRAIN (192,208,224,240,256) INPUT.MAX_SIZE_TRAIN 480 INPUT.MIN_SIZE_TEST 224 INPUT.MAX_SIZE_TEST 416"
+WORDS += " SOLVER.IMS_PER_BATCH 2 TEST.IMS_PER_BATCH 8"
+
+
+class Pyramid(nn.Module):
+    """Our backbone without gradients, and a feature pyramid: (B, 3, H, W) -> maps of 128 channels by name."""
+
+    def __init__(self, backbone: nn.Module):
+        super().__init__()
+        self.backbone = backbone.eval().requires_grad_(False)
+        self.fpn = FeaturePyramidNetwork(list(backbone.channels), CHANNELS)
+        self.out_channels = CHANNELS
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        padding_mask = torch.zeros(images.shape[0], *images.shape[2:], dtype=torch.bool, device=images.device)
+        with torch.no_grad():
+            maps = self.backbone(images.contiguous(memory_format=torch.channels_last), padding_mask)
+        return self.fpn(OrderedDict((str(level), x) for level, x in enumerate(maps)))
+
+
+def build_peer(backbone: nn.Module, num_classes: int) -> FCOS:
+    """FCOS over a backbone by our contract; images come from our loader, so it resizes none."""
+    anchors = AnchorGenerator(tuple((stride,) for stride in backbone.strides), ((1.0,),) * len(backbone.strides))
+    head = FCOSHead(CHANNELS, 1, num_classes, CONVOLUTIONS)
+    nn.init.constant_(head.regression_head.bbox_reg.bias, BOX_BIAS)
+    statistics = {"image_mean": [x / 255 for x in backbone.pixel_mean], "image_std": [x / 255 for x in backbone.pixel_std]}
+    more = {"score_thresh": 0.02, "_skip_resize": True, "size_divisible": max(backbone.strides)}
+    return FCOS(Pyramid(backbone), num_classes, anchor_generator=anchors, head=head, **statistics, **more)
+
+
+def as_inputs(samples: list[Sample]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Samples of our loader -> images from 0 to 1, and targets with boxes in their pixels."""
+    images = [sample["image"] / 255 for sample in samples]
+    targets = []
+    for image, sample in zip(images, samples, strict=True):
+        height, width = image.shape[1:]
+        boxes = cxcywh_to_xyxy(sample["targets"].boxes_cxcywh) * torch.tensor([width, height, width, height])
+        targets.append({"boxes": boxes, "labels": sample["targets"].labels})
+    return images, targets
+
+
+@torch.no_grad()
+def evaluate(model: FCOS, task: Task, dataset: Any) -> dict[str, float]:
+    """COCO's figures on a test set, by our evaluator."""
+    model.eval()
+    evaluator = task.build_evaluator(dataset)
+    for samples in task.build_test_loader(dataset):
+        images = [sample["image"] / 255 for sample in samples]
+        for sample, image, found in zip(samples, images, model(images), strict=True):
+            scale = torch.tensor([sample["width"] / image.shape[2], sample["height"] / image.shape[1]] * 2)
+            evaluator.add(sample["image_id"], Detections(found["boxes"] * scale, found["scores"], found["labels"]))
+    model.train()
+    return evaluator.evaluate()["bbox"]
+
+
+def train(model: FCOS, task: Task, records: Any, dataset: Any, seconds: float, rate: float, seed: int) -> dict[str, Any]:
+    """Train until the process has used so many CPU seconds; the figures at half of them and at the end, of averaged weights."""
+    learned = nn.ModuleList([model.backbone.fpn, model.head])
+    optimizer = torch.optim.AdamW(learned.parameters(), rate, weight_decay=1e-4)
+    average = MovingAverage(learned, 0.9)
+    begin, steps, curve, evaluation = time.process_time(), 0, {}, 0.0
+    model.train()
+    model.backbone.backbone.eval()
+    for samples in _endless(task, records, seed):
+        used = time.process_time()
+        if used >= seconds - evaluation:
+            break
+        if not curve and used >= seconds / 2:
+            curve[steps] = _of_average(average, learned, model, task, dataset)
+            evaluation = time.process_time() - used
+        share = used / seconds
+        factor = min(1.0, share / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
+        losses = model(*as_inputs(samples))
+        optimizer.zero_grad()
+        sum(losses.values()).backward()
+        nn.utils.clip_grad_norm_(learned.parameters(), 1.0)
+        optimizer.step()
+        steps += 1
+        if steps == TIMED:
+            expected = (seconds - used) / ((time.process_time() - begin) / TIMED)
+            average.decay = min(0.9998, max(0.9, 1 - 30 / expected))
+        average.update_parameters(learned)
+    final = _of_average(average, learned, model, task, dataset)
+    figures = {name: _number(final[name]) for name in ("AP", "AP50", "AP75", "APs", "APm", "APl")}
+    curve = {step: _number(found["AP50"]) for step, found in {**curve, steps: final}.items()}
+    return {**figures, "iterations": steps, "curve": curve, "decay": average.decay}
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value  # of sizes that no object has
+
+
+def _endless(task: Task, records: Any, seed: int) -> Iterator[list[Sample]]:
+    while True:
+        yield from task.build_train_loader(records, seed)
+
+
+def _of_average(average: MovingAverage, learned: nn.Module, model: FCOS, task: Task, dataset: Any) -> dict[str, float]:
+    own = {name: value.clone() for name, value in learned.state_dict().items()}
+    learned.load_state_dict(average.module.state_dict())
+    found = evaluate(model, task, dataset)
+    learned.load_state_dict(own)
+    model.backbone.backbone.eval()
+    return found
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("name")
+@click.argument("folder", type=click.Path(path_type=Path, resolve_path=True))
+@click.option("--seconds", default=600.0, show_default=True, help="CPU seconds of the whole process.")
+@click.option("--rate", default=1e-3, show_default=True, help="Learning rate.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), default=Path("output/small_data_peers"), show_default=True)
+@click.option("--busy", is_flag=True, help="Measure although the machine has other work; the record shows it.")
+@common_options
+@report_errors
+def main(name: str, folder: Path, seconds: float, rate: float, seed: int, output: Path, busy: bool) -> None:
+    """Train FCOS on FOLDER with one thread, and write OUTPUT/NAME_SECONDSs_fcos_SEED.json."""
+    load = check_load(busy)
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    command = f"python benchmarks/dense_peer.py {name} FOLDER --seconds {seconds:g} --rate {rate:g} --seed {seed}{' --busy' * busy}"
+    found = {"command": command, "commit": commit_of(ROOT), "machine": machine("cpu", load), "versions": versions()}
+    found |= {"cores": usable_cores(), "seed": seed, "seconds": seconds, "rate": rate}
+    with tempfile.TemporaryDirectory() as place:
+        cfg, _ = folder_config(folder, Path(place), WORDS.split())
+        task = build_task(cfg)
+        train_sets, tests = task.load_splits()
+        backbone = builders.build_backbone(cfg)
+        load_backbone_weights(backbone, cfg.MODEL.BACKBONE.WEIGHTS, cfg.MODEL.BACKBONE.NAME)
+        model = build_peer(backbone, cfg.MODEL.NUM_CLASSES)
+        start = time.perf_counter()
+        found |= train(model, task, task.training_records(train_sets), tests[0], seconds, rate, seed)
+    found |= {"wall_seconds": round(time.perf_counter() - start, 1), "cpu_seconds": round(time.process_time(), 1)}
+    path = output / f"{name}_{seconds:g}s_fcos_{seed}.json"
+    write_json(found, path)
+    click.echo(f"{path}: AP {found['AP']:.1f}, AP50 {found['AP50']:.1f}, {found['iterations']} steps, {found['cpu_seconds']:.0f} s")
+
+
+if __name__ == "__main__":
+    main(prog_name="benchmarks/dense_peer.py")

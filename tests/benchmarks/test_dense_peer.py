@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FCOS beside our detector: what it is given, and what of its answers is measured."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks import dense_peer
+from cpvt_det.data.shapes.dataset import draw_dataset
+from cpvt_det.models.backbones import ResNetBackbone
+from cpvt_det.structures import Targets
+
+WORDS = "MODEL.BACKBONE.NAME resnet10 MODEL.BACKBONE.WIDTH 8 MODEL.BACKBONE.NORM GN MODEL.BACKBONE.FREEZE_AT 0"
+WORDS += " MODEL.BACKBONE.STAGES (3,4,5) INPUT.RESIZE_CROP.ENABLED False DATALOADER.NUM_WORKERS 0"
+WORDS += " INPUT.MIN_SIZE_TRAIN (64,) INPUT.MAX_SIZE_TRAIN 96 INPUT.MIN_SIZE_TEST 64 INPUT.MAX_SIZE_TEST 96"
+WORDS += " SOLVER.IMS_PER_BATCH 2 TEST.IMS_PER_BATCH 2"
+
+
+BUILD = dense_peer.build_peer
+
+
+def small_peer(num_classes=2):
+    backbone = ResNetBackbone("resnet10", stages=(3, 4, 5), norm="GN", width=8)
+    backbone.pixel_mean, backbone.pixel_std = (127.5,) * 3, (64.0,) * 3
+    return BUILD(backbone, num_classes)
+
+
+def test_images_are_from_0_to_1_and_boxes_in_their_pixels():
+    sample = {"image": torch.full((3, 40, 80), 255, dtype=torch.uint8)}
+    sample["targets"] = Targets(torch.tensor([1]), torch.tensor([[0.5, 0.25, 0.5, 0.5]]))
+    (image,), (target,) = dense_peer.as_inputs([sample])
+    assert image.max() == 1 and target["labels"].tolist() == [1]
+    assert target["boxes"].tolist() == [[20, 0, 60, 20]]
+
+
+def test_the_peer_normalises_as_the_backbone_wants_and_resizes_nothing():
+    model = small_peer()
+    given, _ = model.transform([torch.full((3, 40, 80), 0.5)], None)
+    assert given.image_sizes == [(40, 80)] and given.tensors.shape == (1, 3, 64, 96)
+    assert given.tensors[0, :, :40, :80].abs().max() < 1e-6  # 0.5 is the mean
+    assert [part for part, value in model.named_parameters() if part.startswith("backbone.backbone.") and value.requires_grad] == []
+
+
+def test_boxes_are_measured_in_pixels_of_the_original_image():
+    """A model that finds each object where it is in the resized image has an AP of 100."""
+    added = []
+    found = {"boxes": torch.tensor([[5.0, 10.0, 15.0, 20.0]]), "scores": torch.ones(1), "labels": torch.zeros(1, dtype=torch.int64)}
+    sample = {"image": torch.zeros(3, 40, 80, dtype=torch.uint8), "image_id": 7, "width": 160, "height": 120}
+    task = SimpleNamespace(
+        build_evaluator=lambda _: SimpleNamespace(add=lambda *pair: added.append(pair), evaluate=lambda: {"bbox": {"AP": 1.0}}),
+        build_test_loader=lambda _: [[sample]],
+    )
+    model = torch.nn.Module()
+    model.forward = lambda images: [found for _ in images]
+    assert dense_peer.evaluate(model, task, None) == {"AP": 1.0}
+    ((image_id, detections),) = added
+    assert image_id == 7 and detections.boxes_xyxy.tolist() == [[10, 30, 30, 60]]
+
+
+def test_a_run_ends_by_its_cpu_seconds_and_has_the_curve(tmp_path, monkeypatch):
+    draw_dataset(tmp_path / "shapes", 4, 2, num_processes=1)
+    seconds = [0.0]
+    monkeypatch.setattr(dense_peer, "WORDS", WORDS)
+    monkeypatch.setattr(dense_peer, "build_peer", lambda backbone, num_classes: small_peer(num_classes))
+    monkeypatch.setattr(dense_peer, "load_backbone_weights", lambda *_: None)
+    monkeypatch.setattr(dense_peer.time, "process_time", lambda: seconds.__setitem__(0, seconds[0] + 0.25) or seconds[0])
+    words = ["shapes", str(tmp_path / "shapes"), "--seconds", "10", "--busy", "--output", str(tmp_path)]
+    result = CliRunner().invoke(dense_peer.main, words)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "shapes_10s_fcos_0.json").read_text())
+    assert record["cpu_seconds"] == pytest.approx(10, abs=1) and len(record["curve"]) == 2
+    assert list(record["curve"])[-1] == str(record["iterations"]) and record["iterations"] > dense_peer.TIMED
+    assert 0.9 <= record["decay"] < 0.9998 and 0 <= record["AP"] <= record["AP50"]
