@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEG, the conditional position encoding of CPVT, in DETR and Deformable-DETR.
 
-The way of one image from file to AP: ``data/coco.py`` -> ``data/mapper.py`` -> ``structures.py`` ->
+The path of one image from file to AP: ``data/coco.py`` -> ``data/mapper.py`` -> ``structures.py`` ->
 ``models/detector.py`` -> ``losses/`` (training) or ``evaluation/`` (evaluation).
 
 ``from cpvt_det import Predictor`` imports the class that runs a trained detector on images.

@@ -93,7 +93,7 @@ def intersection_over_union(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor:
-    """:func:`generalized_iou` of all pairs, without a gradient; three times as fast, for costs.
+    """:func:`generalized_iou` of all pairs, without a gradient and three times as fast, for matching costs.
 
     Args:
         boxes1_xyxy: (..., N, 4) float, no side below 0.
@@ -108,7 +108,7 @@ def pairwise_generalized_iou(boxes1_xyxy: Tensor, boxes2_xyxy: Tensor) -> Tensor
     width1, height1, width2, height2 = right1 - left1, bottom1 - top1, right2 - left2, bottom2 - top2
     width = torch.minimum(right1, right2).sub_(torch.maximum(left1, left2))  # of the intersection; negative for a gap
     height = torch.minimum(bottom1, bottom2).sub_(torch.maximum(top1, top2))
-    tiny = torch.finfo(width.dtype).tiny  # no area over no area is then 0
+    tiny = torch.finfo(width.dtype).tiny  # zero area divided by zero area is then 0
     hull = (width1 + width2).sub_(width).mul_((height1 + height2).sub_(height)).clamp_(min=tiny)
     intersection = width.clamp_(min=0).mul_(height.clamp_(min=0))
     union = (width1 * height1 + width2 * height2).sub_(intersection).clamp_(min=tiny)

@@ -11,7 +11,7 @@ class Classes:
     """The classes of the contiguous labels 0..K-1.
 
     Attributes:
-        ids: the category id of each label in the data, in rising order.
+        ids: the category id of each label in the data, in ascending order.
         names: the category name of each label.
     """
 

@@ -26,29 +26,29 @@ def get_cfg() -> CfgNode:
     """
     cfg = CfgNode()
     cfg.VERSION = 2  # version of the config format, as in detectron2
-    cfg.OUTPUT_DIR = "./output"  # folder of everything that a run writes; one run at a time
+    cfg.OUTPUT_DIR = "./output"  # folder for all files that a run writes; one run at a time
     cfg.TASK = "detection"  # what is read, trained and measured: detection, classification, or a registered task of your own
     cfg.TASK_OPTIONS = CfgNode(new_allowed=True)  # options of a task of your own
-    cfg.CALLBACKS = []  # what watches a training run: wandb, mlflow or your own; names, or [name, {option: value}]
+    cfg.CALLBACKS = []  # observers of a training run: wandb, mlflow or your own; names, or [name, {option: value}]
     cfg.SEED = -1  # seed of weights, data order and augmentation; negative: a random seed per run, which is logged
     _add_model(cfg)
     _add_data(cfg)
     _add_solver(cfg)
     cfg.TEST = CfgNode()
     cfg.TEST.EVAL_PERIOD = 0  # iterations between evaluations; 0: evaluate only at the end
-    cfg.TEST.EVAL_EPOCHS = 0.0  # epochs between evaluations; above 0, and with SOLVER.EPOCHS, EVAL_PERIOD is computed from it
+    cfg.TEST.EVAL_EPOCHS = 0.0  # epochs between evaluations; if this and SOLVER.EPOCHS are above 0, it replaces EVAL_PERIOD
     cfg.TEST.IMS_PER_BATCH = 1  # evaluation batch size over all processes; every process takes at least one image
-    cfg.TEST.DETECTIONS_PER_IMAGE = 100  # largest number of detections of an image; at least that of objects
-    cfg.TEST.NMS = 1.0  # of two detections of a class above this IoU the worse gets the score 0; 1: no NMS
+    cfg.TEST.DETECTIONS_PER_IMAGE = 100  # largest number of detections per image; at least the largest number of objects
+    cfg.TEST.NMS = 1.0  # if two detections of a class exceed this IoU, the worse one gets score 0; 1: no NMS
     cfg.TEST.EVALUATOR = "faster_coco_eval"  # faster_coco_eval, or pycocotools, the reference
-    cfg.TEST.BEST_FIGURE = ""  # figure that decides which checkpoint is the best, as AP50 or AP-cat; empty: the task's main one, AP
+    cfg.TEST.BEST_FIGURE = ""  # figure that selects the best checkpoint, such as AP50 or AP-cat; empty: the task's main one, AP
     cfg.TEST.TILES = CfgNode()
     cfg.TEST.TILES.SIZE = 0  # side in pixels, at least 32, of the tiles that larger images are cut into; 0: they are not cut
-    cfg.TEST.TILES.OVERLAP = 0.2  # smallest share of a tile's side that neighbours have in common; at least that of small objects
-    cfg.TEST.TILES.MERGE = "ios"  # nms: merge detections by intersection over union; ios: of cut objects, over the smaller one
+    cfg.TEST.TILES.OVERLAP = 0.2  # smallest overlap of neighbours, as a share of a tile's side; at least the size of small objects
+    cfg.TEST.TILES.MERGE = "ios"  # nms: merge detections by intersection over union; ios: for cut objects, over the smaller box
     cfg.TEST.TILES.WHOLE = True  # True: detect in the whole image too, for objects that are larger than a tile
-    cfg.TEST.PICTURES = 8  # number of images drawn beside their ground truth after the last evaluation
-    cfg.TEST.PICTURE_THRESHOLD = None  # lowest score that is drawn and that the report counts; None: that of the best F1 kept
+    cfg.TEST.PICTURES = 8  # number of images drawn next to their ground truth after the last evaluation
+    cfg.TEST.PICTURE_THRESHOLD = None  # lowest score that is drawn and counted in the report; None: the stored one with the best F1
     cfg.TEST.REPORT = False  # True: after the last evaluation write curves, confusion matrix, thresholds, worst images to report/
     return cfg
 
@@ -57,16 +57,16 @@ def _add_model(cfg: CfgNode) -> None:
     cfg.MODEL = model = CfgNode()
     model.META_ARCHITECTURE = "CPVTDetr"  # CPVTDetr, CPVTDeformableDetr, CPVTRealTimeDetr; CPVTClassifier, with TASK classification
     model.DEVICE = "auto"  # auto (cuda if torch finds a GPU, else cpu), cuda, cuda:1 or cpu
-    model.WEIGHTS_SHA256 = ""  # hash of the file that training starts from, which is compared with it; empty: any
+    model.WEIGHTS_SHA256 = ""  # expected hash of the file that training starts from; empty: any file
     model.WEIGHTS = ""  # checkpoint to start from; class heads are matched by class name, new classes get random weights
     model.FREEZE = []  # parts that are not trained: backbone, encoder, decoder, position, transformer.encoder.layers.0, ...
-    model.CHECKPOINTING = False  # True: backbone and encoder are computed twice per step, which needs about half the memory
-    model.NUM_CLASSES = 0  # number of classes; 0: read it from the training data; otherwise it is compared with the data
+    model.CHECKPOINTING = False  # True: compute backbone and encoder twice per step, which takes about half the memory
+    model.NUM_CLASSES = 0  # number of classes; 0: read it from the training data; else it must match the data
     model.PIXEL_MEAN = list(defaults.PIXEL_MEAN)  # mean of R, G and B, 0 to 255; timm backbones replace defaults by their own
     model.PIXEL_STD = list(defaults.PIXEL_STD)  # the model gets (pixels - PIXEL_MEAN) / PIXEL_STD; timm: as for PIXEL_MEAN
 
     # The nodes of parts (DETECTOR, BACKBONE, NECK, POSITION, QUERIES, CRITERION.CLASSIFICATION) take the options of the part that
-    # they name: keywords of its constructor, in upper case. None takes an option back that a file before has set.
+    # they name: keywords of its constructor, in upper case. None removes an option that an earlier file has set.
     model.DETECTOR = CfgNode(new_allowed=True)  # options of META_ARCHITECTURE
     _add_features(model)
     _add_transformer(model)
@@ -74,9 +74,9 @@ def _add_model(cfg: CfgNode) -> None:
 
     model.CLASSIFIER = CfgNode()  # CPVTClassifier only
     model.CLASSIFIER.POOL = ""  # input of the head: token (class token) or mean; empty: token where there is one, else mean
-    model.CLASSIFIER.SMOOTHING = 0.0  # label smoothing: part of the label that is spread over all classes
+    model.CLASSIFIER.SMOOTHING = 0.0  # label smoothing: share of the label that is spread over all classes
     model.CLASSIFIER.TEACHER = ""  # classifier to learn from: a checkpoint of ours, or timm/<name>; empty: none
-    model.CLASSIFIER.TEACHER_WEIGHTS = ""  # timm teacher: a file with timm's names, or DEFAULT, timm's own; classes in our order
+    model.CLASSIFIER.TEACHER_WEIGHTS = ""  # timm teacher: a file with timm's names, or DEFAULT (timm's own); classes in our order
 
 
 def _add_features(model: CfgNode) -> None:
@@ -86,14 +86,14 @@ def _add_features(model: CfgNode) -> None:
     model.BACKBONE.NORM = "FrozenBN"  # FrozenBN with pretrained weights; BN, SyncBN or GN (not for timm) to train from scratch
     model.BACKBONE.WIDTH = 64  # channels of the stem; all stages scale with it; pretrained weights exist for 64 only
     model.BACKBONE.STAGES = (5,)  # stages, 2 to 5, whose feature maps, of strides 4 to 32, are used; DETR uses one
-    model.BACKBONE.DC5 = False  # True: stage 5 is dilated and has the stride of stage 4
+    model.BACKBONE.DC5 = False  # True: stage 5 is dilated and keeps the stride of stage 4
     model.BACKBONE.FREEZE_AT = 2  # last stage that keeps its pretrained weights (is frozen); 1 is the stem, 0 trains all stages
-    model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in batches of the official code
+    model.BACKBONE.MASK_PADDING = True  # padding stays zero in every map; False: it leaks in, as in the official code's batches
     model.BACKBONE.POSITION = CfgNode(new_allowed=True)  # deit, cpvt, tnt: encoding of the patches
-    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: as MODEL.POSITION; empty: the own one: table, cpvt: peg_plain
+    model.BACKBONE.POSITION.NAME = ""  # deit, cpvt, tnt: as MODEL.POSITION; empty: default (table, for cpvt peg_plain)
 
     model.NECK = CfgNode(new_allowed=True)
-    model.NECK.NAME = ""  # neck; empty: the detector's: projection, multi_level (Deformable-DETR) or normed (real-time ones)
+    model.NECK.NAME = ""  # neck; empty: the detector's own: projection, multi_level (Deformable-DETR) or normed (real-time)
 
     model.POSITION = CfgNode(new_allowed=True)
     model.POSITION.NAME = "peg"  # none, sine, sine_offset, sine_grid, learned, table, relative, rope, rope_mixed, peg, <one>+<PEG>
@@ -110,13 +110,13 @@ def _add_transformer(model: CfgNode) -> None:
     model.DETR.NUM_OBJECT_QUERIES = 100  # number of object queries; at least twice the largest number of objects per image
 
     model.QUERIES = CfgNode(new_allowed=True)
-    model.QUERIES.NAME = ""  # learned, anchors, proposals or mixed; empty: the detector's: learned, or proposals if TWO_STAGE
+    model.QUERIES.NAME = ""  # learned, anchors, proposals or mixed; empty: the detector's own (learned; proposals if TWO_STAGE)
 
 
 def _add_criterion(model: CfgNode) -> None:
     model.CRITERION = CfgNode()
     model.CRITERION.CLASSIFICATION = CfgNode(new_allowed=True)
-    model.CRITERION.CLASSIFICATION.NAME = "softmax"  # softmax, focal; scores that learn how well a box fits: mal, varifocal, ia_bce
+    model.CRITERION.CLASSIFICATION.NAME = "softmax"  # softmax, focal; or mal, varifocal, ia_bce, which learn how well a box fits
     model.CRITERION.CLASS_WEIGHT = defaults.CLASS_WEIGHT  # weight of loss_class in the total loss; 0 leaves it out
     model.CRITERION.L1_WEIGHT = defaults.L1_WEIGHT  # weight of loss_l1 in the total loss; 0 leaves it out
     model.CRITERION.GIOU_WEIGHT = defaults.GIOU_WEIGHT  # weight of loss_giou in the total loss; 0 leaves it out
@@ -126,7 +126,7 @@ def _add_criterion(model: CfgNode) -> None:
     model.CRITERION.GIOU_COST = defaults.GIOU_WEIGHT  # weight of the GIoU cost in the matching
     model.CRITERION.PROPOSAL_MATCHES = 1  # two-stage: proposals matched with each object; more than 1, as in H-DETR, trains faster
     model.CRITERION.HYBRID_MATCHES = defaults.HYBRID_MATCHES  # queries of MODEL.QUERIES.HYBRID matched with each object
-    model.CRITERION.MANY_MATCHES = defaults.MANY_MATCHES  # mixed supervision: most queries matched with each object
+    model.CRITERION.MANY_MATCHES = defaults.MANY_MATCHES  # mixed supervision: largest number of queries matched with each object
     model.CRITERION.MANY_THRESHOLD = defaults.MANY_THRESHOLD  # mixed supervision: lowest score, of overlap and class, of a match
     model.CRITERION.MANY_CLASS_WEIGHT = defaults.MANY_CLASS_WEIGHT  # mixed supervision: weight of its class loss
 
@@ -135,12 +135,12 @@ def _add_data(cfg: CfgNode) -> None:
     cfg.INPUT = CfgNode()
     cfg.INPUT.FORMAT = "RGB"  # order of the colour channels; our loader reads only RGB
     cfg.INPUT.MIN_SIZE_TRAIN = (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)  # short side, drawn per image; (): no resize
-    cfg.INPUT.MAX_SIZE_TRAIN = 1333  # longest long side in pixels
+    cfg.INPUT.MAX_SIZE_TRAIN = 1333  # upper limit of the long side in pixels
     cfg.INPUT.MIN_SIZE_TEST = 800  # short side in pixels; 0: no resize
-    cfg.INPUT.MAX_SIZE_TEST = 1333  # longest long side in pixels
+    cfg.INPUT.MAX_SIZE_TEST = 1333  # upper limit of the long side in pixels
     cfg.INPUT.AUGMENTATIONS = []  # each a name or [name, {option: value}], in this order, before flip, crop and resize
-    cfg.INPUT.MIN_VISIBLE = 0.25  # boxes of which an augmentation leaves less than this share of the area are removed
-    cfg.INPUT.CLOSE_EPOCHS = 0.0  # length in epochs of the end of the run in which no images are mixed (Mosaic, MixUp)
+    cfg.INPUT.MIN_VISIBLE = 0.25  # boxes are removed if an augmentation leaves less than this share of their area
+    cfg.INPUT.CLOSE_EPOCHS = 0.0  # number of epochs at the end of the run in which no images are mixed (Mosaic, MixUp)
     cfg.INPUT.RANDOM_FLIP = "horizontal"  # horizontal: flip half of the images; none: do not flip
     cfg.INPUT.RESIZE_CROP = CfgNode()  # half the images: resize to one of SIZES, crop sides in RANGE, resize as above
     cfg.INPUT.RESIZE_CROP.ENABLED = True  # True: use DETR's random crop, on half of the images
@@ -149,27 +149,27 @@ def _add_data(cfg: CfgNode) -> None:
 
     cfg.INPUT.CLASSIFY = CfgNode()  # CPVTClassifier only; RANDOM_FLIP applies too, no other key above
     cfg.INPUT.CLASSIFY.SIZE = 224  # training: side of the crops in pixels
-    cfg.INPUT.CLASSIFY.SCALE = (0.08, 1.0)  # training: smallest and largest area of a crop, as a part of the image's
+    cfg.INPUT.CLASSIFY.SCALE = (0.08, 1.0)  # training: smallest and largest area of a crop, as a share of the image's
     cfg.INPUT.CLASSIFY.RATIO = (0.75, 4 / 3)  # training: smallest and largest width of a crop, as a multiple of its height
     cfg.INPUT.CLASSIFY.RANDAUGMENT = ()  # RandAugment: number of operations and magnitude, 0 to 30, such as (2, 27); (): none
     cfg.INPUT.CLASSIFY.ERASE = 0.0  # probability that a rectangle of a training image is erased
     cfg.INPUT.CLASSIFY.MIXUP = 0.0  # Mixup: parameter of its Beta distribution; 0: none; with CutMix, each on half of the batches
     cfg.INPUT.CLASSIFY.CUTMIX = 0.0  # CutMix: parameter of its Beta distribution; 0: none
-    cfg.INPUT.CLASSIFY.REPEATS = 1  # times that an image is in a batch, augmented differently; an epoch has that part of the images
+    cfg.INPUT.CLASSIFY.REPEATS = 1  # copies of an image in a batch, augmented differently; an epoch has 1/REPEATS of the images
     cfg.INPUT.CLASSIFY.TEST_SIZE = 224  # evaluation: side of the crop in pixels
-    cfg.INPUT.CLASSIFY.CROP_RATIO = 0.875  # evaluation: crop's part of the resized short side; 0: whole images, TEST_SIZE short
+    cfg.INPUT.CLASSIFY.CROP_RATIO = 0.875  # evaluation: crop as a share of the resized short side; 0: no crop, short side TEST_SIZE
 
     cfg.DATASETS = CfgNode()
     cfg.DATASETS.TRAIN = ()  # names of the training sets
     cfg.DATASETS.TEST = ()  # names of the test sets; the first one decides which checkpoint is the best
     cfg.DATASETS.REGISTER = []  # [name, COCO JSON, images: folder, tar files or URL], or [name, YOLO, VOC or class folder, split]
     cfg.DATASETS.ON_BAD = "error"  # error: list all errors in the data and stop; drop: leave out the images and boxes with errors
-    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for what was read of annotations above 4 MB or 10,000 files; "": none
+    cfg.DATASETS.CACHE = "~/.cache/cpvt_det"  # folder for cached annotations above 4 MB or 10,000 files; "": no cache
 
     cfg.DATALOADER = CfgNode()
     cfg.DATALOADER.NUM_WORKERS = 4  # number of processes that load and augment images; 0: the training process does it
-    cfg.DATALOADER.PATIENCE = 300.0  # seconds of waiting for an image; one that has gone, with its mount or server, is tried again
-    cfg.DATALOADER.ASPECT_RATIO_GROUPING = True  # True: a batch has only wide or only tall images, which means less padding
+    cfg.DATALOADER.PATIENCE = 300.0  # seconds to wait for an image; one whose mount or server is away is tried again
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = True  # True: a batch has only wide or only tall images, which saves padding
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # True: skip training images without objects; DETR learns from them too
 
 
@@ -183,19 +183,19 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.WARMUP_ITERS = 0  # iterations in which the learning rate rises to its full value; used if EPOCHS is 0
     solver.GAMMA = 0.1  # factor on the learning rate at each step of the schedule
     solver.SCHEDULE = "step"  # step; or cosine, which falls to COSINE_END at the end
-    solver.COSINE_END = 0.0  # cosine: part of the learning rate that is left at the end
+    solver.COSINE_END = 0.0  # cosine: share of the learning rate that is left at the end
     solver.IMS_PER_BATCH = 32  # batch size over all processes and accumulated parts
     solver.ACCUMULATE = 1  # number of parts in which each process computes its share of a batch; more parts need less memory
     solver.BASE_LR = 1e-4  # learning rate of everything but the backbone
     solver.BACKBONE_LR = 2e-5  # learning rate of the backbone
     solver.POINTS_LR_MULTIPLIER = 0.1  # factor on BASE_LR for Deformable-DETR's sampling offsets and reference points
     solver.LR_MULTIPLIERS = []  # learning rate factors, [part, factor] each: ["backbone.body.layer2", 0.5]; nested parts multiply
-    solver.LAYER_DECAY = 1.0  # backbone's learning rate factor per layer (of convolutional ones: stage) that comes after a weight
+    solver.LAYER_DECAY = 1.0  # factor on the backbone's learning rate per layer (in convolutional ones, stage) after a weight
     solver.WEIGHT_DECAY = 1e-4  # weight decay of AdamW
     solver.WEIGHT_DECAY_NORM = None  # weight decay of norms; None: WEIGHT_DECAY, as in the recipe
-    solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: the same as for such parameters elsewhere
-    solver.WEIGHT_DECAY_BIAS = None  # weight decay of biases, those of norms and PEGs too; None: as without this key
-    solver.WEIGHT_DECAY_EMBED = None  # weight decay of queries, tokens, tables: what is neither weight nor bias; None: WEIGHT_DECAY
+    solver.WEIGHT_DECAY_PEG = None  # weight decay of PEGs; None: as for the same kinds of parameters elsewhere
+    solver.WEIGHT_DECAY_BIAS = None  # weight decay of biases, including those of norms and PEGs; None: as without this key
+    solver.WEIGHT_DECAY_EMBED = None  # weight decay of queries, tokens, tables (neither weights nor biases); None: WEIGHT_DECAY
     solver.CLIP_NORM = 0.1  # largest norm of all gradients together; larger gradients are scaled down; 0: no clipping
     solver.AMP = CfgNode()
     solver.AMP.ENABLED = False  # True: mixed precision (autocast); losses, matching and box heads stay in float32
@@ -205,9 +205,9 @@ def _add_solver(cfg: CfgNode) -> None:
     solver.EMA.DECAY = 0.9997  # share of the old average that is kept in each step
     solver.MAX_BAD_STEPS = 10  # a step with a NaN or an infinity is skipped; this many in a row stop the run
     solver.CHECKPOINT_PERIOD = 5000  # iterations between checkpoints
-    solver.CHECKPOINT_MINUTES = 60.0  # minutes after which a checkpoint is written too, looked at in every LOG_PERIOD
-    solver.CHECKPOINT_KEEP = 3  # number of newest periodic checkpoints that are kept, beside the best and the final one
-    solver.EARLY_STOPPING = 0  # evaluations in a row without a new best one after which the run ends; 0: no early stopping
+    solver.CHECKPOINT_MINUTES = 60.0  # minutes after which a checkpoint is written too; checked every LOG_PERIOD
+    solver.CHECKPOINT_KEEP = 3  # number of newest periodic checkpoints to keep, besides the best and the final one
+    solver.EARLY_STOPPING = 0  # number of evaluations in a row without a new best after which the run ends; 0: never
     solver.LOG_PERIOD = 20  # iterations between log lines
     solver.THREADS = 0  # threads of each process of a run on a CPU; 0: as many as torch takes, one per core (OMP_NUM_THREADS)
     solver.COLLECTIVE_TIMEOUT = 1800.0  # seconds that a process waits for the others of its run before it ends
@@ -223,13 +223,13 @@ SAME_RUN = re.compile(
 
 
 def changed_keys(before: str, now: str) -> list[str]:
-    """Which keys that matter to a run's steps differ between two configs.
+    """The keys that affect a run's steps and differ between two configs.
 
     Args:
         before, now: YAML of :meth:`CfgNode.dump`.
 
     Returns:
-        "KEY was X, is Y" for each key that differs; an option of a part that only one of them sets was, or is, unset.
+        "KEY was X, is Y" for each key that differs. A part's option that only one of the configs sets is "unset" in the other.
     """
     old, new = (dict(flat_items(CfgNode.load_cfg(text))) for text in (before, now))
     options = (old.keys() ^ new.keys()) - set(key_names(get_cfg()))
@@ -253,7 +253,7 @@ def flat_items(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def nested(items: Iterable[tuple[str, Any]]) -> CfgNode:
-    """Groups of keys from pairs (full name, value): ``("A.B", 1)`` -> ``{"A": {"B": 1}}``; the contrary of :func:`flat_items`."""
+    """Groups of keys from pairs (full name, value): ``("A.B", 1)`` -> ``{"A": {"B": 1}}``; the inverse of :func:`flat_items`."""
     tree = CfgNode()
     for name, value in items:
         *groups, last = name.split(".")
@@ -265,13 +265,13 @@ def nested(items: Iterable[tuple[str, Any]]) -> CfgNode:
 
 
 def config_root() -> Path:
-    """The folder of the configs that come with the package: in the wheel inside it, in a checkout beside it."""
+    """The folder of the configs that come with the package: inside the package in a wheel, next to it in a checkout."""
     inside = Path(__file__).parent / "configs"
     return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
 
 
 def find_config(name: str) -> Path:
-    """A config file by path, or by a name below the configs of the package (``coco/detr_r50_peg_50ep.yaml``).
+    """Find a config file by its path, or by its name in the config folder of the package (``coco/detr_r50_peg_50ep.yaml``).
 
     Raises:
         ConfigError: no such file in either place.
@@ -283,7 +283,7 @@ def find_config(name: str) -> Path:
 
 
 def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
-    """Defaults, then a file, then KEY VALUE pairs.
+    """Build a config from the defaults, then a file, then KEY VALUE pairs.
 
     Args:
         config_file: path or name, as in :func:`find_config`; empty for the defaults alone.
@@ -300,11 +300,11 @@ def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
 
 
 class _WithBases(CfgNode):
-    """YAML whose ``_BASE_`` is a path from the file's folder, or if there is no such file, a name below the package's configs."""
+    """YAML whose ``_BASE_`` is a path from the file's folder or, if no such file exists, a name in the package's config folder."""
 
     @classmethod
     def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> Any:
-        """fvcore's, which calls itself with the file's folder and ``_BASE_`` joined."""
+        """fvcore's method, which calls itself with the file's folder joined with ``_BASE_``."""
         path = Path(filename)
         names = [Path(*path.parts[start:]) for start in range(len(path.parts))]
         found = next((config_root() / name for name in names if (config_root() / name).is_file()), path)
@@ -355,7 +355,7 @@ def parse_config(text: str, source: str) -> CfgNode:
 
 
 def _require_size(tree: Any, source: str) -> None:
-    """Refuse YAML aliases that expand to more than can be copied: ten lines may mean a billion parts, or infinitely many."""
+    """Refuse YAML aliases that expand to too many parts to copy: ten lines can stand for a billion, or for infinitely many."""
     parts = [tree]
     for _ in range(LARGEST_CONFIG):
         if not parts:
@@ -397,11 +397,11 @@ def merge_checked(cfg: CfgNode, other: CfgNode, source: str) -> None:
         source: name of the origin of ``other``, for error messages.
 
     Raises:
-        ConfigError: an unknown key, with the most similar known one; a value of another type than the default's. A whole number is
-            accepted for a float, and one name for a list of names.
+        ConfigError: an unknown key, with the most similar known one; a value whose type differs from the default's. A whole number
+            is accepted for a float, and one name for a list of names.
     """
     other = other.clone()
-    other.set_new_allowed(True)  # of nodes that are new, such as the options of each part of a sum
+    other.set_new_allowed(True)  # for new nodes, such as the options of each part of a sum
     _check_keys(cfg, other, source, prefix="")
     try:
         cfg.merge_from_other_cfg(other)

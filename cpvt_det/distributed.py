@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def is_initialized() -> bool:
-    """Whether this process is one of a group."""
+    """Whether this process belongs to a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -37,10 +37,10 @@ def all_reduce_mean(values: Tensor) -> Tensor:
 
 
 def all_reduce_max(value: float) -> float:
-    """The largest of the processes' numbers, exchanged on the host: by gloo, also where gradients go by NCCL.
+    """The largest number of all processes, exchanged on the host with gloo, even if gradients go through NCCL.
 
     Args:
-        value: an int or a float, the same type in all processes; the result has it too.
+        value: an int or a float, of the same type in all processes; the result has this type.
     """
     if not is_initialized():
         return value
@@ -50,7 +50,7 @@ def all_reduce_max(value: float) -> float:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The picklable values of all processes, in order of rank, on every process: for small values."""
+    """The picklable values of all processes, in order of rank, on every process; meant for small values."""
     if not is_initialized():
         return [value]
     values = [None] * world_size()
@@ -59,7 +59,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_to_first(value: Any) -> list[Any]:
-    """The picklable values of all processes, in order of rank, on process 0; an empty list on the others, which hold no other's."""
+    """The picklable values of all processes, in order of rank, on process 0; an empty list on the others, which receive nothing."""
     if not is_initialized():
         return [value]
     values = [None] * world_size() if rank() == 0 else None
@@ -68,7 +68,7 @@ def gather_to_first(value: Any) -> list[Any]:
 
 
 def scatter_from_first(values: list[Any]) -> Any:
-    """Of process 0's picklable values, one for each process, that of this one; what the others give is not looked at."""
+    """This process's value from process 0's list of picklable values, one per process; lists of other processes are ignored."""
     if not is_initialized():
         return values[0]
     own = [None]
@@ -77,7 +77,7 @@ def scatter_from_first(values: list[Any]) -> Any:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Process 0's picklable value, on every process; what the others give is not looked at."""
+    """Process 0's picklable value, on every process; values of other processes are ignored."""
     if not is_initialized():
         return value
     values = [value]
@@ -86,7 +86,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def share_buffers(module: nn.Module) -> None:
-    """Copy the buffers of the first process to all: running statistics of an unsynchronised batch norm differ between them."""
+    """Copy the buffers of the first process to all others, where running statistics of an unsynchronised batch norm differ."""
     if is_initialized():
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that the user can fix, reported in one line. The command line exits with code 2 on them.
 
-Two others end a run whose input was right: :class:`RunStoppedError` with code 1, :class:`InterruptedRun` with that of its signal.
+Two others end a run whose input was correct: :class:`RunStoppedError` with code 1, and :class:`InterruptedRun` with the code of
+its signal.
 Layers that are called with tensors of a wrong shape or dtype raise plain ``ValueError`` and ``TypeError``.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 
 class BadInputError(ValueError):
-    """Wrong input from outside the program; the message names what is wrong and the way out."""
+    """Wrong input from outside the program; the message says what is wrong and how to fix it."""
 
 
 class ConfigError(BadInputError):
@@ -24,11 +25,11 @@ class DataError(BadInputError):
 
 
 class UnreachableError(DataError):
-    """A file that cannot be read now, and may be later: its mount, its server or the network is away."""
+    """A file that cannot be read now but may be later, because its mount, its server or the network is down."""
 
 
 class MissingFileError(UnreachableError):
-    """A file that is not there."""
+    """A file that does not exist."""
 
 
 class DataFaultsError(DataError):
@@ -44,11 +45,11 @@ class MapSizeError(BadInputError):
 
 
 class RunStoppedError(RuntimeError):
-    """A run that cannot continue although its input was right; the message contains the reason and what was saved."""
+    """A run that cannot continue although its input was correct; the message contains the reason and what was saved."""
 
 
 class DeadWorkerError(RunStoppedError):
-    """A data worker died, or none comes back; the state of the run is intact."""
+    """A data worker that died, or data workers that no longer respond; the state of the run is intact."""
 
 
 class InterruptedRun(KeyboardInterrupt):
@@ -71,7 +72,7 @@ class UnknownNameError(ConfigError, KeyError):
         kind: kind of thing that the name should denote, such as "position encoding".
         name: the unknown name.
         known: the known names.
-        otherwise: way out if the name is not just misspelt.
+        otherwise: advice in case the name is not just misspelt.
     """
 
     def __init__(self, kind: str, name: object, known: Iterable[str], otherwise: str = ""):
@@ -90,7 +91,7 @@ def exit_code(signum: int) -> int:
 
 
 def counted(number: float, noun: str) -> str:
-    """A number, rounded, and a noun that takes an s: ``1 image``, ``3 images``, ``0 boxes`` for ``box``."""
+    """A rounded number and its noun, in the plural where needed: ``1 image``, ``3 images``, ``0 boxes`` for ``box``."""
     plural = noun + ("es" if noun.endswith("x") else "s")
     return f"{number:.0f} {noun if round(number) == 1 else plural}"
 
@@ -105,7 +106,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def output_errors(output: object) -> Iterator[None]:
-    """Within the block, what the system refuses becomes a config error: the config chose the folder ``output``."""
+    """Within the block, errors of the operating system become config errors, because the config chose the folder ``output``."""
     try:
         yield
     except OSError as error:
@@ -114,7 +115,7 @@ def output_errors(output: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def config_errors(where: str) -> Iterator[None]:
-    """Within the block, errors of constructors become config errors: the config chose the arguments."""
+    """Within the block, errors of constructors become config errors, because the config chose the arguments."""
     try:
         yield
     except BadInputError:

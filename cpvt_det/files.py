@@ -11,21 +11,21 @@ from typing import Any, BinaryIO
 
 try:
     import fcntl
-except ImportError:  # on Windows, where nothing is locked, and of two that write the same one comes after the other
+except ImportError:  # on Windows: no locks, so two writers of one file replace it one after the other
     fcntl = None
 
 
 def remove_unfinished(folder: str | Path) -> None:
-    """Remove what killed processes left of files they were writing; nobody may be writing there now."""
+    """Remove the temporary files of killed processes; no process may be writing to the folder at the same time."""
     for path in Path(folder).glob(".*.tmp"):
         path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes its name only after the block, complete and on the disk.
+    """Open a file that gets its name only after the block, when it is complete and on the disk.
 
-    If the block raises, what it wrote is removed and ``path`` stays as it was.
+    If the block raises, its output is removed and ``path`` stays as it was.
     """
     path = Path(path)
     # In the same folder: a rename is atomic within one file system only.
@@ -38,7 +38,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # the new name is on the disk only when the folder is
+    if os.name == "posix":  # the new name is on the disk only after the folder is synced
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -47,7 +47,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write_json(value: Any, path: str | os.PathLike[str], indent: int | None = None) -> None:
-    """Write strict JSON with :func:`atomic_file`; folders that are missing are made.
+    """Write strict JSON with :func:`atomic_file`, and create missing folders.
 
     Raises:
         ValueError: NaN or an infinite number.

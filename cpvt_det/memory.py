@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process takes of the machine, and what it may take: memory, now and at its peak, and cores; Python's collector."""
+"""What this process takes of the machine, and what it may take: current and peak memory, cores; Python's garbage collector."""
 
 import contextlib
 import ctypes
@@ -24,22 +24,22 @@ def usable_cores() -> int:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Let OpenMP's threads sleep while they wait for each other, unless the user decided otherwise; before torch is imported.
+    """Let OpenMP's threads sleep while they wait for each other, unless the user decided otherwise; call it before importing torch.
 
-    By default they spin. Beside a program that keeps a core busy the system then stops a thread in the middle of its work for
-    what it spent on spinning, thousands of times in a step, and the others wait for it.
+    By default they spin. If another program keeps a core busy, the system then stops a thread in the middle of its work because
+    its time was spent on spinning. This happens thousands of times in a step, and each time the other threads wait.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def trim_heap() -> None:
-    """Return freed memory that glibc keeps to the system; otherwise later allocations reuse it and cannot be measured."""
+    """Give freed memory that glibc holds back to the system; otherwise later allocations reuse it and cannot be measured."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak() -> None:
-    """Start a new count of the peak, on Linux; elsewhere the peak remains that of the whole process, with its imports."""
+    """Reset the peak on Linux; elsewhere the peak remains that of the whole process, including its imports."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
@@ -67,7 +67,7 @@ def available() -> int | None:
 
 
 def room_in(group: Path) -> int | None:
-    """Bytes up to the limit of a control group of version 2, caches of files counted as free; ``None`` if it has no limit."""
+    """Bytes left below the limit of a version 2 control group, counting file caches as free; ``None`` if it has no limit."""
     with contextlib.suppress(OSError, ValueError):
         limit, used = (int((group / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
         return limit - used + _read_numbers(group / "memory.stat").get("inactive_file", 0)
@@ -75,7 +75,7 @@ def room_in(group: Path) -> int | None:
 
 
 def _groups() -> list[Path]:
-    """The control group of this process, and those around it."""
+    """The control group of this process, and its parent groups."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
         folder = GROUPS / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
@@ -84,7 +84,7 @@ def _groups() -> list[Path]:
 
 
 def _read_numbers(path: Path) -> dict[str, int]:
-    """The lines "name number" of a file; none of a file that does not exist."""
+    """The numbers from the lines "name number" of a file; empty if the file does not exist."""
     with contextlib.suppress(OSError):
         rows = (line.split() for line in path.read_text(encoding="ascii").splitlines())
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
@@ -100,7 +100,7 @@ def _status(key: str) -> int | None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For code that creates millions of dicts, none in a cycle: searching them for cycles takes a fifth to a third of the time."""
+    """Pause garbage collection for code that creates millions of dicts without cycles; it takes a fifth to a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -112,10 +112,10 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """For a program's imports of large packages, which stay: nothing is looked through for cycles while they come, and they never.
+    """Pause garbage collection while a program imports large packages, and exclude these from it for good.
 
-    With torch and torchvision that is a third of the time. What the process holds at the end is never collected, so this is for
-    commands, not for functions that others call.
+    With torch and torchvision that saves a third of the time. Objects that exist at the end of the block are never collected, so
+    this is for commands, not for functions that others call.
     """
     before = len(sys.modules)
     with no_garbage_collection():

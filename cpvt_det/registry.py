@@ -89,7 +89,7 @@ class PartRegistry(Registry):
 
         Raises:
             UnknownNameError: a name that is not registered, or an option that the builder does not take.
-            ConfigError: an option of another type than its default.
+            ConfigError: an option whose type differs from that of its default.
         """
         accepted = self.parameters(name)
         builder = self.with_options(name, options or {}, facts.keys())
@@ -100,12 +100,12 @@ class PartRegistry(Registry):
 
         Args:
             name: a registered name.
-            options: values of keywords; the builder has to take all of them.
-            known: keywords that are no options, which messages leave out.
+            options: values of keywords; the builder must accept all of them.
+            known: keywords that are not options and that messages leave out.
 
         Raises:
             UnknownNameError: a name that is not registered, or an option that the builder does not take.
-            ConfigError: an option of another type than its default.
+            ConfigError: an option whose type differs from that of its default.
         """
         if not options:
             return self.find(name)
@@ -117,23 +117,23 @@ class PartRegistry(Registry):
         return functools.partial(self.find(name), **options)
 
     def _defaults(self, name: str) -> dict[str, Any]:
-        """The default values of a builder's keywords; of those without one, none."""
+        """The default values of the builder's keywords that have one."""
         parameters = inspect.signature(self.find(name)).parameters.values()
         return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
     def _takers_of(self, option: str, known: Collection[str]) -> str:
-        """Which parts take an option, for the message that refuses it elsewhere."""
+        """A hint that lists the parts that take an option, for the message that refuses it in another part."""
         takers = [other for other in self.names if option in self.parameters(other) - set(known)]
-        return f"it belongs to {', '.join(takers)}; leave it out, or None takes it back" if takers else ""
+        return f"it belongs to {', '.join(takers)}; leave it out, or set it to None" if takers else ""
 
 
 def options_of(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in a part's config node, as keywords: its keys in lower case, without ``NAME`` and what is ``None``."""
+    """The options in a part's config node, as keywords: its keys in lower case, without ``NAME`` and keys set to ``None``."""
     return {key.lower(): value for key, value in node.items() if key != "NAME" and value is not None}
 
 
 def _require_kind(what: str, value: Any, default: Any) -> None:
-    """Refuse a value of another type than the default's: a whole number does for a float, a list for a tuple."""
+    """Refuse a value whose type differs from the default's; a whole number is accepted for a float, and a list for a tuple."""
     kinds = {bool: bool, int: int, float: (int, float), str: str, list: (list, tuple), tuple: (list, tuple)}
     kind = kinds.get(type(default), object)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, (int, float))):
@@ -141,7 +141,7 @@ def _require_kind(what: str, value: Any, default: Any) -> None:
 
 
 def _family_of(name: str) -> str:
-    """The name that a family of parts is registered as, for the name of one."""
+    """The name under which the family of a part is registered, from the name of the part."""
     family, _, rest = name.partition("/")
     return f"{family}/<name>" if rest else name
 
@@ -168,10 +168,10 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def import_words() -> str:
-    """The ``--import`` of this command, with a space before it, for commands that are to follow it; empty without modules."""
+    """The ``--import`` options of this command, with a space before each, for commands to run next; empty without modules."""
     return "".join(f" --import {name}" for name in os.environ.get(INHERITED, "").split())
 
 
 def import_inherited() -> None:
-    """Import, in a process that a command started, the modules of its ``--import``."""
+    """Import the ``--import`` modules of a command in a process that it started."""
     import_modules(os.environ.get(INHERITED, "").split())

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data classes that modules exchange, and the functions from image sizes to padding masks.
 
-On the road of one image: after ``data/mapper.py``, around ``models/detector.py``, before ``losses/`` and ``evaluation/``.
+On the path of one image they come after ``data/mapper.py``, around ``models/detector.py``, and before ``losses/`` and
+``evaluation/``.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ class PaddedBatch:
         Args:
             images: (3, h, w) each: float and normalised; with ``mean`` and ``std``, any dtype and any device.
             divisor: the largest stride of the detector; on such canvases every level's mask is exact.
-            mean, std: (3, 1, 1) float, to normalise the images with on the canvas, which is created on their device.
+            mean, std: (3, 1, 1) float, statistics to normalise the images with; the canvas is created on their device.
 
         Raises:
             ValueError: no image, an image that is not (3, h, w), or one without pixels.
@@ -90,9 +91,9 @@ class BoxDistributions:
 
     Attributes:
         logits: (D', B, Q, 4, N + 1) float, of the last D' layers; left, top, right and bottom.
-        starts: (B, Q, 4) float, cxcywh without gradient, the boxes that distances are measured from.
-        values: (N + 1,) float, rising: the distance that each bin stands for.
-        scale: () float; a side is ``scale / 2 + distance`` parts of ``1 / scale`` of the start's width or height from its centre.
+        starts: (B, Q, 4) float, cxcywh without gradient, the boxes from which distances are measured.
+        values: (N + 1,) float, ascending: the distance that each bin stands for.
+        scale: () float; a side lies ``(scale / 2 + distance) / scale`` of the start's width or height from the start's centre.
     """
 
     logits: Tensor
@@ -103,24 +104,25 @@ class BoxDistributions:
 
 @dataclass
 class Predictions:
-    """The predictions of a detector for a batch; those of the last decoder layer are its answer.
+    """The predictions of a detector for a batch; those of the last decoder layer are the final answer.
 
     Attributes:
         logits: (D, B, Q, K') float; K' is K for sigmoid and K + 1 for softmax classification.
         boxes: (D, B, Q, 4) float, cxcywh in [0, 1] of the unpadded image.
         proposals: predictions of the encoder, one per token: logits (1, B, N, K') and boxes (1, B, N, 4); for two-stage detectors
             only. Used by the loss alone.
-        denoising: predictions of the queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4), with
-            ``objects`` and ``groups``; the other group of that kind.
-        objects: (B, Q) int64, the index of the target that each query stands for, -1 for none: instead of a matching, for
-            denoising queries only.
+        denoising: predictions of the denoising queries, which exist in training only: logits (D, B, Q', K') and boxes
+            (D, B, Q', 4), with ``objects`` and ``groups``.
+        objects: (B, Q) int64, the index of the target that each query stands for, or -1 for none; for denoising queries only,
+            which need no matching.
         groups: number of times that each target is among ``objects``, by which the losses are divided.
-        by_class: whether the logits of proposals are those of classes, and not of "an object" in one row.
-        hybrid: predictions of further queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4), which the
-            loss matches with every object several times.
-        one_to_many: predictions of the same queries, logits (D, B, Q, K') and boxes (D, B, Q, 4), each layer's before its queries
-            have seen each other; in training, for the loss alone, which matches every object with several of them.
-        distributions: what the boxes of the last layers were made of, in training, for decoders that refine distributions.
+        by_class: whether the logits of proposals are class logits, instead of one row for "an object".
+        hybrid: predictions of further queries that exist in training only, logits (D, B, Q', K') and boxes (D, B, Q', 4); the loss
+            matches several of them with each object.
+        one_to_many: predictions of the same queries, logits (D, B, Q, K') and boxes (D, B, Q, 4), taken in each layer before its
+            queries attend to each other; in training only, for the loss, which matches several of them with each object.
+        distributions: distributions from which the boxes of the last layers were computed, in training, for decoders that refine
+            distributions.
     """
 
     logits: Tensor
@@ -135,7 +137,7 @@ class Predictions:
     distributions: BoxDistributions | None = None
 
     def part(self, start: int | None, end: int | None) -> "Predictions":
-        """What the queries from ``start`` on, before ``end``, predict: logits, boxes and distributions."""
+        """The predictions of the queries ``[start:end]``: logits, boxes and distributions."""
         chosen, sides = slice(start, end), self.distributions
         if sides is not None:
             sides = BoxDistributions(sides.logits[:, :, chosen], sides.starts[:, chosen], sides.values, sides.scale)
@@ -147,8 +149,8 @@ class ClassLogits:
     """The answer of a classifier for a batch.
 
     Attributes:
-        logits: (H, B, K) float32 at least, of each of its heads: one, or with a distillation token two, the second of which learns
-            from the teacher. Their mean is the answer.
+        logits: (H, B, K) of at least float32, for each of the H heads. There is one head, or with a distillation token a second
+            one, which learns from the teacher. The mean over the heads is the answer.
     """
 
     logits: Tensor
@@ -246,7 +248,7 @@ def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.dev
     Returns:
         (B, H, W) bool, True = padded.
     """
-    sizes = torch.tensor(image_sizes).to(device, non_blocking=True)  # created on a GPU, the host would wait for it
+    sizes = torch.tensor(image_sizes).to(device, non_blocking=True)  # if it were created on a GPU, the host would wait
     rows = torch.arange(canvas[0], device=device) >= sizes[:, :1]  # (B, H)
     columns = torch.arange(canvas[1], device=device) >= sizes[:, 1:]  # (B, W)
     return rows[:, :, None] | columns[:, None, :]
@@ -255,7 +257,7 @@ def padding_mask_of(image_sizes: Sequence[Size], canvas: Size, device: torch.dev
 def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
     """The padding mask of a feature map: a cell is valid while it starts on a valid pixel.
 
-    That is ``ceil(size / stride)`` valid rows and columns, the number a strided convolution gives the image alone.
+    This gives ``ceil(size / stride)`` valid rows and columns, as many as a strided convolution gives for the image alone.
 
     Args:
         padding_mask: (B, H, W) bool, True = padded.
@@ -272,16 +274,16 @@ def level_padding_mask(padding_mask: Tensor, stride: int) -> Tensor:
 
 
 def has_padding(padding_mask: Tensor) -> bool:
-    """Whether any cell of a mask is padded; also true where the answer would wait for a device or break a compiled graph."""
+    """Whether any cell of a mask is padded; also true if the check would wait for a device or break a compiled graph."""
     is_at_hand = padding_mask.device.type == "cpu" and not torch.compiler.is_compiling()
     return not is_at_hand or bool(padding_mask.any())
 
 
 def valid_sizes(padding_mask: Tensor) -> list[Size] | None:
-    """(height, width) of what is valid in each image of a mask (B, H, W): all of it, from the upper left corner.
+    """(height, width) of the valid rectangle in the upper left corner of each image of a mask (B, H, W).
 
     Returns:
-        ``None`` for a mask of another form, and where the answer would wait for a device or break a compiled graph.
+        ``None`` if the valid cells have any other shape, or if the check would wait for a device or break a compiled graph.
     """
     if padding_mask.device.type != "cpu" or torch.compiler.is_compiling():
         return None
@@ -297,7 +299,7 @@ def require_bool(padding_mask: Tensor) -> None:
     """Refuse a padding mask that is not bool.
 
     Raises:
-        TypeError: a mask of another dtype, which the message contains.
+        TypeError: a mask of another dtype, which the message names.
     """
     if padding_mask.dtype != torch.bool:
         raise TypeError(f"padding_mask must be bool with True = padded, got {padding_mask.dtype}; use mask.bool()")

@@ -49,13 +49,13 @@ def run(record: Record, settings: Settings) -> None:
             record.part(f"{recipe.detector}, {passes}", partial(time_models, made[0], passes, settings))
         made.clear()
         _give_back(settings)
-    for recipe in recipes[:1] if settings.rehearse else (models.DEFORMABLE, models.DETR):
+    for recipe in (replace(REHEARSED, detector="DETR"),) if settings.rehearse else (models.DEFORMABLE, models.DETR):
         if settings.rehearse or settings.seconds_left > FOR_COMPILING:
             record.part(f"{recipe.detector}, compiled", partial(time_compiled, recipe, settings))
         else:
             record.leave_out(f"{recipe.detector}, compiled", "no time was left")
     if settings.more:
-        for size, batch in (((640, 640), 8), (SIZE, 8)):
+        for size, batch in (((640, 640), 8), (SIZE, 8))[: 1 if settings.rehearse else None]:
             for recipe in recipes:
                 record.part(f"{recipe.detector}, {size}, {batch} images", partial(time_more, recipe, size, batch, settings))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config -> objects. No other part of the core reads a config; every class takes plain arguments.
 
-Every function is found here, and imported when it is asked for: checking data needs no torch.
+Every function can be imported from here. Its module is loaded at first use, so checking data needs no torch.
 """
 
 import importlib
@@ -48,5 +48,5 @@ __all__ = list(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)  # asked for once
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)  # cached for the next access
     return found

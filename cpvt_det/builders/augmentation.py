@@ -28,7 +28,7 @@ def build_augmentations(cfg: CfgNode) -> list[AugmentationStep]:
     Raises:
         ConfigError: an entry that is not a name or [name, options]; options that the augmentation does not take or cannot use;
             ``INPUT.MIN_VISIBLE`` outside of [0, 1].
-        UnknownNameError: an unknown name of an augmentation or of an option.
+        UnknownNameError: an unknown augmentation or option.
     """
     min_visible = cfg.INPUT.MIN_VISIBLE
     if not 0 <= min_visible <= 1:
@@ -37,10 +37,10 @@ def build_augmentations(cfg: CfgNode) -> list[AugmentationStep]:
 
 
 def closing_epoch(cfg: CfgNode, steps: Sequence[AugmentationStep], num_images: int) -> float:
-    """The epoch, counted from 0, from which on images are no longer mixed; infinite without ``INPUT.CLOSE_EPOCHS``.
+    """The first epoch, counted from 0, in which images are no longer mixed; infinite without ``INPUT.CLOSE_EPOCHS``.
 
     Raises:
-        ConfigError: a negative number of epochs, or one without an augmentation that it is for.
+        ConfigError: a negative number of epochs, or a number above 0 although no augmentation mixes images.
     """
     last, solver = cfg.INPUT.CLOSE_EPOCHS, cfg.SOLVER
     if last < 0:
@@ -52,13 +52,13 @@ def closing_epoch(cfg: CfgNode, steps: Sequence[AugmentationStep], num_images: i
 
 
 def check_augmentations(cfg: CfgNode, records: Records) -> None:
-    """Try the augmentations, each with probability 1, on a black image of the narrowest one's size, with and without its boxes.
+    """Try the augmentations, each with probability 1, on a black image as large as the narrowest one, with and without its boxes.
 
-    Each is tried on what all before it make of the image, and on what it is where all that chance can leave out were left out.
-    Random numbers go on afterwards as if nothing had been drawn.
+    Each augmentation is tried twice: after all augmentations before it, and after only those that are applied to every image.
+    Afterwards the random number generators go on as if nothing had been drawn.
 
     Raises:
-        ConfigError: as :func:`build_augmentations` and :func:`closing_epoch`; an augmentation that fails.
+        ConfigError: as for :func:`build_augmentations` and :func:`closing_epoch`; an augmentation that fails.
     """
     entries = cfg.INPUT.AUGMENTATIONS
     if closing_epoch(cfg, build_augmentations(cfg), len(records)) <= 0 and distributed.rank() == 0:
@@ -76,14 +76,14 @@ def check_augmentations(cfg: CfgNode, records: Records) -> None:
 
 
 def _is_sure(entry: Any) -> bool:
-    """Whether an entry changes every image: it has no probability p, or one of 1. That of ``RandomChoice`` is another p."""
+    """Whether an entry is applied to every image: it has no probability p, or p is 1. In ``RandomChoice``, p is something else."""
     name, options = _name_and_options(entry)
     parameter = inspect.signature(AUGMENTATION_REGISTRY.find(name)).parameters.get("p")
     return name == "RandomChoice" or parameter is None or options.get("p", parameter.default) == 1
 
 
 def _try(entry: Any, scene: Scene, min_visible: float) -> Scene:
-    """What an entry makes of a scene, at probability 1."""
+    """Apply an entry to a scene, with probability 1."""
     name, options = _name_and_options(entry)
     if name in GROUPS:
         found = scene

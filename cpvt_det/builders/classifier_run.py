@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``INPUT.CLASSIFY`` and ``MODEL.CLASSIFIER`` -> what a run of a classifier reads, its loaders, its loss."""
+"""``INPUT.CLASSIFY`` and ``MODEL.CLASSIFIER`` -> data, loaders and loss of a classifier's run."""
 
 from collections.abc import Sequence
 
@@ -21,10 +21,10 @@ from cpvt_det.solver.classify import BatchMixing
 
 
 def load_class_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
-    """Training and test sets, as :func:`cpvt_det.builders.load_splits`, of images with one class each.
+    """The training and test sets, as in :func:`cpvt_det.builders.load_splits`, of images with one class each.
 
     Raises:
-        BadInputError: as there; a model that is no classifier.
+        BadInputError: as for ``load_splits``; a model that is not a classifier.
     """
     _check_settings(cfg)
     require_names(cfg, "TRAIN")
@@ -40,10 +40,10 @@ def load_class_tests(cfg: CfgNode) -> list[CocoDataset]:
 
 
 def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed: int) -> SampleLoader:
-    """Augmented batches of this process's share of ``SOLVER.IMS_PER_BATCH``.
+    """A loader of augmented batches, each with this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
-        ConfigError: a batch that the processes do not divide, or settings of ``INPUT.CLASSIFY`` that make no sense.
+        ConfigError: a batch size that the number of processes does not divide, or invalid settings of ``INPUT.CLASSIFY``.
     """
     node = cfg.INPUT.CLASSIFY
     require_rgb(cfg)
@@ -65,10 +65,10 @@ def build_class_train_loader(cfg: CfgNode, records: Sequence[ImageRecord], seed:
 
 
 def build_class_mapper(cfg: CfgNode) -> ClassMapper:
-    """What makes the test size of an image, in evaluation and after it.
+    """The mapper that brings an image to the test size, in evaluation and prediction.
 
     Raises:
-        ConfigError: a size or a ratio out of range, or another order of channels than RGB.
+        ConfigError: a size or a ratio out of range, or a channel order other than RGB.
     """
     node = cfg.INPUT.CLASSIFY
     require_rgb(cfg)
@@ -77,7 +77,7 @@ def build_class_mapper(cfg: CfgNode) -> ClassMapper:
 
 
 def build_class_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
-    """Every record once, at the test size, over all processes."""
+    """A loader that reads every record once, at the test size; the processes share the records."""
     dataset = MappedDataset(records, build_class_mapper(cfg), patience=cfg.DATALOADER.PATIENCE)
     world_size = distributed.world_size()
     share = max(1, cfg.TEST.IMS_PER_BATCH // world_size)
@@ -88,7 +88,7 @@ def build_class_criterion(cfg: CfgNode) -> ClassCriterion:
     """The loss of ``MODEL.CLASSIFIER``."""
     node = cfg.MODEL.CLASSIFIER
     if node.TEACHER_WEIGHTS and not node.TEACHER.startswith("timm/"):
-        raise ConfigError(f"MODEL.CLASSIFIER.TEACHER_WEIGHTS is {node.TEACHER_WEIGHTS!r}, but no network of timm is the teacher")
+        raise ConfigError(f"MODEL.CLASSIFIER.TEACHER_WEIGHTS is {node.TEACHER_WEIGHTS!r}, but the teacher is not a timm network")
     with config_errors("MODEL.CLASSIFIER.SMOOTHING"):
         return ClassCriterion(cfg.MODEL.CLASSIFIER.SMOOTHING)
 
@@ -100,7 +100,7 @@ def build_mixing(cfg: CfgNode) -> BatchMixing:
 
 
 def _check_settings(cfg: CfgNode) -> None:
-    """Refuse what cannot be evaluated, before the data are read and the training that would come first."""
+    """Refuse settings that cannot be evaluated, before data are read and training starts."""
     if not is_classifier(cfg):
         name = cfg.MODEL.META_ARCHITECTURE
         raise ConfigError(f"TASK is {cfg.TASK!r}, but MODEL.META_ARCHITECTURE {name!r} is no classifier; set it to CPVTClassifier")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``INPUT``, ``DATALOADER`` and ``TEST`` -> what a run reads, its loaders, its evaluator."""
+"""``INPUT``, ``DATALOADER`` and ``TEST`` -> data, loaders and evaluator of a run."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -29,11 +29,11 @@ def load_splits(cfg: CfgNode) -> tuple[list[CocoDataset], list[CocoDataset]]:
     """Read and check training and test sets, and set ``MODEL.NUM_CLASSES``.
 
     Returns:
-        The training sets, and the test sets; the latter may be none.
+        The training sets and the test sets; there may be no test set.
 
     Raises:
-        BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop; classes that differ between sets or
-            from the config's number; settings of the augmentation and the evaluation.
+        BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop; classes that differ between sets, or
+            whose number differs from the config's; settings of augmentation or evaluation that cannot be used.
     """
     require_names(cfg, "TRAIN")
     train, tests = _load(cfg, ("TRAIN", "TEST"))
@@ -54,7 +54,7 @@ def _load(cfg: CfgNode, splits: Sequence[str]) -> tuple[list[CocoDataset], list[
 
 
 def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., CheckedData]) -> CheckedData:
-    """Data sets by a function like :func:`cpvt_det.builders.check_datasets`, in a run of one or several processes.
+    """Load data sets with a function like :func:`cpvt_det.builders.check_datasets`, in a run of one or several processes.
 
     Raises:
         BadInputError: data that cannot be read; faults that ``DATASETS.ON_BAD`` does not drop.
@@ -65,12 +65,12 @@ def load_checked(cfg: CfgNode, splits: Sequence[str], check: Callable[..., Check
     except DataError as error:
         if distributed.rank() == 0:
             raise
-        raise DataError(first_line(error)) from error  # once is enough for the list
+        raise DataError(first_line(error)) from error  # process 0 shows the whole list
     return data
 
 
 def _look_together(cfg: CfgNode, records: Records, decode: bool, examples: float) -> Looked:
-    """Every process looks at a part of the images, unless an earlier run has looked at all and nothing has changed."""
+    """Look at a part of the images in each process, unless an earlier run looked at all of them and nothing has changed."""
     _open_index(records)
     rank, world_size, number = distributed.rank(), distributed.world_size(), len(records)
     kept = KeptLook(records, cfg.DATASETS.CACHE) if rank == 0 else None
@@ -87,18 +87,18 @@ def _look_together(cfg: CfgNode, records: Records, decode: bool, examples: float
 
 
 def _open_index(records: Records) -> None:
-    """Open the index of tar files in the process itself: data workers that are forked later share it."""
+    """Open the index of tar files in this process, so that data workers forked later share it."""
     shards = split_at_shards(f"{records.root}/")[0]
-    with contextlib.suppress(DataError, OSError):  # the look reports them, with the images
+    with contextlib.suppress(DataError, OSError):  # look_at_images reports them, with the images
         if shards:
             open_shards(shards)
 
 
 def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> SampleLoader:
-    """Augmented batches of this process's share of ``SOLVER.IMS_PER_BATCH``.
+    """A loader of augmented batches, each with this process's share of ``SOLVER.IMS_PER_BATCH``.
 
     Raises:
-        ConfigError: a batch that the processes do not divide, or sizes that make no sense.
+        ConfigError: a batch size that the number of processes does not divide, or sizes that make no sense.
     """
     node, loader = cfg.INPUT, cfg.DATALOADER
     require_rgb(cfg)
@@ -128,10 +128,10 @@ def build_train_loader(cfg: CfgNode, records: Records, seed: int) -> SampleLoade
 
 
 def build_test_mapper(cfg: CfgNode) -> Mapper:
-    """What makes the test size of an image, in evaluation and after it.
+    """The mapper that brings an image to the test size, in evaluation and prediction.
 
     Raises:
-        ConfigError: another order of channels than RGB.
+        ConfigError: a channel order other than RGB.
     """
     require_rgb(cfg)
     transform = RandomShortSide([cfg.INPUT.MIN_SIZE_TEST], cfg.INPUT.MAX_SIZE_TEST)
@@ -139,14 +139,14 @@ def build_test_mapper(cfg: CfgNode) -> Mapper:
 
 
 def build_tiling(cfg: CfgNode) -> Tiling | None:
-    """How images are cut in evaluation and prediction, by ``TEST.TILES``; ``None``: they are not."""
+    """The tiling of images in evaluation and prediction, from ``TEST.TILES``; ``None`` if images are not cut."""
     tiles = cfg.TEST.TILES
     with config_errors("TEST.TILES"):
         return Tiling(tiles.SIZE, tiles.OVERLAP, tiles.MERGE, tiles.WHOLE) if tiles.SIZE else None
 
 
 def build_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.utils.data.DataLoader:
-    """Every record once, at the test size, over all processes."""
+    """A loader that reads every record once, at the test size; the processes share the records."""
     with config_errors("INPUT or TEST"):
         dataset = MappedDataset(records, build_test_mapper(cfg), patience=cfg.DATALOADER.PATIENCE)
         world_size = distributed.world_size()
@@ -155,10 +155,10 @@ def build_test_loader(cfg: CfgNode, records: Sequence[ImageRecord]) -> torch.uti
 
 
 def check_evaluation(cfg: CfgNode) -> None:
-    """Refuse settings of the evaluation before the training that would come first.
+    """Refuse evaluation settings that cannot be used before training starts.
 
     Raises:
-        ConfigError: an unknown evaluator, a number of detections below 1, tiles that cannot be, or a threshold that is not a score.
+        ConfigError: an unknown evaluator, a number of detections below 1, impossible tiles, or a threshold that is not a score.
     """
     build_postprocessor(cfg)
     build_tiling(cfg)
@@ -176,10 +176,10 @@ def build_evaluator(cfg: CfgNode, dataset: CocoDataset) -> CocoEvaluator:
 
 
 def require_rgb(cfg: CfgNode) -> None:
-    """Refuse another order of channels than RGB, and an unknown flip.
+    """Refuse a channel order other than RGB, and an unknown flip.
 
     Raises:
-        ConfigError: one of these.
+        ConfigError: either of these.
     """
     if cfg.INPUT.FORMAT != "RGB":
         raise ConfigError(f"INPUT.FORMAT is {cfg.INPUT.FORMAT!r}; our loader reads RGB, the order of torchvision's weights")

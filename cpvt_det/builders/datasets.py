@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DATASETS`` -> data sets, read and checked.
 
-Without torch: ``cpvt-det check-data`` would wait longer for its import than for all the rest.
+This module does not import torch, which would take ``cpvt-det check-data`` longer than all its other work.
 """
 
 import logging
@@ -32,15 +32,15 @@ def check_datasets(
     examples: float = EXAMPLES,
     look: LookAtImages = look_at_images,
 ) -> CheckedData:
-    """Read and check the data sets of a config, and compare their classes with ``MODEL.NUM_CLASSES``, which is set.
+    """Read and check the data sets of a config, compare their classes with ``MODEL.NUM_CLASSES``, and set this key.
 
     Args:
         cfg: the config.
-        splits: those of ``DATASETS.TRAIN`` and ``DATASETS.TEST`` to read.
+        splits: splits to read: ``TRAIN`` for ``DATASETS.TRAIN``, ``TEST`` for ``DATASETS.TEST``, or both.
         decode, examples, look: as in :func:`cpvt_det.data.validation.check.check_data`.
 
     Returns:
-        The data sets without what has faults, and the faults, whatever ``DATASETS.ON_BAD`` is.
+        The data sets without their faulty parts, and the faults, whatever ``DATASETS.ON_BAD`` is.
 
     Raises:
         ConfigError: names that cannot be looked up, or an unknown policy.
@@ -61,12 +61,12 @@ def check_datasets(
 
 
 def check_class_datasets(cfg: CfgNode, *args: Any, **options: Any) -> CheckedData:
-    """:func:`check_datasets` of images that have one class each; arguments, result and errors are its own."""
+    """:func:`check_datasets` for images with one class each; arguments, result and errors are the same."""
     return check_image_classes(check_datasets(cfg, *args, **options))
 
 
 def log_data(datasets: Iterable[CocoDataset]) -> None:
-    """Log a line per data set, and a warning where not all of its boxes can be learned, or found."""
+    """Log a line per data set, and a warning if some of its boxes cannot be learned or found."""
     queries = "MODEL.DETR.NUM_OBJECT_QUERIES"
     for dataset in datasets:
         logger.info(dataset.describe())
@@ -76,7 +76,7 @@ def log_data(datasets: Iterable[CocoDataset]) -> None:
 
 
 def _note_many_boxes(dataset: CocoDataset, cfg: CfgNode, is_trained: bool) -> None:
-    """Name images of which not all boxes can be learned, or else found."""
+    """Note the images with more boxes than can be learned or found."""
     num_queries, num_detections = cfg.MODEL.DETR.NUM_OBJECT_QUERIES, cfg.TEST.DETECTIONS_PER_IMAGE
     counts = dataset.records.num_boxes
     for index in (counts > min(num_queries, num_detections)).nonzero()[0].tolist():
@@ -96,10 +96,10 @@ def _find(cfg: CfgNode, split: str) -> list[DatasetFiles]:
 
 
 def require_names(cfg: CfgNode, split: str) -> None:
-    """Refuse ``DATASETS.TRAIN`` or ``DATASETS.TEST``, whichever ``split`` is, where it is no list of names.
+    """Refuse ``DATASETS.TRAIN`` or ``DATASETS.TEST``, as ``split`` says, if it is not a list of names.
 
     Raises:
-        ConfigError: it is empty, or text.
+        ConfigError: an empty list, or text instead of a list.
     """
     names = cfg.DATASETS[split]
     if isinstance(names, str) or not names:
@@ -110,7 +110,7 @@ def set_classes(cfg: CfgNode, classes: Classes, source: str = "the data") -> Non
     """Set ``MODEL.NUM_CLASSES`` from the data, or from weights.
 
     Raises:
-        ConfigError: the config names another number.
+        ConfigError: a different number in the config.
     """
     if cfg.MODEL.NUM_CLASSES not in (0, len(classes)):
         raise ConfigError(
@@ -121,7 +121,7 @@ def set_classes(cfg: CfgNode, classes: Classes, source: str = "the data") -> Non
 
 
 def training_records(cfg: CfgNode, datasets: list[CocoDataset]) -> Records:
-    """The images to train on; without those without objects under ``DATALOADER.FILTER_EMPTY_ANNOTATIONS``."""
+    """The images to train on; ``DATALOADER.FILTER_EMPTY_ANNOTATIONS`` leaves out those without objects."""
     if not cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS:
         return join([dataset.records for dataset in datasets])
     return join([dataset.records.select(dataset.records.num_boxes > 0) for dataset in datasets])

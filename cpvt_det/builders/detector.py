@@ -49,7 +49,7 @@ arguments of the detector's constructor; further keywords are options, keys of `
 
 
 def register_detector(name: str, detector: type[ImageModel]) -> Callable:
-    """Register a detector's class, with the decorated function, which reads the config for it.
+    """Register a detector's class together with the decorated function, which reads its arguments from the config.
 
     Args:
         name: value of ``MODEL.META_ARCHITECTURE``; with detectron2 also the name of a meta architecture.
@@ -129,17 +129,17 @@ def _deformable_detr_arguments(
     eval_layers: int = 0,
     implementation: str = "auto",
 ) -> dict[str, Any]:
-    """Deformable-DETR, and what came after it.
+    """Deformable-DETR and its extensions.
 
     Args:
-        num_levels: feature levels: maps of BACKBONE.STAGES, then coarser ones made of the last.
+        num_levels: feature levels: maps of BACKBONE.STAGES, then coarser ones made from the last.
         enc_points, dec_points: sampling points per head and level in the encoder, and in the decoder.
         box_refinement: every decoder layer corrects the boxes of the previous layer.
         two_stage: queries come from the encoder's best proposals; needs box_refinement.
         look_forward_twice: a layer's loss corrects the previous boxes too (DINO); needs box_refinement.
         final_norm: one norm between the decoder's layers and their heads (DINO).
-        mixed_supervision: objects train several queries each, before these see each other (MS-DETR).
-        eval_layers: number of the decoder's first layers that run in evaluation and prediction; 0: all.
+        mixed_supervision: each object trains several queries, before these attend to each other (MS-DETR).
+        eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0: all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
     source = cfg.MODEL.QUERIES.NAME
@@ -189,20 +189,20 @@ def _real_time_arguments(
     eval_layers: int = 0,
     implementation: str = "auto",
 ) -> dict[str, Any]:
-    """RT-DETR and D-FINE: a hybrid encoder, of whose layers of attention DETR.ENC_LAYERS is the number, and refined proposals.
+    """RT-DETR and D-FINE: a hybrid encoder with DETR.ENC_LAYERS attention layers, and refined proposals.
 
     Args:
         encoder_channels: channels of the encoder; 0: DETR.HIDDEN_DIM, those of the decoder.
         encoder_feedforward: inner channels of the encoder's feed-forward networks; 0: DETR.DIM_FEEDFORWARD.
         fusion: convolutions across levels: csp (RT-DETR) or elan (D-FINE).
-        expansion: width of their inner layers, as a part of the encoder's channels.
-        depth: blocks of each CSP layer.
-        norm: norms of neck and encoder, of valid cells: BN, SyncBN, GN or none.
-        points: sampling points per head in the decoder, one number for all levels or one for each, as (3, 6, 3) in D-FINE.
-        look_forward_twice: a layer's loss corrects the previous boxes too; without bins only.
-        bins: D-FINE's decoder: number of bins of the distances that each side of a box is refined with (32); 0: boxes are refined.
-        bin_scale: sides move in units of a box's size over this; D-FINE-X: 8; weights come with theirs.
-        eval_layers: number of the decoder's first layers that run in evaluation and prediction; 0: all.
+        expansion: inner width of these convolutions, as a fraction of the encoder's channels.
+        depth: blocks in each CSP layer.
+        norm: norms of neck and encoder, over valid cells only: BN, SyncBN, GN or none.
+        points: sampling points per head in the decoder, one number for all levels or one per level, such as (3, 6, 3) in D-FINE.
+        look_forward_twice: a layer's loss corrects the previous boxes too; only without bins.
+        bins: D-FINE's decoder: number of bins (32) for the distance that a box side moves; 0: boxes are refined.
+        bin_scale: a box's size over this is the unit in which its sides move; D-FINE-X: 8; weights contain theirs.
+        eval_layers: number of decoder layers, from the first, that run in evaluation and prediction; 0: all.
         implementation: kernel of deformable attention: auto, numba, triton, eager, export or grid_sample.
     """
     if bins and look_forward_twice:
@@ -289,13 +289,13 @@ def shared_arguments(
         cfg: the config.
         backbone: backbone to use instead of the config's.
         num_levels: feature levels of the encoder.
-        source: query source where ``MODEL.QUERIES.NAME`` is empty.
-        refines: whether decoder layers correct boxes, which some positions of queries follow.
-        encoder: channels of neck and encoder, levels that the encoding sees, and inner channels of the encoder's networks;
-            ``None``: those of the decoder, and ``num_levels``.
+        source: query source if ``MODEL.QUERIES.NAME`` is empty.
+        refines: whether decoder layers correct boxes; some query positions follow the corrected boxes.
+        encoder: channels of neck and encoder, levels that the encoding sees, and inner channels of the encoder's feed-forward
+            networks; ``None`` for the decoder's channels and ``num_levels``.
 
     Raises:
-        ConfigError: a query source that needs what the detector does not have.
+        ConfigError: a query source that needs something the detector lacks.
     """
     detr, classification = cfg.MODEL.DETR, build_classification(cfg)
     names = cfg.MODEL.POSITION.NAME.split("+")
@@ -336,10 +336,10 @@ def shared_arguments(
 
 
 def _query_options(cfg: CfgNode, source: str, refines: bool) -> dict[str, Any]:
-    """The options of ``MODEL.QUERIES``; those of denoising as a module.
+    """The options of ``MODEL.QUERIES``, with those of denoising replaced by a module.
 
     Raises:
-        ConfigError: noise without denoising, or positions that follow boxes which nothing corrects.
+        ConfigError: noise without denoising, or positions that follow corrected boxes although no layer corrects any.
     """
     options = options_of(cfg.MODEL.QUERIES)
     for key in ("refined_positions", "scaled_positions"):

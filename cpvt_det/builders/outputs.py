@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MODEL`` -> what a model's answers meet: criterion, post-processing; and its device."""
+"""``MODEL`` -> criterion, post-processing and device of a model."""
 
 import os
 
@@ -18,8 +18,8 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
     """The criterion of ``MODEL.CRITERION``: matcher and losses.
 
     Raises:
-        ConfigError: an entry of ``LOSSES`` that is not one, or values that cannot be used.
-        UnknownNameError: an unknown name of a loss or of an option.
+        ConfigError: a malformed entry of ``LOSSES``, or values that cannot be used.
+        UnknownNameError: an unknown loss or option.
     """
     node = cfg.MODEL.CRITERION
     matcher = HungarianMatcher(build_classification(cfg), node.CLASS_COST, node.L1_COST, node.GIOU_COST)
@@ -38,10 +38,10 @@ def build_criterion(cfg: CfgNode) -> SetCriterion:
 
 
 def build_postprocessor(cfg: CfgNode) -> PostProcessor:
-    """Predictions -> detections, at most ``TEST.DETECTIONS_PER_IMAGE``, without copies by ``TEST.NMS``.
+    """Turn predictions into at most ``TEST.DETECTIONS_PER_IMAGE`` detections; ``TEST.NMS`` suppresses duplicates.
 
     Raises:
-        ConfigError: a classifier, or no detection.
+        ConfigError: a classifier, or a value of these keys that cannot be used.
     """
     if is_classifier(cfg):
         raise ConfigError(f"MODEL.META_ARCHITECTURE {cfg.MODEL.META_ARCHITECTURE!r} is no detector; set TASK to classification")
@@ -50,7 +50,7 @@ def build_postprocessor(cfg: CfgNode) -> PostProcessor:
 
 
 def build_decoder(cfg: CfgNode) -> PostProcessor | ClassScores:
-    """What decodes the answers of a model: :func:`build_postprocessor`, or for a classifier its scores."""
+    """The decoder of a model's answers: :func:`build_postprocessor`, or :class:`ClassScores` for a classifier."""
     return ClassScores() if is_classifier(cfg) else build_postprocessor(cfg)
 
 

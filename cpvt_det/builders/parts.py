@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MODEL`` -> parts of models: backbone, position encodings, classification. A part's node has its ``NAME`` and what its
-constructor takes; the registry refuses the rest."""
+"""``MODEL`` -> parts of models: backbone, position encodings, classification.
+
+The node of a part has its ``NAME`` and the options of its constructor; the registry refuses all other keys.
+"""
 
 import functools
 import logging
@@ -27,7 +29,7 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
 
     Raises:
         UnknownNameError: an unknown name, or an option that the backbone does not take.
-        ConfigError: a transformer whose patches are larger than images will be, or an encoding for another backbone.
+        ConfigError: a transformer whose patches are larger than the images, or an encoding for a backbone that takes none.
     """
     name, node = cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE
     taken, shared = BACKBONE_REGISTRY.parameters(name), get_cfg().MODEL.BACKBONE
@@ -35,7 +37,7 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
     ignored = [key for key in shared if key.lower() not in (*taken, "name", "weights", "position") and node[key] != shared[key]]
     if "position" not in taken and (node.POSITION.NAME or options_of(node.POSITION)):
         raise ConfigError(f"MODEL.BACKBONE.POSITION: the backbone {name!r} takes no encoding; set MODEL.POSITION, the detector's")
-    if ignored and distributed.rank() == 0:  # the configs that one starts from set them for our ResNets
+    if ignored and distributed.rank() == 0:  # base configs set them for our ResNets
         listed = ", ".join(f"{key} {node[key]!r}" for key in ignored)
         logger.warning("The backbone %r does not take these keys of MODEL.BACKBONE, which are ignored: %s", name, listed)
     if "sine_scrambled" in node.POSITION.NAME:
@@ -47,12 +49,12 @@ def build_backbone(cfg: CfgNode) -> nn.Module:
 
 
 def backbone_position(cfg: CfgNode) -> str:
-    """The encoding of a backbone that is a transformer: ``MODEL.BACKBONE.POSITION.NAME``, or its own; empty for other backbones."""
+    """The encoding of a transformer backbone: ``MODEL.BACKBONE.POSITION.NAME``, or its default; empty for other backbones."""
     return cfg.MODEL.BACKBONE.POSITION.NAME or OWN_POSITIONS.get(cfg.MODEL.BACKBONE.NAME, "")
 
 
 def require_patches(cfg: CfgNode) -> None:
-    """Refuse sizes of images below a transformer's patch; 0 means no resize. Other backbones take any.
+    """Refuse image sizes below a transformer's patch size; 0 means no resize. Other backbones take any size.
 
     Raises:
         ConfigError: such a size.
@@ -65,7 +67,7 @@ def require_patches(cfg: CfgNode) -> None:
 
 
 def require_larger_images(cfg: CfgNode, least: int, what: str, key_of_it: str) -> None:
-    """Refuse sizes of images below ``least`` pixels, the side of ``what``, which ``key_of_it`` sets.
+    """Refuse image sizes below ``least`` pixels, the side length of ``what``, which the key ``key_of_it`` sets.
 
     Raises:
         ConfigError: such a size.
@@ -81,7 +83,7 @@ def require_larger_images(cfg: CfgNode, least: int, what: str, key_of_it: str) -
 
 
 def pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[float]]:
-    """``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``, or where both have their defaults, those that the backbone knows, if any."""
+    """``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``; if both have their defaults, the backbone's own values, if it has any."""
     given = {"pixel_mean": cfg.MODEL.PIXEL_MEAN, "pixel_std": cfg.MODEL.PIXEL_STD}
     are_defaults = (list(given["pixel_mean"]), list(given["pixel_std"])) == (list(defaults.PIXEL_MEAN), list(defaults.PIXEL_STD))
     return {name: getattr(backbone, name, value) if are_defaults else value for name, value in given.items()}
@@ -90,7 +92,7 @@ def pixel_statistics(cfg: CfgNode, backbone: nn.Module) -> dict[str, Sequence[fl
 def build_encoder_position(
     cfg: CfgNode, channels: int, num_levels: int, num_layers: int, num_heads: int = defaults.HEADS, ffn_channels: int = 0
 ) -> PositionEncoding:
-    """The encoding of ``MODEL.POSITION``; ``ffn_channels`` are those of the encoder's layers, 0: ``MODEL.DETR``'s.
+    """The encoding of ``MODEL.POSITION``; ``ffn_channels`` is that of the encoder's layers, or 0 for that of ``MODEL.DETR``.
 
     Raises:
         UnknownNameError: an unknown name, or an option that the encoding does not take.
@@ -101,15 +103,15 @@ def build_encoder_position(
 
 
 def build_decoder_position(cfg: CfgNode, kind: str) -> PositionEncoding | str | None:
-    """What the keys of DETR's decoder get: sines, ``"same"`` as the encoder's, or ``None`` for nothing.
+    """The encoding of the keys in DETR's decoder: sines, ``"same"`` for the encoder's, or ``None`` for no encoding.
 
     Raises:
-        UnknownNameError: another kind than ``sine``, ``same`` or ``none``.
+        UnknownNameError: a kind other than ``sine``, ``same`` or ``none``.
     """
     if kind not in ("sine", "same", "none"):
         raise UnknownNameError("MODEL.DETECTOR.DECODER_POSITION", kind, ("sine", "same", "none"))
     temperature = {"temperature": cfg.MODEL.POSITION.TEMPERATURE} if cfg.MODEL.POSITION.get("TEMPERATURE") else {}
-    if kind == "sine" and cfg.MODEL.POSITION.NAME not in ("sine", "sine+peg"):  # their map is not computed twice
+    if kind == "sine" and cfg.MODEL.POSITION.NAME not in ("sine", "sine+peg"):  # these share the encoder's map
         return build_position("sine", cfg.MODEL.DETR.HIDDEN_DIM, **temperature)
     return None if kind == "none" else "same"
 
@@ -119,7 +121,7 @@ def build_classification(cfg: CfgNode) -> Classification:
 
     Raises:
         UnknownNameError: an unknown name, or an option that the classification does not take.
-        ConfigError: a number of classes below 1: it is not known yet; or a number that the classification does not take.
+        ConfigError: a number of classes below 1 (not known yet), or one that the classification does not accept.
     """
     node, num_classes = cfg.MODEL.CRITERION.CLASSIFICATION, count_classes(cfg)
     with config_errors("MODEL.CRITERION.CLASSIFICATION"):
@@ -130,7 +132,7 @@ def count_classes(cfg: CfgNode) -> int:
     """``MODEL.NUM_CLASSES``, K.
 
     Raises:
-        ConfigError: a number below 1: it is not known yet.
+        ConfigError: a number below 1, which means that it is not known yet.
     """
     if cfg.MODEL.NUM_CLASSES < 1:
         raise ConfigError(

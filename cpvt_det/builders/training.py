@@ -37,7 +37,7 @@ def build_schedule(cfg: CfgNode, num_images: int) -> TrainingSchedule:
 
 
 def _log_unused(setting: str, cfg: CfgNode, *keys: str, sets: str = "the length") -> None:
-    """Name what is set beside the setting that gives the run its length, or its evaluations, and is not used."""
+    """Log the keys that have a value but no effect, because ``setting`` decides the run's length or its evaluations."""
     ignored = [f"{key} {value}" for key in keys if (value := functools.reduce(getattr, key.split("."), cfg))]
     if ignored and distributed.rank() == 0:
         logger.info("%s sets %s; not used: %s", setting, sets, ", ".join(ignored))
@@ -47,7 +47,7 @@ def build_optimizer(cfg: CfgNode, detector: nn.Module) -> torch.optim.Optimizer:
     """AdamW with the learning rates and weight decays of ``SOLVER``.
 
     Raises:
-        ConfigError: entries of ``LR_MULTIPLIERS`` that are no pairs, or values that cannot be used.
+        ConfigError: entries of ``LR_MULTIPLIERS`` that are not pairs, or values that cannot be used.
     """
     solver = cfg.SOLVER
     rates = (solver.BASE_LR, solver.BACKBONE_LR, solver.WEIGHT_DECAY, solver.POINTS_LR_MULTIPLIER)
@@ -114,7 +114,7 @@ def build_step(
 
 
 def _require_numbers(node: CfgNode, name: str) -> None:
-    """Refuse NaN and infinities: a NaN would pass every comparison with a bound."""
+    """Refuse NaN and infinities, because a NaN would pass every check against a bound."""
     for key, value in node.items():
         if isinstance(value, CfgNode):
             _require_numbers(value, f"{name}.{key}")

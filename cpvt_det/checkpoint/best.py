@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best evaluation of a run so far, and how long it has been waited for a better one."""
+"""The best evaluation of a run so far, and the number of evaluations since then."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,17 +7,17 @@ from typing import Any
 
 @dataclass
 class BestSoFar:
-    """What decides on ``model_best.pth`` and on early stopping; part of the node ``cpvt_det`` of a checkpoint.
+    """State that decides on ``model_best.pth`` and on early stopping; part of the node ``cpvt_det`` of a checkpoint.
 
-    A resumed run repeats evaluations: that of its checkpoint, which is older than its evaluation, and those up to
-    ``model_best.pth``, which may be younger than the checkpoint. They are not counted again.
+    A resumed run repeats evaluations: the one of its checkpoint, which was written before that evaluation, and those up to
+    ``model_best.pth``, which may be newer than the checkpoint. They are not counted again.
 
     Attributes:
         name: name of the figure in the metrics, such as ``bbox/AP``; higher is better.
         test: name of the test set that it is measured on: the first one.
         figure: its highest value; ``None`` before the first evaluation.
         iteration: iteration of that evaluation.
-        waited: evaluations since then, all of them with a lower figure or the same.
+        waited: number of evaluations since then, none of them with a higher figure.
         counted: last iteration whose evaluation is in ``waited``.
     """
 
@@ -29,7 +29,7 @@ class BestSoFar:
     counted: int = -1
 
     def take(self, figure: float, iteration: int) -> bool:
-        """Take the figure of one evaluation; whether it is the highest so far. NaN, from a test set without objects, never is."""
+        """Take the figure of an evaluation; return whether it is the highest so far. NaN (a test set without objects) never is."""
         better = figure == figure and (self.figure is None or figure > self.figure)
         if better:
             self.figure, self.iteration = figure, iteration
@@ -41,7 +41,7 @@ class BestSoFar:
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """The state; ``best`` was the whole of it in older checkpoints."""
+        """The state; older checkpoints contain only ``best``."""
         return {
             "best": self.figure,
             "best_figure": self.name,
@@ -52,13 +52,13 @@ class BestSoFar:
         }
 
     def compares_with(self, state: dict[str, Any]) -> bool:
-        """Whether the run of a state chose by the same figure of the same test set; older checkpoints lack one or both names, and
-        a run that evaluates nothing has none to compare."""
+        """Whether the run of a state decided by the same figure on the same test set. Missing names, as in older checkpoints or in
+        runs without evaluations, are not compared."""
         same_test = not self.test or state.get("best_test", self.test) == self.test
         return state.get("best_figure", self.name) == self.name and same_test
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of a run; of one that chose by another figure or test set, nothing: the numbers cannot be compared."""
+        """Take the state of a run, or reset it if the run decided by another figure or test set, whose numbers do not compare."""
         if not self.compares_with(state):
             self.__init__(self.name, self.test)
             return

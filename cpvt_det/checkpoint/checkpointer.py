@@ -48,13 +48,13 @@ class RunState:
     """The node ``cpvt_det`` of a checkpoint.
 
     Args:
-        classes: what the labels mean.
+        classes: classes that the labels stand for.
         config: the run's config as YAML.
         seed: seed of the run.
         run_id: id of the run; a resumed run keeps it.
         data: description of the training data, from :func:`cpvt_det.data.coco.describe_records`.
-        ema: moving average of the weights; ``None`` if the run keeps none.
-        best: the best evaluation so far, with what decides on it.
+        ema: moving average of the weights; ``None`` if the run has none.
+        best: the best evaluation so far, with the figure and the test set that decide.
 
     Attributes:
         thresholds: score thresholds of the last evaluation; ``None`` before the first, and for a task that has none.
@@ -129,7 +129,7 @@ class RunState:
             self.ema.load_state_dict(state["ema"])
 
     def _compare_processes(self, before: int | None) -> None:
-        """Log what another number of processes changes; older checkpoints do not contain it."""
+        """Log the effects of a changed number of processes; older checkpoints do not contain that number."""
         now = distributed.world_size()
         if before not in (None, now):
             logger.warning(
@@ -162,12 +162,12 @@ class TrainerState:
 
 
 class RunCheckpointer(Checkpointer):
-    """fvcore's checkpointer with our files: written completely or not at all, read without running code, the last few kept.
+    """fvcore's checkpointer with our files, which are written completely or not at all and read without running code.
 
     Args:
         detector: model whose state dict becomes the node ``model``.
         folder: ``OUTPUT_DIR``.
-        keep: number of numbered checkpoints that are kept.
+        keep: number of numbered checkpoints to keep; older ones are removed.
         checkpointables: further nodes by name; ``cpvt_det`` is a :class:`RunState`.
     """
 
@@ -209,7 +209,7 @@ class RunCheckpointer(Checkpointer):
 
         Args:
             resume: True: resume the run that the folder belongs to. False: resume only a run with this run's own id, which exists
-                where torchrun has restarted its processes; the folder may contain checkpoints of other runs.
+                if torchrun has restarted its processes; the folder may contain checkpoints of other runs.
 
         Returns:
             The next iteration; 0 if there is no checkpoint, with a warning if ``resume`` is True.
@@ -268,21 +268,21 @@ class RunCheckpointer(Checkpointer):
         logger.info("Resumed from %s", path)
 
     def keep_best(self, figure: float, iteration: int) -> None:
-        """Save ``model_best.pth`` where the deciding figure is higher than ever."""
+        """Save ``model_best.pth`` if the deciding figure is higher than ever before."""
         state: RunState = self.checkpointables["cpvt_det"]
         if state.best.take(figure, iteration):
             self.save(BEST, iteration)
 
     def _take_best(self, state: RunState) -> None:
-        """The best evaluation of this run is that of ``model_best.pth``: the last checkpoint is older than its own evaluation."""
+        """Take the best evaluation from ``model_best.pth``, because the last checkpoint was written before its own evaluation."""
         best = self._best_of(state) if self.save_to_disk else None
         had_one = state.best.figure is not None
         state.best.figure, state.best.iteration = distributed.broadcast_object(best)
-        if had_one and state.best.figure is None:  # what was waited for is lost
+        if had_one and state.best.figure is None:  # the best evaluation is lost
             state.best.waited, state.best.counted = 0, -1
 
     def _best_of(self, state: RunState) -> tuple[float | None, int]:
-        """Figure and iteration of the best evaluation; ``None`` and -1 if there is none that compares."""
+        """Figure and iteration of the best evaluation; ``None`` and -1 if there is none to compare with."""
         best = self._read_best()
         if best is None or run_id_of(best) != state.run_id:
             return None, -1

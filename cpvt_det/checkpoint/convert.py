@@ -27,15 +27,15 @@ Renames = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Conversion:
-    """How the names of one source become ours.
+    """The conversion of one source's names to ours.
 
     Attributes:
-        marker: pattern that some names of this source match, and none of ours.
+        marker: pattern that some names of this source match, but none of our names.
         renames: (pattern, replacement) pairs, applied one after the other.
         absent: pattern that no name of this source matches, which distinguishes it from other sources with the same marker.
         drops_shared: True: of several equal tensors, its files contain only one.
-        convert: function from its tensors to ours, where new names are not enough; ``None``: the renames are all.
-        has_own_heads: True: every decoder layer has heads of its own, and proposals have another name.
+        convert: function from its tensors to ours, if new names are not enough; ``None`` if they are.
+        has_own_heads: True: every decoder layer has its own heads, and the proposals' heads have a separate name.
     """
 
     marker: str
@@ -209,15 +209,15 @@ OTHERS = {
     "MMDetection": r"^bbox_head\.",
     "YOLO": r"^\d+\.(conv|cv\d)\.",
 }
-"""Architecture that is not ours -> pattern of names that neither ours nor known sources have; the first that fits counts."""
+"""Unsupported architecture -> pattern of names that neither our models nor known sources have; the first match counts."""
 
 
 def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Rename weights of another project to our names.
 
-    Shapes do not change, so class heads keep all their rows; only ``q_proj``, ``k_proj`` and ``v_proj`` are joined into one tensor,
-    and of the classes' vectors for denoising, those beyond the rows of the class heads, which stand for nothing, are left out. If
-    all layers of a Deformable-DETR share their heads, one pair is kept; the last pair, of the proposals, moves to the queries.
+    Shapes do not change, so class heads keep all their rows, with two exceptions. ``q_proj``, ``k_proj`` and ``v_proj`` are joined
+    into one tensor; class vectors for denoising beyond the rows of the class heads stand for nothing and are left out. If all
+    layers of a Deformable-DETR share their heads, one pair is kept; the last pair, that of the proposals, moves to the queries.
 
     Args:
         state_dict: tensors under the names of ``source``; none is changed.
@@ -228,8 +228,8 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], source: str) -> dict[st
 
     Raises:
         UnknownNameError: an unknown source.
-        WeightsError: names that do not belong to this source, or to several; one of q, k and v missing; two tensors with different
-            values that would get the same name.
+        WeightsError: names that do not belong to this source, or that belong to several; one of q, k and v missing; two tensors
+            with different values that would get the same name.
     """
     if source not in CONVERSIONS:
         raise UnknownNameError("weights source", source, CONVERSIONS)
@@ -305,7 +305,7 @@ def _number_extra_levels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _cut_spare_labels(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """DINO's code makes one vector more than there are classes, for no class, and never uses it."""
+    """Cut the spare vector of DINO's code, which creates one more vector than there are classes and never uses it."""
     head, labels = "class_embed.0.weight", "queries.denoising.label_enc.weight"
     if head in state_dict and labels in state_dict:
         return {**state_dict, labels: state_dict[labels][: len(state_dict[head])]}

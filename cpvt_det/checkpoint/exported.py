@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported file, ONNX or OpenVINO, in the place of a checkpoint: what is called with a batch as its model was."""
+"""An exported file, ONNX or OpenVINO, in place of a checkpoint; it is called with a batch, like its model."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ from cpvt_det.evaluation.thresholds import Thresholds
 from cpvt_det.structures import PaddedBatch
 
 METADATA_KEY = "cpvt_det"
-"""Key of the metadata, JSON, that is written with a program."""
+"""Key of the JSON metadata that is written with a program."""
 PACKAGES = {"onnx": "onnxruntime", "openvino": "openvino"}
 SET_LATER = ("DEVICE", "WEIGHTS", "WEIGHTS_SHA256", "NUM_CLASSES")
 """Keys of ``MODEL`` and of its nodes that a program does not depend on once it is written."""
@@ -33,7 +33,7 @@ class Program(NamedTuple):
     """An opened program.
 
     Attributes:
-        run: function of images (B, 3, H, W) float32 and padding mask (B, H, W) bool that returns what it was exported to return.
+        run: function of images (B, 3, H, W) float32 and padding mask (B, H, W) bool that returns the program's outputs.
         facts: its metadata; empty for a program of another project.
     """
 
@@ -42,7 +42,7 @@ class Program(NamedTuple):
 
 
 class ExportedModel(nn.Module):
-    """An exported program that is called as its model: it has no weights here, and its answers are decoded already.
+    """An exported program that is called like its model; it has no weights here, and its answers are already decoded.
 
     Args:
         program: the program; its metadata contains ``stride`` and ``fixed``, the dimensions that may not change between calls.
@@ -61,14 +61,14 @@ class ExportedModel(nn.Module):
         return PaddedBatch.from_images([image.float() for image in images], self.size_divisibility)
 
     def forward(self, images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
-        """The program's answers, as of :meth:`cpvt_det.export.program.ExportModule.forward`.
+        """The program's answers, as in :meth:`cpvt_det.export.program.ExportModule.forward`.
 
         Args:
             images: (B, 3, H, W) float32 from 0 to 255.
             padding_mask: (B, H, W) bool, True = padded.
 
         Raises:
-            MapSizeError: images that are larger than the canvas of a program of one size.
+            MapSizeError: images that are larger than the canvas of a program with a fixed size.
         """
         count, _, *sides = images.shape
         canvas = [self.fixed.get(name, side) for name, side in zip(("height", "width"), sides, strict=True)]
@@ -86,7 +86,7 @@ class ExportedModel(nn.Module):
 
 
 def is_exported(word: str | os.PathLike[str]) -> bool:
-    """Whether a path is that of an exported program, by the end of its name."""
+    """Whether a path is that of an exported program, judged by its suffix."""
     return Path(word).suffix in EXPORTED
 
 
@@ -96,11 +96,11 @@ def load_model(
     config_file: str = "",
     overrides: Sequence[str] = (),
 ) -> Trained:
-    """A model to use: :func:`cpvt_det.checkpoint.trained.load_trained`, or an exported program.
+    """Load a model with :func:`cpvt_det.checkpoint.trained.load_trained`, or an exported program.
 
     Args:
-        path, config_file, overrides: as there; path may be that of an exported program.
-        device: as there; programs run on the CPU.
+        path, config_file, overrides: as in ``load_trained``; the path may be that of an exported program.
+        device: as in ``load_trained``; programs run on the CPU.
 
     Raises:
         WeightsError: weights or a program that cannot be read.
@@ -115,15 +115,15 @@ def load_model(
 
 
 def load_for_evaluation(cfg: CfgNode, classes: Classes) -> tuple[ExportedModel, Thresholds | None]:
-    """The program ``MODEL.WEIGHTS`` of a run that evaluates it, and its score thresholds.
+    """The program in ``MODEL.WEIGHTS``, for a run that evaluates it, and its score thresholds.
 
     Args:
         cfg: config of the run.
         classes: classes of the data.
 
     Raises:
-        WeightsError: a program that cannot be read, or of other classes.
-        ConfigError: keys that are fixed in the program, or a device that is no CPU.
+        WeightsError: a program that cannot be read or has other classes.
+        ConfigError: keys that are fixed in the program, or a device that is not a CPU.
     """
     stored, weights, model = _read(cfg.MODEL.WEIGHTS)
     _require_fitting(cfg, stored, model.origin)
@@ -141,7 +141,7 @@ def config_of(path: str | os.PathLike[str]) -> str:
 
 
 def open_program(path: str | os.PathLike[str], format: str) -> Program:
-    """Open a program, on the CPU, with as many threads as torch uses, in float32 where the file does not say otherwise.
+    """Open a program on the CPU, with as many threads as torch uses, in float32 unless the file says otherwise.
 
     Args:
         path: path of the file.
@@ -182,8 +182,9 @@ def _open_onnx(path: str) -> Program:
 def openvino_core() -> Any:
     """The ``openvino.Core`` of this process.
 
-    Each core with a compiled model sets a stack for signals, and unmaps it at its end. After two in turn (OpenVINO 2026.4) the
-    process has one that is unmapped, and Ctrl-C, or the end of a data worker, ends it with a segmentation fault.
+    Each core with a compiled model sets a stack for signals, and unmaps it when the core is destroyed. After two cores one after
+    the other (OpenVINO 2026.4), the process is left with an unmapped stack. Ctrl-C or the end of a data worker then causes a
+    segmentation fault.
     """
     import openvino
 
@@ -195,7 +196,7 @@ def _open_openvino(path: str) -> Program:
     model = core.read_model(path)
     facts = json.loads(model.get_rt_info(METADATA_KEY).astype(str)) if model.has_rt_info(METADATA_KEY) else {}
     options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
-    compiled = core.compile_model(model, "CPU", options)  # its own choice would be bfloat16 on some processors
+    compiled = core.compile_model(model, "CPU", options)  # the default is bfloat16 on some processors
 
     def run(images: Tensor, padding_mask: Tensor) -> tuple[Tensor, ...]:
         answers = compiled({"images": images.numpy(), "padding_mask": padding_mask.numpy()})
@@ -205,7 +206,7 @@ def _open_openvino(path: str) -> Program:
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel]:
-    """The config, what else is known, and the model of a program."""
+    """The config, the other metadata, and the model of a program."""
     program, origin = open_program(path, EXPORTED[Path(path).suffix]), str(path)
     try:
         facts = program.facts
@@ -222,7 +223,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[CfgNode, Weights, ExportedModel
 
 
 def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
-    """Refuse a config of another model than that of the program, and a GPU."""
+    """Refuse a config whose model differs from the program's, and a GPU."""
     of_test = _differing(stored.TEST, cfg.TEST, "TEST", ("DETECTIONS_PER_IMAGE", "NMS"))
     differing = [*_differing(stored.MODEL, cfg.MODEL, "MODEL"), *of_test]
     if differing:
@@ -235,7 +236,7 @@ def _require_fitting(cfg: CfgNode, stored: CfgNode, origin: str) -> None:
 
 
 def _differing(stored: CfgNode, used: CfgNode, name: str, keys: Sequence[str] = ()) -> list[str]:
-    """Names of keys with other values; those that only one of the configs has do not count."""
+    """Names of keys whose values differ; keys that only one of the configs has do not count."""
     found = []
     for key in keys or (set(stored) & set(used)) - set(SET_LATER):
         mine, other = stored[key], used[key]

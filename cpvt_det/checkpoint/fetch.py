@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public weights -> files on this machine. The transfer is huggingface_hub's, and for other addresses torch.hub's.
+"""Public weights -> files on this machine, through huggingface_hub or, for other addresses, torch.hub.
 
-A file has its name here only after it was checked; whoever comes second waits for whoever fetches. Nothing is fetched by import.
+A file gets its name here only after it was checked. While one process fetches a file, others that need it wait. Importing this
+module fetches nothing.
 """
 
 import contextlib
@@ -24,26 +25,26 @@ from cpvt_det.checkpoint.starts import Place, Start, find_start, starts
 from cpvt_det.errors import WeightsError, first_line
 
 HOME = "CPVT_DET_WEIGHTS"
-"""Environment variable of the folder for files that do not come from the hub, and for those that a user puts there."""
+"""Environment variable that names the folder for files that do not come from the hub, and for those that a user puts there."""
 TIMEOUT = 10.0
-"""Seconds without a word from a server; huggingface_hub's default is the same."""
+"""Seconds to wait for a server that does not answer; huggingface_hub's default is the same."""
 FOLDER_FILES = ("config.json", CONFIG, WEIGHTS, f"{WEIGHTS}.sha256", CLASSES, THRESHOLDS)
 """The files of a repository that are fetched; none of them can run code."""
 EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
-"""End of the name of an exported program -> its format."""
+"""File name suffix of an exported program -> its format."""
 SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".pkl", ".ckpt", ".yaml", *EXPORTED)
-"""What ends in one of them is a path."""
+"""Suffixes of paths: a word that ends in one of them is never taken as a repository."""
 
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def locate(word: str | os.PathLike[str]) -> Path:
-    """The file or folder that a word stands for: its path, and where there is none at it, a name of public weights
-    (:func:`cpvt_det.checkpoint.starts.starts`), a URL, or a repository of Hugging Face's hub, whose files are fetched.
+    """The file or folder that a word stands for. The word is a path or, if nothing exists there, a name of public weights
+    (:func:`cpvt_det.checkpoint.starts.starts`), a URL, or a repository on Hugging Face's hub, whose files are fetched.
 
     Raises:
-        WeightsError: files that cannot be fetched, or a word that is like a name.
+        WeightsError: files that cannot be fetched, or a word that is none of these.
     """
     text, path = os.fspath(word), Path(word).expanduser()
     if (start := find_start(word)) is not None:
@@ -59,20 +60,20 @@ def locate(word: str | os.PathLike[str]) -> Path:
 
 
 def weights_folder() -> Path:
-    """The folder of :data:`HOME`."""
+    """The folder that :data:`HOME` names, or its default."""
     return Path(os.environ.get(HOME) or "~/.cache/cpvt_det/weights").expanduser()
 
 
 def path_of(start: Start, place: Place | None = None) -> Path:
-    """Where a file is looked for first, whoever put it there."""
+    """The path where a file is looked for first, no matter who put it there."""
     return weights_folder() / start.name / ("model.pth" if place is None else place.file)
 
 
 def find(start: Start) -> Path | None:
-    """The file of public weights on this machine; ``None`` where it has to be fetched.
+    """The file of public weights on this machine; ``None`` if it must be fetched.
 
     Raises:
-        WeightsError: a file that is not that of the table.
+        WeightsError: a file that is not the one in the table.
     """
     for place in start.places or (None,):
         path = path_of(start, place)
@@ -86,10 +87,10 @@ def find(start: Start) -> Path | None:
 
 
 def fetch(start: Start) -> Path:
-    """The file of public weights, fetched where it is not on this machine, from the first of its places that has it.
+    """The file of public weights; if it is not on this machine, it is fetched from the first of its places that has it.
 
     Raises:
-        WeightsError: a file that cannot be fetched, or is not that of the table; how to put it there by hand.
+        WeightsError: a file that cannot be fetched or is not the one in the table; the message says how to put it there by hand.
     """
     if (found := find(start)) is not None:
         return found
@@ -109,7 +110,7 @@ def fetch(start: Start) -> Path:
 
 
 def fetch_folder(repo_id: str, **options: Any) -> Path:
-    """Fetch a model folder of Hugging Face's hub; without a network, that which was fetched before.
+    """Fetch a model folder from Hugging Face's hub; without a network, use the one that was fetched before.
 
     Args:
         repo_id: name of the repository, ``user/name``.
@@ -119,7 +120,7 @@ def fetch_folder(repo_id: str, **options: Any) -> Path:
         Path of the folder on this machine.
 
     Raises:
-        WeightsError: a repository that cannot be reached, does not exist or has no weights, or a name that is none.
+        WeightsError: a repository that cannot be reached, does not exist or has no weights, or an invalid name.
     """
     from huggingface_hub import snapshot_download
 
@@ -132,10 +133,10 @@ def fetch_folder(repo_id: str, **options: Any) -> Path:
 
 @contextlib.contextmanager
 def hub_errors(action: str) -> Iterator[None]:
-    """Turn whatever the hub's library raises into one line.
+    """Turn any error of the hub's library into one line.
 
     Raises:
-        WeightsError: an error of the library, or of its HTTP client, which is another one in each major version.
+        WeightsError: an error of the library or of its HTTP client, which differs between its major versions.
     """
     try:
         yield
@@ -169,7 +170,7 @@ def _from_url(place: Place, path: Path) -> Path:
     with FileLock(f"{path}.lock"):
         if path.is_file():  # another process has fetched it meanwhile
             return path
-        for left in path.parent.glob(f"{part.name}*"):  # by a process that was killed
+        for left in path.parent.glob(f"{part.name}*"):  # by a killed process
             left.unlink()
         print(f"{place.url} -> {path}", file=sys.stderr)
         socket.setdefaulttimeout(TIMEOUT)  # torch.hub sets none
@@ -185,7 +186,7 @@ def _from_url(place: Place, path: Path) -> Path:
 
 
 def _require_same(path: Path, place: Place) -> None:
-    """Refuse another file than that of the table: by its hash, and where that is unknown by its size."""
+    """Refuse a file other than the one in the table, compared by hash or, if the hash is unknown, by size."""
     megabytes = path.stat().st_size / 1e6
     if not place.sha256 and place.megabytes and not 0.95 < megabytes / place.megabytes < 1.05:
         raise WeightsError(f"{path} has {megabytes:.0f} MB, and that of {place.url} {place.megabytes}; remove it, and try again")

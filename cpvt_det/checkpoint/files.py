@@ -21,23 +21,23 @@ from cpvt_det.files import atomic_file
 UNPACKED = 10  # largest ratio of unpacked size to file size; weights hardly compress
 SLACK = 1 << 20  # bytes that are allowed beyond it
 PREFIXES = ("module.", "model.", "net.", "detector.")
-"""Prefixes of all names of a model in a wrapper: torch's for several GPUs and for averages, and usual ones of Lightning."""
+"""Prefixes that wrappers put before all names of a model: torch's for several GPUs and averages, and usual ones in Lightning."""
 INSIDE = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts of names, anywhere, that torch gives to what is compiled, sharded or checkpointed."""
+"""Parts that torch inserts anywhere in the names of compiled, sharded or checkpointed modules."""
 TRANSFORMERS = re.compile(r"model\.(encoder|decoder)\.")
-"""Beginning of names of transformers' own, which may all begin with ``model.``: a shared head has its one name in the decoder."""
+"""Beginning of transformers' own names, which may all start with ``model.``, because a shared head is named only in the decoder."""
 
 
 def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
     """Read a file written by ``torch.save`` or safetensors, or a pickle of arrays, to the CPU.
 
-    No code from the file is run. The unpickler is torch's restricted one: beside tensors and plain containers it builds only
+    No code from the file is run. The unpickler is torch's restricted one. Besides tensors and plain containers it builds only
     ``argparse.Namespace``, numpy arrays and numpy numbers, which official DETR checkpoints contain.
 
     Args:
         path: path of the file; ``.safetensors`` means that format, ``.pkl`` a pickle of arrays (detectron2's model zoo), any other
             suffix torch's format.
-        only_look: True: leave torch's tensors on the disk and read only the rest; damage to tensors is then not found.
+        only_look: True: leave torch's tensors on the disk and read only the rest; damage to tensors then goes unnoticed.
 
     Returns:
         The saved object; for a checkpoint a dict.
@@ -63,7 +63,7 @@ def read_checkpoint(path: str | Path, only_look: bool = False) -> Any:
 
 
 def checksum_of(path: Path) -> Path:
-    """Path of the checksum file beside ``path``, in the format of ``sha256sum``."""
+    """Path of the checksum file next to ``path``, in the format of ``sha256sum``."""
     return path.with_name(f"{path.name}.sha256")
 
 
@@ -113,11 +113,11 @@ def state_dict_of(checkpoint: Any, where: str = "the checkpoint", prefixes: Sequ
     Args:
         checkpoint: object that :func:`read_checkpoint` returned.
         where: name of the checkpoint in error messages.
-        prefixes: beginnings of all names that are left out; networks of others may have some of their own.
+        prefixes: prefixes that are removed if all names have them; networks of other projects may need different ones.
 
     Returns:
-        Names -> tensors, without what wrappers add: ``module.`` of several GPUs, ``_orig_mod.`` of ``torch.compile``, ``model.`` of
-        Lightning, whose other parts, such as a criterion, are left out.
+        Names -> tensors, without the parts that wrappers add: ``module.`` of several GPUs, ``_orig_mod.`` of ``torch.compile``,
+        ``model.`` of Lightning. Other parts of a Lightning module, such as a criterion, are left out.
 
     Raises:
         WeightsError: an object that is not a dict of tensors.
@@ -160,7 +160,7 @@ def not_finite(state_dict: dict[str, Tensor]) -> str:
 
 
 def write_checkpoint(obj: Any, path: str | Path) -> None:
-    """Save ``obj`` and its checksum; whatever happens, ``path`` has either its old content or all of the new one.
+    """Save ``obj`` and its checksum. Whatever happens, ``path`` has either its old content or all of the new content.
 
     Args:
         obj: object that ``torch.save`` accepts; for a path that ends in ``.safetensors``, a dict of tensors.
@@ -187,7 +187,7 @@ def write_checkpoint(obj: Any, path: str | Path) -> None:
 
 
 def write_line(text: str, path: Path) -> None:
-    """Replace the content of a file by one line, completely or not at all.
+    """Replace the content of a file with one line, completely or not at all.
 
     Raises:
         RunStoppedError: a file that cannot be written.
@@ -206,7 +206,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _allowed_globals() -> list[Any]:
-    """Types that the restricted unpickler may build beside torch's own; numpy's functions also under their names before numpy 2."""
+    """Types that the restricted unpickler may build besides torch's own; numpy's functions also under their names from numpy 1."""
     makers = {maker.__name__: maker for maker in (np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])}
     named = [(maker, f"numpy.{core}.multiarray.{name}") for core in ("_core", "core") for name, maker in makers.items()]
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefd"}

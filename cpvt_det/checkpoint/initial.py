@@ -32,12 +32,12 @@ def load_initial_weights(
         allow_partial: True: in evaluation too, a part of the model may keep its random weights.
 
     Returns:
-        The score thresholds that ``MODEL.WEIGHTS`` came with; ``None`` if they came with none.
+        The score thresholds stored with ``MODEL.WEIGHTS``; ``None`` if there are none.
 
     Raises:
-        WeightsError: weights that cannot be read, of another backbone, or with other shapes than the model's (class heads and
-            queries may differ); in training also weights with a NaN or an infinity; in evaluation also no weights, or weights for a
-            part of the model.
+        WeightsError: weights that cannot be read, belong to another backbone, or differ from the model in shape (class heads and
+            queries may differ); in training also weights with a NaN or an infinity; in evaluation also missing weights, or weights
+            for only a part of the model.
     """
     backbone = cfg.MODEL.BACKBONE
     if cfg.MODEL.WEIGHTS:
@@ -68,7 +68,7 @@ def load_initial_weights(
     if backbone.WEIGHTS:
         load_backbone_weights(detector.backbone, backbone.WEIGHTS, backbone.NAME)
         mean, std = (", ".join(f"{value:g}" for value in part.flatten()) for part in (detector.pixel_mean, detector.pixel_std))
-        logger.info("Backbone weights: %s, with pixels less a mean of %s, by a deviation of %s", backbone.WEIGHTS, mean, std)
+        logger.info("Backbone weights: %s; pixels are normalised by mean %s, deviation %s", backbone.WEIGHTS, mean, std)
     elif _starts_frozen(cfg):
         logger.warning(
             "The backbone starts from random weights, and with MODEL.BACKBONE.NORM FrozenBN or FREEZE_AT > 0 a part of it is never "
@@ -78,14 +78,14 @@ def load_initial_weights(
 
 
 def _starts_frozen(cfg: CfgNode) -> bool:
-    """Whether the backbone keeps weights or statistics that it starts with, by keys that it takes."""
+    """Whether keys that the backbone takes freeze some of its initial weights or statistics."""
     freezing = {"NORM": cfg.MODEL.BACKBONE.NORM == "FrozenBN", "FREEZE_AT": cfg.MODEL.BACKBONE.FREEZE_AT > 0}
     taken = BACKBONE_REGISTRY.parameters(cfg.MODEL.BACKBONE.NAME) if cfg.MODEL.BACKBONE.NAME in BACKBONE_REGISTRY else {"freeze_at"}
     return any(value and key.lower() in taken for key, value in freezing.items())
 
 
 def _require_backbone(report: WeightsReport, cfg: CfgNode, detector: nn.Module) -> None:
-    """Refuse weights of another backbone, of which a few names fit by chance."""
+    """Refuse weights of another backbone, even if a few of their names fit by chance."""
     own = [name for name in detector.state_dict() if name.startswith("backbone.")]
     missing, unexpected = (
         [name for name in names if name.startswith("backbone.")] for names in (report.missing, report.unexpected)
@@ -106,7 +106,7 @@ def require_shapes(report: WeightsReport, origin: str) -> None:
         origin: name of the weights in the error message.
 
     Raises:
-        WeightsError: a tensor of another shape; the message names the first one.
+        WeightsError: a tensor whose shape differs; the message names the first one.
     """
     may_differ = (CLASS_HEAD, PROPOSALS_HEAD, DENOISING_LABELS, QUERIES)
     for name, shapes in report.remade.items():

@@ -33,14 +33,14 @@ class WeightsReport:
         unexpected: names in the weights only.
         rows_by_name: if the classes differ: class name -> row of the weights that was loaded for it; ``None`` for a class that kept
             its initial row; empty if the classes agree.
-        near_names: class name that was not found -> name of the weights that differs from it in case, spaces or a plural alone.
+        near_names: class name that was not found -> class name of the weights that differs only in case, spaces or a plural.
         first_row_only: names among ``loaded`` of which only row 0 was loaded: class heads of proposals whose row 0 means "an
             object"; the other rows stand for no class and were only trained to give low scores.
-        first_queries: names among ``loaded`` of which only the first rows were loaded -> how many: vectors of queries by the rank
-            of their proposals, as of weights with a hybrid branch in a model without one.
-        training_only: names in the weights only that nothing but training needs: labels of denoising.
-        source: source of the names that the weights had, a key of ``CONVERSIONS``; ``None`` for our names.
-        thresholds: score thresholds that the weights came with, of their own classes; ``None`` if they came with none.
+        first_queries: names among ``loaded`` of which only the first rows were loaded -> how many. These are query vectors in the
+            order of the proposals, for example from weights with a hybrid branch in a model without one.
+        training_only: names in the weights only that only training needs: labels of denoising.
+        source: source of the weights' original names, a key of ``CONVERSIONS``; ``None`` for our names.
+        thresholds: score thresholds stored with the weights, for their own classes; ``None`` if there are none.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class WeightsReport:
         return bool(self.remade or self.missing or self.unexpected or None in self.rows_by_name.values())
 
     def __str__(self) -> str:
-        """One line: how many of each kind, and some of their names."""
+        """One line with the number of tensors of each kind, and some of their names."""
         parts = [f"{len(self.loaded)} tensors loaded" + (f", converted from {self.source}" if self.source else "")]
         for names, what in ((self.remade, "re-initialised"), (self.missing, "missing"), (self.unexpected, "unexpected")):
             grouped = [name for name, _ in _grouped((name, "") for name in names)]
@@ -73,7 +73,8 @@ class WeightsReport:
         return "; ".join(parts)
 
     def table(self) -> str:
-        """What was not loaded and why, with names that differ only in a layer's number in one row; or "every tensor loaded"."""
+        """A table of tensors that were not loaded and why, or "every tensor loaded"; names that differ only in a layer's number are
+        in one row."""
         rows = [("re-initialised", name, reason) for name, reason in _grouped(self.remade.items())]
         rows += [("missing", name, "only in the model") for name, _ in _grouped((name, "") for name in self.missing)]
         rows += [("unexpected", name, "only in the weights") for name, _ in _grouped((name, "") for name in self.unexpected)]
@@ -152,13 +153,13 @@ def _described(state_dict: Mapping[str, Tensor], name: str) -> str:
 
 
 def _beside_pegs(state_dict: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of an encoding under the names that it has beside a PEG, where the model has it there: ``table`` in ``table+peg``."""
+    """Rename the tensors of an encoding if the model combines that encoding with a PEG: ``table`` in ``table+peg``."""
     beside = {name: POSITION.sub(r"\1position.additive.", name) for name in state_dict}
     return {beside[name] if name not in own and beside[name] in own else name: tensor for name, tensor in state_dict.items()}
 
 
 def _first_by_rank(state_dict: Mapping[str, Tensor], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Vectors of queries cut to the model's number, where the i-th query starts at the i-th best proposal; and what was cut."""
+    """Cut query vectors to the model's number, if the i-th query starts at the i-th best proposal; also return notes on the cut."""
     name, cut = "queries.query_embed.weight", dict(state_dict)
     vectors = model.state_dict().get(name) if isinstance(getattr(model, "queries", None), MixedQueries) else None
     given = state_dict.get(name)
@@ -173,8 +174,8 @@ def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
 
     Args:
         backbone: backbone that is changed in place.
-        weights: argument of its ``load_pretrained``: for a ResNet the name of torchvision weights, or a file; of a model of ours,
-            a classifier or a detector, its backbone is taken.
+        weights: argument of its ``load_pretrained``: for a ResNet the name of torchvision weights, or a file. If the file is one of
+            our classifiers or detectors, its backbone is used.
         name: name of the backbone in error messages, such as ``resnet50``.
 
     Raises:
@@ -187,13 +188,13 @@ def load_backbone_weights(backbone: nn.Module, weights: str, name: str) -> None:
 
 
 def _read_network(path: str) -> dict[str, Tensor]:
-    """A file's tensors; of a model of ours whose backbone has a library's network, that network's by the library's names."""
+    """The tensors of a file; for one of our models around a library's network, that network's tensors under the library's names."""
     state_dict = state_dict_of(read_checkpoint(path), path)
     return {name.removeprefix(BODY): tensor for name, tensor in state_dict.items() if name.startswith(BODY)} or state_dict
 
 
 def nearly_named(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """Names -> known ones that differ in case, spaces, hyphens or a plural's ending alone: a suggestion, never a match."""
+    """Names -> known names that differ only in case, spaces, hyphens or a plural ending; a suggestion, never a match."""
     pairs = {name: [other for other in known if _alike(other) & _alike(name)] for name in names}
     return {name: others[0] for name, others in pairs.items() if others}
 
@@ -214,8 +215,8 @@ def _rows_by_name(read: Weights, class_names: Sequence[str] | None) -> dict[str,
 
 
 def _meaning_of_proposals(model: nn.Module, read: Weights) -> str:
-    """What the rows of the proposals' class heads stand for: ``classes``, ``objects``, or one in the model and the other in the
-    weights, ``both``. Where the weights do not show it, the model's meaning is assumed."""
+    """The meaning of the rows in the proposals' class heads: ``classes``, ``objects``, or ``both`` if model and weights differ. If
+    the weights do not show it, the model's meaning is assumed."""
     here = bool(getattr(getattr(model, "queries", None), "class_proposals", False))
     there = here if read.class_proposals is None else read.class_proposals
     return ("classes" if here else "objects") if here == there else "both"
@@ -224,7 +225,7 @@ def _meaning_of_proposals(model: nn.Module, read: Weights) -> str:
 def _fit(
     name: str, tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None], meaning: str
 ) -> Tensor | None:
-    """The new value of the model's tensor ``own``; ``None`` if it has to keep its value.
+    """The new value of the model's tensor ``own``; ``None`` if it must keep its value.
 
     For heads with other classes, (K', ...) and (K'', ...), this is a copy of ``own`` with the rows that were found.
     """
@@ -246,7 +247,7 @@ def _why_remade(name: str, tensor: Tensor, own: Tensor, meaning: str) -> str:
 
 
 def _pick_rows(tensor: Tensor, own: Tensor, read: Weights, rows_by_name: Mapping[str, int | None]) -> Tensor | None:
-    """Rows by class name; ``None`` between a softmax and a sigmoid head: only the former has logits relative to "no object"."""
+    """Pick rows by class name; ``None`` between softmax and sigmoid heads, as only softmax logits are relative to "no object"."""
     background = len(own) - len(rows_by_name)
     pairs = [(here, there) for here, there in enumerate(rows_by_name.values()) if there is not None]
     if not pairs or background != len(tensor) - len(read.classes) or tensor.shape[1:] != own.shape[1:]:

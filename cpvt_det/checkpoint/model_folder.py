@@ -2,7 +2,7 @@
 """A trained model as a folder: ``config.yaml``, ``model.safetensors`` and ``classes.json``, each readable without this package.
 
 ``classes.json`` is ``[{"id": 1, "name": "circle"}, ...]``, the categories of the data; the index in the list is the label.
-Where its score thresholds are known, there is ``thresholds.json`` too: ``{"overall": 0.31, "classes": [0.29, ...]}``.
+If its score thresholds are known, the folder also has ``thresholds.json``: ``{"overall": 0.31, "classes": [0.29, ...]}``.
 """
 
 import json
@@ -51,7 +51,7 @@ def save_model(
             config_file.write(config.encode())
             classes_file.write((json.dumps(categories, indent=1, ensure_ascii=False) + "\n").encode())
             write_checkpoint(tensors, folder / WEIGHTS)
-        (folder / THRESHOLDS).unlink(missing_ok=True)  # those of another model
+        (folder / THRESHOLDS).unlink(missing_ok=True)  # thresholds of another model
         if thresholds is not None:
             write_json(thresholds.state_dict(), folder / THRESHOLDS, indent=1)
     except OSError as error:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickles of arrays, as in detectron2's model zoo, read without running code from the file.
 
-A pickle names functions and calls them. Here the few names needed for arrays stand for functions of this file, which only keep
-their arguments; every other name is refused. The arrays are made afterwards, by this file, and they may not need more memory than
-the file has bytes for. Before unpickling, all operations are checked, since some make Python allocate any amount of memory.
+A pickle names functions and calls them. Here the few names needed for arrays stand for functions of this module, which only store
+their arguments; every other name is refused. This module creates the arrays afterwards, and their size is limited by the size of
+the file. Before unpickling, all operations are checked, because some can make Python allocate any amount of memory.
 """
 
 import pickle
@@ -115,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
         return made
 
     def _bytes_of(self, text: str, encoding: str) -> bytes:
-        """The same bytes object for the same text each time: a pickle may ask for it any number of times."""
+        """The same bytes object each time for the same text, because a pickle may ask for it any number of times."""
         if id(text) not in self._encoded:
             self._encoded[id(text)] = text, text.encode("latin1")
         return self._encoded[id(text)][1]
@@ -139,7 +139,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _look_through(file: BinaryIO, size: int) -> None:
-    """Refuse allocations far beyond the file's size: Python reserves a place for every index up to the largest in the file."""
+    """Refuse allocations far beyond the file's size. Python reserves a place for every index up to the largest in the file."""
     for operation, argument, _ in pickletools.genops(file):
         if operation.name in ASKING and argument > size:
             raise WeightsError(f"refused, because it asks for {TOO_LITTLE}: {argument} {ASKING[operation.name]}")

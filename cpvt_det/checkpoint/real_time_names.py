@@ -3,7 +3,7 @@
 
 _STAGES = range(4)
 NOT_WEIGHTS = r"\.(num|n)_points_scale$|^transformer\.decoder\.(anchors|valid_mask)$"
-"""Constants that are kept beside the weights, and that ours are computed from where they are needed."""
+"""Constants stored with the weights, which our modules compute where they are needed."""
 
 _QUERIES = (
     (r"^(model|decoder)\.denoising_class_embed\.", "queries.denoising.label_enc."),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of other projects -> the config of their model: by their hash where it is known, else by names and shapes.
 
-What names and shapes do not show has its usual value: 8 heads in DETR, 4 points in deformable attention, no DC5.
+Settings that names and shapes do not show get their usual values: 8 heads in DETR, 4 points in deformable attention, no DC5.
 """
 
 import re
@@ -17,14 +17,14 @@ from cpvt_det.models.backbones.resnet import DEPTHS
 
 BODY = "backbone.body."
 REAL_TIME = ("rt_detr", "hf_rt_detr", "hf_d_fine")
-"""Sources whose detectors are not told by shapes: ``--config-file`` names theirs."""
+"""Sources whose detectors cannot be told apart by shapes; ``--config-file`` must name the config."""
 POINTS, HEADS, QUERIES = 4, 8, 300
 _LAYER = re.compile(r"^transformer\.(encoder|decoder)\.layers\.(\d+)\.")
 _PROJECTION = re.compile(r"^input_proj\.(\d+)\.0\.weight$")
 
 
 def start_of_file(path: Path) -> Start | None:
-    """The public weights that a file is, by its hash; ``None`` for other files."""
+    """The public weights that a file contains, found by its hash; ``None`` for other files."""
     hashes = {place.sha256: start for start in starts().values() for place in start.places if place.sha256}
     return hashes.get(sha256_of(path))
 
@@ -34,11 +34,11 @@ def recognise(state_dict: Mapping[str, Tensor], source: str, start: Start | None
 
     Args:
         state_dict: tensors under our names.
-        source: source of the names that they had, a key of ``CONVERSIONS``.
-        start: public weights that they are, if it is known.
+        source: source of their original names, a key of ``CONVERSIONS``.
+        start: entry of these public weights, if it is known.
 
     Returns:
-        The config as YAML; ``None`` where the backbone is no ResNet, and for what is no detector.
+        The config as YAML; ``None`` if the backbone is not a ResNet, or if the weights are not a detector's.
     """
     if start is not None:
         return load_cfg(start.config, start.overrides).dump()
@@ -48,14 +48,14 @@ def recognise(state_dict: Mapping[str, Tensor], source: str, start: Start | None
     is_detr = "class_embed.weight" in shapes
     try:
         words = _backbone(shapes) | _transformer(shapes) | (_detr(shapes) if is_detr else _deformable(shapes))
-    except KeyError:  # a name that all these detectors have
+    except KeyError:  # a name is missing that all these detectors have
         return None
     config = "detr_r50_sine_50ep" if is_detr else _kind(shapes, source)
     return load_cfg(f"coco/{config}.yaml", [str(word) for pair in words.items() for word in pair]).dump()
 
 
 def _kind(shapes: Mapping[str, tuple[int, ...]], source: str) -> str:
-    """The config of a Deformable-DETR, or of what became of it."""
+    """The config of a Deformable-DETR or of one of its successors."""
     two_stage = "queries.enc_output.weight" in shapes
     if "transformer.decoder.layers.0.linear3.weight" in shapes:
         return "ms_deformable_detr_r50_pp_sine_offset_12ep"

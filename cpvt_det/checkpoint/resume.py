@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint that a run is resumed from: of the same run, and the furthest one that is not damaged.
+"""The checkpoint that a run is resumed from: the furthest undamaged one of the same run.
 
 A folder may contain checkpoints of several runs, one after the other. Its file ``run_id`` names the run that was started or resumed
-there last, and the node ``cpvt_det`` of a checkpoint names its run. Checkpoints older than run ids are identified by their seed.
+there last, and the node ``cpvt_det`` of a checkpoint names its run. Checkpoints from before run ids existed are identified by seed.
 """
 
 import logging
@@ -61,7 +61,7 @@ def last_checkpoint(folder: str | Path) -> Path:
 def choose_to_resume(folder: str | Path) -> tuple[Path, dict[str, Any]]:
     """The furthest undamaged checkpoint of the run that the folder names, and its content.
 
-    If that run has none, the newest one of another run is used. A warning says so; others name the skipped files and the reasons.
+    If that run has none, the newest one of another run is used, with a warning. Other warnings name skipped files and the reasons.
 
     Raises:
         WeightsError: a folder without a checkpoint, or with damaged ones only.
@@ -100,7 +100,7 @@ def wait_for(path: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that another machine has found under this path, and its content.
 
     Raises:
-        WeightsError: a checkpoint that does not come into sight, or is damaged.
+        WeightsError: a checkpoint that does not appear in time, or is damaged.
     """
     end = time.monotonic() + SEEN
     while not path.is_file() and time.monotonic() < end:
@@ -129,7 +129,7 @@ def checkpoints_of(folder: Path) -> list[Path]:
 
 
 def _look(folder: Path) -> tuple[list[Candidate], dict[str, str]]:
-    """The checkpoints that can be opened, and for the others: file name -> reason."""
+    """The checkpoints that can be opened, and a dict of the others: file name -> reason."""
     tag = folder / TAG
     tagged = tag.read_text(encoding="utf-8", errors="replace").strip() if tag.is_file() else ""
     candidates, skipped = [], {}

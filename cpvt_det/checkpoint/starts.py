@@ -19,8 +19,8 @@ class Place:
 
     Attributes:
         where: URL, or ``owner/name@revision/file`` on Hugging Face's hub.
-        sha256: hash of this file; empty where nobody has published it: that of another format or of a mirror is another one.
-        megabytes: size of this file, rounded; 0 where it is not known.
+        sha256: hash of this file; empty if none was published. A file in another format or on a mirror has another hash.
+        megabytes: size of this file, rounded; 0 if it is unknown.
     """
 
     where: str
@@ -60,15 +60,15 @@ class Start:
     Attributes:
         name: word that stands for them.
         config: config of the package that they belong to.
-        overrides: KEY VALUE words beside the config.
+        overrides: KEY VALUE words that change this config.
         ap: box AP on COCO val2017 in percent, as the publisher states it.
         epochs: epochs that they were trained for.
-        rows: rows of the class head.
-        publisher: who trained them, and for a copy who keeps it.
+        rows: number of rows in the class head.
+        publisher: name of those who trained them, and of those who host a copy.
         licence: licence of the weights, as the publisher states it.
         source: source of the names, a key of ``CONVERSIONS``.
-        places: address of the file, and those of copies; empty: a person has to get it, by ``page``.
-        page: page with the file, where it has no address.
+        places: addresses of the file and of its copies; empty if it must be downloaded by hand from ``page``.
+        page: page with the file, if the file has no address.
     """
 
     name: str
@@ -95,5 +95,5 @@ def starts() -> dict[str, Start]:
 
 
 def find_start(word: str | os.PathLike[str]) -> Start | None:
-    """The public weights of a name; ``None`` for other words, and where a file or a folder has this name."""
+    """The public weights of a name; ``None`` for other words, and if a file or a folder has this name."""
     return None if Path(word).expanduser().exists() else starts().get(os.fspath(word))

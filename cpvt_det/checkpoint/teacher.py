@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MODEL.CLASSIFIER.TEACHER``: a trained classifier, of ours or of timm, that a student learns from."""
+"""``MODEL.CLASSIFIER.TEACHER``: a trained classifier, ours or one of timm's, that a student learns from."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +25,13 @@ def load_teacher(cfg: CfgNode, classes: Classes) -> Teacher:
 
     Args:
         cfg: config of the run.
-        classes: the student's classes. A checkpoint of ours may have them in another order, and more of them; a network of timm
-            must have as many, in our order, which is that of ImageNet where the classes are its folders.
+        classes: the student's classes. One of our checkpoints may have more classes, in another order. A timm network must have
+            the same number, in our order, which is ImageNet's if the classes are ImageNet's folders.
 
     Raises:
-        WeightsError: weights that cannot be read, are no classifier's, or lack a class of the student; a network of timm that does
-            not take images of ``INPUT.CLASSIFY.SIZE``.
-        ConfigError: an unknown network, or one that timm is not installed for.
+        WeightsError: weights that cannot be read, do not belong to a classifier, or lack a class of the student; a timm network
+            that does not take images of ``INPUT.CLASSIFY.SIZE``.
+        ConfigError: an unknown network, or a timm network without timm installed.
     """
     name, device = cfg.MODEL.CLASSIFIER.TEACHER, build_device(cfg)
     if name.startswith("timm/"):
@@ -69,7 +69,7 @@ def _timm_teacher(name: str, weights: str, num_classes: int, size: int, device: 
             load_all(model, found, f"{weights} does not fit MODEL.CLASSIFIER.TEACHER timm/{name}")
     except WeightsError:
         raise
-    except Exception as error:  # what timm and its download raise has no common base
+    except Exception as error:  # errors of timm and its download have no common base
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER timm/{name} with weights {weights}: {first_line(error)}") from error
     if model.num_classes != num_classes:
         raise WeightsError(f"MODEL.CLASSIFIER.TEACHER timm/{name} has {model.num_classes} classes, the data have {num_classes}")
@@ -87,7 +87,7 @@ def _timm_teacher(name: str, weights: str, num_classes: int, size: int, device: 
 
 
 def _rows_of_head(state_dict: dict[str, Tensor], model: nn.Module) -> int:
-    """The number of classes that weights have; the network's own where they have no head."""
-    names = model.pretrained_cfg["classifier"]  # of a distilled network several
+    """The number of classes of the weights, or that of the network if the weights have no head."""
+    names = model.pretrained_cfg["classifier"]  # a distilled network has several
     head = f"{names if isinstance(names, str) else names[0]}.weight"
     return len(state_dict[head]) if head in state_dict else model.num_classes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that contains its config and its classes -> a detector to use."""
+"""A checkpoint that contains its config and its classes -> a detector that is ready to use."""
 
 import os
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Trained:
         cfg: config of the detector.
         detector: detector in evaluation mode, on its device.
         classes: classes that its labels stand for.
-        thresholds: score thresholds of its last evaluation; ``None`` if its file keeps none.
+        thresholds: score thresholds of its last evaluation; ``None`` if its file contains none.
     """
 
     cfg: CfgNode
@@ -40,7 +40,7 @@ class Trained:
 
 
 def config_to_use(weights: Weights, device: str | torch.device | None, config_file: str, overrides: Sequence[str]) -> CfgNode:
-    """The config of weights, or the one in its place, with device and overrides; arguments as of :func:`load_trained`."""
+    """The config of weights, or the one that replaces it, with device and overrides; arguments as in :func:`load_trained`."""
     if config_file:
         cfg = load_cfg(config_file, overrides)
     else:
@@ -96,7 +96,7 @@ def config_of_weights(weights: Weights) -> CfgNode:
     """The config that weights were trained with.
 
     Raises:
-        WeightsError: weights whose config is not known, or of another version.
+        WeightsError: weights whose config is unknown or belongs to another version.
     """
     if weights.config is None:
         origin = "" if weights.source is None else f"comes from another project ({weights.source}) and "

@@ -38,13 +38,13 @@ class Weights:
     Attributes:
         state_dict: names -> tensors, on the CPU if they were read from a file.
         classes: one class per row of a class head, without the row "no object"; ``None`` if the classes are unknown.
-        source: source of the names that they had, a key of ``CONVERSIONS``; ``None`` for our names.
+        source: source of their original names, a key of ``CONVERSIONS``; ``None`` for our names.
         origin: name of the weights in messages.
-        config: config of the model that they were trained in, as YAML; that of other projects' weights follows from their names and
-            shapes; ``None`` if it is unknown.
-        thresholds: score thresholds of their last evaluation; ``None`` if they were not kept.
+        config: config of the model that they were trained in, as YAML; for other projects' weights it is derived from their names
+            and shapes; ``None`` if it is unknown.
+        thresholds: score thresholds of their last evaluation; ``None`` if they were not stored.
         class_proposals: whether the rows of the proposals' class head are classes; ``None`` if it is unknown.
-        path: the file that they were read from; ``None`` if it was none.
+        path: the file that they were read from; ``None`` if they did not come from a file.
     """
 
     state_dict: dict[str, Tensor]
@@ -72,7 +72,7 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
     Args:
         weights: path of a file; path of a folder with ``model.safetensors`` or ``pytorch_model.bin``, either ours (from
             :func:`cpvt_det.checkpoint.model_folder.save_model`) or from Hugging Face, with a ``config.json``, or of a run; a name,
-            a URL or a repository, as of :func:`cpvt_det.checkpoint.fetch.locate`; or the content of such a file.
+            a URL or a repository, as in :func:`cpvt_det.checkpoint.fetch.locate`; or the content of such a file.
         source: source of their names, a key of ``CONVERSIONS``; ``auto`` finds it from the names.
 
     Returns:
@@ -117,7 +117,7 @@ def read_weights(weights: str | Path | Mapping[str, Any], source: str = "auto") 
 
 
 def _proposes_classes(state_dict: Mapping[str, Tensor], source: str | None, config: str | None) -> bool | None:
-    """``Weights.class_proposals``: of our weights by their config; of others DAB's and DINO's do."""
+    """``Weights.class_proposals``: for our weights from their config; for those of others, whether they are DAB's or DINO's."""
     if not any(PROPOSALS_HEAD.search(name) for name in state_dict):
         return None
     if source is not None:

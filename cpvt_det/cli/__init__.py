@@ -121,9 +121,10 @@ def report_errors(command: Callable) -> Callable:
 
 
 def _replace_missing_streams() -> None:
-    """Let what is printed go nowhere in a process without a terminal or with a closed stream (``2>&-``, ``pythonw``).
+    """Discard printed output in a process without a terminal or with a closed stream (``2>&-``, ``pythonw``).
 
-    In their order: each takes its own number, which else the next file would get, and with it what libraries print.
+    The streams are replaced in order, so that each gets its own file descriptor. Otherwise the next opened file would get it, and
+    with it the output of libraries.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -15,7 +15,7 @@ from cpvt_det.errors import BadInputError, config_errors
 from cpvt_det.structures import PaddedBatch, Size
 from cpvt_det.visualize.costs import PARTS, REST, Costs, count_costs, find_parts, measure
 
-CLASSES = 80  # number of classes where the config takes it from the data
+CLASSES = 80  # number of classes if the config takes it from the data
 
 
 @click.command(context_settings=RUN_CONTEXT)
@@ -45,7 +45,7 @@ def analyze(config_file: str, runner: str, overrides: tuple[str, ...], sizes: st
     if small:
         raise BadInputError(f"--sizes {small[0]} is too small: each side must be at least this model's stride, {stride}")
     batches = [detector.preprocess([torch.zeros(3, *size)]) for size in sides]
-    with config_errors(f"--sizes {sizes}"):  # a learned table has a last entry
+    with config_errors(f"--sizes {sizes}"):  # a learned table limits the size
         costs = [count_costs(detector, batch.images, batch.padding_mask, chosen) for batch in batches]
     names = [f"{height}x{width}" for height, width in sides]
     kind = cfg.MODEL.BACKBONE.NAME if builders.is_classifier(cfg) else cfg.MODEL.POSITION.NAME

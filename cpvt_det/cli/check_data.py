@@ -38,9 +38,9 @@ def check_data(
 ) -> None:
     """Find all faults in a folder of images and annotations, or in the data sets of DATASETS.TRAIN and DATASETS.TEST of a config.
 
-    Prints every kind of fault with its first 20 places, or with --all every place; then what is corrected automatically, and which
-    validation images are nearly the same as training images. The exit code is 2 if there are faults that DATASETS.ON_BAD does not
-    drop. Of a FOLDER, which `cpvt-det train FOLDER` would read in the same way, nothing is written.
+    Prints every kind of fault with its first 20 places, or with --all every place; then the corrections that are made
+    automatically, and the validation images that are nearly the same as training images. The exit code is 2 if there are faults
+    that DATASETS.ON_BAD does not drop. A FOLDER is read as by `cpvt-det train FOLDER`, but nothing is written.
 
     \b
     Example:
@@ -91,7 +91,7 @@ def _look_at_split(data: CheckedData) -> None:
 
 
 def _note_near_duplicates(data: CheckedData, examples: float) -> None:
-    """Report validation images that are nearly the same as training images; a set that is both is compared with the others only."""
+    """Report validation images that are nearly the same as training images; a set used for both is compared only with others."""
     issues = Issues("", examples)
     data.issues.append(issues)
     trained = [dataset for dataset in data.train if dataset.name not in {test.name for test in data.tests}]

@@ -17,8 +17,8 @@ from cpvt_det.visualize.figures import save_figure
 def compare(runs: tuple[str, ...], output: str) -> None:
     """Draw loss and AP of runs in one picture, and print their last and best values.
 
-    RUN is a run's OUTPUT_DIR, or a file like its metrics.json, of either runner; the run may still be running. If a run has several
-    test sets, AP is that of the first.
+    RUN is a run's OUTPUT_DIR, or a file like its metrics.json, from either runner; the run may still be in progress. If a run has
+    several test sets, AP is that of the first.
 
     \b
     Example:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det configs``: the configs that come with the package, a line each."""
+"""``cpvt-det configs``: the configs that come with the package, one per line."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def configs(part: str) -> None:
 
 
 def describe(path: Path) -> str:
-    """The first sentence of the comment that a config begins with; of one without, that of its base, and its encoding."""
+    """The first sentence of the comment at the start of a config; without a comment, that of its base, and its encoding."""
     text = path.read_text(encoding="utf-8")
     comment = " ".join(line.lstrip("# ") for line in re.match(r"(?:#.*\n)*", text)[0].splitlines())
     if comment:

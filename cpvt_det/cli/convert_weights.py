@@ -35,7 +35,7 @@ def convert_weights(source_path: Path, output: Path, source: str) -> None:
     weights = read_weights(source_path, source)
     if weights.source is None and weights.classes is None:
         raise WeightsError(
-            f"{source_path}: its tensor names are those of none of {', '.join(CONVERSIONS)}, and it is not a cpvt_det checkpoint"
+            f"{source_path}: its tensor names match none of {', '.join(CONVERSIONS)}, and it is not a cpvt_det checkpoint"
         )
     bare = output.suffix == ".safetensors"
     try:

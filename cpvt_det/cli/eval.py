@@ -41,8 +41,8 @@ def eval(
 ) -> None:
     """Evaluate WEIGHTS, a file, a model folder or a file of cpvt-det export, on DATASETS.TEST; KEY VALUE pairs override the config.
 
-    With --sizes, test images get these short sides one after the other, those of a classifier are crops of these sides; the figures
-    are in OUTPUT_DIR/sizes.md and sizes.json.
+    With --sizes, test images get these short sides one after the other; for a classifier, they are crops of these sides. The
+    figures are in OUTPUT_DIR/sizes.md and sizes.json.
 
     \b
     Example:
@@ -56,7 +56,7 @@ def eval(
 
     at = _sizes(sizes)
     if at and report:
-        raise BadInputError("--report is of one size: leave out --sizes, and set the size in INPUT")
+        raise BadInputError("--report is for one size: leave out --sizes, and set the size in INPUT")
     overrides = (*overrides, *tiles_overrides(tiles, overlap), "MODEL.WEIGHTS", weights)
     overrides += ("TEST.REPORT", "True") if report else ()
     with tempfile.TemporaryDirectory() as folder:
@@ -80,6 +80,6 @@ def _config_in(weights: str, folder: Path) -> str:
     config = config_of(weights) if is_exported(weights) else read_weights(weights).config
     if config is None:
         raise WeightsError(f"{weights} contains no config; give its config with --config-file")
-    (folder / "log.txt").touch()  # what marks the config of a run, which may have keys of an older version
+    (folder / "log.txt").touch()  # marks the config of a run, which may have keys of an older version
     (folder / "config.yaml").write_text(config, encoding="utf-8")
     return str(folder / "config.yaml")

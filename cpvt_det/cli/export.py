@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det export``: weights -> a file that runs without this package, written only if its answers are those of the model."""
+"""``cpvt-det export``: weights -> a file that runs without this package, written only if its answers agree with the model's."""
 
 import itertools
 import os
@@ -34,7 +34,7 @@ from cpvt_det.training.tasks.task import build_task, main_value
 
 TOLERANCE = 1e-4  # allowed difference of a box coordinate, as a part of the image's side, and of a score
 HALF_TOLERANCE = 2e-2
-CALIBRATION, FEWEST = 100, 8  # images that ranges of activations are measured on
+CALIBRATION, FEWEST = 100, 8  # number of images to measure the ranges of activations on, and its minimum
 
 
 @click.command(context_settings=RUN_CONTEXT)
@@ -55,7 +55,7 @@ CALIBRATION, FEWEST = 100, 8  # images that ranges of activations are measured o
 )
 @click.option("--half", is_flag=True, help="Compute matrix products and convolutions in float16; OpenVINO: weights in float16.")
 @click.option("--int8", is_flag=True, help="Compute convolutions and linear layers in int8, calibrated on training images.")
-@click.option("--max-loss", type=float, metavar="AP", help="Evaluate model and file; refuse one that loses more (with --int8: 1).")
+@click.option("--max-loss", type=float, metavar="AP", help="Evaluate model and file; refuse a larger loss (with --int8: 1).")
 @click.option("--config-file", default="", metavar="FILE", help="Config for weights that do not contain one.")
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
@@ -75,9 +75,10 @@ def export(
 ) -> None:
     """Convert WEIGHTS, a checkpoint of a run, to a program that runs without this package; predict and eval take it too.
 
-    Pixels and padding mask in; boxes, scores and labels, or of a classifier the scores of the classes, out. The program is compared
-    with the model on three batches of sizes that it was not traced at; FILE is written only if no box and no score differs by more
-    than 1e-4 (with --half, 2e-2). With --int8 and with --max-loss both are evaluated too. KEY VALUE pairs override the config.
+    The program takes pixels and a padding mask and returns boxes, scores and labels, or for a classifier the scores of the classes.
+    It is compared with the model on three batches of sizes other than the traced one. FILE is written only if no box and no score
+    differs by more than 1e-4 (with --half, 2e-2). With --int8 or --max-loss, both are evaluated too. KEY VALUE pairs override the
+    config.
 
     \b
     Example:
@@ -112,14 +113,14 @@ def export(
             quantize(path, format, images, facts)
         if tests:
             _report_loss(trained, tests, path, 1.0 if max_loss is None else max_loss)
-        for file in sorted(path.parent.iterdir()):  # the weights of an .xml, a .bin, before it
+        for file in sorted(path.parent.iterdir()):  # the .bin with the weights before its .xml
             os.replace(file, output.with_name(file.name))
     needs = f", opset {programs.OPSET}, for onnxruntime {programs.OLDEST_RUNTIMES[half]} or later" if format == "onnx" else ""
     click.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB{needs}")
 
 
 def _require_measurable(output: Path, format: str, int8: bool, half: bool, max_loss: float | None) -> None:
-    """Refuse options of int8 and of measuring that cannot be, before anything is computed."""
+    """Refuse impossible options of int8 and of the evaluation before anything is computed."""
     if int8:
         require_int8(format)
     if int8 and half:
@@ -131,10 +132,10 @@ def _require_measurable(output: Path, format: str, int8: bool, half: bool, max_l
 
 
 def _calibration_images(trained: Trained) -> Iterator[Tensor]:
-    """Training images, spread over the data, as they are prepared in evaluation.
+    """Training images, spread over the data and prepared as in evaluation.
 
     Raises:
-        BadInputError: too few images, or images of another data set.
+        BadInputError: too few images, or a data set with other classes.
     """
     task = build_task(trained.cfg)
     datasets, _ = task.load_splits()
@@ -148,7 +149,7 @@ def _calibration_images(trained: Trained) -> Iterator[Tensor]:
 
 
 def _report_loss(trained: Trained, tests: list[CocoDataset], path: Path, max_loss: float) -> None:
-    """Evaluate the model and its file; refuse one that loses more than this much AP."""
+    """Evaluate the model and its file, and refuse a file that loses more than ``max_loss`` AP."""
     task = build_task(trained.cfg)
     cfg = trained.cfg.clone()
     cfg.MODEL.WEIGHTS = str(path)
@@ -193,7 +194,7 @@ def _dimensions(text: str) -> list[str]:
 
 
 def _fixed(dynamic: Collection[str], batch: int | None, size: str | None, detector: ImageModel) -> tuple[int | None, Size | None]:
-    """The fixed batch and canvas of ``--batch`` and ``--size``; ``None`` where dynamic; the default of a fixed batch is 1."""
+    """The fixed batch and canvas from ``--batch`` and ``--size``; ``None`` if dynamic. The default of a fixed batch is 1."""
     if "batch" in dynamic and batch is not None:
         raise BadInputError(f"--batch {batch} contradicts --dynamic, which contains batch: remove one of them")
     batch = None if "batch" in dynamic else batch or 1
@@ -225,7 +226,7 @@ def _whole_strides(size: Size, detector: ImageModel) -> Size:
 
 
 def _metadata(trained: Trained) -> dict[str, Any]:
-    """The metadata that a script needs to run the program; without thresholds where the weights keep none."""
+    """The metadata that a script needs to run the program; without thresholds if the weights have none."""
     kept = trained.thresholds
     return {
         **({} if kept is None else {"threshold": kept.overall, "class_thresholds": list(kept.classes)}),

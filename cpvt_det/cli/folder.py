@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder in the place of a config: ``cpvt-det train FOLDER`` and ``cpvt-det check-data FOLDER``."""
+"""A folder in place of a config: ``cpvt-det train FOLDER`` and ``cpvt-det check-data FOLDER``."""
 
 import os
 import re
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 BUDGET = "30m"
 CHOSEN = "chosen.yaml"
 CHOSEN_FOR = "Chosen by cpvt-det train "
-"""How the first comment in that file begins, before the folder's absolute path."""
+"""Beginning of the first comment in that file; the folder's absolute path follows."""
 LAST = "last_checkpoint"
 """File that a run writes with its first checkpoint."""
 ENOUGH = 10**6
-"""Queries while the data are checked: how many there will be is chosen later, from the objects of an image."""
+"""Number of queries while the data are checked; the final number is chosen later, from the number of objects per image."""
 FEW = 5
-"""Images to validate on, below which a note is due."""
+"""Number of validation images below which a note is printed."""
 MOST_CLASSES = 30
-"""Rows of the table of classes; of more classes only those without objects are listed."""
+"""Largest number of classes in the table; with more classes, only those without objects are listed."""
 
 
 class Duration(click.ParamType):
@@ -52,18 +52,18 @@ class Duration(click.ParamType):
         return seconds if seconds > 0 else self.fail(f"{value!r} is not a time such as 90s, 30m or 1h30m", param, ctx)
 
 
-budget_option = click.option("--budget", type=Duration(), help=f"Time to train, as 90s, 30m or 2h.  [default: {BUDGET}]")
+budget_option = click.option("--budget", type=Duration(), help=f"Time to train, such as 90s, 30m or 2h.  [default: {BUDGET}]")
 
 
 def folder_options(command: Callable) -> Callable:
     """``--format`` and ``--new-split``, for a command that takes a FOLDER."""
-    option = click.option("--format", "data_format", default="", metavar="NAME", help="Format of a FOLDER that has several.")
-    text = "Divide a FOLDER into training and validation images, whatever split it has."
+    option = click.option("--format", "data_format", default="", metavar="NAME", help="Format to read if a FOLDER has several.")
+    text = "Divide a FOLDER into training and validation images, even if it is already split."
     return option(click.option("--new-split", is_flag=True, help=text)(command))
 
 
 def take_folder(config_file: str, words: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """Of KEY VALUE words, the FOLDER before them, and the rest; ``None`` if there is a config instead.
+    """Separate the FOLDER from the KEY VALUE words after it; ``None`` if there is a config instead of a folder.
 
     Raises:
         ConfigError: neither of them.
@@ -85,13 +85,13 @@ def choose_run(
     resume: bool,
     start: str | None = None,
 ) -> tuple[str, tuple[str, ...]]:
-    """Choose the settings of a run on a folder, and write them to ``chosen.yaml`` in ``OUTPUT_DIR``; options as of ``train``.
+    """Choose the settings of a run on a folder, and write them to ``chosen.yaml`` in ``OUTPUT_DIR``; options as in ``train``.
 
     Returns:
-        That file, and the KEY VALUE words that are not in it. With ``resume`` the file is the one of the run before.
+        That file, and the KEY VALUE words that are not in it. With ``resume`` the file is that of the previous run.
 
     Raises:
-        BadInputError: data or settings that cannot be used; one of several processes.
+        BadInputError: data or settings that cannot be used; a call from one of several processes.
     """
     if is_of_torchrun() or variables_of_group(os.environ):
         raise BadInputError("each of the processes would choose for itself; use --num-gpus, or --config-file with a chosen.yaml")
@@ -144,7 +144,7 @@ def choose_run(
     choices = choose_settings(settled, overrides, datasets, machine, seconds, tell, opened)
     rows = [choice for choice in choices if choice.reason]
     click.echo(tabulate(rows, ("chosen", "", "because"), tablefmt="plain", disable_numparse=True))
-    processes = "" if num_gpus is None else f" --num-gpus {num_gpus}"  # the batch is theirs together
+    processes = "" if num_gpus is None else f" --num-gpus {num_gpus}"  # they share the batch
     again = f"cpvt-det train{import_words()}{processes} --config-file {shlex.quote(str(path))}"
     again += f" OUTPUT_DIR {shlex.quote(f'{output}_again')}"
     header = [f"{CHOSEN_FOR}{folder.resolve()}", f"The same run again, from {Path.cwd()}: {again}", *lines]
@@ -154,11 +154,11 @@ def choose_run(
 
 
 def _output_of(folder: Path, resume: bool) -> str:
-    """``output/NAME_OF_FOLDER``; where another run has begun there, of this folder or of one with its name, a number follows.
+    """``output/NAME_OF_FOLDER``, with a number if another run was started there, on this folder or on one with the same name.
 
     Args:
         folder: folder of the data.
-        resume: True: the last one in which a run on this folder was started.
+        resume: True: return the last output folder in which a run on this folder was started.
     """
     from cpvt_det.training.setup import is_in_use
 
@@ -179,7 +179,7 @@ def _output_of(folder: Path, resume: bool) -> str:
 
 
 def _begun(first: str) -> list[str]:
-    """The folders of that name, or with a number behind it, in which a run has begun, by number."""
+    """The folders with that name, or with a number after it, in which a run was started, sorted by number."""
     pattern = re.compile(rf"{re.escape(Path(first).name)}(?:_(\d+))?")
     matches = [(pattern.fullmatch(path.name), str(path)) for path in Path(first).parent.glob("*")]
     numbered = sorted((int(match[1] or 1), path) for match, path in matches if match)
@@ -187,7 +187,7 @@ def _begun(first: str) -> list[str]:
 
 
 def _is_for(folder: Path, chosen: Path) -> bool:
-    """Whether a file of chosen settings is of a run on this folder."""
+    """Whether a file of chosen settings belongs to a run on this folder."""
     if not chosen.is_file():
         return False
     with chosen.open(encoding="utf-8", errors="replace") as file:
@@ -197,7 +197,7 @@ def _is_for(folder: Path, chosen: Path) -> bool:
 def _read(
     folder: Path, output: Path, overrides: Sequence[str], data_format: str, new_split: bool
 ) -> tuple["CfgNode", list["CocoDataset"], list[str]]:
-    """The config of a folder's data sets, its checked training and validation sets, and what is to be said of them."""
+    """The config of a folder's data sets, its checked training and validation sets, and lines to print about them."""
     from cpvt_det.builders.datasets import check_datasets
     from cpvt_det.data.folders.prepare import refuse_overlap
     from cpvt_det.data.validation.issues import require_no_errors
@@ -223,11 +223,11 @@ def _write(path: Path, text: str) -> None:
 def folder_config(
     folder: Path, output: Path, overrides: Sequence[str], data_format: str = "", new_split: bool = False
 ) -> tuple["CfgNode", "FolderData"]:
-    """A config whose ``DATASETS`` are those of a folder, and what was found there.
+    """A config whose ``DATASETS`` are those of a folder, and a description of the data found there.
 
     Args:
-        folder, data_format, new_split: as of ``train``.
-        output: folder for what has to be written of a split that was drawn.
+        folder, data_format, new_split: as in ``train``.
+        output: folder for the files of a split, if one must be drawn.
         overrides: KEY VALUE words.
 
     Raises:
@@ -245,7 +245,7 @@ def folder_config(
 
 
 def describe_classes(train: "CocoDataset", val: "CocoDataset") -> list[str]:
-    """A table of the boxes of each class, and lines where a split has none of some, or few images to validate on."""
+    """A table of the boxes of each class, and notes if a split lacks a class or there are few validation images."""
     from cpvt_det.data.folders.prepare import count_classes
 
     rows, notes = count_classes({"train": train, "val": val})
@@ -257,10 +257,10 @@ def describe_classes(train: "CocoDataset", val: "CocoDataset") -> list[str]:
 
 
 def _require_outside(output: Path, folder: Path) -> None:
-    """Nothing is written into the user's folder.
+    """Refuse to write into the user's folder.
 
     Raises:
-        ConfigError: ``OUTPUT_DIR`` inside it.
+        ConfigError: an ``OUTPUT_DIR`` inside it.
     """
     inside, around = output.resolve(), folder.resolve()
     if inside == around or around in inside.parents:

@@ -19,7 +19,7 @@ def config_options(command: Callable, takes_folder: bool = False) -> Callable:
     """The options of these commands."""
     options = (
         config_file_option(required=not takes_folder),
-        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: also use what it has registered."),
+        click.option("--runner", type=click.Choice(RUNNERS), default="auto", help="detectron2: also use parts registered there."),
         common_options,
         click.argument("overrides", nargs=-1, metavar="[FOLDER] [KEY VALUE]..." if takes_folder else "[KEY VALUE]..."),
     )
@@ -32,7 +32,7 @@ def load_any(config_file: str, overrides: tuple[str, ...], runner: str) -> CfgNo
     """The config as the runner would load it; data sets registered in detectron2 are found.
 
     Raises:
-        ConfigError: as :func:`cpvt_det.config.load_cfg`.
+        ConfigError: as in :func:`cpvt_det.config.load_cfg`.
     """
     if choose_runner(runner) == "builtin":
         return config.load_cfg(config_file, overrides)

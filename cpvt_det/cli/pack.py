@@ -34,7 +34,7 @@ ANNOTATIONS = "annotations.json"
 @click.option("--megabytes", default=256, show_default=True, help="Size of a tar file.", type=click.IntRange(1))
 @common_options
 def pack(dataset: str, shards: Path, overrides: tuple[str, ...], config_file: str, megabytes: int) -> None:
-    """Write the images of a data set into tar files in the folder SHARDS, in webdataset's layout, with its COCO JSON beside them.
+    """Write the images of a data set into tar files in the folder SHARDS, in webdataset's layout, with its COCO JSON.
 
     DATASET is a name: coco_2017_train, or one of DATASETS.REGISTER. A run reads the tar files in the same order as the files, with
     the same result; thousands of images in one file are easier on a network file system or an object store. The images are checked
@@ -68,7 +68,7 @@ def pack(dataset: str, shards: Path, overrides: tuple[str, ...], config_file: st
 def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) -> str:
     """Write images into numbered tar files, and their index.
 
-    The same images make the same tar files: they have no owner and no time.
+    The same images give identical tar files, because the members have no owner and no time.
 
     Args:
         images: name of each member, and path of its file as ``data/images.py`` describes it.
@@ -76,7 +76,7 @@ def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) 
         largest: bytes of images after which the next tar file begins.
 
     Returns:
-        What stands for the tar files, ``folder/{000000..000011}.tar``.
+        A pattern for the tar files, ``folder/{000000..000011}.tar``.
 
     Raises:
         DataError: an image that cannot be read, or whose name is not that of a file below a folder.
@@ -105,7 +105,7 @@ def write_shards(images: Iterable[tuple[str, str]], folder: Path, largest: int) 
 
 
 def _write_annotations(files: DatasetFiles, path: Path) -> list[str]:
-    """Write a data set of another format as COCO JSON; returns the names of its images, relative to what they have in common."""
+    """Write a data set of another format as COCO JSON; return the names of its images, relative to their common folder."""
     content = read_foreign(files)
     folder = os.path.commonpath([os.path.dirname(image["file_name"]) for image in content["images"]])
     for image in content["images"]:

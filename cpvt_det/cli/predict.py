@@ -33,16 +33,16 @@ from cpvt_det.predict.films import FilmReader, is_film
 @click.option(
     "--threshold",
     type=float,
-    help="Lowest score to draw and write, from 0 to 1.  [default: that of the best F1 in the last evaluation of WEIGHTS]",
+    help="Lowest score to draw and write, from 0 to 1.  [default: the one with the best F1 in the last evaluation of WEIGHTS]",
 )
 @click.option("--batch", default=1, show_default=True, help="Images or tiles per batch; larger batches are faster on a GPU.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
-@click.option("--config-file", default="", metavar="FILE", help="Config in the place of that of WEIGHTS, or for those without one.")
+@click.option("--config-file", default="", metavar="FILE", help="Config to use instead of the one in WEIGHTS, or if it has none.")
 @click.option(
     "--on-bad", type=click.Choice(POLICIES), default="error", show_default=True, help="Unreadable images: stop, or skip them."
 )
-@click.option("--every", default=1, show_default=True, metavar="N", help="Of a film: every N-th frame.")
-@click.option("--track", is_flag=True, help="Of a film: ids of objects, the same from frame to frame.")
+@click.option("--every", default=1, show_default=True, metavar="N", help="For films: use only every N-th frame.")
+@click.option("--track", is_flag=True, help="For films: give objects ids that stay the same from frame to frame.")
 @tiles_options
 @common_options
 @click.argument("overrides", nargs=-1, metavar="[KEY VALUE]...")
@@ -65,8 +65,8 @@ def predict(
     of cpvt-det export, ONNX or OpenVINO.
 
     Writes pictures/, detections.json (COCO's results format), images.json (the id of each image) and coco.json (a COCO data set). A
-    classifier writes classes.json: the best five classes of each image, with their scores. Of a film or a camera, it writes
-    film.mp4 and frames.jsonl, a line for each frame. KEY VALUE pairs override the config.
+    classifier writes classes.json: the best five classes of each image, with their scores. For a film or a camera, the command
+    writes film.mp4 and frames.jsonl, one line per frame. KEY VALUE pairs override the config.
 
     \b
     Example:
@@ -140,9 +140,9 @@ def _require_usable(threshold: float | None, batch: int, overrides: Sequence[str
 
 
 def _origin(predictor: Predictor, weights: str) -> str:
-    """Where a threshold comes from that was not given."""
+    """The origin of a threshold that was not given."""
     if predictor.thresholds is None:
-        why = f"{weights} keeps none of an evaluation"
+        why = f"{weights} has none from an evaluation"
     elif predictor.thresholds.overall is None:
         why = f"in the last evaluation of {weights} no detection was right"
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cpvt-det serve``: trained models on a page in the browser; the work is in ``serve/``."""
+"""``cpvt-det serve``: trained models on a page in the browser; the work is in ``predict/server.py``."""
 
 import click
 
@@ -15,18 +15,18 @@ MOST = 2
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("weights", metavar="WEIGHTS [WEIGHTS]", nargs=-1, required=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; another one lets other machines in.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; others let other machines connect.")
 @click.option("--port", default=8765, show_default=True, help="Port to listen at; 0 takes a free one.")
 @click.option(
     "--allow-host",
     "names",
     multiple=True,
     metavar="NAME",
-    help="Name under which the page is asked for, such as that of a proxy; repeatable. Addresses need none.",
+    help="Host name under which the page is requested, such as that of a proxy; repeatable. Not needed for IP addresses.",
 )
 @click.option("--max-upload", default=20.0, show_default=True, metavar="MB", help="Largest image file.")
 @click.option("--device", help="cpu, cuda, cuda:1.  [default: a GPU if there is one]")
-@click.option("--config-file", default="", metavar="FILE", help="Config in the place of that of WEIGHTS, or for those without one.")
+@click.option("--config-file", default="", metavar="FILE", help="Config to use instead of the one in WEIGHTS, or if it has none.")
 @common_options
 def serve(
     weights: tuple[str, ...],
@@ -37,11 +37,11 @@ def serve(
     device: str | None,
     config_file: str,
 ) -> None:
-    """Look at the detections of WEIGHTS, a checkpoint, a model folder or a name (cpvt-det weights lists them), in the browser; of
-    two, side by side.
+    """Look at detections in the browser, of two models side by side. WEIGHTS is a checkpoint, a model folder or a name (cpvt-det
+    weights lists them).
 
-    Drop photographs or a folder on the page. Threshold and classes are set there; a click on a box shows where the decoder looked
-    for it. The images stay on this machine, and nothing is written.
+    Drop photographs or a folder on the page. Threshold and classes are set on the page; a click on a box shows where the decoder
+    looked for it. The images stay on this machine, and nothing is written.
 
     \b
     Example:

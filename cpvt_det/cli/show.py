@@ -36,7 +36,7 @@ output_option = click.option(
 )
 
 weights_config_option = click.option(
-    "--config-file", default="", metavar="FILE", help="Config in the place of that of WEIGHTS, or for those without one."
+    "--config-file", default="", metavar="FILE", help="Config to use instead of the one in WEIGHTS, or if it has none."
 )
 
 
@@ -65,7 +65,7 @@ def show() -> None:
 def attention(
     weights: str, image_file: str, output: Path, points: tuple[str, ...], detections: int, level: int, config_file: str
 ) -> None:
-    """Draw where a trained detector looks, over an image.
+    """Draw where a trained detector looks in an image.
 
     WEIGHTS is a checkpoint or a model folder. encoder.png has a row per point and a column per layer, decoder.png a row per
     detection; encoder_heads.png and decoder_heads.png show the heads of the last layer. For DETR, they are heat maps of the
@@ -100,9 +100,9 @@ def attention(
 def position(sources: tuple[str, ...], output: Path, size: str, source: str, config_file: str) -> None:
     """Draw what position encodings do, for several models side by side.
 
-    A config (.yaml) is built with random weights; a checkpoint or a model folder has its own. added.png shows what each encoding
-    adds, by groups of channels, to images alone and padded; kernels.png shows PEG's kernels; attention.png shows, for DETR models,
-    the first encoder attention after the encoding, mean over images and heads, by position of query and key and by their offset.
+    A config (.yaml) gets random weights; a checkpoint or a model folder has its own. added.png shows what each encoding adds, by
+    groups of channels, to images alone and padded; kernels.png shows PEG's kernels. For DETR models, attention.png shows the first
+    encoder attention after the encoding, averaged over images and heads, by position of query and key and by their offset.
 
     \b
     Example:
@@ -136,10 +136,9 @@ def position(sources: tuple[str, ...], output: Path, size: str, source: str, con
 def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path, count: int) -> None:
     """Draw the actual input of the model; KEY VALUE pairs override the config.
 
-    train.png shows the first images of the training sets after augmentation, with the boxes that the model learns; a file per test
-    set shows its first images as they are evaluated; with MODEL.QUERIES.DENOISING, denoising.png shows objects beside their noised
-    copies. Each image is on the canvas of its batch (of one process, divided by
-    SOLVER.ACCUMULATE); the padding is striped.
+    train.png shows the first images of the training sets after augmentation, with the boxes that the model learns. A file per test
+    set shows its first images as they are evaluated. With MODEL.QUERIES.DENOISING, denoising.png shows objects next to their noised
+    copies. Each image is on the canvas of its batch (of one process, divided by SOLVER.ACCUMULATE); the padding is striped.
 
     \b
     Example:
@@ -166,20 +165,20 @@ def data(config_file: str, runner: str, overrides: tuple[str, ...], output: Path
 
 
 def _parts(task: Task, records: Sequence[ImageRecord]) -> Iterator[list[Sample]]:
-    """Parts of training batches that are worked through at the same time."""
+    """Parts of training batches that are computed together."""
     for samples in task.build_train_loader(records, task.cfg.SEED):
         yield from split_samples(samples, max(1, task.cfg.SOLVER.ACCUMULATE))
 
 
 def _model(name: str, config_file: str) -> NamedDetector:
-    """The detector of a checkpoint, or of a config with random weights, which are equal for models of equal parts."""
+    """The detector of a checkpoint, or of a config with random weights; models with the same parts get the same weights."""
     if Path(name).suffix.lower() not in (".yaml", ".yml"):
         trained = _load_detector(name, config_file)
         where = "/".join(Path(name).parts[-2:])
         return NamedDetector(f"{trained.cfg.MODEL.POSITION.NAME}, {where}", trained.detector)
     cfg = load_cfg(name)
     if builders.is_classifier(cfg):
-        raise BadInputError(f"{name} is of a classifier; this picture is of detectors")
+        raise BadInputError(f"{name} describes a classifier; this picture is for detectors")
     cfg.MODEL.NUM_CLASSES = cfg.MODEL.NUM_CLASSES or 1
     torch.manual_seed(0)
     detector = builders.build_detector(cfg).to(builders.build_device(cfg)).eval()
@@ -189,7 +188,7 @@ def _model(name: str, config_file: str) -> NamedDetector:
 def _load_detector(weights: str, config_file: str) -> Trained:
     trained = load_trained(weights, config_file=config_file)
     if not isinstance(trained.detector, Detector):
-        raise BadInputError(f"{weights} is a {type(trained.detector).__name__}; this picture is of detectors")
+        raise BadInputError(f"{weights} is a {type(trained.detector).__name__}; this picture is for detectors")
     return trained
 
 

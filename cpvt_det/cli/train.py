@@ -24,7 +24,7 @@ def config_file_option(required: bool = True) -> Callable:
 
 
 def run_options(command: Callable, takes_folder: bool = False) -> Callable:
-    """The options of every command that runs a config, but for that of the config."""
+    """The options of every command that runs a config, except ``--config-file``."""
     options = (
         click.option(
             "--num-gpus",
@@ -47,7 +47,7 @@ allow_partial_option = click.option(
 
 def tiles_options(command: Callable) -> Callable:
     """``--tiles`` and ``--overlap``, which :func:`tiles_overrides` turns into KEY VALUE words."""
-    command = click.option("--overlap", type=float, help="Share of a tile's side that neighbours have in common.  [default: 0.2]")(
+    command = click.option("--overlap", type=float, help="Overlap of neighbouring tiles, as a share of the side.  [default: 0.2]")(
         command
     )
     return click.option("--tiles", type=int, metavar="PIXELS", help="Cut larger images into tiles of this side, at least 32.")(
@@ -90,9 +90,9 @@ def train(
 ) -> None:
     """Train a detector and evaluate it: on a folder of images and annotations, or by a config.
 
-    Of a FOLDER the format is found; model, image size and length are chosen from the data, from steps that are measured on this
-    machine, and from --budget. Nothing is written into it. OUTPUT_DIR (output/NAME_OF_FOLDER) gets chosen.yaml, with the reasons:
-    with --config-file it is the same run again. KEY VALUE pairs override what is chosen, or the config.
+    The format of a FOLDER is detected. Model, image size and length are chosen from the data, from steps that are timed on this
+    machine, and from --budget. Nothing is written into the folder. OUTPUT_DIR (output/NAME_OF_FOLDER) gets chosen.yaml, the chosen
+    settings with reasons; --config-file chosen.yaml repeats the run. KEY VALUE pairs override the chosen settings or the config.
 
     \b
     Example:

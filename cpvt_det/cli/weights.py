@@ -16,10 +16,10 @@ from cpvt_det.errors import UnknownNameError, WeightsError
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @common_options
 def weights(names: Sequence[str]) -> None:
-    """List public weights, all trained on COCO; of NAMEs, fetch the files and print their paths.
+    """List public weights, all trained on COCO; with NAMEs, fetch their files and print the paths.
 
-    Each NAME can follow predict, eval, serve and export in the place of a file, and train FOLDER --start. AP is box AP on COCO
-    val2017 at 800 pixels, as the publisher states it.
+    Each NAME can follow predict, eval, serve and export in place of a file, and train FOLDER --start. AP is box AP on COCO
+    val2017 at 800 pixels, as stated by the publisher.
 
     \b
     Example:

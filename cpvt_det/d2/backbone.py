@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""detectron2's backbones in our detectors, with the padding kept out as :mod:`cpvt_det.models.backbones.masking` does."""
+"""detectron2's backbones in our detectors, with the padding kept out by :mod:`cpvt_det.models.backbones.masking`."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ class Detectron2Backbone(nn.Module):
         body: backbone of detectron2, whose ``output_shape`` contains strides and channels.
         stages: stages whose maps are used; the map of stage n has stride 2 ** n, whatever its name (``res5``, ``p5``, ``scale5``).
         mask_padding: keep the padding out of convolutions, poolings and means over the map, so that an image's features do not
-            depend on what it is batched with. Whether that is possible is tried when the backbone is built.
+            depend on the other images of its batch. A test during construction checks that this is possible.
 
     Raises:
         ValueError: no stage, or a stage for which there is not exactly one map.
@@ -101,7 +101,7 @@ def build_detector_backbone(cfg: CfgNode) -> nn.Module | None:
         except masking.InexactError as error:
             raise ConfigError(
                 f"backbone {node.NAME} of detectron2 cannot keep the padding out of its features: {error}; choose another one, or "
-                "take it all the same, with features that depend on the batch, by MODEL.BACKBONE.MASK_PADDING False"
+                "use it anyway, with features that depend on the batch, by MODEL.BACKBONE.MASK_PADDING False"
             ) from error
 
 
@@ -123,15 +123,15 @@ class PooledStem(nn.Module):
 
 
 def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
-    """Put hooks on a backbone that keep the padding of the batch of :func:`masking.of_batch` out, once it was tried that they do.
+    """Put hooks on a backbone that keep out the padding of the batch of :func:`masking.of_batch`, after testing that they do.
 
     Args:
         body: backbone of detectron2, changed in place; names in its state dict stay.
         maps: function of a backbone and (B, 3, H, W) images that returns its maps, (B, C, h, w).
-        divisor: number that the sides of canvases are multiples of.
+        divisor: number by which the sides of canvases are divisible.
 
     Raises:
-        InexactError: features of an image that depend on what is around it.
+        InexactError: features of an image that depend on the canvas around it.
     """
     trained = [name for name, module in body.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if trained:
@@ -154,7 +154,7 @@ def keep_padding_out(body: nn.Module, maps: Maps, divisor: int) -> None:
 
 
 def _treatments(network: nn.Module, forward: Callable[[Tensor], Sequence[Tensor]], images: Tensor) -> list[masking.Treatment]:
-    """Those that the types of modules need, with the grids that are seen in one forward pass."""
+    """The treatments that the types of modules need, with the grids observed in one forward pass."""
     found: list[masking.Treatment] = []
 
     def see(name: str, module: nn.Module, args: tuple, out: Tensor) -> None:

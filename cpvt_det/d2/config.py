@@ -29,7 +29,7 @@ def add_new_keys() -> None:
 
 
 def add_cpvt_det_config(cfg: CfgNode) -> None:
-    """Copy all defaults of :func:`cpvt_det.config.get_cfg`, and ``MODEL.PEG``, into a detectron2 config; its other keys stay.
+    """Copy all defaults of :func:`cpvt_det.config.get_cfg`, and ``MODEL.PEG``, into a detectron2 config; its other keys stay as is.
 
     ``MODEL.DEVICE`` becomes ``cuda`` or ``cpu`` instead of ``auto``, which detectron2 would pass to torch.
     """
@@ -50,7 +50,7 @@ def add_peg_config(cfg: CfgNode) -> None:
 
 
 def load_cfg(config_file: str, overrides: Sequence[str] = ()) -> CfgNode:
-    """:func:`cpvt_det.config.load_cfg` with detectron2's keys beside ours. Unlike detectron2's own loading, it is safe.
+    """:func:`cpvt_det.config.load_cfg` with detectron2's keys in addition to ours. Unlike detectron2's own loading, it is safe.
 
     Raises:
         ConfigError: as in :func:`cpvt_det.config.load_cfg`.
@@ -81,7 +81,7 @@ def refuse_ignored(cfg: CfgNode) -> None:
 
 
 def without_untouched(cfg: CfgNode) -> CfgNode:
-    """Our keys, and the changed ones of detectron2's: a run saves these only, so that the built-in runner can read them too."""
+    """Our keys and detectron2's changed keys. A run saves only these, so that the built-in runner can read them too."""
     default = get_cfg()
     add_cpvt_det_config(default)
     return _kept(cfg, default, core.get_cfg())
@@ -103,7 +103,7 @@ def _kept(cfg: CfgNode, default: dict, ours: dict) -> CfgNode:
 
 
 def _add_options(cfg: CfgNode) -> None:
-    """The options of our parts, ``None`` for each part's default: detectron2's KEY VALUE words set only keys that are there."""
+    """Add the options of our parts, as ``None`` for each default, because detectron2's KEY VALUE words set only existing keys."""
     model = cfg.MODEL
     nodes = (model.DETECTOR, model.BACKBONE, model.NECK, model.POSITION, model.BACKBONE.POSITION, model.QUERIES)
     registries = (DETECTOR_REGISTRY, BACKBONE_REGISTRY, NECK_REGISTRY, POSITION_REGISTRY, POSITION_REGISTRY, QUERY_REGISTRY)
@@ -119,7 +119,7 @@ def _add(source: CoreCfgNode, target: CfgNode, with_known: bool) -> None:
             if key not in target:
                 target[key] = CfgNode()
             if value.is_new_allowed():
-                target[key].set_new_allowed(True)  # detectron2's own BACKBONE too: ours are there
+                target[key].set_new_allowed(True)  # also detectron2's own BACKBONE, which holds our keys too
             _add(value, target[key], with_known)
         elif with_known or key not in target:
             target[key] = value

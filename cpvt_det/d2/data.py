@@ -23,8 +23,8 @@ from cpvt_det.files import atomic_file
 def register_datasets(datasets: Iterable[DatasetFiles]) -> None:
     """Register data sets in detectron2.
 
-    A data set replaces an earlier one that we registered under its name. A name registered in detectron2 with another format
-    than COCO keeps detectron2's data.
+    A data set replaces an earlier one that we registered under its name. A name registered in detectron2 with a format other than
+    COCO keeps detectron2's data.
 
     Raises:
         ConfigError: a name that is registered in detectron2 with other COCO files.
@@ -98,7 +98,7 @@ def to_coco(name: str) -> dict[str, Any]:
     """A data set of detectron2's catalogs as a COCO dict.
 
     File names are made absolute; image ids that are not whole numbers (Pascal VOC) are replaced by 1, 2, ... Category ids are those
-    of the data if detectron2 knows them and they rise with the label, else labels + 1; so our labels are the same as detectron2's.
+    of the data if detectron2 knows them and they increase with the label, else labels + 1. Our labels then equal detectron2's.
 
     Raises:
         ConfigError: as in :func:`find_registered`.
@@ -132,7 +132,7 @@ def to_coco(name: str) -> dict[str, Any]:
 
 
 def class_names(name: str) -> list[str]:
-    """The classes of a data set in detectron2's catalogs; the data set is read if they are not known without it.
+    """The classes of a data set in detectron2's catalogs; the data set is read only if they are not known otherwise.
 
     Raises:
         ConfigError: a data set without class names, or one that cannot be read.

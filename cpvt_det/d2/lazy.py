@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LazyConfig made of any YAML of ours, for detectron2's ``lazyconfig_train_net.py``."""
+"""A LazyConfig made from any of our YAML configs, for detectron2's ``lazyconfig_train_net.py``."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -25,11 +25,11 @@ from cpvt_det.solver.optimizer import parameter_groups
 from cpvt_det.solver.schedule import LRSchedule, TrainingSchedule
 
 COCO = 118_287
-"""Images of COCO 2017's training set."""
+"""Number of images in COCO 2017's training set."""
 
 
 def lazy_config(config_file: str, overrides: Sequence[str] = (), num_images: int = COCO) -> DictConfig:
-    """The LazyConfig of a YAML config of a detector: the same network, optimiser and length; data by detectron2's own parts.
+    """Make a LazyConfig from a detector's YAML config: the same network, optimiser and length, but detectron2's own data parts.
 
     ``model`` takes parts of the detector by keyword, which replace those of the YAML, as in ``cfg.model.backbone = L(...)(...)``.
     Keys that shape the model may be changed in ``cfg.model.yaml``.
@@ -43,7 +43,7 @@ def lazy_config(config_file: str, overrides: Sequence[str] = (), num_images: int
         A config with ``model``, ``dataloader``, ``optimizer``, ``lr_multiplier`` and ``train``.
 
     Raises:
-        ConfigError: as :func:`cpvt_det.d2.config.load_cfg`; or keys of ours that detectron2's trainers have nothing for.
+        ConfigError: as in :func:`cpvt_det.d2.config.load_cfg`; or keys of ours that detectron2's trainers do not support.
     """
     cfg = load_cfg(config_file, overrides)
     _refuse_ours_alone(cfg)
@@ -78,7 +78,7 @@ def lazy_config(config_file: str, overrides: Sequence[str] = (), num_images: int
                 steps=list(length.steps),
                 warmup=length.warmup,
             ),
-            # What detectron2's lazyconfig_train_net.py reads beside these.
+            # Further settings that detectron2's lazyconfig_train_net.py reads.
             "train": {
                 "output_dir": cfg.OUTPUT_DIR,
                 "init_checkpoint": cfg.MODEL.WEIGHTS,
@@ -107,7 +107,7 @@ def _refuse_ours_alone(cfg: CfgNode) -> None:
     }
     key = next((key for key, is_set in ours.items() if is_set), None)
     if key:
-        raise ConfigError(f"{key}: detectron2's trainers of LazyConfigs have nothing for it; leave it at its default")
+        raise ConfigError(f"{key}: detectron2's trainers of LazyConfigs do not support it; leave it at its default")
     if len(cfg.DATASETS.TEST) != 1:
         raise ConfigError(f"DATASETS.TEST: a LazyConfig evaluates on one data set, got {list(cfg.DATASETS.TEST)}")
 
@@ -139,7 +139,7 @@ def _dataloader(cfg: CfgNode) -> DictConfig:
 
 
 def build_model(yaml: DictConfig, **parts: Any) -> nn.Module:
-    """The meta architecture of a YAML's content.
+    """Build the meta architecture from the content of a YAML config.
 
     Args:
         yaml: keys and values, nested.

@@ -98,11 +98,11 @@ class Detectron2Protocol:
 
 
 class FromConfig:
-    """A classifier of the core, built by detectron2; only our runner trains it, as detectron2 has no images with one class each."""
+    """A classifier of the core, built by detectron2. Only our runner trains it; detectron2 has no data with one class per image."""
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
-        """A config with ``MODEL.NUM_CLASSES`` -> the constructor's arguments, as of :class:`Detectron2Protocol`."""
+        """A config with ``MODEL.NUM_CLASSES`` -> the constructor's arguments, as in :class:`Detectron2Protocol`."""
         return _arguments(cfg)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our vision transformers, and PEG, under detectron2's own models, by YAML: ``MODEL.BACKBONE.NAME: cpvt_tiny`` and so on."""
+"""Our vision transformers, and PEG, in detectron2's own models, chosen in YAML: ``MODEL.BACKBONE.NAME: cpvt_tiny`` and so on."""
 
 import itertools
 
@@ -19,19 +19,19 @@ from cpvt_det.plug.families import DetectronBackbone
 
 
 class VisionPyramid(Backbone):
-    """A vision transformer and the simple pyramid of its map, with maps ``p<stage>`` of stride 2 ** stage.
+    """A vision transformer and a simple pyramid on its map, with maps ``p<stage>`` of stride 2 ** stage.
 
-    detectron2 gives a backbone no padding mask, and pads normalised images with zeros, below and on the right: rows and columns of
-    zeros alone are taken as padding, so an image's maps are the same in any batch, and zero under it. A pixel is such a zero only
-    where ``MODEL.PIXEL_MEAN`` is a whole number.
+    detectron2 gives a backbone no padding mask, but it pads normalised images with zeros, below and on the right. Rows and columns
+    there that contain only zeros are therefore taken as padding. An image's maps are then the same in any batch, and zero under the
+    padding. A pixel of the image itself can be such a zero only if ``MODEL.PIXEL_MEAN`` is a whole number.
 
     Args:
-        trunk: backbone of one map.
-        stages: stages of the maps, one after another, such as 3 to 7.
+        trunk: backbone with one map.
+        stages: consecutive stages of the maps, such as 3 to 7.
         channels: channels of the maps.
 
     Raises:
-        ValueError: stages with a gap, or none.
+        ValueError: no stages, or stages with a gap.
     """
 
     def __init__(self, trunk: nn.Module, stages: tuple[int, ...], channels: int):
@@ -45,7 +45,7 @@ class VisionPyramid(Backbone):
 
     @property
     def size_divisibility(self) -> int:
-        """Number that the sides of images are multiples of."""
+        """Number by which the sides of images are divisible."""
         return self.trunk.size_divisibility
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
@@ -60,13 +60,13 @@ class VisionPyramid(Backbone):
 
 
 def zero_borders(images: Tensor) -> Tensor:
-    """The padding of normalised images, where it is not known.
+    """Find the padding of normalised images without a known mask.
 
     Args:
         images: (B, 3, H, W) float.
 
     Returns:
-        (B, H, W) bool, True in the rows below and the columns right of all that is not 0; nowhere in an image of zeros.
+        (B, H, W) bool, True in the rows below and the columns right of all nonzero pixels; False everywhere in an image of zeros.
     """
     has_content = (images.detach() != 0).any(1)
     rows, columns = (has_content.any(axis).flip(1).cumsum(1).flip(1) > 0 for axis in (2, 1))  # (B, H), (B, W)
@@ -75,7 +75,7 @@ def zero_borders(images: Tensor) -> Tensor:
 
 
 def build_vision_pyramid(cfg: CfgNode, input_shape: ShapeSpec) -> VisionPyramid:
-    """A transformer by ``MODEL.BACKBONE``, with the pyramid of ``STAGES`` and of ``MODEL.FPN.OUT_CHANNELS``.
+    """A transformer from ``MODEL.BACKBONE``, with a pyramid of the ``STAGES`` that has ``MODEL.FPN.OUT_CHANNELS`` channels.
 
     Raises:
         ConfigError: settings that the transformer or the pyramid refuses.

@@ -32,8 +32,8 @@ def run(cfg: CfgNode, *arguments: Any, hooks: Sequence[HookBase] = (), **more: A
 
     Args:
         cfg: config from :func:`load_cfg`.
-        arguments, more: further arguments of :func:`cpvt_det.training.train.run`; result and errors are its own too.
-        hooks: detectron2's hooks, called around every step. The storage has the scalars of a step whose log line is due.
+        arguments, more: further arguments of :func:`cpvt_det.training.train.run`; result and errors are also the same.
+        hooks: detectron2's hooks, called around every step. The event storage gets scalars only in steps with a log line.
     """
     if dist.is_initialized() and "LOCAL_WORLD_SIZE" in os.environ:  # torchrun; detectron2's launch makes the group
         comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -42,7 +42,7 @@ def run(cfg: CfgNode, *arguments: Any, hooks: Sequence[HookBase] = (), **more: A
 
 
 class Trainer(TrainerBase, train.Engine):
-    """detectron2's trainer, taking our steps.
+    """detectron2's trainer with our training steps.
 
     Args:
         hooks: detectron2's hooks.
@@ -65,7 +65,7 @@ class Trainer(TrainerBase, train.Engine):
         return without_untouched(cfg)
 
     def take_steps(self, take_step: Callable[[int], dict[str, float]], calls: RunCallbacks) -> None:
-        """detectron2's loop, less its log of the traceback, and less the hooks' ``after_train`` after a failure."""
+        """detectron2's loop, but without its log of the traceback, and without the hooks' ``after_train`` after a failure."""
         self.start_iter, self.max_iter = calls.run.start, calls.run.max_iter
         with EventStorage(self.start_iter) as self.storage:
             self.before_train()
@@ -84,12 +84,12 @@ def build_detector(cfg: CfgNode) -> nn.Module:
     """detectron2's ``build_model`` for one of our detectors.
 
     Raises:
-        ConfigError: another model, a device that is not there, or what :func:`cpvt_det.builders.build_detector` refuses.
+        ConfigError: a model that is not ours, a missing device, or a config that :func:`cpvt_det.builders.build_detector` refuses.
     """
     builders.build_device(cfg)
     builders.DETECTOR_REGISTRY.find(cfg.MODEL.META_ARCHITECTURE)
     register_detectors()
     cfg = cfg.clone()
-    cfg.MODEL.BACKBONE.WEIGHTS = ""  # load_initial_weights takes those, in a run that is not resumed
+    cfg.MODEL.BACKBONE.WEIGHTS = ""  # load_initial_weights loads them, in a run that is not resumed
     with config_errors("MODEL"):
         return build_model(cfg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare an exported program with its detector, on canvases and batches that it was not traced at."""
+"""Compare an exported program with its detector, on canvas and batch sizes other than the traced ones."""
 
 import math
 import time
@@ -19,8 +19,8 @@ from cpvt_det.export.program import Canvas, largest_sides
 from cpvt_det.models import ImageModel
 from cpvt_det.structures import Detections, PaddedBatch, Size
 
-TRACED = (2, 3, 4)  # images, and height and width in largest strides; all differ from those below
-NEAR = 0.01  # an intersection over union of half precision is as near
+TRACED = (2, 3, 4)  # number of images, and height and width in largest strides; all differ from those below
+NEAR = 0.01  # tolerance for an intersection over union in half precision
 UNSEEN = ((1, 2, 5), (3, 5, 3), (4, 6, 6))
 
 
@@ -30,9 +30,9 @@ class Comparison:
 
     Attributes:
         canvas: shape of the batch.
-        boxes: largest difference of a box coordinate, as a part of the image's side; ``None`` for a classifier.
+        boxes: largest difference of a box coordinate, as a share of the image's side; ``None`` for a classifier.
         scores: largest difference of a score.
-        seconds: time of the detector and of the program, the second call of each.
+        seconds: times of the detector and of the program, measured on the second call of each.
     """
 
     canvas: Canvas
@@ -100,19 +100,19 @@ def compare(detector: ImageModel, postprocess: PostProcessor | ClassScores, run:
 def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tuple[float, float]:
     """The largest difference of boxes and of scores.
 
-    Scores are compared by rank. Boxes are compared in pairs of one label, one to one, chosen for the smallest differences in box
-    and score: the order of detections with equal scores is not defined. With NMS, what rounding moves across its threshold is no
-    difference: of the ranks only the first is compared, of the boxes those that are left, and whether the others are copies is read
-    off the boxes found.
+    Scores are compared by rank. Boxes are compared in one-to-one pairs of the same label, chosen for the smallest differences in
+    box and score, because the order of detections with equal scores is not defined. With NMS, a detection that rounding moves
+    across the threshold does not count as a difference. Only the best score and the boxes that are left are then compared, and the
+    found boxes must show that exactly the others are copies.
 
     Args:
         found: n detections, best first; with NMS, copies have the score 0.
         expected: n or more detections, best first, without NMS.
-        nms: the post-processor's.
+        nms: NMS threshold of the post-processor.
 
     Returns:
-        The difference of boxes, in their unit, and of scores; infinite where a number is not finite, a label is too frequent, or a
-        detection is left that is a copy, or the reverse.
+        The difference of boxes, in their unit, and of scores; infinite if a number is not finite, a label is too frequent, a copy
+        was left, or a detection was suppressed that is not a copy.
     """
     kept = (found.scores != 0) | (nms == 1)
     if nms < 1 and not _copies_are(~kept, found, nms):
@@ -132,7 +132,7 @@ def difference(found: Detections, expected: Detections, nms: float = 1.0) -> tup
 
 
 def _copies_are(copies: Tensor, found: Detections, nms: float) -> bool:
-    """Whether each of these detections (n,) bool overlaps one of the others of its class as NMS says, and the others do not."""
+    """Whether each detection in ``copies`` (n,) bool overlaps another one of its class above ``nms``, and no two others do."""
     overlap = intersection_over_union(found.boxes_xyxy[:, None].float(), found.boxes_xyxy[None].float())
     overlap = overlap.masked_fill(found.labels[:, None] != found.labels, 0).fill_diagonal_(0)
     of_copies, of_others = overlap[copies][:, ~copies], overlap[~copies][:, ~copies]

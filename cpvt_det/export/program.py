@@ -64,7 +64,7 @@ class ExportModule(nn.Module):
 
         Returns:
             Boxes (B, n, 4) float32, xyxy in [0, 1] of the unpadded image; scores (B, n) float32, best first; labels (B, n) int64.
-            Of a classifier the scores of the classes, (B, K) float32.
+            For a classifier, the scores of the classes, (B, K) float32.
         """
         normalised = (images - self.detector.pixel_mean) / self.detector.pixel_std
         computing = torch.autocast(images.device.type, torch.float16) if self.half_precision else contextlib.nullcontext()
@@ -76,8 +76,8 @@ class ExportModule(nn.Module):
 def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
     """A copy of a detector for inference only.
 
-    Batch norms of PEG and of the hybrid encoder become part of their convolutions, and the two branches of its blocks one; group
-    norm, which depends on the input, is kept. TensorFlow's padding, of some networks of timm, becomes a number.
+    Batch norms of PEG and of the hybrid encoder are merged into their convolutions, and so are the two branches of the encoder's
+    blocks. Group norm depends on the input and stays. TensorFlow's padding in some timm networks becomes a fixed number.
 
     Args:
         detector: the detector to copy; not changed.
@@ -97,7 +97,7 @@ def prepare(detector: ImageModel, sampling: str = "gather") -> ImageModel:
 
 
 def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMENSIONS) -> ExportedProgram:
-    """Trace a detector by ``torch.export``.
+    """Trace a detector with ``torch.export``.
 
     Args:
         module: the module to trace.
@@ -105,10 +105,10 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
         dynamic: names from ``DIMENSIONS`` that may differ from call to call.
 
     Returns:
-        A program with operators of aten, and torch's ``scan`` for what goes step by step.
+        A program with operators of aten, and torch's ``scan`` for step-by-step computations.
 
     Raises:
-        RunStoppedError: a model that torch cannot trace, or an operator that is not of aten.
+        RunStoppedError: a model that torch cannot trace, or an operator that is not part of aten.
     """
     dims = _dims(module.detector, dynamic)
     batch, height, width = (dims.get(name, Dim.STATIC) for name in DIMENSIONS)
@@ -118,7 +118,7 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
     try:
         with torch.no_grad():
             program = torch.export.export(module, inputs, dynamic_shapes=shapes)
-            if module.half_precision:  # code under autocast is a graph of its own before this step, which traces all again
+            if module.half_precision:  # this traces everything again, including the separate graph under autocast
                 program = program.run_decompositions(FLOAT_NORMS)
     except Exception as error:  # what torch raises has no common base
         asked = ", ".join(dynamic) or "none"
@@ -133,7 +133,7 @@ def trace(module: ExportModule, canvas: Canvas, dynamic: Collection[str] = DIMEN
 
 
 def largest_sides(detector: ImageModel) -> int | None:
-    """Largest side of a canvas, in units of ``size_divisibility``; ``None``: no limit. A learned table has a last entry."""
+    """Largest side of a canvas, in units of ``size_divisibility``; ``None``: no limit. Only a learned table sets one."""
     tables = [module.row_embed.num_embeddings for module in detector.modules() if isinstance(module, LearnedEncoding)]
     finest = min(detector.strides)
     return min(tables) * finest // detector.size_divisibility if tables else None

@@ -19,8 +19,8 @@ from cpvt_det.evaluation.answers import PostProcessor
 FORMATS = ("torch_export", "onnx", "openvino")
 INPUTS = ("images", "padding_mask")
 PACKAGES = {"torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("onnx", "onnxscript", "openvino")}
-OPSET = 18  # of ONNX's operators: the first that torch's exporter has, whatever its version
-OLDEST_RUNTIMES = {False: "1.14", True: "1.31"}  # the first onnxruntime with this opset; and that loads float16 on a CPU
+OPSET = 18  # version of ONNX's operators: the first that every version of torch's exporter has
+OLDEST_RUNTIMES = {False: "1.14", True: "1.31"}  # the first onnxruntime with this opset, and the first with float16 on a CPU
 
 
 def require_format(format: str) -> None:
@@ -58,7 +58,7 @@ def write_program(
             are the metadata ``cpvt_det``, in OpenVINO the ``rt_info`` of that name.
         half_precision: whether the program computes in float16, or OpenVINO's weights are in float16. An ONNX file is then not
             optimised, but left to the runtime: onnxscript 0.7 merges float32 norms into half convolutions, which no runtime loads.
-        outputs: names of what the program returns, as of its post-processing.
+        outputs: names of the program's outputs, from its post-processing.
 
     Raises:
         RunStoppedError: a program that cannot be converted.
@@ -91,8 +91,9 @@ def write_program(
 
 
 def _for_old_runtimes(model: Any) -> Any:
-    """The ``onnx.ModelProto`` in the oldest version of the file format that its operators need, without what later ones added:
-    notes of the exporter beside every operator, such as the files and lines that it came from.
+    """Convert an ``onnx.ModelProto`` to the oldest file format that its operators allow, without the additions of later ones.
+
+    These are the exporter's notes on every operator, such as the files and lines that it came from.
     """
     from onnx.helper import find_min_ir_version_for
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported file in float32 -> the same with convolutions and linear layers in int8, by onnxruntime's quantization or NNCF.
+"""An exported file in float32 -> one with convolutions and linear layers in int8, by onnxruntime's quantization or NNCF.
 
-What stays in float32: attention, norms, sampling, boxes, scores, and depthwise convolutions such as PEG's, whose few products cost
-no time and whose channels have ranges of their own. ``docs/export.md`` has the AP of this choice.
+Attention, norms, sampling, boxes and scores stay in float32. So do depthwise convolutions such as PEG's, whose few products cost no
+time and whose channels have different ranges. ``docs/export.md`` has the AP of this choice.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def require_int8(format: str) -> None:
     """Refuse a format that has no int8, or whose package is missing.
 
     Raises:
-        BadInputError: with the way out.
+        BadInputError: such a format; the message says what to do.
     """
     if format == "torch_export":
         raise BadInputError("--int8 is for --format onnx and openvino")
@@ -38,23 +38,23 @@ def require_int8(format: str) -> None:
 
 
 def quantize(path: Path, format: str, images: Iterable[Tensor], facts: Mapping[str, Any]) -> None:
-    """Replace an exported file by one that computes in int8.
+    """Replace an exported file with one that computes in int8.
 
     Args:
         path: path of the file.
         format: ``onnx`` or ``openvino``.
-        images: (3, h, w) each, in [0, 255], as they are prepared in evaluation, to measure the ranges of activations on.
+        images: (3, h, w) each, in [0, 255], prepared as in evaluation, to measure the ranges of activations on.
         facts: metadata of the file.
 
     Raises:
-        RunStoppedError: what the library cannot convert.
+        RunStoppedError: a program that the library cannot convert.
     """
     feeds = _feeds(images, facts)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # their bars and advice
+            with contextlib.redirect_stdout(io.StringIO()):  # progress bars and advice of the libraries
                 (_quantize_onnx if format == "onnx" else _quantize_openvino)(path, Path(folder) / path.name, feeds)
-        except (BadInputError, RunStoppedError):  # of the images
+        except (BadInputError, RunStoppedError):  # from the images
             raise
         except Exception as error:  # what these libraries raise has no common base
             library = "onnxruntime" if format == "onnx" else "nncf"
@@ -64,7 +64,7 @@ def quantize(path: Path, format: str, images: Iterable[Tensor], facts: Mapping[s
 
 
 def _feeds(images: Iterable[Tensor], facts: Mapping[str, Any]) -> Iterator[Feed]:
-    """What the program is called with for each image, on canvases that it takes."""
+    """The program's inputs for each image, on canvases that the program accepts."""
     called: list[Feed] = []
 
     def keep(images: Tensor, padding_mask: Tensor) -> tuple[Tensor]:
@@ -95,7 +95,7 @@ def _quantize_onnx(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 
 def _kept(graph: Any) -> list[str]:
-    """Names of depthwise convolutions, and of products with constants that are no matrix: keys of constant queries."""
+    """Names of depthwise convolutions, and of products with constants that are not matrices, such as keys of constant queries."""
     shapes = {weight.name: weight.dims for weight in graph.initializer}
     names = []
     for node in graph.node:
@@ -122,5 +122,5 @@ def _quantize_openvino(path: Path, target: Path, feeds: Iterator[Feed]) -> None:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether it is a constant matrix; the vector that D-FINE multiplies its distributions with is none."""
+    """Whether a value is a constant matrix, unlike the vector that D-FINE multiplies its distributions with."""
     return value.get_node().get_type_name() == "Constant" and len(value.get_shape()) == 2

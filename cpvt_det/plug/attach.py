@@ -33,7 +33,7 @@ WRAPPERS = {
 
 @dataclass
 class Plug:
-    """The changes by ``add_peg``: what to undo, and the layers with a PEG; stored as ``_peg_plug`` in the owner of the layers."""
+    """The changes made by ``add_peg``: actions to undo, and layers with a PEG; stored as ``_peg_plug`` in the layers' owner."""
 
     undo: list[Any]
     layers: list[nn.Module]
@@ -48,7 +48,7 @@ def add_peg(
     share_levels: bool = False,
     **peg_options: Any,
 ) -> nn.Module:
-    """Put PEGs after layers of a known model, in place; before ``torch.compile``, DDP and the optimizer.
+    """Put PEGs after layers of a known model, in place. Call it before ``torch.compile``, DDP and the optimizer.
 
     Args:
         model: a model of a family in docs/plug.md, or a module that contains one.
@@ -64,7 +64,7 @@ def add_peg(
         The model.
 
     Raises:
-        PlugError: an unknown, compiled or wrapped model, or one that has a PEG; a layer beyond its depth; no encoding to replace.
+        PlugError: an unknown, compiled or wrapped model, or one that already has a PEG; a missing layer; no encoding to replace.
         UnknownNameError: an option that PEG does not have.
         WeightsError: weights that do not fit the PEGs one to one. The model is then unchanged.
     """
@@ -106,7 +106,7 @@ def fold_peg(model: nn.Module) -> nn.Module:
 
     Raises:
         PlugError: a model without a PEG.
-        ValueError: as :meth:`~cpvt_det.position.peg.PEGDetection.fold`.
+        ValueError: as in :meth:`~cpvt_det.position.peg.PEGDetection.fold`.
     """
     pegs = [peg for _, peg in _named_pegs(model)]
     for peg in pegs:
@@ -182,7 +182,7 @@ def attach(
         undo.append(owner.register_forward_hook(ClearContext(context), always_call=True))
     for layer in plug.layers:
         apply = ApplyPEG(family, family.layout_of(owner), family.prefix(owner), family.windows(owner), context)
-        # First: hooks that record a layer's output, as those of transformers after a first call, see that of the PEG.
+        # First, so that hooks that record a layer's output, as transformers' do after a first call, see the PEG's output.
         undo.append(layer.register_forward_hook(apply, prepend=True, with_kwargs=True))
     _forget_compiled()
 
@@ -252,7 +252,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _forget_compiled() -> None:
-    """Drop compiled code: code that ``torch.compile`` made of this model does not check for new hooks."""
+    """Drop compiled code, because code that ``torch.compile`` made from this model does not check for new hooks."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
@@ -273,7 +273,7 @@ def _load(model: nn.Module, weights: str | Path | Mapping[str, Any]) -> None:
 
 
 PREFIXES = ("module.",)
-"""Beginnings of names that are left out: not ``model.``, which networks of transformers have themselves."""
+"""Prefixes to remove from names; not ``model.``, which transformers' own networks have."""
 
 
 def _read(weights: str | Path | Mapping[str, Any]) -> dict[str, Tensor]:

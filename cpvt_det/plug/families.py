@@ -48,7 +48,7 @@ class Family:
         return 0
 
     def windows(self, owner: nn.Module) -> int:
-        """Number of windows per side, where each window is an element of the layer's batch; else 1."""
+        """Number of windows per side, if each window is an element of the layer's batch; 1 without windows."""
         return 1
 
     def window_shape(self, shape: Size, windows: int) -> Size:
@@ -67,7 +67,7 @@ class Family:
         return []
 
     def replace(self, owner: nn.Module) -> list[Any]:
-        """Remove the encoder's own encoding; returns objects whose ``remove()`` restores it, none if there is no encoding."""
+        """Remove the encoder's own encoding; returns objects whose ``remove()`` restores it, or an empty list if there is none."""
         return []
 
 
@@ -211,7 +211,7 @@ class DetrexDeformableDETR(DeformableDETR):
 
 
 class HuggingFaceDETR(Family):
-    """A layer's mask is that of the attention, (B, 1, N, N) or none; the position embedding receives shape and mask."""
+    """A layer receives only the attention's mask, (B, 1, N, N) or none; the position embedding receives shape and mask."""
 
     name = "transformers DETR"
     classes = ("transformers.models.detr.modeling_detr.DetrModel",)
@@ -288,7 +288,7 @@ class HuggingFaceLWDETR(Family):
 
 
 class HuggingFaceRFDETR(HuggingFaceLWDETR):
-    """Each window has a class token. On a grid that is not square the model itself turns height and width of its windows around."""
+    """Each window has a class token. On a grid that is not square, the model itself swaps height and width of its windows."""
 
     name = "transformers RF-DETR"
     classes = ("transformers.models.rf_detr.modeling_rf_detr.RfDetrDinov2Backbone",)
@@ -359,7 +359,7 @@ class TorchvisionViT(Family):
 
 
 class TorchEncoder(Family):
-    """It has no grid: ``encoder.peg_grid``, first set by ``add_peg``, is the grid of the tokens in the next call."""
+    """An encoder without a grid. ``encoder.peg_grid``, first set by ``add_peg``, is the grid of the tokens in the next call."""
 
     name = "torch.nn.TransformerEncoder"
     classes = ("torch.nn.modules.transformer.TransformerEncoder",)

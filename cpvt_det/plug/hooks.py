@@ -16,7 +16,7 @@ from cpvt_det.position.peg import encode_levels
 from cpvt_det.structures import Size
 
 GridAndMask = tuple[list[Size], Tensor | None]
-"""(H, W) of each level, and (B, N) bool, True = padded, or ``None`` where the family has no mask; of one forward pass."""
+"""Grid and mask of one forward pass: (H, W) of each level, and (B, N) bool, True = padded, or ``None`` without a mask."""
 
 
 class PlugError(BadInputError):
@@ -24,7 +24,7 @@ class PlugError(BadInputError):
 
 
 class Observer(Protocol):
-    """What the hooks ask of a family, where the members are described."""
+    """The members of a family that the hooks use; ``Family`` describes them."""
 
     name: str
     output: int | None
@@ -79,7 +79,7 @@ def _thread() -> int:
 
 
 class RecordGrid:
-    """A hook before or after the module that receives grid and mask."""
+    """A hook that records grid and mask, before or after the module that receives them."""
 
     def __init__(self, family: Observer, context: ForwardContext):
         self.family, self.context = family, context
@@ -91,7 +91,7 @@ class RecordGrid:
 
 
 class ClearContext:
-    """A hook after the owner: a layer that is called alone later must not use an old grid."""
+    """A hook after the owner, so that a layer that is called alone later does not use an old grid."""
 
     def __init__(self, context: ForwardContext):
         self.context = context
@@ -148,7 +148,7 @@ class ApplyPEG:
         return torch.empty_like(x).copy_(encoded)
 
     def _checked(self, tokens: Tensor, shapes: Sequence[Size], padded: Tensor | None) -> Tensor:
-        """The mask (B, N), after grid and mask were compared with the tokens."""
+        """Check that grid and mask fit the tokens, and return the mask (B, N)."""
         count = sum(height * width for height, width in shapes)
         if count != tokens.shape[1]:
             grids = ", ".join(f"{height} x {width}" for height, width in shapes)
@@ -176,7 +176,7 @@ def apply_levels(peg: nn.Module, tokens: Tensor, padded: Tensor, shapes: Sequenc
     """Apply a PEG to a single map, or a list of PEGs to the levels: one per level, or one for all.
 
     Raises:
-        PlugError: a list of another length.
+        PlugError: a list whose length is neither 1 nor the number of levels.
     """
     if not isinstance(peg, nn.ModuleList):
         return peg(tokens, padded, shapes[0])
@@ -205,7 +205,7 @@ def _from_tokens(tokens: Tensor, layout: str, shapes: Sequence[Size]) -> Tensor:
 
 
 class ZeroArgument:
-    """A hook before a module that replaces an additive encoding, a tensor or a list of tensors, by zeros."""
+    """A hook before a module that replaces an additive encoding, a tensor or a list of tensors, with zeros."""
 
     def __init__(self, name: str, index: int):
         self.name, self.index = name, index
@@ -222,7 +222,7 @@ class ZeroArgument:
 
 
 class ZeroOutput:
-    """A hook after a position encoding that replaces its output by zeros."""
+    """A hook after a position encoding that replaces its output with zeros."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         return _zeros(output)
@@ -235,7 +235,7 @@ def _zeros(value: Any) -> Any:
 
 
 class AttributeOverride:
-    """Another value of a module's attribute until ``remove()``; a tensor replaces a parameter as a buffer."""
+    """A change of a module's attribute until ``remove()``; a tensor replaces a parameter as a buffer."""
 
     def __init__(self, module: nn.Module, name: str, value: Any):
         self.module, self.name = module, name

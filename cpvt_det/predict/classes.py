@@ -50,7 +50,7 @@ class ImageClasses:
 
 
 class ClassPredictor(Predictor):
-    """Classifies images of any kind and size; called as a :class:`Predictor`, it returns :class:`ImageClasses`.
+    """Classifies images of any kind and size; called like a :class:`Predictor`, it returns :class:`ImageClasses`.
 
     Args:
         trained: a loaded classifier.

@@ -30,15 +30,15 @@ LONGEST_JPEG = 65_500  # pixels a side, libjpeg's limit
 
 @dataclass
 class Found:
-    """What was found in all images.
+    """A summary of the detections in all images.
 
     Attributes:
         images: number of images.
         detections: number of detections that passed the threshold.
         best: highest score of all detections; ``None`` if there are none.
         best_name: class of that detection, and name of its image.
-        full: names of the images all of whose detections passed it, so that there may be more objects.
-        limit: number of detections of the first of these.
+        full: names of images in which every detection passed the threshold, so that there may be more objects.
+        limit: number of detections in the first of these images.
     """
 
     images: int = 0
@@ -49,7 +49,7 @@ class Found:
     limit: int = 0
 
     def add(self, name: str, found: ImageDetections, passed: int) -> None:
-        """Count an image, of which ``passed`` detections passed the threshold."""
+        """Count an image in which ``passed`` detections passed the threshold."""
         self.images += 1
         self.detections += passed
         if len(found) and (self.best is None or found.scores[0] > self.best):
@@ -81,7 +81,7 @@ def check_files(paths: Sequence[Path], source: str, on_bad: str) -> tuple[list[I
 
     Args:
         paths: result of :func:`find_files`.
-        source: file, folder or glob that they were found by.
+        source: file, folder or glob by which they were found.
         on_bad: policy for files that cannot be read, as ``DATASETS.ON_BAD``: ``error``, or ``drop`` to leave them out.
 
     Raises:
@@ -117,10 +117,10 @@ def predict_files(
         output: folder to write to; created if missing.
         threshold: lowest score to draw and write.
         batch_size: number of images per batch.
-        on_bad: policy for images whose damage only decoding finds, as in :func:`check_files`.
+        on_bad: policy for images whose damage only decoding reveals, as in :func:`check_files`.
 
     Returns:
-        How many images and detections, and the best score.
+        The numbers of images and detections, and the best score.
 
     Raises:
         BadInputError: a folder that cannot be written to.
@@ -152,7 +152,7 @@ def predict_film(
     """Detect in a film; write ``film.mp4``, with boxes and the times of its frames, and ``frames.jsonl``, a line for each frame:
     ``{"frame": 12, "time": 0.48, "detections": [{"category_id": 3, "name": "cat", "bbox": [x, y, w, h], "score": 0.9}]}``.
 
-    Both are written as the film is read: whatever ends it, what was found until there stays.
+    Both are written while the film is read, so that all results up to an interruption remain.
 
     Args:
         predictor: predictor of a trained detector.
@@ -160,10 +160,10 @@ def predict_film(
         output: folder to write to; created if missing.
         threshold: lowest score to draw and write.
         batch_size: number of frames per batch.
-        track: give objects ids over frames, :class:`cpvt_det.predict.films.Tracks`: ``track`` of a detection, and on the film.
+        track: give objects ids across frames (:class:`cpvt_det.predict.films.Tracks`), as ``track`` of a detection and in the film.
 
     Returns:
-        How many frames and detections, and the best score.
+        The numbers of frames and detections, and the best score.
 
     Raises:
         BadInputError: a folder that cannot be written to.
@@ -217,7 +217,7 @@ def predict_classes(predictor: ClassPredictor, files: Sequence[InputFile], outpu
 
     Args:
         predictor: predictor of a trained classifier.
-        files, output, batch_size, on_bad: as of :func:`predict_files`.
+        files, output, batch_size, on_bad: as in :func:`predict_files`.
 
     Returns:
         The number of images.

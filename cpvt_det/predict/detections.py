@@ -91,6 +91,6 @@ class ImageDetections(Detections):
     def draw(self) -> Image.Image:
         """The image with every box, name and score, in the colour of its class; ``above(0.5).draw()`` draws high scores only.
 
-        Images whose short side is below 384 pixels are enlarged by a whole number, so that the labels fit.
+        Images whose short side is below 384 pixels are enlarged by a whole factor, so that the labels fit.
         """
         return draw_objects(self.image, self, self.classes.names)

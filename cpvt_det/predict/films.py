@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Films, cameras and addresses of streams -> frames as images. The decoder is PyAV's, which comes with the package ``av``."""
+"""Films, cameras and addresses of streams -> frames as images, decoded by PyAV, the package ``av``."""
 
 import os
 import re
@@ -20,10 +20,10 @@ from cpvt_det.predict.detections import ImageDetections
 SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".3gp")
 ADDRESS = re.compile(r"(rtsps?|rtmps?|https?|udp|tcp|srt)://", re.IGNORECASE)
 CAMERAS = {"linux": ("v4l2", "/dev/video{}"), "darwin": ("avfoundation", "{}:none")}
-"""System -> the format and the name under which ffmpeg opens a camera by its number."""
+"""System -> the format and the name with which ffmpeg opens a camera by its number."""
 MILLISECOND = Fraction(1, 1000)
 SECONDS = 10.0
-"""Time that an address may take to answer, at first and between two frames."""
+"""Longest time that an address may take to answer, at the start and between two frames."""
 
 
 class Frame(NamedTuple):
@@ -31,7 +31,7 @@ class Frame(NamedTuple):
 
     Attributes:
         number: number of the frame in the film, from 0.
-        time: its time stamp in seconds, which rises; frames of a variable rate have the times that they are shown at.
+        time: its time stamp in seconds, which always increases; with a variable rate, the time at which the frame is shown.
         pixels: (3, H, W) uint8 RGB, upright.
     """
 
@@ -41,7 +41,7 @@ class Frame(NamedTuple):
 
 
 def is_film(source: str) -> bool:
-    """Whether a word is a film, a camera's number or an address, and no image: by its form, or by the end of its name."""
+    """Whether a word is a film, a camera's number or an address, and not an image, judged by its form or its suffix."""
     return bool(ADDRESS.match(source)) or is_camera(source) or Path(source).suffix.lower() in SUFFIXES
 
 
@@ -51,18 +51,18 @@ def is_camera(source: str) -> bool:
 
 
 class FilmReader:
-    """The frames of a film, read as they are asked for, with little memory whatever its length.
+    """The frames of a film, read on demand, with little memory for films of any length.
 
     Args:
         source: path of a film, number of a camera, or address that ffmpeg reads, such as ``rtsp://...``.
-        every: take the first of this many frames.
+        every: interval of the frames to take: the first of every so many.
 
     Attributes:
-        rate: frames per second that are taken, as the film's header says.
-        expected: number of frames that are taken, by the header; ``None`` if it does not say.
+        rate: number of frames taken per second, according to the film's header.
+        expected: number of frames to be taken, according to the header; ``None`` if it does not say.
 
     Raises:
-        BadInputError: ``every`` below 1; PyAV is not installed; a camera's number on another system than Linux and macOS.
+        BadInputError: ``every`` below 1; PyAV is not installed; a camera's number on a system other than Linux and macOS.
         DataError: a film that does not exist, cannot be opened or has no pictures; an address that does not answer.
     """
 
@@ -87,7 +87,7 @@ class FilmReader:
 
         Raises:
             DataError: a film without frames.
-            RunStoppedError: a film that breaks off, after the frames until there.
+            RunStoppedError: a film that breaks off; raised after the frames before that point.
         """
         av, step, number = _av(), 1 / (self.rate * self.every), -1
         last = -step
@@ -147,13 +147,13 @@ def _av() -> Any:
 
 
 def _upright(frame: Any) -> Tensor:
-    """A frame's pixels, turned as its film asks for: phones film on their side."""
+    """A frame's pixels, rotated as its film specifies, because phones record films on their side."""
     pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # (H, W, 3) -> (3, H, W)
 
 
 class FilmWriter:
-    """Pictures with their times -> an MP4 file, of which what was written can be played whatever happens next.
+    """Pictures with their times -> an MP4 file; the part that is already written can always be played.
 
     Args:
         path: path of the file.
@@ -161,7 +161,7 @@ class FilmWriter:
 
     def __init__(self, path: Path):
         av = _av()
-        # In fragments: complete without an end, and without an index that grows in memory.
+        # In fragments, so that the file needs no end, and no index that grows in memory.
         self._container = av.open(str(path), "w", options={"movflags": "frag_keyframe+empty_moov+default_base_moof"})
         self.path = path
         self._codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
@@ -169,7 +169,7 @@ class FilmWriter:
         self._start = self._last = 0
 
     def add(self, picture: Image.Image, time: float) -> None:
-        """Write a picture that is shown from ``time``, in seconds, on; all are scaled to the size of the first one.
+        """Write a picture that is shown from ``time`` on, in seconds; all pictures are scaled to the size of the first one.
 
         Raises:
             BadInputError: a file that cannot be written.
@@ -187,7 +187,7 @@ class FilmWriter:
         self._write(frame)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining frames, and close the file."""
         if self._stream is not None:
             self._write(None)
         self._container.close()
@@ -200,11 +200,11 @@ class FilmWriter:
 
 
 class Tracks:
-    """Ids of objects over the frames of a film, called frame by frame.
+    """Gives objects ids across the frames of a film; called frame by frame.
 
     Args:
         rate: frames per second.
-        threshold: score from which an object that is not known gets an id; lower ones only continue a track.
+        threshold: lowest score at which a new object gets an id; detections with lower scores only continue a track.
 
     Raises:
         BadInputError: the package is not installed.
@@ -221,7 +221,7 @@ class Tracks:
         self._tracker = ByteTrackTracker(frame_rate=rate, **scores)
 
     def __call__(self, found: ImageDetections) -> list[int | None]:
-        """The id of each detection of the next frame; ``None`` for what belongs to no track, or not yet."""
+        """The id of each detection of the next frame; ``None`` for one that belongs to no track, or not yet."""
         given = found.to_supervision()
         given.data["index"] = np.arange(len(found))  # the answer may have another order
         tracked = self._tracker.update(given)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders on Hugging Face's hub, and their cards, written from a checkpoint and its run. Imported when it is used."""
+"""Model folders on Hugging Face's hub, and their cards, written from a checkpoint and its run; imported only when used."""
 
 import itertools
 import os
@@ -53,7 +53,7 @@ On {tests}, after iteration {iteration}, in percent:
 TRAINING = """\
 ## Training
 
-On {images}{sets}, by `config.yaml`, from which places on the machine of the training are taken out:
+On {images}{sets}, with `config.yaml`, from which paths on the training machine were removed:
 
 ```
 cpvt-det train --config-file config.yaml DATASETS.REGISTER "[['{first}', 'train.json', 'images'], ...]"
@@ -63,13 +63,13 @@ cpvt-det train --config-file config.yaml DATASETS.REGISTER "[['{first}', 'train.
 
 @dataclass
 class RunFacts:
-    """What the folder of a run has on one of its checkpoints.
+    """Facts about a checkpoint from the folder of its run.
 
     Attributes:
         iteration: iteration of the checkpoint; ``None`` if it is unknown.
         images: number of training images; ``None`` if it is unknown.
-        figures: figures of the evaluation at that iteration, by their names in the metrics; none if there was none.
-        picture: picture of detections beside the ground truth; ``None`` if there is none.
+        figures: figures of the evaluation at that iteration, by their names in the metrics; empty if there was none.
+        picture: picture of detections next to the ground truth; ``None`` if there is none.
     """
 
     iteration: int | None = None
@@ -79,7 +79,7 @@ class RunFacts:
 
 
 def read_facts(checkpoint: Path | None, with_picture: bool) -> RunFacts:
-    """The facts on a checkpoint, from it and from the files of its run beside it; a model folder has none."""
+    """Read the facts about a checkpoint from it and from the files of its run in the same folder; a model folder has none."""
     if checkpoint is None or not checkpoint.is_file():
         return RunFacts()
     content = read_checkpoint(checkpoint, only_look=True)
@@ -111,12 +111,12 @@ def push(
     """Upload a model folder with a model card, for :meth:`cpvt_det.predict.predictor.Predictor.push_to_hub`.
 
     Args:
-        repo_id, license, picture, private, token, branch, options: as there.
+        repo_id, license, picture, private, token, branch, options: as in ``push_to_hub``.
         save: function that writes the model folder.
-        config: config of the model as YAML; what is written of it has no places on this machine.
+        config: config of the model as YAML; paths on this machine are removed before it is uploaded.
         classes: classes of the model.
         thresholds: score thresholds of the model, if they are known.
-        checkpoint: file that the model was loaded from, for the facts on its run.
+        checkpoint: file that the model was loaded from, for the facts about its run.
     """
     cfg, facts = CfgNode.load_cfg(config), read_facts(checkpoint, picture)
     with tempfile.TemporaryDirectory() as name:
@@ -142,14 +142,14 @@ def without_places(cfg: CfgNode) -> CfgNode:
     cfg.DATASETS.CACHE, cfg.CALLBACKS = default.DATASETS.CACHE, []
     backbone, classifier = cfg.MODEL.BACKBONE, cfg.MODEL.CLASSIFIER
     for node, key in ((backbone, "WEIGHTS"), (classifier, "TEACHER"), (classifier, "TEACHER_WEIGHTS")):
-        value = node[key].removeprefix("timm/")  # of a teacher's name
+        value = node[key].removeprefix("timm/")  # prefix of a teacher's name
         if Path(value).parent != Path() or os.path.exists(value):  # a file, not a name
             node[key] = ""
     return cfg
 
 
 def _metadata(repo_id: str, cfg: CfgNode, facts: RunFacts, license: str | None) -> ModelCardData:
-    """What the hub shows and searches by."""
+    """The metadata that the hub shows and uses for search."""
     first = next(iter(cfg.DATASETS.TEST), "")
     kind = "image-classification" if is_classifier(cfg) else "object-detection"
     results = []
@@ -175,7 +175,7 @@ def write_card(repo_id: str, cfg: CfgNode, classes: Classes, thresholds: Thresho
         cfg: config of the model.
         classes: classes of the model.
         thresholds: score thresholds, if they are known.
-        facts: facts on its run.
+        facts: facts about its run.
     """
     classifies, model = is_classifier(cfg), cfg.MODEL.META_ARCHITECTURE.removeprefix("CPVT")
     encoding = "" if classifies else f" and the position encoding `{cfg.MODEL.POSITION.NAME}`"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trained detector that is called with images.
 
-On the road of one image: the same decoding, resizing, batching, detector and post-processing as in evaluation.
+An image passes through the same decoding, resizing, batching, detector and post-processing as in evaluation.
 """
 
 import os
@@ -31,10 +31,10 @@ from cpvt_det.predict.inputs import ImageInput, read_input
 
 
 class FoundFrame(NamedTuple):
-    """What was found in a frame of a film.
+    """The detections in a frame of a film.
 
     Attributes:
-        number, time: of the frame, as :class:`cpvt_det.predict.films.Frame` has them.
+        number, time: number and time of the frame, as in :class:`cpvt_det.predict.films.Frame`.
         detections: its detections, with its pixels as ``source``.
     """
 
@@ -53,10 +53,10 @@ class Predictor:
         classes: ids and names of the labels.
         config: config of the detector as YAML, for :meth:`save`.
         thresholds: score thresholds of the detector's last evaluation; ``None`` if they are not known.
-        tiling: tiles that large images are cut into, unless a call says otherwise; ``None``: they are not.
+        tiling: tiles that large images are cut into, unless a call sets others; ``None``: they are not cut.
 
     Attributes:
-        origin: path of the checkpoint or folder that the detector was loaded from; ``None`` for others.
+        origin: path of the checkpoint or folder that the detector was loaded from; ``None`` if it was not loaded.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Predictor:
             path: path of the file or folder, or a name that ``cpvt-det weights`` lists. If the run had ``SOLVER.EMA``, the averaged
                 weights are used, as in evaluation.
             device: device to run on; by default a CUDA GPU if there is one, else the CPU.
-            config_file: config in the place of the one that the weights contain, or for those without one.
+            config_file: config to use instead of the one in the weights, or if they contain none.
             overrides: KEY VALUE words, as on the command line: ``["INPUT.MIN_SIZE_TEST", "480"]``.
 
         Raises:
@@ -125,7 +125,7 @@ class Predictor:
     def from_pretrained(
         cls, repo_id: str, device: str | torch.device | None = None, overrides: Sequence[str] = (), **options: Any
     ) -> "Predictor":
-        """Load public weights by their name, or a model from Hugging Face's hub, such as :meth:`push_to_hub` puts there; it is
+        """Load public weights by their name, or a model from Hugging Face's hub, such as one from :meth:`push_to_hub`. It is
         fetched once, and needs no network afterwards.
 
         Args:
@@ -136,7 +136,7 @@ class Predictor:
             options: ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and ``force_download`` of huggingface_hub.
 
         Raises:
-            WeightsError: files that cannot be fetched, or are no model that is known here.
+            WeightsError: files that cannot be fetched, or that are not a model of a known kind.
             ConfigError: keys that cannot be used, or a device that does not exist.
         """
         is_known = os.path.exists(repo_id) or find_start(repo_id) is not None
@@ -144,7 +144,7 @@ class Predictor:
 
     @property
     def threshold(self) -> float:
-        """The score threshold of the highest F1 in the last evaluation; 0.5 if the weights keep none."""
+        """The score threshold of the highest F1 in the last evaluation; 0.5 if the weights contain none."""
         return DEFAULT_THRESHOLD if self.thresholds is None or self.thresholds.overall is None else self.thresholds.overall
 
     @overload
@@ -169,7 +169,7 @@ class Predictor:
                 or tuple of any of these, of any sizes.
             channels: order of the channels in arrays and tensors, "rgb" or "bgr"; required for colour arrays.
             batch_size: number of images of a list, or of tiles, per batch. An image has the same detections in any batch.
-            tiles: tiles that larger images are cut into, or the side of a tile in pixels, or 0: they are not cut; ``None``: as
+            tiles: tiles that larger images are cut into, or the side of a tile in pixels; 0 for no tiles, ``None`` for
                 :attr:`tiling`.
 
         Returns:
@@ -177,7 +177,7 @@ class Predictor:
 
         Raises:
             DataError: something that is not an image; the message contains its index in the list.
-            ValueError: a batch of less than one image, or tiles that cannot be.
+            ValueError: a batch of less than one image, or impossible tiles.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -197,20 +197,20 @@ class Predictor:
         batch_size: int = 1,
         tiles: Tiling | int | None = None,
     ) -> Iterator[FoundFrame]:
-        """Detect in a film, a camera or a stream, as it is read.
+        """Detect in a film, a camera or a stream while it is read.
 
         Args:
-            source: path, number of a camera or address, as of :class:`cpvt_det.predict.films.FilmReader`, or an opened one.
-            every: take the first of this many frames.
+            source: path, number of a camera or address, as for :class:`cpvt_det.predict.films.FilmReader`, or an open reader.
+            every: interval of the frames to take: the first of every so many.
             batch_size: number of frames per batch.
-            tiles: tiles, as of a call.
+            tiles: tiles, as in a call of the predictor.
 
         Yields:
-            Number, time and detections of each frame; these are those of the frame as an image.
+            Number, time and detections of each frame; the detections are the same as for the frame as a single image.
 
         Raises:
-            BadInputError, DataError, RunStoppedError: as of :class:`cpvt_det.predict.films.FilmReader`; of a film that breaks off,
-                after its last frame.
+            BadInputError, DataError, RunStoppedError: as for :class:`cpvt_det.predict.films.FilmReader`; for a film that breaks
+                off, after its last frame.
         """
         reader, part = source if isinstance(source, FilmReader) else FilmReader(source, every), []
         failure = None
@@ -241,21 +241,21 @@ class Predictor:
     def push_to_hub(self, repo_id: str, license: str | None = None, picture: bool = True, **options: Any) -> str:
         """Upload the model folder to Hugging Face's hub, for :meth:`from_pretrained`, with a model card.
 
-        The card has the classes, how to use and to train the model and, where it was loaded from a checkpoint in the folder of its
-        run, the number of training images, the figures of the evaluation at its iteration, and a picture. Places on this machine
-        are taken out of the config, and so are its callbacks.
+        The card lists the classes, and shows how to use and train the model. If the model was loaded from a checkpoint in the
+        folder of its run, the card also has the number of training images, the figures of the evaluation at its iteration, and a
+        picture. Paths on this machine are removed from the config, and so are its callbacks.
 
         Args:
             repo_id: name of the repository, ``user/name``; it is created if it does not exist.
             license: name of a licence, as the hub lists them.
-            picture: whether the picture goes with the card; it shows test images of the run.
+            picture: whether the card includes the picture, which shows test images of the run.
             options: ``private``, ``token``, ``branch``, ``commit_message`` and ``create_pr`` of huggingface_hub.
 
         Returns:
             Address of the commit.
 
         Raises:
-            WeightsError: a repository that cannot be reached or written to, or a name that is none.
+            WeightsError: a repository that cannot be reached or written to, or an invalid name.
         """
         from cpvt_det.predict import hub
 
@@ -294,5 +294,5 @@ def _read(image: ImageInput, channels: str | None, index: int) -> torch.Tensor:
 
 
 def _source(image: ImageInput, pixels: torch.Tensor) -> str | torch.Tensor:
-    """The source for drawing the image later: the path of a file, as the pixels of a long list would fill the memory."""
+    """The source for drawing the image later; for a file its path, because the pixels of a long list would fill the memory."""
     return os.path.expanduser(image) if isinstance(image, str | os.PathLike) else pixels

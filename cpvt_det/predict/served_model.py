@@ -22,14 +22,14 @@ from cpvt_det.visualize.recording import ForwardRecord, attention_layers, record
 MOST_PIXELS = 64_000_000
 """Largest image: a small file may hold more pixels than there is memory for."""
 KEPT = 4
-"""Number of images whose passes are kept, so that a click on a box is answered at once."""
+"""Number of images whose passes are stored, so that a click on a box is answered at once."""
 
 Json = dict[str, Any]
 
 
 @dataclass
 class Pass:
-    """What one image's pass through the detector left; its pixels are not kept, of which there may be 200 MB.
+    """The results of one image's pass through the detector, without its pixels, which may take 200 MB.
 
     Attributes:
         size: (height, width) of the image.
@@ -37,7 +37,7 @@ class Pass:
         detections: detections, best first.
         queries: index of the decoder query of each detection.
         record: the inputs of the decoder's attention.
-        seconds: time from the image to the detections, decoding of the file not included.
+        seconds: time from the image to the detections, without decoding of the file.
     """
 
     size: tuple[int, int]
@@ -49,7 +49,7 @@ class Pass:
 
 
 class ServedModel:
-    """A predictor that is asked by several threads, and remembers the last images.
+    """A predictor that several threads can use, and that remembers the last images.
 
     Args:
         predictor: predictor of a trained model.
@@ -85,14 +85,14 @@ class ServedModel:
         """Where a decoder query looked, layer by layer, in pixels of the image.
 
         Args:
-            content, name: image, as of :meth:`detect`.
+            content, name: image, as in :meth:`detect`.
             query: index of the query.
 
         Returns:
-            With deformable attention ``kind`` "points", ``strides`` of the levels, and in each of ``layers`` the ``reference`` (x,
-            y, or centre and size) and ``points`` (x, y, weight, level), whose weights sum to 1. With dense attention ``kind``
-            "heat", and in each of ``layers`` the mean over heads by cell in multiples of even attention, ``rows``, and their lower
-            right ``corner``.
+            For deformable attention, ``kind`` is "points". There are the ``strides`` of the levels, and in each of ``layers`` the
+            ``reference`` (x, y, or centre and size) and ``points`` (x, y, weight, level), whose weights sum to 1. For dense
+            attention, ``kind`` is "heat". Each of ``layers`` has ``rows``, the mean over heads of each cell in multiples of even
+            attention, and their lower right ``corner``.
 
         Raises:
             BadInputError: a query that the detector does not have.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page and its two questions, ``/detect`` and ``/look``, over HTTP. Nothing is written, and no file is ever opened.
+"""The page and its two requests, ``/detect`` and ``/look``, over HTTP. Nothing is written, and no file is ever opened.
 
-Every request carries the bytes of its image, so that there is nothing of it to store. The page of another site cannot ask: requests
-that come from another origin are refused, and so are those to a name that was not given. A site can have its own name lead to this
-machine (DNS rebinding), but neither an address nor ``localhost``.
+Every request carries the bytes of its image, so the server stores no images. Pages of other sites cannot use it: requests from
+another origin are refused, and so are requests to a host name that was not allowed. A site can make its own name point to this
+machine (DNS rebinding), but not an address or ``localhost``.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ MEGABYTE = 1_000_000
 MOST_DIGITS = 18
 """Length of the longest number that is read: Python refuses thousands of digits with an error of its own."""
 MOST_LEVELS = 8
-"""Number of feature levels that have a colour of their own, that of ``cpvt-det show attention``."""
+"""Number of feature levels with their own colour, the same as in ``cpvt-det show attention``."""
 
 
 class RefusedError(Exception):
-    """A request that gets no answer.
+    """A request that is refused.
 
     Args:
         status: HTTP status.
-        message: reason, and the way out.
+        message: reason, and what to do.
     """
 
     def __init__(self, status: int, message: str):
@@ -45,16 +45,16 @@ class RefusedError(Exception):
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server of the page; it listens from the beginning, and answers when it has models and serves.
+    """A server for the page. It listens from the start, and answers once it has models and serves.
 
     Args:
         host: address or name to listen at.
         port: port to listen at; 0 for a free one.
         max_upload: largest image file in bytes.
-        names: further names under which the page may be asked for, such as that of a proxy.
+        names: further host names under which the page may be requested, such as that of a proxy.
 
     Raises:
-        BadInputError: an address that cannot be listened at, or something that is no name.
+        BadInputError: an address that cannot be listened at, or an invalid host name.
     """
 
     daemon_threads = True
@@ -77,7 +77,7 @@ class PageServer(ThreadingHTTPServer):
         self.is_local = ipaddress.ip_address(self.server_address[0]).is_loopback
 
     def server_bind(self) -> None:
-        """That of :class:`http.server.HTTPServer` also looks up the machine's full name, which takes seconds on some systems."""
+        """Bind without the look-up of the machine's full name in :class:`http.server.HTTPServer`, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
@@ -87,7 +87,7 @@ class PageServer(ThreadingHTTPServer):
         self.page = build_page("serve.html", _describe(models, self.max_upload)).encode()
 
     def knows(self, host: str) -> bool:
-        """Whether the page may be asked for under this name or address."""
+        """Whether the page may be requested under this name or address."""
         with contextlib.suppress(ValueError):
             return bool(ipaddress.ip_address(host))
         return host in self.names | self._own_names
@@ -103,18 +103,18 @@ class Handler(BaseHTTPRequestHandler):
     """Answers the requests of one connection."""
 
     server: PageServer
-    timeout = 60  # seconds: of a client that sends nothing
+    timeout = 60  # seconds to wait for a client that sends nothing
 
     def do_GET(self) -> None:
-        """The page; there is nothing else to get."""
+        """Send the page; there is nothing else to get."""
         self._answer(self._get)
 
     def do_POST(self) -> None:
-        """Detections of an image, or where a query looked in it, as JSON."""
+        """Send the detections of an image, or where a query looked in it, as JSON."""
         self._answer(self._post)
 
     def log_message(self, text: str, *arguments: Any) -> None:
-        """Requests are no news."""
+        """Log requests at the debug level only."""
         logger.debug(text, *arguments)
 
     def _answer(self, method: Any) -> None:
@@ -151,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, _detections(model, content, name, "pixels" in asked))
 
     def _check_sender(self) -> None:
-        """Refuse the scripts of other sites, which reach this machine through its user's browser."""
+        """Refuse scripts of other sites, which can reach this machine through the user's browser."""
         host, origin = _host_of(f"//{self.headers.get('Host', '')}"), self.headers.get("Origin")
         if not self.server.knows(host):
             raise RefusedError(403, f"the host {host!r} is not known here; cpvt-det serve --allow-host takes names")
@@ -168,7 +168,7 @@ class Handler(BaseHTTPRequestHandler):
         return length
 
     def _refuse(self, error: RefusedError) -> None:
-        self.close_connection = True  # its body is not read
+        self.close_connection = True  # the request's body is not read
         self._send(error.status, {"error": str(error)})
 
     def _send(self, status: int, content: Json) -> None:
@@ -194,13 +194,13 @@ def _number(asked: dict[str, list[str]], name: str, end: int | None = None) -> i
 
 
 def _whole(text: str) -> int | None:
-    """The number that a text of digits is; ``None`` for another one, or a very long one."""
+    """The number in a text of digits; ``None`` for any other text, or a very long one."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else None
 
 
 def _host_of(address: str) -> str:
-    """The name or address of the machine in an address, in small letters; empty if there is none."""
-    with contextlib.suppress(ValueError):  # of brackets that do not close
+    """The host name or IP address in an address, in lower case; empty if there is none."""
+    with contextlib.suppress(ValueError):  # for brackets that do not close
         return urlsplit(address).hostname or ""
     return ""
 

@@ -228,7 +228,7 @@ def test_an_option_changes_its_transformer_backbone(backbone):
         (
             {"MODEL__DETECTOR__NUM_LEVELS": 2},
             "unknown option of MODEL.META_ARCHITECTURE 'CPVTDetr' 'num_levels'; known: decoder_position, pre_norm; it belongs to "
-            "CPVTDeformableDetr; leave it out, or None takes it back",
+            "CPVTDeformableDetr; leave it out, or set it to None",
         ),
         (
             {**DEFORMABLE, "MODEL__DETECTOR__PRE_NORM": True},
@@ -274,7 +274,7 @@ def test_an_option_of_another_part_is_refused(config, message):
 def test_none_takes_an_option_back(tmp_path):
     (tmp_path / "base.yaml").write_text("MODEL: {NUM_CLASSES: 3, POSITION: {NAME: peg, KERNEL_SIZE: 5}}")
     (tmp_path / "run.yaml").write_text("_BASE_: base.yaml\nMODEL: {POSITION: {NAME: sine}}")
-    with pytest.raises(ConfigError, match="leave it out, or None takes it back"):
+    with pytest.raises(ConfigError, match="leave it out, or set it to None"):
         build_encoder_position(load_cfg(str(tmp_path / "run.yaml")), 8, 1, 6)
     cfg = load_cfg(str(tmp_path / "run.yaml"), ["MODEL.POSITION.KERNEL_SIZE", "None"])
     assert type(build_encoder_position(cfg, 8, 1, 6)) is SineEncoding

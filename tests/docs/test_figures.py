@@ -59,7 +59,6 @@ RECORDS = {
         "benchmarks/results/processes_cpu.json",
         "benchmarks/results/annotations_coco.json",
         "benchmarks/results/annotations_large.json",
-        "benchmarks/estimate.py",
     ],
     "docs/export.md": [
         "benchmarks/results/exported_speed_quickstart_cpu_avx2_2threads.json",

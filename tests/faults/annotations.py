@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: annotations.
 
-`cpvt-det check-data --config-file FILE` lists every fault of all splits, the first 20 of a kind (`--all`: all), by file, image id
-and annotation id. Training and evaluation run the same check first and stop, unless `DATASETS.ON_BAD` is `drop`: then the same
-images and boxes are left out of both, and counted. Either way, ground truth used as detections scores an AP of 100.0, which is
-tested for each row. Files above 4 MB are cached: [scaling.md](scaling.md#annotations).
+`cpvt-det check-data --config-file FILE` lists the faults of all splits, up to 20 of each kind (`--all` lists all), by file,
+image id and annotation id. Training and evaluation run the same check first and stop at a fault. With `DATASETS.ON_BAD` set to
+`drop`, both leave out and count the same images and boxes. Either way, ground truth used as detections scores an AP of 100.0;
+each row tests this. Files above 4 MB are [cached](scaling.md#annotations).
 """
 
 import contextlib

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints.
 
-A checkpoint is written to a temporary file, flushed, renamed, and gets a SHA-256 file that every read compares. Files from
-elsewhere are compared with the checksums inside torch's zip format. `SOLVER.CHECKPOINT_KEEP` numbered checkpoints stay, with
-`model_best.pth` and `model_final.pth`. Weights that are not finite are not saved.
+A checkpoint is written to a temporary file, flushed and renamed. It gets a SHA-256 file, which is compared at every read. Files
+from elsewhere are checked against the checksums inside torch's zip format. `SOLVER.CHECKPOINT_KEEP` numbered checkpoints are
+kept, besides `model_best.pth` and `model_final.pth`. Weights that are not finite are not saved.
 
-A run has a random id, in its checkpoints and in `run_id` of its `OUTPUT_DIR`. `--resume` takes the undamaged checkpoint of that
-run with the most iterations; to go back further, move the later ones away. If the last run left none, the newest of an earlier
-run is taken, with a warning. Processes that torchrun restarts continue their own run only.
+A run has a random id, stored in its checkpoints and in `run_id` of its `OUTPUT_DIR`. `--resume` loads the undamaged checkpoint
+of that run with the most iterations; to go back further, move later ones away. If the last run left none, the newest of an
+earlier run is loaded, with a warning. Processes that torchrun restarts only continue their own run.
 
-No file's code is run: torch files are read with `weights_only=True`, `.pkl` files by an unpickler that accepts arrays, numbers,
-text and containers only. Neither may take more memory than a file of its size can need.
+No code from a file is run: torch files are read with `weights_only=True`, `.pkl` files by an unpickler that only accepts
+arrays, numbers, text and containers. Neither may use more memory than a file of its size can need.
 
-`python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another: of 50 kills 32 fell
-into the middle of a save, 0 checkpoints were lost, and none was older than the last that the process had reported as saved.
+`python -m faults.kills 50` kills a process at random moments while it saves one checkpoint after another. Of 50 kills, 32 came
+in the middle of a save. 0 checkpoints were lost, and none was older than the last that the process had reported as saved.
 """
 
 import os

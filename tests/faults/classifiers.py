@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classifiers and vision transformers.
 
-Options that do not fit DeiT, CPVT or TNT are refused before the first iteration; each row also checks that no metrics were written.
+Options that do not fit DeiT, CPVT or TNT are refused before the first iteration. Each row also checks that no metrics were
+written.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetching public weights.
 
-A file gets its name in the folder of weights only after it was checked: by the hash of the table, and where nobody has published
-one by its size and by reading it whole. So whatever happens to a connection, a disk or a process, no half of a file is ever loaded.
-The transfer is that of huggingface_hub and of torch.hub; what comes from the hub is tested in `test_hub.py`. The next attempt
-begins as if there had been none.
+A file gets its name in the weights folder only after it was checked: against the hash in the table or, where none is published,
+by its size and by reading it whole. Whatever happens to a connection, a disk or a process, half a file is therefore never
+loaded. huggingface_hub and torch.hub transfer the files; `test_hub.py` tests downloads from the hub. After a failure, the next
+attempt starts afresh.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: folders as tools and machines write them.
 
-Eight pictures in one of seven layouts with one oddity each; rows of exit code 0 also compare files, class names and boxes with
-what was meant. `tests/whole/test_random_folders.py` combines one to three oddities at random: 200 folders in the suite, more with
-`PYTHONPATH=tests python -m faults.fuzz 10000 test_random_folders.py`.
+Each row is a folder of eight pictures in one of seven layouts, with one oddity. Rows with exit code 0 also compare files, class
+names and boxes with the intended ones. `tests/whole/test_random_folders.py` combines one to three oddities at random: 200
+folders in the suite, more with `PYTHONPATH=tests python -m faults.fuzz 10000 test_random_folders.py`.
 """
 
 import os

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: image files.
 
-The check before a run reads headers, and decodes only files whose end seems cut off; `check-data --decode` decodes all. Damage
-that a decoder tolerates, for example inside the scan of a JPEG, is not found. Images are read as 8-bit RGB and rotated as EXIF or
-XMP say; boxes belong to the rotated image. If the JSON has the sides of the unrotated one, that is an error.
+The check before a run reads headers, and decodes only files that seem cut off; `check-data --decode` decodes all. Damage that a
+decoder tolerates, for example inside the scan of a JPEG, is not found. Images are read as 8-bit RGB and rotated according to
+EXIF or XMP; boxes refer to the rotated image. A JSON with the size of the unrotated image is an error.
 """
 
 import struct

@@ -14,8 +14,8 @@ a CPU with the same number of threads: losses, weights, average, optimiser, scal
 | by kill -9 of one of two processes, restarted by torchrun | synchronised norms | builtin, detectron2 | `test_processes.py` |
 | by kill -9 of either of two processes, in a step | synchronised norms; process 0 saves | builtin | `test_lost_processes.py` |
 
-A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130; a second one (at least half a second later,
-15 under torchrun) ends everything at once. The last whole step is also saved when an error ends the run.
+A first SIGTERM or Ctrl-C finishes the step, saves and ends with exit code 143 or 130; a second one (at least half a second
+later, 15 seconds under torchrun) ends everything at once. The last complete step is also saved when an error ends the run.
 """
 
 import itertools

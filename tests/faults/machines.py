@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several machines.
 
-What each loss costs: [clusters.md](clusters.md). A run of two processes of which one was killed in a step, then resumed, equals the
+[clusters.md](clusters.md) lists what each loss costs. If one of two processes is killed in a step, the resumed run equals the
 uninterrupted one (`tests/whole/test_lost_processes.py`).
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation and numbers of objects.
 
-The figures are those of pycocotools for the written detections, except where an image has more than 100 objects of a class: there
-all detections count. Faults that our detectors cannot produce are calls of `CocoEvaluator` in Python.
+The figures are pycocotools' for the saved detections, except where an image has more than 100 objects of a class; there all
+detections count. Faults that our detectors cannot produce are tested by Python calls of `CocoEvaluator`.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding and batches.
 
-With `MODEL.BACKBONE.MASK_PADDING`, our default, an image has the same outputs alone and in any batch, whatever lies under the
-padding, NaN included: `tests/whole/test_padding.py`, in float64 within 1e-10. `python benchmarks/mask_padding.py` compares
-DETR-R50's outputs alone and in a padded batch, with and without it, and times both
+With `MODEL.BACKBONE.MASK_PADDING`, our default, an image has the same outputs alone and in any batch, whatever the padding
+contains, even NaN (`tests/whole/test_padding.py`, in float64 within 1e-10). `python benchmarks/mask_padding.py` compares
+DETR-R50's outputs alone and in a padded batch, with and without masking, and times both
 ([record](../benchmarks/results/mask_padding_cpu_avx2.md)):
 
 ```text

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes.
 
-Two processes take the steps of one on the same batch: after 20 steps in float64 losses differ by at most 4e-15, weights by 7e-14
-(`test_processes.py`). A killed process ends the others within seconds, with its number and signal; a step that is not finite in one
-process is skipped in all; `torchrun --max-restarts` continues from the last step, to the same bits.
+Two processes take the same steps as one on the same batch: after 20 steps in float64, losses differ by at most 4e-15, weights
+by 7e-14 (`test_processes.py`). When a process is killed, the others end within seconds and report its number and signal. A step
+that is not finite in one process is skipped in all. `torchrun --max-restarts` continues from the last step, bit for bit.
 
-A run holds a lock on `.lock` in its `OUTPUT_DIR`, which ends with the process.
+A run locks `.lock` in its `OUTPUT_DIR`; the lock ends with the process.
 
-A run of 2,000 steps with an evaluation every 200 held, in its last tenth against its first, 949 MB of memory against 939 and 9
-open files against 9 (`python -m faults.long_run 2000`; `tests/whole/test_long_run.py` is shorter).
+A run of 2,000 steps, with an evaluation every 200, used 949 MB of memory and 9 open files in its last tenth, against 939 and 9
+in its first (`python -m faults.long_run 2000`; `tests/whole/test_long_run.py` is shorter).
 """
 
 import contextlib

@@ -16,12 +16,12 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 HEAD = """\
 # Failure handling: what goes wrong, its exit code and message
 
-Every row is a test in `tests/whole/test_faults.py`: it makes the fault, runs the command, and compares exit code and message.
-Exit code 2 is bad input that the user can fix, reported without a traceback; 0 is a run that works. An error's name in place of a
-code is a call in Python. Messages are cut to their beginning; "..." replaces what varies.
+Every row is a test in `tests/whole/test_faults.py`: it creates the fault, runs the command, and compares exit code and message.
+Exit code 2 means bad input that the user can fix, reported without a traceback; 0 means that the run works. An error's name
+instead of a code marks a call in Python. Only the beginning of a message is shown; "..." stands for what varies.
 
-Every row that refuses or repairs something names its guard. `PYTHONPATH=tests python -m faults.mutate --write` removes each guard
-from a copy of the package, and the row must fail there: {killed} of {guarded} did ([how each
+Where code refuses or repairs the fault, the row names it as a guard. `PYTHONPATH=tests python -m faults.mutate --write` removes
+each guard from a copy of the package, where the row must then fail: {killed} of {guarded} did ([how each
 ended](../tests/faults/mutants.json); [survivors.md](../tests/faults/survivors.md) has the rest). `PYTHONPATH=tests python -m
 faults.report` writes this page from `tests/faults/`.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the two runners share.
 
-Both take the run of `training/train.py`: the check of the data, loader, step, files, checksums and resume, saving and signals, log,
-evaluation, folder, lock and seed are implemented once and tested once. Where detectron2's runner differs is one class,
-`d2.run.Trainer`, and is tested there (`test_detectron2.py`, `test_detectron2_faults.py`, `test_interruption.py`,
-`test_processes.py`, `test_faults.py`):
+Both use the run of `training/train.py`: data check, loader, step, files, checksums and resume, saving and signals, log,
+evaluation, folder, lock and seed are implemented and tested once. detectron2's runner differs in one class, `d2.run.Trainer`,
+which has its own tests (`test_detectron2.py`, `test_detectron2_faults.py`, `test_interruption.py`, `test_processes.py`,
+`test_faults.py`):
 
 | method | what it does |
 |:--|:--|

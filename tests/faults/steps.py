@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that are not finite.
 
-A step whose loss, predictions or gradient are not finite is skipped in all processes: weights, optimiser, running statistics and
-average stay unchanged, bit for bit. The log names the images, and `skipped` in `metrics.json` counts such steps. After
-`SOLVER.MAX_BAD_STEPS` in a row the run ends with exit code 1; its last checkpoint is of the last good step.
-`tests/solver/test_bad_steps.py` has every kind, with accumulation and in half precision.
+A step whose loss, predictions or gradient are not finite is skipped in all processes: weights, optimiser, running statistics
+and average stay unchanged, bit for bit. The log names the images, and `skipped` in `metrics.json` counts such steps. After
+`SOLVER.MAX_BAD_STEPS` in a row the run ends with exit code 1; its last checkpoint holds the last good step.
+`tests/solver/test_bad_steps.py` covers every kind, with accumulation and in half precision.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: tar files, URLs and mounts.
 
-A batch from tar files or a URL equals that from a folder, bit for bit. During a run, a missing image is tried again for
-`DATALOADER.PATIENCE` seconds; the check before a run waits 30 seconds in all for a mount or server that answers with an error.
+A batch from tar files or a URL equals the batch from a folder, bit for bit. During a run, a missing image is retried for
+`DATALOADER.PATIENCE` seconds. The check before a run waits 30 seconds in total for a mount or server that returns errors.
 """
 
 import contextlib

@@ -107,9 +107,9 @@ def test_the_other_commands_know_classifiers(folders, weights, tmp_path):
     shown = call("show", "data", "--config-file", config, "--runner", "builtin", "--output", tmp_path / "shown", "--count", 3)
     assert shown.exit_code == 0 and "train.png: 3 of 12 images" in shown.output, shown.output
     refused = call("show", "position", weights, "--output", tmp_path / "shown")
-    assert refused.exit_code == 2 and "is a Classifier; this picture is of detectors" in refused.output
+    assert refused.exit_code == 2 and "is a Classifier; this picture is for detectors" in refused.output
     refused = call("show", "position", config, "--output", tmp_path / "shown")
-    assert refused.exit_code == 2 and "is of a classifier; this picture is of detectors" in refused.output
+    assert refused.exit_code == 2 and "describes a classifier; this picture is for detectors" in refused.output
 
 
 def test_rows_of_both_heads_are_taken_by_class_name(weights):

@@ -110,7 +110,7 @@ def test_the_kept_threshold_is_used_unless_another_is_given(run, tmp_path):
 @pytest.mark.parametrize(
     ("thresholds", "why"),
     [
-        (None, "WEIGHTS keeps none of an evaluation"),
+        (None, "WEIGHTS has none from an evaluation"),
         ({"overall": None, "classes": [None] * 3}, "in the last evaluation of WEIGHTS no detection was right"),
     ],
 )

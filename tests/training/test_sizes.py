@@ -60,7 +60,7 @@ def test_sizes_that_cannot_be_are_refused(tmp_path):
     for words, message in (
         (["--sizes", "160,x"], "--sizes '160,x' must be sides in pixels"),
         (["--sizes", "0"], "--sizes '0' must be sides in pixels"),
-        (["--sizes", "32", "--report"], "--report is of one size"),
+        (["--sizes", "32", "--report"], "--report is for one size"),
     ):
         done = call(weights, *words)
         assert done.exit_code == 2 and message in done.output

@@ -14,19 +14,19 @@ from cpvt_det.cli import main
 
 PACKAGE = ROOT / "cpvt_det"
 CEILINGS = {
-    "code lines": 21_889,
+    "code lines": 21_864,
     "code lines of data/": 3_750,
-    "files": 257,
+    "files": 252,
     "functions": 2_141,
-    "rooms": 32,
-    "arrows between rooms": 187,
+    "rooms": 30,
+    "arrows between rooms": 169,
     "keys of the config": 129,
-    "words of the documents": 45_127,
+    "words of the documents": 45_100,
 }
 """The documents had 41,600 words before public weights and real-time detectors; these, exports, films and learning speed may add
 5,000 in all."""
 LONGEST = {
-    "records to losses, DETR": (95, 26),
+    "records to losses, DETR": (95, 25),
     "records to losses, Deformable-DETR, one stage, eager op": (110, 26),
     "records to losses, Deformable-DETR, two stages": (128, 28),
 }
